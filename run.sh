@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# Sets everything up in .venv, and holds the exact command of every experiment. `./run.sh help` lists them.
+set -euo pipefail
+cd "$(dirname "$0")"
+python=.venv/bin/python
+
+help() {
+  cat <<'END'
+./run.sh                     set up, then train SSPO on the embedded default (no download, minutes on 2 CPU cores)
+./run.sh test [ARGS]         set up, then run the tests (arguments go to pytest)
+./run.sh setup               set up only
+./run.sh EXPERIMENT [ARGS]   set up, then run EXPERIMENT; arguments go to the script, e.g. --seed 2 --steps 500
+./run.sh plot RUN... [-o F]  draw the curves of run folders into one picture
+./run.sh help                this text; `./run.sh sspo-toy --help` lists the script's flags
+
+EXPERIMENT is METHOD-SIZE. SIZE is 1.5b or 7b (the paper's runs; they need GPUs and download model and data) or toy
+(the embedded default). METHOD is one of
+  sspo         SSPO (Table 1)
+  sir          "+SIR": SSPO's ratio, fixed clip 0.2 (Table 2; the \n\n row of Table 3)
+  newline      segments end at \n, fixed clip (Table 3)
+  period       segments end at ".", fixed clip (Table 3)
+  grpo         one ratio per token, clip 0.2
+  clip-high    GRPO with upper clip 0.28
+  gspo         one ratio per response, clip 3e-4 / 4e-4 (GSPO's own)
+  gspo-0.2     one ratio per response, clip 0.2 (SSPO's near-zero clip fraction suggests it)
+  drgrpo       GRPO without std and without length normalisation
+END
+}
+
+setup() {
+  local requirements=requirements-cpu.txt
+  if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then requirements=requirements-gpu.txt; fi
+  local ready; ready=.venv/ready-$(cksum <"$requirements" | cut -d' ' -f1)
+  if [ -f "$ready" ]; then return; fi
+  local found="" candidate
+  for candidate in python3 python3.12 python3.13 python3.11; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$candidate; break; fi
+  done
+  if [ -z "$found" ]; then echo "run.sh needs Python 3.11 or later" >&2; exit 1; fi
+  echo "setting up .venv from $requirements (once, some minutes)"
+  "$found" -m venv .venv
+  local wheels=()
+  if [ "$requirements" = requirements-cpu.txt ]; then
+    local index=https://download.pytorch.org/whl/cpu  # PyTorch's own CPU builds, much smaller, where it answers
+    if "$python" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then
+      wheels=(--extra-index-url "$index")
+    fi
+    "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" torch==2.13.0
+  fi
+  "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" -r "$requirements"
+  if ! "$python" -c 'import torchvision' 2>/dev/null; then  # a build for another torch breaks `import transformers`
+    "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec
+  fi
+  touch "$ready"
+}
+
+launch() {  # all GPUs if there are some, otherwise 2 CPU processes
+  local ranks; ranks=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')
+  "$python" -m torch.distributed.run --nproc-per-node "$ranks" "$@"
+}
+
+method() {  # the flags that make sspo.py another method
+  case $1 in
+    sspo) flags=() ;;
+    sir) flags=(--clip fixed) ;;
+    newline) flags=(--clip fixed --delimiter '\n') ;;
+    period) flags=(--clip fixed --delimiter .) ;;
+    grpo) flags=(--clip fixed --delimiter token) ;;
+    clip-high) flags=(--clip fixed --delimiter token --clip-high 0.28) ;;
+    gspo) flags=(--clip fixed --delimiter '' --clip-low 3e-4 --clip-high 4e-4) ;;
+    gspo-0.2) flags=(--clip fixed --delimiter '') ;;
+    drgrpo) flags=(--clip fixed --delimiter token --no-scale-advantage --normaliser constant) ;;
+    *) echo "no such experiment; ./run.sh help lists them" >&2; exit 2 ;;
+  esac
+}
+
+size() {  # model, data and evaluation
+  local hub=HuggingFaceH4/aime_2024,AI-MO/aimo-validation-amc,HuggingFaceH4/MATH-500
+  case $1 in
+    toy) flags+=(--model tools/toy/model --template plain --dataset tools/toy/train.jsonl
+      --eval tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 50
+      --prompts-per-step 32 --max-prompt-tokens 32 --max-response-tokens 96 --lr 5e-5 --steps 120) ;;
+    1.5b | 7b)
+      flags+=(--activation-checkpointing --eval "$hub,knoveleng/Minerva-Math,knoveleng/OlympiadBench")
+      if [ "$1" = 7b ]; then flags+=(--model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2); fi
+      if [ ! -d data/understand-r1-zero ]; then  # MATH levels 3-5 as Dr. GRPO and SSPO used it
+        git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero
+      fi ;;
+    *) echo "no such experiment; ./run.sh help lists them" >&2; exit 2 ;;
+  esac
+}
+
+word=${1:-default}
+[ $# -eq 0 ] || shift
+case $word in
+  help | -h | --help) help ;;
+  setup) setup ;;
+  test) setup; exec "$python" -m pytest "$@" ;;
+  plot) setup; exec "$python" tools/plot.py "$@" ;;
+  default)
+    method sspo; size toy; setup
+    run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)
+    launch sspo.py "${flags[@]}" --run-dir "$run"
+    "$python" tools/plot.py "$run" -o "$run/curve.png"
+    echo "samples  $run/samples/"
+    echo "model    $run/model/" ;;
+  *) method "${word%-*}"; size "${word##*-}"; setup; launch sspo.py "${flags[@]}" "$@" ;;
+esac

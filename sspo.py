@@ -1,0 +1,296 @@
+"""SSPO: Subsentence-level Policy Optimization, arXiv 2511.04256v2.
+
+A response is cut into segments at blank lines. All tokens of a segment share one importance ratio, and the entropy of
+the old policy in the segment sets how far the ratio may move before it is clipped. Maximised, for one prompt:
+
+    J = 1/G sum_i 1/|y_i| sum_j |y_ij| min(s_ij A_i, clip(s_ij, b_low, b_high) A_i)                      (16)
+    s_ij = exp(mean over the segment of log pi(y_t) - log pi_old(y_t))                                    (9)
+    A_i = (r_i - mean r) / std r                                                                          (8)
+    b_high = min(1 + alpha + H_ij, gamma)    b_low = max(0, min(1 - H_ij, beta))                      (14, 15)
+    H_ij = mean over the segment of the old policy's entropy                                          (12, 13)
+
+    torchrun --nproc-per-node 8 sspo.py                                       the paper's 1.5B run
+    torchrun --nproc-per-node 2 sspo.py --model tools/toy/model --help        every flag; run.sh has the experiments
+
+Settings of the same loss: GRPO is --delimiter token --clip fixed, GSPO --delimiter "" --clip fixed, "+SIR" of Table 2
+--clip fixed, clip-high --clip-high 0.28, Dr. GRPO --no-scale-advantage --normaliser constant.
+
+Where the paper is silent or departed from:
+- Updates per rollout are not given; Fig. 3b shows clipping, so there were several. 4 updates of 32 prompts, one epoch.
+- Learning rate, decay and betas are verl's defaults: the paper names the framework and none of them.
+- Segments are found on the text of the tokens, since BPE merges a delimiter into tokens such as ".\\n\\n"; runs of
+  delimiters belong to the segment they close, so that none is empty, and the stop token joins the last one.
+- std is unbiased and 1e-6 is added to it (Eq. 8 prints neither).
+- Eq. 16 prints A_i in one branch and A_ij in the other; Eq. 8 makes them equal.
+- Responses with A = 0 have no gradient and are left out of both passes, never out of a denominator.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import tyro
+from transformers import AutoTokenizer
+
+import common
+
+
+@dataclass
+class Args(common.Args):
+    """SSPO on Qwen2.5-Math-1.5B (§5.2). The 7B run: --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2 (Table 5)."""
+
+    updates_per_step: int = 4
+    """Optimiser steps on one rollout batch, each on its own prompts. Not stated; verl's GSPO example has 4."""
+    delimiter: str = r"\n\n"
+    r"""Ends a segment: \n\n (§6.2.2), \n, . or any text; empty: one segment (GSPO); token: every token (GRPO)."""
+    clip: Literal["entropy", "fixed"] = "entropy"
+    """entropy: Eqs. 14 and 15; fixed: 1 - clip_low to 1 + clip_high."""
+    alpha: float = 0.0
+    """Slack of the upper bound (Table 4)."""
+    beta: float = 0.8
+    """Cap of the lower bound (Table 4)."""
+    gamma: float = 1.75
+    """Cap of the upper bound (Table 4)."""
+    clip_low: float = 0.2
+    """With --clip fixed. Not given for "+SIR"; the usual PPO value."""
+    clip_high: float = 0.2
+    """With --clip fixed. 0.28 is Table 1's clip-high."""
+    scale_advantage: bool = True
+    """Divide by the group's standard deviation (Eq. 8); Dr. GRPO does not."""
+    normaliser: Literal["response", "constant"] = "response"
+    """response: 1/G 1/|y_i| (Eq. 16); constant: 1/G 1/max_response_tokens (Dr. GRPO)."""
+
+
+# ----------------------------------------------------------------------------------------------------------- the paper
+
+
+def advantages(reward_PG: torch.Tensor, scale: bool = True) -> torch.Tensor:
+    """Return advantage_PG (Eq. 8): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
+    centred_PG = reward_PG - reward_PG.mean(1, keepdim=True)
+    if scale:
+        centred_PG = centred_PG / (reward_PG.std(1, keepdim=True) + 1e-6)
+    dead_P1 = (reward_PG == reward_PG[:, :1]).all(1, keepdim=True)  # rounding of the mean must not revive a dead group
+    return centred_PG.masked_fill(dead_P1, 0.0)  # Eq. 8
+
+
+def segments(pieces: list[str], delimiter: str) -> list[int]:
+    """Return the 0-based segment of each token of one response, given each token's text.
+
+    A segment is closed once its text contains the delimiter; the next token with non-blank text opens another.
+    "" makes one segment, "token" one of every token.
+    """
+    if delimiter == "token":
+        return list(range(len(pieces)))
+    numbers, number, text, closed = [], 0, "", False
+    for piece in pieces:
+        if closed and piece.strip():
+            number, text, closed = number + 1, "", False
+        text = text[-len(delimiter) :] + piece  # a delimiter may straddle tokens
+        closed = closed or (delimiter != "" and delimiter in text)
+        numbers.append(number)
+    return numbers
+
+
+def segment_mean(x_T: torch.Tensor, segment_T: torch.Tensor) -> torch.Tensor:
+    """Return x_S, the mean of x over each segment (Eq. 13, and the exponent of Eq. 9); 0 for a number not in use."""
+    size = int(segment_T.max()) + 1 if len(segment_T) else 0
+    sum_S = x_T.new_zeros(size).index_add(0, segment_T, x_T)
+    count_S = x_T.new_zeros(size).index_add(0, segment_T, torch.ones_like(x_T))
+    return sum_S / count_S.clamp(min=1)
+
+
+def clip_bounds(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return low_S and high_S from the old policy's mean entropy (nats) in each segment."""
+    high_S = (1 + alpha + entropy_S).clamp(max=gamma)  # Eq. 14
+    low_S = (1 - entropy_S).clamp(max=beta).clamp(min=0)  # Eq. 15
+    return low_S, high_S
+
+
+def token_weights(length_R: torch.Tensor, normaliser: str = "response", max_length: int = 0) -> torch.Tensor:
+    """Return weight_T, the factor in front of each token of an update's responses, all of them, in tokens.
+
+    response: 1 / (R |y_i|), the mean over prompts, 1/G and 1/|y_i| of Eq. 16, where |y_ij| turns the sum over segments
+    into one over tokens; sums to 1. constant: 1 / (R max_length), Dr. GRPO.
+    """
+    per_response_R = length_R if normaliser == "response" else torch.full_like(length_R, max_length)
+    return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)
+
+
+def policy_loss(
+    logp_T: torch.Tensor,
+    old_logp_T: torch.Tensor,
+    advantage_T: torch.Tensor,
+    segment_T: torch.Tensor,
+    low_S: torch.Tensor,
+    high_S: torch.Tensor,
+    weight_T: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return -J (Eq. 16) and metrics of these tokens; segment_T must be unique over the vector, not per response.
+
+    Metrics: clipped_tokens, whose clipped branch is strictly the smaller; ratio_min, ratio_mean, ratio_max over tokens.
+    """
+    ratio_S = segment_mean(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
+    ratio_T = ratio_S[segment_T]
+    free_T = ratio_T * advantage_T
+    clipped_T = ratio_T.clamp(low_S[segment_T], high_S[segment_T]) * advantage_T
+    loss = -(weight_T * torch.minimum(free_T, clipped_T)).sum()  # Eq. 16
+    metrics = {"clipped_tokens": (clipped_T < free_T).sum()}
+    if len(ratio_T):
+        metrics |= {"ratio_min": ratio_T.min(), "ratio_mean": ratio_T.mean(), "ratio_max": ratio_T.max()}
+    return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ one step
+
+
+def step_segments(batch, advantage_R, tokenizer, delimiter: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return segment_T, unique over the step, and the number of segments_R.
+
+    A response with A = 0 is left as one segment: none of its tokens is trained. The stop token has no text.
+    """
+    used = {token for rollout in batch.rollout_R for token in rollout.ids.tolist()}
+    pieces = {token: tokenizer.decode([token], skip_special_tokens=True) for token in used}
+    segment_T, segments_R = [], []
+    for rollout, advantage in zip(batch.rollout_R, advantage_R.tolist(), strict=True):
+        numbers = [0] * len(rollout.ids)
+        if advantage:
+            numbers = segments([pieces[token] for token in rollout.ids.tolist()], delimiter)
+        segment_T.append(torch.tensor(numbers))
+        segments_R.append(numbers[-1] + 1)
+    first_R = torch.tensor(segments_R).cumsum(0) - torch.tensor(segments_R)
+    return torch.cat(segment_T) + first_R[batch.response_T], torch.tensor(segments_R)
+
+
+def learn(policy, optimizer, batch, reward_PG, tokenizer, args: Args, world, record) -> dict[str, float]:
+    """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
+    # ---- advantages, and everything else that needs no log-probs
+    advantage_R = advantages(reward_PG, args.scale_advantage).flatten().float()
+    advantage_T = advantage_R[batch.response_T]
+    segment_T, segments_R = step_segments(batch, advantage_R, tokenizer, args.delimiter.replace("\\n", "\n"))
+    update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
+    lengths = [batch.length_R[update_R == update] for update in range(args.updates_per_step)]
+    weight_T = torch.cat([token_weights(each, args.normaliser, args.max_response_tokens) for each in lengths]).float()
+    plans = []
+    for update in range(args.updates_per_step):
+        cost_R = batch.total_R * (update_R == update) * (advantage_R != 0)  # no gradient without an advantage
+        dealt = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)
+        plans.append(dealt[world.rank] if cost_R.any() else [])
+
+    # ---- old log-probs and entropies, over the micro-batches that the updates will use
+    with record.phase("old_logp"):
+        old_logp_T, entropy_T = common.score(policy, batch, [micro for plan in plans for micro in plan], world)
+    entropy_S = segment_mean(entropy_T, segment_T)
+    low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
+    if args.clip == "fixed":
+        low_S, high_S = torch.full_like(low_S, 1 - args.clip_low), torch.full_like(high_S, 1 + args.clip_high)
+    if args.tis_cap:
+        weight_T = weight_T * (old_logp_T - batch.sampler_logp_T).exp().clamp(max=args.tis_cap)
+    low, high = low_S.to(world.device), high_S.to(world.device)
+
+    # ---- updates
+    logp_T, grad_norms = torch.zeros_like(old_logp_T), []
+    for plan in plans:
+        if not plan:
+            continue  # without a gradient AdamW's momentum and decay would still move the weights
+        with record.phase("update"):
+            optimizer.zero_grad()
+            for responses in plan:
+                micro = batch.pack(responses, world.device)
+                vectors = (old_logp_T, advantage_T, segment_T, weight_T)
+                old, advantage, segment, weight = (x_T[micro.token_T].to(world.device) for x_T in vectors)
+                logp, _ = policy(micro)
+                loss, _ = policy_loss(logp, old, advantage, segment, low, high, weight)
+                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                logp_T[micro.token_T] = logp.detach().cpu()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            grad_norms.append(norm.full_tensor().item())
+            optimizer.step()
+
+    # ---- metrics: the same functions on the whole step
+    trained_T = advantage_T != 0
+    vectors = (world.sum(logp_T), old_logp_T, advantage_T, segment_T, weight_T)
+    logp, old, advantage, segment, weight = (x_T[trained_T] for x_T in vectors)
+    loss, ratios = policy_loss(logp, old, advantage, segment, low_S, high_S, weight)
+    metrics = {
+        "reward": reward_PG.mean().item(),
+        "loss": loss.item() / args.updates_per_step,
+        "clip_fraction": ratios.pop("clipped_tokens").item() / len(trained_T),
+        **{name: value.item() for name, value in ratios.items()},
+        "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
+        "lr": optimizer.param_groups[0]["lr"],
+        "optimizer_steps": len(grad_norms),
+        "zero_advantage_share": (advantage_R == 0).double().mean().item(),
+        **common.rollout_metrics(batch, old, trained_T),
+    }
+    if trained_T.any():
+        metrics["entropy"] = entropy_T[trained_T].double().mean().item()
+        metrics["segments_per_response"] = segments_R[advantage_R != 0].double().mean().item()
+    trained_tokens = batch.total_R[advantage_R != 0].sum().item()
+    record.tokens |= {"old_logp": trained_tokens, "update": trained_tokens}
+    return metrics
+
+
+# ------------------------------------------------------------------------------------------------------------ the loop
+
+
+def main(args: Args) -> None:
+    """Sample, verify, learn, sync, evaluate, log; see `learn` for the paper's part."""
+    # ---- whatever can be wrong is found before an engine starts
+    world = common.init_world()
+    common.validate(args, world)
+    if args.prompts_per_step % args.updates_per_step:
+        legal = [u for u in range(1, args.prompts_per_step + 1) if args.prompts_per_step % u == 0]
+        raise ValueError(f"--updates-per-step {args.updates_per_step} must divide --prompts-per-step: one of {legal}")
+    folder = common.load_model_folder(args, world)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    problems, held_out = common.load_data(args, tokenizer)
+    record = common.Record(args, "sspo", world)
+    record.data(problems, held_out)
+
+    verifier = common.Verifier(max(1, os.cpu_count() // world.local_size))
+    sampler = common.Sampler(folder, tokenizer, args, world)
+    policy = common.load_policy(folder, args, world)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay
+    )
+    sampler.load(common.full_weights(policy, sampler.dtype))
+    record.step(0, common.evaluate(held_out, sampler, verifier, args, world, record, 0))
+
+    for step in range(1, args.steps + 1):
+        # ---- sample
+        with record.phase("sample"):
+            asked = common.problems_of_step(problems.rows, args, step)
+            rollouts = common.sample(sampler, asked, args.group_size, args.temperature, args, world, ("train", step))
+            sampler.sleep()
+        batch = common.Batch(asked, rollouts)
+        record.tokens = {"sample": len(batch.response_T)}
+
+        # ---- verify
+        with record.phase("verify"):
+            reward_R, verdicts = common.verify(verifier, asked, rollouts, world)
+
+        # ---- learn
+        reward_PG = reward_R.view(-1, args.group_size)
+        metrics = learn(policy, optimizer, batch, reward_PG, tokenizer, args, world, record) | verdicts
+
+        # ---- sync
+        with record.phase("sync"):
+            sampler.load(common.full_weights(policy, sampler.dtype))
+
+        # ---- evaluate, log
+        if step % args.eval_every == 0 or step == args.steps:
+            with record.phase("evaluate"):
+                metrics |= common.evaluate(held_out, sampler, verifier, args, world, record, step)
+            record.samples(f"train-step{step:05d}", asked, rollouts, reward_R)
+        record.step(step, metrics)
+
+    if args.steps:
+        common.save_model(policy, record.folder / "model", folder, world)
+    record.close()
+    verifier.close()
+    sampler.close()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,59 @@
+"""What the tests share: paths, a small random model on disk, and a way to run real processes under torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+TOY = ROOT / "tools" / "toy"
+
+
+def torchrun(script: str | Path, *arguments, ranks: int = 2, plain: bool = False, timeout: int = 420, **environment):
+    """Run a script as `ranks` processes (or as plain `python`) from the repository root; return its output.
+
+    Fails the test with the output when the exit code is not 0.
+    """
+    launcher = [] if plain else ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, str(script), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, f"{' '.join(command)} exited with {done.returncode}\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A random 2-layer Qwen2 with biases, grouped heads and an untied head, and the toy tokenizer."""
+    from toy import make_tokenizer
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = make_tokenizer(folder)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,136 @@
+"""The policy's packed, chunked log-probs and entropies against full logits of one sequence at a time; the planner."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import common
+
+CPU = torch.device("cpu")
+
+
+def batch_of(seed: int, vocabulary: int, responses: int = 7) -> common.Batch:
+    rng = np.random.default_rng(seed)
+    problems, rollouts = [], []
+    for number in range(responses):
+        prompt = rng.integers(0, vocabulary, rng.integers(1, 12)).tolist()
+        ids = rng.integers(0, vocabulary, 1 if number == 2 else rng.integers(1, 20))
+        problems.append(common.Problem("", prompt, "0"))
+        rollouts.append(common.Rollout(ids, np.zeros(len(ids), np.float32), "", False))
+    return common.Batch(problems, rollouts)
+
+
+def model_and_policy(folder, temperature=0.7):
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="packed")
+    return reference, common.Policy(packed, temperature).train()
+
+
+@pytest.mark.parametrize("logits_at_once", [1 << 25, 5 * 263])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_logp_entropy_and_gradient_against_full_logits(tiny, monkeypatch, logits_at_once, checkpointing):
+    monkeypatch.setattr(common, "LOGITS_AT_ONCE", logits_at_once)
+    reference, policy = model_and_policy(tiny)
+    if checkpointing:
+        for layer in policy.model.layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = lambda f, *a: torch.utils.checkpoint.checkpoint(
+                f, *a, use_reentrant=False
+            )
+    batch = batch_of(0, reference.config.vocab_size)
+    micro = batch.pack(list(range(7)), CPU)
+    logp_T, entropy_T = policy(micro)
+    assert not entropy_T.requires_grad and logp_T.dtype == torch.float32
+    weight_T = torch.randn(len(logp_T))
+    (logp_T * weight_T).sum().backward()
+
+    parts = []
+    for prompt, rollout in zip(batch.prompt_ids_R, batch.rollout_R, strict=True):
+        ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
+        logits = reference(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7
+        logp_V = logits.log_softmax(-1)
+        parts.append((logp_V.gather(-1, ids[0, len(prompt) :, None])[:, 0], -(logp_V.exp() * logp_V).sum(-1)))
+    expected_logp = torch.cat([logp for logp, _ in parts])
+    torch.testing.assert_close(logp_T, expected_logp, atol=2e-5, rtol=0)
+    torch.testing.assert_close(entropy_T, torch.cat([entropy for _, entropy in parts]), atol=2e-5, rtol=0)
+    (expected_logp * weight_T).sum().backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in policy.named_parameters():
+        difference = (parameter.grad - expected[name].grad).norm() / expected[name].grad.norm().clamp(min=1e-12)
+        assert difference < 1e-5 or parameter.grad.norm() < 1e-5, (name, difference)
+
+
+def test_packing_and_order_do_not_change_a_response(tiny):
+    _, policy = model_and_policy(tiny)
+    batch = batch_of(1, policy.model.config.vocab_size)
+    together = torch.zeros(len(batch.response_T))
+    alone = torch.zeros(len(batch.response_T))
+    micro = batch.pack([4, 0, 6, 2, 5, 1, 3], CPU)
+    together[micro.token_T] = policy(micro)[0].detach()
+    for r in range(7):
+        micro = batch.pack([r], CPU)
+        alone[micro.token_T] = policy(micro)[0].detach()
+    assert (alone != 0).all()
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+def test_an_empty_micro_batch_reaches_every_parameter(tiny):
+    """A rank with nothing left must still take part in every collective of the backward pass."""
+    _, policy = model_and_policy(tiny)
+    logp_T, entropy_T = policy(batch_of(0, 263).pack([], CPU))
+    assert logp_T.shape == entropy_T.shape == (0,)
+    logp_T.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+def test_tied_weights_are_one_parameter(tmp_path):
+    from toy import make_model, make_tokenizer
+
+    make_model(make_tokenizer(tmp_path)).save_pretrained(tmp_path)
+    _, policy = model_and_policy(tmp_path)
+    names = {name for name, _ in policy.named_parameters()}
+    assert names == common.checkpoint_names(tmp_path) - {"lm_head.weight"}
+    assert "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plan(seed):
+    rng = random.Random(seed)
+    ranks, budget = rng.randint(1, 5), rng.choice([100, 200, 1000])
+    cost_R = [rng.choice([0, rng.randint(1, 100)]) for _ in range(rng.randint(0, 40))]
+    dealt = common.plan(cost_R, ranks, budget)
+    assert len(dealt) == ranks and len({len(micro_batches) for micro_batches in dealt}) == 1
+    assert sorted(r for m in dealt for micro in m for r in micro) == [r for r, cost in enumerate(cost_R) if cost]
+    assert max(sum(cost_R[r] for r in micro) for m in dealt for micro in m) <= budget
+
+
+def test_plan_balances_and_refuses():
+    dealt = common.plan([10] * 40, 4, 1000)
+    assert [[len(micro) for micro in m] for m in dealt] == [[10]] * 4
+    with pytest.raises(ValueError, match="1001 tokens exceeds --micro-batch-tokens 1000"):
+        common.plan([1001, 5], 1, 1000)
+
+
+def test_pass_at_k():
+    assert common.pass_at_k([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], 1) == pytest.approx((0.25 + 1 + 0) / 3)
+    # two of four drawn without replacement miss the one right answer with probability 3/4 · 2/3 = 1/2
+    assert common.pass_at_k([[1, 0, 0, 0]], 2) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="pass@5"):
+        common.pass_at_k([[1, 0, 0, 0]], 5)
+
+
+def test_sampler_gap():
+    logp, sampled = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
+    gap = common.sampler_gap(logp, sampled)
+    ratio = np.exp(0.5)
+    assert gap["gap_mean"] == pytest.approx(0.25) and gap["gap_max"] == pytest.approx(0.5)
+    assert gap["gap_kl"] == pytest.approx((ratio - 1 - 0.5) / 2)
+    assert gap["gap_ess"] == pytest.approx((ratio + 1) ** 2 / (2 * (ratio**2 + 1)))
+
+
+def test_seeds_are_hashes_that_agree_everywhere():
+    assert common.seed_of(1, "train", 3, 0, 1) == common.seed_of(1, "train", 3, 0, 1) == 2442790408178415535
+    assert len({common.seed_of(1, "train", 3, p, g) for p in range(50) for g in range(50)}) == 2500

@@ -1,0 +1,41 @@
+"""The real vLLM engine: what was sampled is what is trained, before and after weights change."""
+
+import json
+
+import pytest
+from conftest import ROOT, torchrun
+from transformers import AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def found(tiny, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sampler") / "found.json"
+    torchrun(ROOT / "tests" / "sampler_checks.py", tiny, out)
+    return json.loads(out.read_text())
+
+
+def test_logp_of_sampler_and_trainer_agree(found):
+    assert found["gap at start"] < 1e-4
+    assert found["gap after an unchanged sync"] < 1e-4
+    assert found["gap with stale weights"] > 1e-2  # the check itself can fail
+    assert found["gap after a changed sync"] < 1e-4
+    assert found["samples changed"]
+
+
+def test_a_stream_that_misses_a_name_is_refused(found):
+    assert found["missing name"] == (
+        "weights sent to vLLM: missing ['model.layers.1.self_attn.k_proj.bias'], unknown []"
+    )
+
+
+def test_seeds(found):
+    assert found["repeatable"] and found["streams differ"]
+    samples = list(map(tuple, found["texts"]))
+    assert len(samples) == 24 and len(set(samples)) == 24  # within a group, and of prompts that are the same text
+
+
+def test_the_stop_token_is_part_of_the_response(found, tiny):
+    end = AutoTokenizer.from_pretrained(tiny).eos_token_id
+    for truncated, last, length in found["stops"]:
+        assert (length == 64 and last != end) if truncated else last == end
+    assert {truncated for truncated, _, _ in found["stops"]} == {True, False}

@@ -1,0 +1,252 @@
+"""sspo.py's pure functions against literal float64 loops over the paper's equations, and the limits GSPO and GRPO."""
+
+import math
+import random
+
+import pytest
+import torch
+from conftest import TOY
+from toy import make_tokenizer
+from transformers import AutoTokenizer
+
+import sspo
+
+ALPHA, BETA, GAMMA = 0.1, 0.8, 1.75
+
+
+def literal_objective(logp, old, entropy, reward, segment, clip):
+    """Eq. 16 for one update, token by token: logp[p][i][t] and so on; clip(H) gives the bounds of a segment."""
+    total = 0.0
+    for p in range(len(logp)):
+        rewards, group = reward[p], 0.0
+        mean = sum(rewards) / len(rewards)
+        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+        for i in range(len(logp[p])):
+            advantage = (rewards[i] - mean) / (std + 1e-6)  # Eq. 8
+            response = 0.0
+            for j in sorted(set(segment[p][i])):
+                tokens = [t for t, number in enumerate(segment[p][i]) if number == j]
+                exponent = sum(logp[p][i][t] - old[p][i][t] for t in tokens) / len(tokens)
+                s = math.exp(exponent)  # Eq. 9
+                low, high = clip(sum(entropy[p][i][t] for t in tokens) / len(tokens))  # Eq. 13
+                response += len(tokens) * min(s * advantage, min(max(s, low), high) * advantage)
+            group += response / len(logp[p][i])
+        total += group / len(logp[p])
+    return total / len(logp)
+
+
+def entropy_clip(h):
+    return max(0.0, min(1 - h, BETA)), min(1 + ALPHA + h, GAMMA)  # Eqs. 15, 14
+
+
+def draw(seed, prompts=3, group=4, longest=9, spread=0.5, dead=True):
+    """Random log-probs, entropies, rewards and segments; a one-token response, and a dead group where there is room."""
+    rng = random.Random(seed)
+    lengths = [[rng.randint(1, longest) for _ in range(group)] for _ in range(prompts)]
+    lengths[0][0] = 1
+
+    def values(low, high):
+        return [[[rng.uniform(low, high) for _ in range(n)] for n in row] for row in lengths]
+
+    old = values(-3, -0.1)
+    logp = [[[x + rng.gauss(0, spread) for x in response] for response in row] for row in old]
+    segment = []
+    for row in lengths:
+        segment.append([])
+        for n in row:
+            number, numbers = 0, []
+            for _ in range(n):
+                numbers.append(number)
+                number += rng.random() < 0.4
+            segment[-1].append([sorted(set(numbers)).index(x) for x in numbers])
+    reward = [[float(rng.random() < 0.5) for _ in range(group)] for _ in range(prompts)]
+    reward[0] = [1.0, *reward[0][1:-1], 0.0]
+    if dead and prompts > 1:
+        reward[-1] = [1.0] * group
+    return logp, old, values(0, 1.2), reward, segment
+
+
+def flat(nested):
+    return torch.tensor([x for row in nested for response in row for x in response], dtype=torch.float64)
+
+
+def ours(logp, old, entropy, reward, segment, fixed=None):
+    """The script's functions on the same numbers; returns loss, metrics and the leaf that holds the gradient."""
+    length_R = torch.tensor([len(response) for row in logp for response in row])
+    offsets, segment_T = 0, []
+    for response in (response for row in segment for response in row):
+        segment_T += [number + offsets for number in response]
+        offsets += response[-1] + 1
+    segment_T = torch.tensor(segment_T)
+    advantage_T = sspo.advantages(torch.tensor(reward, dtype=torch.float64)).flatten().repeat_interleave(length_R)
+    low_S, high_S = sspo.clip_bounds(sspo.segment_mean(flat(entropy), segment_T), ALPHA, BETA, GAMMA)
+    if fixed:
+        low_S, high_S = torch.full_like(low_S, 1 - fixed), torch.full_like(high_S, 1 + fixed)
+    leaf = flat(logp).requires_grad_()
+    weight_T = sspo.token_weights(length_R)
+    loss, metrics = sspo.policy_loss(leaf, flat(old), advantage_T, segment_T, low_S, high_S, weight_T)
+    return loss, metrics, leaf, advantage_T
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_loss_and_gradient_equal_eq_16(seed):
+    numbers = draw(seed, prompts=1 + seed % 3, group=2 + seed % 4, longest=1 if seed == 5 else 9)
+    loss, _, leaf, _ = ours(*numbers)
+    assert loss.item() == pytest.approx(-literal_objective(*numbers, entropy_clip), abs=1e-12)
+    loss.backward()
+    logp, step, differences = numbers[0], 1e-6, []
+    for row in logp:
+        for response in row:
+            for t in range(len(response)):
+                kept = response[t]
+                response[t] = kept + step
+                above = literal_objective(*numbers, entropy_clip)
+                response[t] = kept - step
+                below = literal_objective(*numbers, entropy_clip)
+                response[t] = kept
+                differences.append(-(above - below) / (2 * step))
+    torch.testing.assert_close(leaf.grad, torch.tensor(differences, dtype=torch.float64), atol=1e-8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradient_is_eq_10_where_nothing_clips(seed):
+    logp, old, entropy, reward, segment = numbers = draw(seed, spread=0.01, dead=False)
+    entropy = [[[0.5 for _ in response] for response in row] for row in entropy]
+    loss, metrics, leaf, advantage_T = ours(logp, old, entropy, reward, segment)
+    assert metrics["clipped_tokens"] == 0
+    loss.backward()
+    expected, t = [], 0
+    for p, row in enumerate(logp):
+        for i, response in enumerate(row):
+            for number in segment[p][i]:
+                tokens = [u for u, other in enumerate(segment[p][i]) if other == number]
+                ratio = math.exp(sum(logp[p][i][u] - old[p][i][u] for u in tokens) / len(tokens))
+                # Eq. 10: 1/G 1/|y_i| |y_ij| s A 1/|y_ij| in front of every token's gradient
+                expected.append(-ratio * advantage_T[t].item() / (len(response) * len(row) * len(logp)))
+                t += 1
+    torch.testing.assert_close(leaf.grad, torch.tensor(expected, dtype=torch.float64))
+    assert numbers[3] == reward
+
+
+def test_clipped_tokens_are_those_whose_clipped_branch_is_strictly_smaller():
+    one = torch.ones(1, dtype=torch.float64)
+    for ratio, advantage, clipped in [(1.5, 1, 1), (1.5, -1, 0), (0.5, 1, 0), (0.5, -1, 1), (1.2, 1, 0), (1.5, 0, 0)]:
+        _, metrics = sspo.policy_loss(
+            one * math.log(ratio), 0 * one, one * advantage, torch.tensor([0]), 0.8 * one, 1.2 * one + 1e-12, one
+        )
+        assert metrics["clipped_tokens"] == clipped, (ratio, advantage)
+        assert metrics["ratio_mean"].item() == pytest.approx(ratio)
+
+
+def test_an_empty_micro_batch_gives_a_zero_loss_with_a_graph():
+    empty = torch.zeros(0, requires_grad=True)
+    none = torch.zeros(0)
+    loss, metrics = sspo.policy_loss(empty, none, none, none.long(), torch.ones(3), torch.ones(3), none)
+    loss.backward()
+    assert loss.item() == 0 and metrics == {"clipped_tokens": torch.tensor(0)}
+
+
+def test_one_segment_is_gspo():
+    logp, old, entropy, reward, segment = draw(3)
+    whole = [[[0 for _ in response] for response in row] for row in segment]
+    loss, *_ = ours(logp, old, entropy, reward, whole, fixed=0.2)
+    total = 0.0
+    for p, row in enumerate(logp):  # Eqs. 4 to 6
+        mean = sum(reward[p]) / len(row)
+        std = math.sqrt(sum((r - mean) ** 2 for r in reward[p]) / (len(row) - 1))
+        for i, response in enumerate(row):
+            s = math.exp(sum(x - y for x, y in zip(response, old[p][i], strict=True)) / len(response))
+            advantage = (reward[p][i] - mean) / (std + 1e-6)
+            total += min(s * advantage, min(max(s, 0.8), 1.2) * advantage) / len(row) / len(logp)
+    assert loss.item() == pytest.approx(-total, abs=1e-12)
+
+
+def test_one_token_per_segment_is_grpo():
+    logp, old, entropy, reward, segment = draw(4)
+    tokens = [[list(range(len(response))) for response in row] for row in segment]
+    loss, *_ = ours(logp, old, entropy, reward, tokens, fixed=0.2)
+    total = 0.0
+    for p, row in enumerate(logp):  # Eqs. 1 to 3
+        mean = sum(reward[p]) / len(row)
+        std = math.sqrt(sum((r - mean) ** 2 for r in reward[p]) / (len(row) - 1))
+        for i, response in enumerate(row):
+            advantage = (reward[p][i] - mean) / (std + 1e-6)
+            for x, y in zip(response, old[p][i], strict=True):
+                w = math.exp(x - y)
+                total += min(w * advantage, min(max(w, 0.8), 1.2) * advantage) / len(response) / len(row) / len(logp)
+    assert loss.item() == pytest.approx(-total, abs=1e-12)
+
+
+def test_advantages():
+    reward_PG = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [0.1, 0.1, 0.1, 0.1]])
+    plain = sspo.advantages(reward_PG, scale=False)
+    torch.testing.assert_close(plain[:2], torch.tensor([[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5]]))
+    scaled = sspo.advantages(reward_PG)
+    assert scaled[0, 0].item() == pytest.approx(0.75 / (0.5 + 1e-6))  # unbiased: sqrt((0.75² + 3 · 0.25²) / 3) = 0.5
+    assert (scaled[2] == 0).all() and (plain[2] == 0).all()  # exactly, although the mean of 0.1s rounds
+
+
+def test_clip_bounds():
+    low, high = sspo.clip_bounds(torch.tensor([0.0, 0.3, 1.5]), alpha=0.1, beta=0.8, gamma=1.75)
+    torch.testing.assert_close(low, torch.tensor([0.8, 0.7, 0.0]))
+    torch.testing.assert_close(high, torch.tensor([1.1, 1.4, 1.75]))
+
+
+def test_segment_mean():
+    mean = sspo.segment_mean(torch.tensor([1.0, 3.0, 5.0, 7.0]), torch.tensor([0, 0, 2, 0]))
+    torch.testing.assert_close(mean, torch.tensor([11 / 3, 0.0, 5.0]))
+
+
+def test_token_weights():
+    length_R = torch.tensor([1, 3, 4])
+    weight_T = sspo.token_weights(length_R)
+    assert weight_T.sum().item() == pytest.approx(1)
+    assert weight_T.tolist() == pytest.approx([1 / 3] + [1 / 9] * 3 + [1 / 12] * 4)
+    assert sspo.token_weights(length_R, "constant", 10).tolist() == pytest.approx([1 / 30] * 8)
+
+
+@pytest.mark.parametrize(
+    "pieces, delimiter, expected",
+    [
+        (["a", "\n\n", "b"], "\n\n", [0, 0, 1]),
+        (["a", ".\n\n", "b", "", ""], "\n\n", [0, 0, 1, 1, 1]),  # a merged delimiter; stop tokens have no text
+        (["a", "\n", "\n", "b"], "\n\n", [0, 0, 0, 1]),  # the delimiter straddles two tokens
+        (["a", "\n", "b", "\n", "c"], "\n\n", [0, 0, 0, 0, 0]),
+        (["a", "\n\n", "\n\n", " ", "b"], "\n\n", [0, 0, 0, 0, 1]),  # runs merge
+        (["\n\n", "a", "\n\n"], "\n\n", [0, 1, 1]),
+        (["a", "\n\nb", "c"], "\n\n", [0, 0, 1]),  # the delimiter closes the token's own segment
+        (["1.", "5", "."], ".", [0, 1, 1]),
+        (["a\n", "b", "\n\n", "c"], "\n", [0, 1, 1, 2]),
+        (["a", "\n\n", "b"], "", [0, 0, 0]),
+        (["a", "\n\n", "b"], "token", [0, 1, 2]),
+        ([""], "\n\n", [0]),
+    ],
+)
+def test_segments(pieces, delimiter, expected):
+    assert sspo.segments(pieces, delimiter) == expected
+
+
+@pytest.mark.parametrize("delimiter", ["\n\n", "\n", "."])
+def test_segments_on_a_byte_level_bpe(delimiter, tmp_path):
+    """Every token in exactly one segment, none empty, and a segment holds its delimiter only at its end."""
+    tokenizer = make_tokenizer(tmp_path)
+    rng = random.Random(1)
+    for _ in range(50):
+        text = "".join(rng.choice(["3+8=11", "\n", "\n\n", ".", " x", ".\n\n", "é", "\\boxed{4}"]) for _ in range(30))
+        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        pieces = [tokenizer.decode([token], skip_special_tokens=True) for token in ids]
+        numbers = sspo.segments(pieces, delimiter)
+        assert len(numbers) == len(ids)
+        assert sorted(set(numbers)) == list(range(numbers[-1] + 1)) and numbers == sorted(numbers)
+        parts = ["".join(p for p, n in zip(pieces, numbers, strict=True) if n == j) for j in range(numbers[-1] + 1)]
+        for part in parts[:-1]:
+            _, found, after = part.partition(delimiter)
+            assert found and not after.strip(" \n" + delimiter.strip()), part
+        assert all(part.strip() for part in parts[1:])
+    assert numbers[-1] == numbers[-2]  # the stop token joins the last segment
+
+
+def test_the_toy_tokenizer_merges_the_blank_line():
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("3+8=11\n\n11-5=6\n\n\\boxed{6}")]
+    assert "\n\n" in pieces and sspo.segments(pieces, "\n\n")[-1] == 2

@@ -1,0 +1,115 @@
+"""The verifier with real math_verify workers: right, wrong and hostile answers."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from common import Verifier, last_boxed
+
+HOSTILE = {
+    "power tower": "5^{5^{5^{5^5}}}",
+    "plain tower": "9^{9^{9^{9^9}}}",
+    "factorial": "10000000!",
+    "factorial of factorials": "((100!)!)!",
+    "sum of a million": r"\sum_{k=1}^{100000000} k^k",
+    "product": r"\prod_{k=1}^{100000000} (k+x)",
+    "nesting": "(" * 900 + "1" + ")" * 900,
+    "nested fractions": r"\frac{1}{" * 150 + "1" + "}" * 150,
+    "nested roots": r"\sqrt{" * 300 + "2" + "}" * 300,
+    "huge exponent": "(x+y+z)^{100000}",
+    "integral": r"\int_0^1 \frac{\sin(x^{x^x})}{\cos(e^{e^x})} dx",
+    "digits": "1" * 1900,
+    "null": "\x00\x00",
+    "surrogate": "\ud800",
+    "unicode": "½" * 500,
+}
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    made = Verifier(workers=2, seconds=1.0)
+    yield made
+    made.close()
+
+
+def test_answers(verifier):
+    cases = [
+        (r"so \boxed{12}", "12", 1),
+        (r"\boxed{13}", "12", 0),
+        (r"\boxed{012}", "12", 1),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1),
+        (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1),
+        (r"\boxed{0.4999}", "0.5", 0),
+        (r"\boxed{\sqrt{3}}", r"\sqrt{3}", 1),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1),
+        (r"\boxed{(1, 2)}", "(1,2)", 1),
+        (r"\boxed{(2, 1)}", "(1,2)", 0),
+        (r"\boxed{x+1}", "1+x", 1),
+        (r"first \boxed{12} then \boxed{7}", "12", 0),
+        (r"the answer is 12", "12", 0),
+        (r"\boxed{12", "12", 0),
+        (r"\boxed{}", "12", 0),
+        ("", "12", 0),
+    ]
+    scores = verifier.grade([completion for completion, _, _ in cases], [gold for _, gold, _ in cases])
+    assert [(case, score) for case, score in zip(cases, scores, strict=True) if case[2] != score] == []
+
+
+def test_last_boxed():
+    assert last_boxed(r"\boxed{a{b}c} and \boxed{d}") == "d"
+    assert last_boxed(r"\boxed {\{1,2\}}") == r"\{1,2\}"
+    assert last_boxed(r"\boxed{\}") is None
+    assert last_boxed("boxed{1}") is None
+    started = time.monotonic()
+    assert last_boxed("{" * 3_000_000 + r"\boxed{" * 300_000) is None
+    assert time.monotonic() - started < 60  # linear: quadratic would take hours
+
+
+def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
+    """Every hostile answer ends within its deadlines, scores 0, and the good answers among them are graded."""
+    completions, golds, wanted = [], [], []
+    for text in HOSTILE.values():
+        completions += [f"\\boxed{{{text}}}", r"\boxed{\frac{2}{4}}"]
+        golds += ["7", r"\frac{1}{2}"]
+        wanted += [0.0, 1.0]
+    completions += ["x" * 20_000_000 + r"\boxed{" + "y" * 5_000_000 + "}", r"\boxed{3/6}"]
+    golds += ["7", r"\frac{1}{2}"]
+    wanted += [0.0, 1.0]
+    before = verifier.counts.copy()
+    assert verifier.grade(completions, golds) == wanted
+    counts = verifier.counts - before
+    assert counts["timeout"] >= 1 and counts["too long"] >= 1, counts
+    assert all(worker.poll() is None for worker in verifier.workers)
+    assert verifier.grade([r"\boxed{\frac{3}{6}}"], [r"\frac{1}{2}"]) == [1.0]
+
+
+def test_a_killed_worker_is_replaced(verifier):
+    verifier.grade([r"\boxed{\frac{3}{6}}"] * 2, [r"\frac{1}{2}", r"\frac{1}{3}"])
+    old = [worker.pid for worker in verifier.workers]
+    for pid in old:
+        os.kill(pid, signal.SIGSEGV)
+    golds = [rf"\frac{{1}}{{{n}}}" for n in range(2, 10)]
+    scores = verifier.grade([rf"\boxed{{\frac{{2}}{{{2 * n}}}}}" for n in range(2, 10)], golds)
+    assert sum(scores) >= 6 and verifier.counts["crash"] >= 1  # each dead worker costs the one answer it was given
+    assert not set(old) & {worker.pid for worker in verifier.workers}
+    assert verifier.grade([r"\boxed{\frac{3}{6}}"], [r"\frac{1}{2}"]) == [1.0]
+
+
+def test_a_python_without_math_verify_is_an_error(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    broken = Verifier(workers=1)
+    with pytest.raises(RuntimeError, match="math_verify"):
+        broken.grade([r"\boxed{x}"], ["y"])
+    broken.close()
+
+
+def test_orphaned_workers_end():
+    """When a trainer is killed its workers see the end of their input, or run into the kernel's deadline."""
+    lone = Verifier(workers=1, seconds=1.0)
+    worker = lone.workers[0]
+    assert lone.grade([r"\boxed{1/2}"], ["0.5"]) == [1.0]
+    worker.stdin.close()
+    assert worker.wait(timeout=30) == 0
+    worker.stdout.close()
