@@ -269,6 +269,8 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix)
     if kind and not path.is_file():
         raise ValueError(f"{flag} {source}: no such file")
+    if kind and not path.stat().st_size:
+        raise ValueError(f"{flag} {source}: the file is empty")
     try:
         if kind:
             table = datasets.load_dataset(kind, data_files=str(path))
@@ -800,7 +802,10 @@ def stop_tokens(folder: Path, tokenizer) -> list[int]:
 
 
 class Sampler:
-    """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks."""
+    """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks.
+
+    It starts without weights, asleep: call `load` first.
+    """
 
     def __init__(self, folder: Path, tokenizer, args: Args, world: World):
         cuda = world.device.type == "cuda"
@@ -817,9 +822,8 @@ class Sampler:
 
         self.params, self.sleeps, self.dtype = SamplingParams, cuda, sampler_dtype(world)
         self.tokenizer, self.stop = tokenizer, stop_tokens(folder, tokenizer)
-        self.expected = checkpoint_names(folder)
-        if AutoConfig.from_pretrained(folder).tie_word_embeddings:
-            self.expected.discard("lm_head.weight")
+        self.tied = AutoConfig.from_pretrained(folder).tie_word_embeddings
+        self.expected = checkpoint_names(folder) - ({"lm_head.weight"} if self.tied else set())
         longest = args.max_prompt_tokens + args.max_response_tokens
         self.llm = LLM(
             model=str(folder),
@@ -836,7 +840,9 @@ class Sampler:
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # a model's own top-p or repetition penalty would make the samples off-policy
             skip_tokenizer_init=True,
-            use_tqdm_on_load=False,
+            load_format="dummy",  # the first `load` brings the weights
+            # vLLM 0.32 leaves a tied head behind when weights are reloaded on a CPU: give the engine a head of its own
+            hf_overrides={"tie_word_embeddings": False},
         )
         self.sleep()
 
@@ -844,6 +850,8 @@ class Sampler:
         self, prompts: list[list[int]], seeds: list[int], temperature: float, max_tokens: int
     ) -> list[Rollout]:
         """Sample one response to each prompt (token ids), each from its own seed; top-p 1, top-k off."""
+        if not prompts:
+            return []
         params = [
             self.params(
                 temperature=temperature,
@@ -881,6 +889,8 @@ class Sampler:
             for name, tensor in weights:
                 sent.add(name)
                 yield name, tensor
+                if self.tied and name == "model.embed_tokens.weight":
+                    yield "lm_head.weight", tensor
 
         if self.sleeps:
             self.llm.wake_up(tags=["weights"])

@@ -28,13 +28,11 @@ def torchrun(script: str | Path, *arguments, ranks: int = 2, plain: bool = False
     return done.stdout
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Path:
-    """A random 2-layer Qwen2 with biases, grouped heads and an untied head, and the toy tokenizer."""
+def random_model(folder: Path, tied: bool) -> Path:
+    """Save a random 2-layer Qwen2 with biases and grouped heads, and the toy tokenizer."""
     from toy import make_tokenizer
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny")
     tokenizer = make_tokenizer(folder)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -44,7 +42,7 @@ def tiny(tmp_path_factory) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=256,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         initializer_range=0.1,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -57,3 +55,15 @@ def tiny(tmp_path_factory) -> Path:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A random model with a language head of its own."""
+    return random_model(tmp_path_factory.mktemp("tiny"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_tied(tmp_path_factory) -> Path:
+    """A random model whose head is its embedding."""
+    return random_model(tmp_path_factory.mktemp("tied"), tied=True)

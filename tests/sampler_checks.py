@@ -40,10 +40,11 @@ def sync(keep=lambda name: True):
     sampler.load((name, tensor) for name, tensor in common.full_weights(policy, sampler.dtype) if keep(name))
 
 
+sync()
 first = rollouts("a")
 found["texts"] = [rollout.ids.tolist() for rollout in first]
 found["stops"] = [[rollout.truncated, int(rollout.ids[-1]), len(rollout.ids)] for rollout in first]
-found["gap at start"] = gap(first)
+found["gap after the first sync"] = gap(first)
 found["repeatable"] = [r.ids.tolist() for r in rollouts("a")] == found["texts"]
 found["streams differ"] = [r.ids.tolist() for r in rollouts("b")] != found["texts"]
 sync()

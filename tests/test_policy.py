@@ -31,9 +31,10 @@ def model_and_policy(folder, temperature=0.7):
 
 @pytest.mark.parametrize("logits_at_once", [1 << 25, 5 * 263])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_logp_entropy_and_gradient_against_full_logits(tiny, monkeypatch, logits_at_once, checkpointing):
+@pytest.mark.parametrize("model", ["tiny", "tiny_tied"])
+def test_logp_entropy_and_gradient_against_full_logits(request, monkeypatch, logits_at_once, checkpointing, model):
     monkeypatch.setattr(common, "LOGITS_AT_ONCE", logits_at_once)
-    reference, policy = model_and_policy(tiny)
+    reference, policy = model_and_policy(request.getfixturevalue(model))
     if checkpointing:
         for layer in policy.model.layers:
             layer.gradient_checkpointing = True
@@ -86,14 +87,10 @@ def test_an_empty_micro_batch_reaches_every_parameter(tiny):
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
-def test_tied_weights_are_one_parameter(tmp_path):
-    from toy import make_model, make_tokenizer
-
-    make_model(make_tokenizer(tmp_path)).save_pretrained(tmp_path)
-    _, policy = model_and_policy(tmp_path)
+def test_tied_weights_are_one_parameter(tiny_tied):
+    _, policy = model_and_policy(tiny_tied)
     names = {name for name, _ in policy.named_parameters()}
-    assert names == common.checkpoint_names(tmp_path) - {"lm_head.weight"}
-    assert "lm_head.weight" not in names
+    assert "lm_head.weight" not in names and names == common.checkpoint_names(tiny_tied)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,146 @@
+"""Reading problems: formats, aliases, what is left out, errors that name flag, file, row and columns; flag checks."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TOY
+from toy import make_tokenizer, problems, question, teach, write_problems
+
+import common
+
+SHARED = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(source, tokenizer, **settings) -> common.Data:
+    return common.load_problems(str(source), tokenizer, common.Args(template="plain", **settings), "--dataset")
+
+
+def test_formats_and_aliases(tokenizer, tmp_path):
+    import datasets
+
+    rows = [{"question": "1+1=?", "final_answer": "2"}, {"question": "1+2=?", "final_answer": "$3$"}]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    table.save_to_disk(tmp_path / "folder")
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "splits")
+    for source in (write(tmp_path / "a.jsonl", rows), *(tmp_path / n for n in ("a.parquet", "a.json", "folder"))):
+        data = load(source, tokenizer)
+        assert [(p.text, p.answer) for p in data.rows] == [("1+1=?", "2"), ("1+2=?", "3")], source
+        assert tokenizer.decode(data.rows[0].prompt_ids) == "1+1=?\n"
+    assert len(load(f"{tmp_path / 'splits'}:test", tokenizer).rows) == 1
+    with pytest.raises(ValueError, match=r"name one of its splits.*\['train', 'test'\]"):
+        load(tmp_path / "splits", tokenizer)
+
+
+def test_rows_left_out_are_counted(tokenizer, tmp_path):
+    rows = [{"problem": "1+1=?", "answer": a} for a in ("2", "", None, "  ")] + [{"problem": "9" * 50, "answer": "1"}]
+    data = load(write(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_tokens=20)
+    assert len(data.rows) == 1 and data.left_out == {"no answer": 3, "prompt too long": 1}
+
+
+def test_reference_answers():
+    assert common.reference_answer("so \\boxed{\\frac{1}{2}}.", "solution") == "\\frac{1}{2}"
+    assert common.reference_answer("no box here", "solution") == ""
+    assert common.reference_answer(["$5$"], "final_answer") == "$5$".strip("$")
+    assert common.reference_answer("$1$ and $2$", "answer") == "$1$ and $2$"
+    assert common.reference_answer(7, "answer") == "7"
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([{"text": "1", "answer": "2"}], r"no problem column; looked for .*'question'.*, saw \['text', 'answer'\]"),
+        ([{"problem": "1", "label": "2"}], r"no answer column; .* saw \['problem', 'label'\]"),
+        ([{"problem": "1", "answer": "2"}, {"problem": " ", "answer": "2"}], r"a\.jsonl, row 1: column 'problem'"),
+        ([{"problem": "1", "answer": ""}], r"no usable row among 1; left out: {'no answer': 1"),
+        ([], r"--dataset .*a\.jsonl: the file is empty"),
+    ],
+)
+def test_unusable_files(tokenizer, tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message):
+        load(write(tmp_path / "a.jsonl", rows), tokenizer)
+
+
+def test_missing_sources(tokenizer, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"--dataset .*b\.jsonl: no such file"):
+        load(tmp_path / "b.jsonl", tokenizer)
+
+
+def test_order_of_the_data():
+    data = [common.Problem(str(n), [n], "0") for n in range(10)]
+    args = common.Args(prompts_per_step=4, seed=5)
+    drawn = [p.text for step in range(1, 6) for p in common.problems_of_step(data, args, step)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == [str(n) for n in range(10)] and drawn[:10] != drawn[10:]
+    assert drawn[8:12] == [p.text for p in common.problems_of_step(data, args, 3)]  # a function of the step alone
+    args.seed = 6
+    assert drawn[:4] != [p.text for p in common.problems_of_step(data, args, 1)]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"template": "x"}, "--template x: unknown; legal: plain, qwen-math"),
+        ({"group_size": 1}, "--group-size 1"),
+        ({"temperature": 0}, "--temperature 0"),
+        ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
+        ({"tensor_parallel": 3}, r"--tensor-parallel 3: legal with these ranks: \[1, 2, 4\]"),
+        ({"micro_batch_tokens": 4000}, "--micro-batch-tokens 4000: .* 4024 tokens"),
+    ],
+)
+def test_flags_that_cannot_work(settings, message):
+    world = common.World(0, 4, 0, 4, None, None)
+    common.validate(common.Args(), world)
+    with pytest.raises(ValueError, match=message):
+        common.validate(common.Args(**settings), world)
+
+
+def test_the_qwen_math_template():
+    assert common.TEMPLATES["qwen-math"].format(problem="P {x}") == (
+        "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
+        "<|im_start|>user\nP {x}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real problems to read")
+def test_real_problems(tokenizer):
+    data = load(SHARED / "math_train_lvl3to5_8523.jsonl", tokenizer, max_prompt_tokens=10**6)
+    assert len(data.rows) == 8521 and data.left_out["no answer"] == 2
+    for name, rows in (("aime24", 30), ("math500", 500), ("minerva_math_272", 272), ("olympiadbench_675", 675)):
+        assert len(load(SHARED / f"{name}.jsonl", tokenizer, max_prompt_tokens=10**6).rows) == rows
+
+
+def test_toy_problems_come_from_the_seed(tmp_path):
+    """The committed files are what the generator writes; every answer is right; no problem stands twice."""
+    taken = write_problems(tmp_path, seed=1)
+    rows = []
+    for name in ("train", "heldout", "harder"):
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == (TOY / f"{name}.jsonl").read_bytes()
+        rows += [json.loads(line) for line in (TOY / f"{name}.jsonl").read_text().splitlines()]
+    assert len(rows) == len({row["problem"] for row in rows}) == len(taken)
+    for row in rows:
+        numbers = row["problem"].removesuffix("=?").replace("-", "+-").split("+")
+        assert sum(map(int, numbers)) == int(row["answer"])
+    assert problems(1, 5, (3,), set()) == problems(1, 5, (3,), set()) != problems(2, 5, (3,), set())
+
+
+def test_the_teacher_is_noisy():
+    import random
+
+    rng = random.Random(0)
+    lessons = [teach(rng, [3, 8, -5]) for _ in range(4000)]
+    right = "3+8=11\n\n11-5=6\n\n\\boxed{6}"
+    assert question([3, 8, -5]) == "3+8-5=?"
+    assert sum(lesson == right for lesson in lessons) / 4000 == pytest.approx(0.7 * 0.88**2, abs=0.03)
+    assert sum(lesson.startswith("\\boxed") for lesson in lessons) / 4000 == pytest.approx(0.3, abs=0.03)
