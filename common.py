@@ -13,6 +13,7 @@ import heapq
 import importlib.metadata
 import inspect
 import json
+import logging
 import math
 import os
 import platform
@@ -26,15 +27,18 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -177,6 +181,8 @@ def init_world() -> World:
     rank, size, local_rank, local_size = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -262,8 +268,6 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
 
     Raises ValueError naming the flag, the file or id, the row, and the columns seen.
     """
-    import datasets
-
     name, _, split = source.partition(":")
     path = Path(name)
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix)
@@ -811,6 +815,8 @@ class Sampler:
         cuda = world.device.type == "cuda"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its imports log before it reads that
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         if not cuda:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

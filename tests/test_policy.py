@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from conftest import torchrun
 from transformers import AutoModelForCausalLM
 
 import common
@@ -85,6 +86,11 @@ def test_an_empty_micro_batch_reaches_every_parameter(tiny):
     assert logp_T.shape == entropy_T.shape == (0,)
     logp_T.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+def test_no_tensor_of_tokens_by_vocabulary_exists():
+    output = torchrun("tests/head_memory.py", plain=True)
+    assert float(output.split("rise ")[1]) < 1.5, "GiB; full float32 logits and their gradient take 4.6"
 
 
 def test_tied_weights_are_one_parameter(tiny_tied):
