@@ -572,7 +572,7 @@ class Batch:
         for r in responses:
             prompt, response = self.prompt_ids_R[r], self.rollout_R[r].ids
             total = len(prompt) + len(response)
-            ids += [np.asarray(prompt), response]
+            ids += [prompt, response]
             positions.append(np.arange(total))
             lengths.append(total)
             index.append(np.arange(start + len(prompt) - 1, start + total - 1))
@@ -580,10 +580,10 @@ class Batch:
             token.append(np.arange(len(response)) + int(self.offset_R[r]))
             start += total
         if not responses:
-            ids, positions, lengths = [np.zeros(2)], [np.arange(2)], [2]
+            ids, positions, lengths = [[0, 0]], [[0, 1]], [2]
 
-        def tensor(parts) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate([*parts, np.empty(0)]).astype(np.int64))
+        def tensor(parts: list) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
 
         return MicroBatch(
             tensor(ids).to(device),
@@ -1064,7 +1064,7 @@ class Record:
         if not self.first:
             return
         n = len(rollouts) // len(problems)
-        with open(self.folder / "samples" / f"{name}.txt", "w") as file:
+        with open(self.folder / "samples" / f"{name}.txt", "w", encoding="utf-8") as file:
             for r, rollout in enumerate(rollouts):
                 if r % n == 0:
                     problem = problems[r // n]

@@ -43,6 +43,7 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
                 axes[0, column].plot(steps, values, label=name, linewidth=1.3)
                 axes[1, column].plot(seconds, values, label=name, linewidth=1.3)
         axes[0, column].set(title=title, xlabel="step")
+        axes[0, column].set_ylim(bottom=0)
         axes[1, column].set(xlabel="seconds")
         for row in (0, 1):
             axes[row, column].grid(alpha=0.3)
