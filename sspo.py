@@ -254,10 +254,12 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay
     )
+    start = common.resume(policy, optimizer, record, args, world)
     sampler.load(common.full_weights(policy, sampler.dtype))
-    record.step(0, common.evaluate(held_out, sampler, verifier, args, world, record, 0))
+    if not start:
+        record.step(0, common.evaluate(held_out, sampler, verifier, args, world, record, 0))
 
-    for step in range(1, args.steps + 1):
+    for step in range(start + 1, args.steps + 1):
         # ---- sample
         with record.phase("sample"):
             asked = common.problems_of_step(problems.rows, args, step)
@@ -284,6 +286,13 @@ def main(args: Args) -> None:
                 metrics |= common.evaluate(held_out, sampler, verifier, args, world, record, step)
             record.samples(f"train-step{step:05d}", asked, rollouts, reward_R)
         record.step(step, metrics)
+
+        # ---- checkpoint
+        stopping = record.stop_asked(world)
+        if stopping or step % args.checkpoint_every == 0 or step == args.steps:
+            common.save_checkpoint(policy, optimizer, step, record, args, world)
+        if stopping:
+            break
 
     if args.steps:
         common.save_model(policy, record.folder / "model", folder, world)

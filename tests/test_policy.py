@@ -79,6 +79,19 @@ def test_packing_and_order_do_not_change_a_response(tiny):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
 
+def test_pack():
+    """Prompt, then response; positions restart; a target's index is the token before it."""
+    sequences = [([5, 6], [7, 8, 9]), ([1], [2])]
+    rollouts = [common.Rollout(np.array(ids), np.zeros(len(ids), np.float32), "", False) for _, ids in sequences]
+    batch = common.Batch([common.Problem("", prompt, "0") for prompt, _ in sequences], rollouts)
+    micro = batch.pack([1, 0], CPU)
+    assert micro.input_ids_N.tolist() == [1, 2, 5, 6, 7, 8, 9]
+    assert micro.position_ids_N.tolist() == [0, 1, 0, 1, 2, 3, 4]
+    assert micro.cu_seqlens.tolist() == [0, 2, 7] and micro.max_length == 5
+    assert micro.index_T.tolist() == [0, 3, 4, 5] and micro.target_T.tolist() == [2, 7, 8, 9]
+    assert micro.token_T.tolist() == [3, 0, 1, 2] and batch.response_T.tolist() == [0, 0, 0, 1]
+
+
 def test_an_empty_micro_batch_reaches_every_parameter(tiny):
     """A rank with nothing left must still take part in every collective of the backward pass."""
     _, policy = model_and_policy(tiny)

@@ -1,0 +1,89 @@
+"""A run that was stopped and resumed gives the metrics and weights of one that never was, bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import TOY, torchrun
+from safetensors.torch import load_file
+
+import common
+
+FLAGS = [
+    *("--model", TOY / "model", "--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),
+    *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--checkpoint-every", 2),
+]
+
+
+def rows(folder: Path) -> list[dict]:
+    """The metrics without those that measure time."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "time" and "second" not in k} for row in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    torchrun("sspo.py", *FLAGS, "--steps", 4, "--run-dir", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Ended by a stop file after one step, then resumed to the end."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    folder.mkdir()
+    (folder / "stop").touch()
+    output = torchrun("sspo.py", *FLAGS, "--steps", 4, "--run-dir", folder)
+    assert "a stop file" in output and [row["step"] for row in rows(folder)] == [0, 1]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00001"]
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(
+            '{"step": 2, "time": 9, "reward": 0.123}\n{"step": 3, "ti'
+        )  # a row after the checkpoint, and half of one
+    assert "resumed from" in torchrun("sspo.py", *FLAGS, "--steps", 4, "--run-dir", folder, "--resume")
+    return folder
+
+
+def test_metrics_and_weights_are_those_of_an_undisturbed_run(whole, stopped):
+    assert [row["step"] for row in rows(stopped)] == [0, 1, 2, 3, 4]
+    assert rows(stopped) == rows(whole)
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (stopped, whole))
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    checkpoints = folder / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00002", "step-00004"]
+    shard = max((checkpoints / "step-00004").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    shutil.copytree(checkpoints / "step-00002", checkpoints / "step-00005.partial")
+    output = torchrun("sspo.py", *FLAGS, "--steps", 4, "--run-dir", folder, "--resume")
+    assert "step-00005.partial: half-written or damaged" in output
+    assert "step-00004: half-written or damaged" in output and "step-00002, written by 2 ranks" in output
+    assert rows(folder) == rows(whole)
+
+
+def test_the_run_folder_and_the_flags_are_checked(whole, tmp_path):
+    world = SimpleNamespace(rank=1, size=1, gather=lambda thing: [thing])
+    about = json.loads((whole / "run.json").read_text())["args"]
+    settings = {name: value for name, value in about.items() if hasattr(common.Args, name)}
+    settings["adam_betas"] = tuple(settings["adam_betas"])
+
+    def record(**changes):
+        return common.Record(common.Args(**(settings | changes)), "sspo", world)
+
+    with pytest.raises(ValueError, match="holds another run; name a new folder or add --resume"):
+        record()
+    with pytest.raises(ValueError, match=r"--resume with --lr 0\.5: the run was started with 0\.0001"):
+        record(resume=True, lr=0.5)
+    with pytest.raises(ValueError, match=r"no run\.json there"):
+        record(resume=True, run_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"--resume with --run-dir \(empty\)"):
+        record(resume=True, run_dir="")
