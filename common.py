@@ -11,6 +11,7 @@ sharded.
 import hashlib
 import heapq
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import logging
@@ -93,6 +94,9 @@ class Args:
     """Longer prompts are left out of the data and counted."""
     max_response_tokens: int = 3000
     """A response is cut here and scores as it stands."""
+    reward: str = "math"
+    """math: 1 if the last \\boxed{} equals the answer, else 0; or FILE.py:FUNCTION, called as FUNCTION(completion, row)
+    with the row of the data as a dict, returning a float. What it raises ends the run."""
     temperature: float = 1.0
     """Divides the logits in the sampler and in the trainer alike; top-p and top-k are off."""
 
@@ -150,6 +154,12 @@ def validate(args: Args, world: "World") -> None:
         f"--eval-samples {args.eval_samples} with --eval-temperature 0: greedy samples are all the same; "
         "set a temperature above 0 or 1 sample",
     )
+    if world.device.type == "cpu":
+        for name, usual in (("tensor_parallel", 1), ("gpu_memory_utilization", Args.gpu_memory_utilization)):
+            value = getattr(args, name)
+            need(
+                value == usual, f"--{name.replace('_', '-')} {value}: for GPUs, and there is none; leave it at {usual}"
+            )
     legal = [n for n in range(1, world.local_size + 1) if world.local_size % n == 0]
     need(args.tensor_parallel in legal, f"--tensor-parallel {args.tensor_parallel}: legal with these ranks: {legal}")
     longest = args.max_prompt_tokens + args.max_response_tokens
@@ -224,11 +234,12 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: its text, the prompt's token ids (template applied) and the reference answer."""
+    """One problem: its text, the prompt's token ids (template applied), the reference answer, the row of the data."""
 
     text: str
     prompt_ids: list[int]
     answer: str
+    row: dict | None = None
 
 
 def load_model_folder(args: Args, world: World) -> Path:
@@ -249,11 +260,22 @@ def load_model_folder(args: Args, world: World) -> Path:
         except (OSError, ValueError) as error:
             message = f"--model {args.model}: neither a folder here nor a model that the hub returns ({error})"
             raise ValueError(message) from error
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--model {args.model}: no config.json in it")
+    checkpoint_names(folder)
     config = AutoConfig.from_pretrained(folder)
     layers = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
     soft_caps = [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(config, name, None)]
     if layers or soft_caps:
         raise ValueError(f"--model {args.model}: has {layers + soft_caps}; only plain causal attention is supported")
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    head, decoder = getattr(lm, "lm_head", None), getattr(lm, "model", None)
+    if not hasattr(decoder, "layers") or not hasattr(decoder, "embed_tokens") or getattr(head, "bias", 0) is not None:
+        raise ValueError(
+            f"--model {args.model}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an "
+            "lm_head without bias, as Qwen, Llama and Mistral are"
+        )
     longest, context = args.max_prompt_tokens + args.max_response_tokens, config.max_position_embeddings
     if longest > context:
         raise ValueError(
@@ -315,19 +337,20 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
             )
         return found[0]
 
-    problem_column, answer_column = column("problem"), column("answer")
+    problem_column, answer_column = column("problem"), column("answer") if args.reward == "math" else None
     problems, left_out = [], {"no answer": 0, "prompt too long": 0}
-    for row, (text, answer) in enumerate(zip(table[problem_column], table[answer_column], strict=True)):
+    for number, row in enumerate(table):
+        text = row[problem_column]
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"{flag} {source}, row {row}: column {problem_column!r} holds {text!r}, not a text")
-        answer = reference_answer(answer, answer_column)
+            raise ValueError(f"{flag} {source}, row {number}: column {problem_column!r} holds {text!r}, not a text")
+        answer = reference_answer(row[answer_column], answer_column) if answer_column else "(graded by --reward)"
         prompt_ids = tokenizer.encode(TEMPLATES[args.template].format(problem=text), add_special_tokens=False)
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(text, prompt_ids, answer))
+            problems.append(Problem(text, prompt_ids, answer, row))
     if not problems:
         raise ValueError(f"{flag} {source}: no usable row among {len(table)}; left out: {left_out}")
     return Data(path.stem, problems, left_out)
@@ -438,6 +461,21 @@ def _verifier_worker(seconds: float, memory: int):
         replies.flush()
 
 
+def load_reward(spec: str):
+    """Return the function of --reward FILE.py:FUNCTION, or None for "math". Raises ValueError naming the flag."""
+    if spec == "math":
+        return None
+    path, _, name = spec.rpartition(":")
+    if not Path(path).is_file():
+        raise ValueError(f"--reward {spec}: neither math nor FILE.py:FUNCTION with a file that is there")
+    module = importlib.util.spec_from_file_location("reward", path)
+    loaded = importlib.util.module_from_spec(module)
+    module.loader.exec_module(loaded)
+    if not callable(getattr(loaded, name, None)):
+        raise ValueError(f"--reward {spec}: no function {name!r} in {path}")
+    return getattr(loaded, name)
+
+
 class Verifier:
     """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run.
 
@@ -446,7 +484,8 @@ class Verifier:
     graded, no answer, too long, timeout, memory, error (math_verify raised), crash.
     """
 
-    def __init__(self, workers: int, seconds: float = 1.0, memory: int = 1 << 30, longest: int = 2000):
+    def __init__(self, workers: int, reward=None, seconds: float = 1.0, memory: int = 1 << 30, longest: int = 2000):
+        self.reward = reward
         self.seconds, self.memory, self.longest = seconds, memory, longest
         self.counts = Counter()
         self.greeted: set[int] = set()
@@ -954,7 +993,10 @@ def verify(verifier: Verifier, problems: list[Problem], rollouts: list[Rollout],
     before = verifier.counts.copy()
     n = len(rollouts) // len(problems)
     mine = range(world.rank, len(rollouts), world.size)
-    scores = verifier.grade([rollouts[r].text for r in mine], [problems[r // n].answer for r in mine])
+    if verifier.reward:
+        scores = [float(verifier.reward(rollouts[r].text, problems[r // n].row)) for r in mine]
+    else:
+        scores = verifier.grade([rollouts[r].text for r in mine], [problems[r // n].answer for r in mine])
     everyone = world.gather((scores, verifier.counts - before))
     reward_R = torch.tensor([everyone[r % world.size][0][r // world.size] for r in range(len(rollouts))]).double()
     counts = sum((part[1] for part in everyone), Counter())

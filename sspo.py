@@ -245,10 +245,11 @@ def main(args: Args) -> None:
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
+    reward = common.load_reward(args.reward)
     record = common.Record(args, "sspo", world)
     record.data(problems, held_out)
 
-    verifier = common.Verifier(max(1, os.cpu_count() // world.local_size))
+    verifier = common.Verifier(max(1, os.cpu_count() // world.local_size), reward)
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     optimizer = torch.optim.AdamW(

@@ -1,10 +1,14 @@
 """Reading problems: formats, aliases, what is left out, errors that name flag, file, row and columns; flag checks."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, TOY
+import torch
+from conftest import ROOT, TOY, torchrun
 from toy import make_tokenizer, problems, question, teach, write_problems
 
 import common
@@ -95,15 +99,78 @@ def test_order_of_the_data():
         ({"group_size": 1}, "--group-size 1"),
         ({"temperature": 0}, "--temperature 0"),
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
-        ({"tensor_parallel": 3}, r"--tensor-parallel 3: legal with these ranks: \[1, 2, 4\]"),
+        ({"tensor_parallel": 2}, "--tensor-parallel 2: for GPUs, and there is none"),
+        ({"gpu_memory_utilization": 0.8}, r"--gpu-memory-utilization 0\.8: for GPUs"),
+        ({"checkpoint_every": 0}, "--checkpoint-every 0: must be at least 1"),
         ({"micro_batch_tokens": 4000}, "--micro-batch-tokens 4000: .* 4024 tokens"),
     ],
 )
 def test_flags_that_cannot_work(settings, message):
-    world = common.World(0, 4, 0, 4, None, None)
+    world = common.World(0, 4, 0, 4, torch.device("cpu"), None)
     common.validate(common.Args(), world)
     with pytest.raises(ValueError, match=message):
         common.validate(common.Args(**settings), world)
+
+
+def test_tensor_parallel_must_divide_a_node():
+    world = common.World(0, 4, 0, 4, torch.device("cuda"), None)
+    common.validate(common.Args(tensor_parallel=2), world)
+    with pytest.raises(ValueError, match=r"--tensor-parallel 3: legal with these ranks: \[1, 2, 4\]"):
+        common.validate(common.Args(tensor_parallel=3), world)
+
+
+def test_updates_must_divide_prompts():
+    with pytest.raises(
+        AssertionError, match=r"--updates-per-step 5 must divide --prompts-per-step: one of \[1, 2, 3, 4"
+    ):
+        torchrun("sspo.py", "--prompts-per-step", 12, "--updates-per-step", 5, plain=True)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, r"has \['sliding_attention'\]"),
+        ({"final_logit_softcapping": 30.0}, r"has \['final_logit_softcapping'\]"),
+        ({"max_position_embeddings": 90}, "= 96 is longer than the context of --model .*: 90"),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not built as"),
+    ],
+)
+def test_models_that_cannot_work(tiny, tmp_path, change, message):
+    shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((tiny / "config.json").read_text())
+    config.pop("layer_types", None)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | change))
+    args = common.Args(model=str(tmp_path / "model"), max_prompt_tokens=32, max_response_tokens=64)
+    assert common.load_model_folder(replace(args, model=str(tiny)), None) == tiny
+    with pytest.raises(ValueError, match=message):
+        common.load_model_folder(args, None)
+
+
+def test_a_model_that_is_not_there(tmp_path, monkeypatch):
+    world = common.World(0, 1, 0, 1, torch.device("cpu"), None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="--model no/such: neither a folder here nor a model that the hub returns"):
+        common.load_model_folder(common.Args(model="no/such"), world)
+    with pytest.raises(ValueError, match=r"no config\.json in it"):
+        common.load_model_folder(common.Args(model=str(tmp_path)), world)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no \*\.safetensors in it"):
+        common.load_model_folder(common.Args(model=str(tmp_path)), world)
+
+
+def test_reward_functions(tmp_path, tokenizer):
+    (tmp_path / "mine.py").write_text("def length(completion, row):\n    return len(completion) / row['goal']\n")
+    reward = common.load_reward(f"{tmp_path}/mine.py:length")
+    source = write(tmp_path / "a.jsonl", [{"prompt": "say", "goal": 4}])
+    data = common.load_problems(source, tokenizer, common.Args(template="plain", reward="x"), "--dataset")
+    world = SimpleNamespace(rank=0, size=1, gather=lambda thing: [thing])
+    rollouts = [common.Rollout(None, None, text, False) for text in ("ab", "abcd")]
+    verifier = common.Verifier(0, reward)
+    reward_R, verdicts = common.verify(verifier, data.rows, rollouts, world)
+    assert reward_R.tolist() == [0.5, 1.0] and verdicts["verifier/graded"] == 0
+    for spec, message in (("nowhere.py:f", "neither math nor"), (f"{tmp_path}/mine.py:g", "no function 'g'")):
+        with pytest.raises(ValueError, match=f"--reward {spec}: {message}"):
+            common.load_reward(spec)
 
 
 def test_the_qwen_math_template():
