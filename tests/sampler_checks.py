@@ -15,10 +15,11 @@ import common
 model, out = Path(sys.argv[1]), Path(sys.argv[2])
 world = common.init_world()
 args = common.Args(
-    model=str(model), max_prompt_tokens=32, max_response_tokens=64, temperature=0.8, micro_batch_tokens=2048, seed=3
+    model=str(model), max_prompt_tokens=160, max_response_tokens=64, temperature=0.8, micro_batch_tokens=2048, seed=3
 )
 tokenizer = AutoTokenizer.from_pretrained(model)
-problems = [common.Problem("", tokenizer.encode(f"{n}+1=?\n"), "0") for n in range(6)]
+# long enough to fill a block of the prefix cache (128 tokens on a CPU), which must not outlive the weights
+problems = [common.Problem("", tokenizer.encode(f"{n}+1=?\n" * 26), "0") for n in range(6)]
 problems += problems[:2]  # the same prompt twice must not give the same samples
 sampler = common.Sampler(model, tokenizer, args, world)
 policy = common.load_policy(model, args, world)

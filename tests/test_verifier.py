@@ -85,6 +85,26 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     assert verifier.grade([r"\boxed{\frac{3}{6}}"], [r"\frac{1}{2}"]) == [1.0]
 
 
+def test_a_soft_timeout_keeps_the_worker(verifier):
+    """Most hostile answers are interrupted inside Python: no second is lost to a new worker's imports."""
+    before = [worker.pid for worker in verifier.workers]
+    assert verifier.grade([f"\\boxed{{{HOSTILE['power tower']}}}"], ["7"]) == [0.0]
+    assert [worker.pid for worker in verifier.workers] == before
+
+
+def test_a_worker_that_does_not_return_is_replaced(verifier):
+    """A stopped process stands for C code that never comes back to Python."""
+    verifier.grade([r"\boxed{\frac{3}{6}}"] * 2, [r"\frac{1}{2}", r"\frac{1}{3}"])
+    stuck = [worker.pid for worker in verifier.workers]
+    for pid in stuck:
+        os.kill(pid, signal.SIGSTOP)
+    before = verifier.counts.copy()
+    answers = [r"\boxed{\frac{2}{4}}", r"\boxed{\frac{2}{6}}", r"\boxed{\frac{2}{8}}"]
+    scores = verifier.grade(answers, [r"\frac{1}{2}", r"\frac{1}{3}", r"\frac{1}{4}"])
+    assert sorted(scores) == [0.0, 0.0, 1.0] and (verifier.counts - before)["timeout"] == 2
+    assert not set(stuck) & {worker.pid for worker in verifier.workers}
+
+
 def test_a_killed_worker_is_replaced(verifier):
     verifier.grade([r"\boxed{\frac{3}{6}}"] * 2, [r"\frac{1}{2}", r"\frac{1}{3}"])
     old = [worker.pid for worker in verifier.workers]
