@@ -15,7 +15,7 @@ import common
 model, out = Path(sys.argv[1]), Path(sys.argv[2])
 world = common.init_world()
 args = common.Args(
-    model=str(model), max_prompt_tokens=160, max_response_tokens=64, temperature=0.8, micro_batch_tokens=2048, seed=3
+    model=str(model), max_prompt_tokens=160, max_response_tokens=64, temperature=1.3, micro_batch_tokens=2048, seed=3
 )
 tokenizer = AutoTokenizer.from_pretrained(model)
 # long enough to fill a block of the prefix cache (128 tokens on a CPU), which must not outlive the weights
