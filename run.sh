@@ -6,11 +6,12 @@ python=.venv/bin/python
 
 help() {
   cat <<'END'
-./run.sh                     set up, then train SSPO on the embedded default (no download, minutes on 2 CPU cores)
+./run.sh                     set up, then train SSPO on the embedded default (no weights to download; minutes on 2 CPU cores)
 ./run.sh test [ARGS]         set up, then run the tests (arguments go to pytest)
 ./run.sh setup               set up only
 ./run.sh EXPERIMENT [ARGS]   set up, then run EXPERIMENT; arguments go to the script, e.g. --seed 2 --steps 500
 ./run.sh plot RUN... [-o F]  draw the curves of run folders into one picture
+CPU=1 ./run.sh ...           without GPUs, even where there are some
 ./run.sh help                this text; `./run.sh sspo-toy --help` lists the script's flags
 
 EXPERIMENT is METHOD-SIZE. SIZE is 1.5b or 7b (the paper's runs; they need GPUs and download model and data) or toy
@@ -22,14 +23,14 @@ EXPERIMENT is METHOD-SIZE. SIZE is 1.5b or 7b (the paper's runs; they need GPUs 
   grpo         one ratio per token, clip 0.2
   clip-high    GRPO with upper clip 0.28
   gspo         one ratio per response, clip 3e-4 / 4e-4 (GSPO's own)
-  gspo-0.2     one ratio per response, clip 0.2 (SSPO's near-zero clip fraction suggests it)
+  gspo-0.2     one ratio per response, clip 0.2 (Fig. 3b of the SSPO paper: almost nothing clips)
   drgrpo       GRPO without std and without length normalisation
 END
 }
 
 setup() {
   local requirements=requirements-cpu.txt
-  if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then requirements=requirements-gpu.txt; fi
+  if [ -z "${CPU:-}" ] && command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then requirements=requirements-gpu.txt; fi
   local ready; ready=.venv/ready-$(cksum <"$requirements" | cut -d' ' -f1)
   if [ -f "$ready" ]; then return; fi
   local found="" candidate
@@ -91,6 +92,7 @@ size() {  # model, data and evaluation
   esac
 }
 
+if [ -n "${CPU:-}" ]; then export CUDA_VISIBLE_DEVICES=; fi
 word=${1:-default}
 [ $# -eq 0 ] || shift
 case $word in

@@ -9,8 +9,10 @@ the old policy in the segment sets how far the ratio may move before it is clipp
     b_high = min(1 + alpha + H_ij, gamma)    b_low = max(0, min(1 - H_ij, beta))                      (14, 15)
     H_ij = mean over the segment of the old policy's entropy                                          (12, 13)
 
-    torchrun --nproc-per-node 8 sspo.py                                       the paper's 1.5B run
-    torchrun --nproc-per-node 2 sspo.py --model tools/toy/model --help        every flag; run.sh has the experiments
+    torchrun --nproc-per-node 8 sspo.py        the paper's 1.5B run
+    python sspo.py --help                      every flag; run.sh has the experiments
+
+Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response tokens, _S segments.
 
 Settings of the same loss: GRPO is --delimiter token --clip fixed, GSPO --delimiter "" --clip fixed, "+SIR" of Table 2
 --clip fixed, clip-high --clip-high 0.28, Dr. GRPO --no-scale-advantage --normaliser constant.
