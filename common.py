@@ -69,7 +69,7 @@ TEMPLATES = {
 
 @dataclass
 class Args:
-    """The flags that every script has. "Ours" marks a value that no paper states."""
+    """The flags that every script has. A default without a source is ours."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id or folder with config.json and *.safetensors."""
@@ -82,9 +82,9 @@ class Args:
     run_dir: str = ""
     """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
     seed: int = 1
-    """Seeds the order of the data and every sampled token. Ours."""
+    """Seeds the order of the data and every sampled token."""
     steps: int = 200
-    """Rollout steps; 0 only evaluates. Ours."""
+    """Rollout steps; 0 only evaluates."""
 
     prompts_per_step: int = 128
     """Prompts sampled in a step (P)."""
@@ -98,16 +98,16 @@ class Args:
     """math: 1 if the last \\boxed{} equals the answer, else 0; or FILE.py:FUNCTION, called as FUNCTION(completion, row)
     with the row of the data as a dict, returning a float. What it raises ends the run."""
     temperature: float = 1.0
-    """Divides the logits in the sampler and in the trainer alike; top-p and top-k are off."""
+    """Divides the logits in the sampler and in the trainer alike (verl's default); top-p and top-k are off."""
 
     lr: float = 1e-6
-    """AdamW's learning rate, constant."""
+    """AdamW's learning rate, constant (verl's default)."""
     weight_decay: float = 0.01
     """AdamW's decay, on every parameter (verl's default)."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's moments (verl's default)."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global L2 norm."""
+    """Gradients are scaled down to this global L2 norm (verl's default)."""
     tis_cap: float = 0.0
     """Truncated importance sampling: weigh tokens by min(exp(old logp - sampler logp), cap). 0: off."""
 
@@ -119,9 +119,9 @@ class Args:
     """0: greedy."""
 
     checkpoint_every: int = 50
-    """Write a checkpoint every so many steps and at the end, to checkpoints/ of the run folder. Ours."""
+    """Write a checkpoint every so many steps and at the end, to checkpoints/ of the run folder."""
     checkpoints_kept: int = 2
-    """The newest checkpoints that stay. Ours."""
+    """The newest checkpoints that stay."""
     resume: bool = False
     """Go on with the run in --run-dir from its last complete checkpoint, with the flags that it was started with."""
 
@@ -297,6 +297,9 @@ class Data:
 def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
     """Return the training problems of --dataset and the held-out ones of --eval."""
     held_out = [load_problems(source, tokenizer, args, "--eval") for source in args.eval.split(",") if source]
+    names = [data.name for data in held_out]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--eval {args.eval}: two sets of one name, {names}; their metrics would overwrite each other")
     problems = load_problems(args.dataset, tokenizer, args, "--dataset") if args.steps else Data("none", [], {})
     return problems, held_out
 
@@ -353,7 +356,7 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
             problems.append(Problem(text, prompt_ids, answer, row))
     if not problems:
         raise ValueError(f"{flag} {source}: no usable row among {len(table)}; left out: {left_out}")
-    return Data(path.stem, problems, left_out)
+    return Data(f"{path.stem}-{split}" if ":" in source else path.stem, problems, left_out)
 
 
 def reference_answer(value, column: str) -> str:
@@ -1117,8 +1120,8 @@ def evaluate(held_out: list[Data], sampler, verifier, args: Args, world, record,
     for data in held_out:
         rollouts = sample(sampler, data.rows, n, args.eval_temperature, args, world, ("eval", data.name))
         reward_R, _ = verify(verifier, data.rows, rollouts, world)
-        correct_PN = reward_R.view(-1, n)
-        metrics[f"eval/{data.name}/avg@{n}"] = correct_PN.mean().item()
+        metrics[f"eval/{data.name}/avg@{n}"] = reward_R.mean().item()
+        correct_PN = reward_R.view(-1, n) >= 1  # a reward of one's own may be a fraction
         for k in (2**power for power in range(1, n.bit_length())):
             metrics[f"eval/{data.name}/pass@{k}"] = pass_at_k(correct_PN, k)
         metrics[f"eval/{data.name}/length"] = float(np.mean([len(rollout.ids) for rollout in rollouts]))

@@ -9,22 +9,31 @@ the old policy in the segment sets how far the ratio may move before it is clipp
     b_high = min(1 + alpha + H_ij, gamma)    b_low = max(0, min(1 - H_ij, beta))                      (14, 15)
     H_ij = mean over the segment of the old policy's entropy                                          (12, 13)
 
-    torchrun --nproc-per-node 8 sspo.py        the paper's 1.5B run
-    python sspo.py --help                      every flag; run.sh has the experiments
+    ./run.sh sspo-1.5b                     our reading of the paper's run, with its data and evaluation sets
+    torchrun --nproc-per-node 8 sspo.py    the same without evaluation, where the data lies at --dataset already
+    python sspo.py --help                  every flag
 
 Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response tokens, _S segments.
 
-Settings of the same loss: GRPO is --delimiter token --clip fixed, GSPO --delimiter "" --clip fixed, "+SIR" of Table 2
---clip fixed, clip-high --clip-high 0.28, Dr. GRPO --no-scale-advantage --normaliser constant.
+Settings of the same loss: GRPO is --delimiter token --clip fixed; with --clip-high 0.28 clip-high, with
+--no-scale-advantage --normaliser constant Dr. GRPO. GSPO is --delimiter "" --clip fixed, with clip 0.2 or GSPO's own
+3e-4 / 4e-4. "+SIR" of Table 2 is --clip fixed. Not here: CLIP-Cov, the sixth row of Table 1.
 
-Where the paper is silent or departed from:
-- Updates per rollout are not given; Fig. 3b shows clipping, so there were several. 4 updates of 32 prompts, one epoch.
-- Learning rate, decay and betas are verl's defaults: the paper names the framework and none of them.
-- Segments are found on the text of the tokens, since BPE merges a delimiter into tokens such as ".\\n\\n"; runs of
-  delimiters belong to the segment they close, so that none is empty, and the stop token joins the last one.
+Where the paper is silent, contradicts itself, or is departed from:
+- "Batch size 128" is read as 128 prompts per rollout. Updates per rollout are not given; Fig. 3b shows clipping, so
+  there were several: 4 of 32 prompts, one epoch (ours; as in verl's GSPO example).
+- Not given: learning rate 1e-6 constant without warm-up, decay 0.01, betas, gradient norm 1, temperature 1 (verl's
+  defaults, the paper's framework); prompts up to 1024 tokens, the number of steps, the fixed clip of "+SIR" (ours).
+- For 7B, section 5.2 prints alpha 0.1, but Table 5's 56.00 is alpha 0.15, which we take; the 54.85 of section 6.2.1
+  belongs to alpha 0.1. Table 2's 1.5B row averages 47.09, not the printed 46.72.
+- Segments are found on the text of the tokens, since BPE merges a delimiter into tokens such as ".\\n\\n". Blank text
+  after a delimiter belongs to the segment that it closed, so that none is empty; the stop token joins the last one.
 - std is unbiased and 1e-6 is added to it (Eq. 8 prints neither).
 - Eq. 16 prints A_i in one branch and A_ij in the other; Eq. 8 makes them equal.
-- Responses with A = 0 have no gradient and are left out of both passes, never out of a denominator.
+- Responses with A = 0 have no gradient and are left out of both passes, never out of the loss's denominators. So the
+  entropy that is logged is that of the others; Fig. 2 does not say.
+- Two of the 8,523 problems have an empty answer and are left out.
+- The paper reports its best evaluation; here every evaluation is logged, the choice is the reader's.
 """
 
 import os
@@ -45,7 +54,7 @@ class Args(common.Args):
     updates_per_step: int = 4
     """Optimiser steps on one rollout batch, each on its own prompts. Not stated; verl's GSPO example has 4."""
     delimiter: str = r"\n\n"
-    r"""Ends a segment: \n\n (§6.2.2), \n, . or any text; empty: one segment (GSPO); token: every token (GRPO)."""
+    r"""Ends a segment: \n\n (§6.2.2), \n, . or any ASCII text; empty: one segment (GSPO); token: every token (GRPO)."""
     clip: Literal["entropy", "fixed"] = "entropy"
     """entropy: Eqs. 14 and 15; fixed: 1 - clip_low to 1 + clip_high."""
     alpha: float = 0.0
@@ -69,11 +78,11 @@ class Args(common.Args):
 
 def advantages(reward_PG: torch.Tensor, scale: bool = True) -> torch.Tensor:
     """Return advantage_PG (Eq. 8): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
-    centred_PG = reward_PG - reward_PG.mean(1, keepdim=True)
+    advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if scale:
-        centred_PG = centred_PG / (reward_PG.std(1, keepdim=True) + 1e-6)
+        advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 8
     dead_P1 = (reward_PG == reward_PG[:, :1]).all(1, keepdim=True)  # rounding of the mean must not revive a dead group
-    return centred_PG.masked_fill(dead_P1, 0.0)  # Eq. 8
+    return advantage_PG.masked_fill(dead_P1, 0.0)
 
 
 def segments(pieces: list[str], delimiter: str) -> list[int]:
@@ -116,7 +125,7 @@ def token_weights(length_R: torch.Tensor, normaliser: str = "response", max_leng
     into one over tokens; sums to 1. constant: 1 / (R max_length), Dr. GRPO.
     """
     per_response_R = length_R if normaliser == "response" else torch.full_like(length_R, max_length)
-    return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)
+    return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)  # 1/G 1/|y_i| of Eq. 16
 
 
 def policy_loss(
@@ -182,7 +191,7 @@ def learn(policy, optimizer, batch, reward_PG, tokenizer, args: Args, world, rec
     # ---- old log-probs and entropies, over the micro-batches that the updates will use
     with record.phase("old_logp"):
         old_logp_T, entropy_T = common.score(policy, batch, [micro for plan in plans for micro in plan], world)
-    entropy_S = segment_mean(entropy_T, segment_T)
+    entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
     low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
     if args.clip == "fixed":
         low_S, high_S = torch.full_like(low_S, 1 - args.clip_low), torch.full_like(high_S, 1 + args.clip_high)
@@ -241,7 +250,7 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    if args.prompts_per_step % args.updates_per_step:
+    if args.updates_per_step < 1 or args.prompts_per_step % args.updates_per_step:
         legal = [u for u in range(1, args.prompts_per_step + 1) if args.prompts_per_step % u == 0]
         raise ValueError(f"--updates-per-step {args.updates_per_step} must divide --prompts-per-step: one of {legal}")
     folder = common.load_model_folder(args, world)
@@ -281,6 +290,7 @@ def main(args: Args) -> None:
 
         # ---- sync
         with record.phase("sync"):
+            optimizer.zero_grad()  # gradients need not lie beside the engine
             sampler.load(common.full_weights(policy, sampler.dtype))
 
         # ---- evaluate, log

@@ -1,6 +1,7 @@
 """The policy's packed, chunked log-probs and entropies against full logits of one sequence at a time; the planner."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -102,8 +103,8 @@ def test_an_empty_micro_batch_reaches_every_parameter(tiny):
 
 
 def test_no_tensor_of_tokens_by_vocabulary_exists():
-    output = torchrun("tests/head_memory.py", plain=True)
-    assert float(output.split("rise ")[1]) < 1.5, "GiB; full float32 logits and their gradient take 4.6"
+    output = torchrun("tools/bench.py", "memory", plain=True)
+    assert float(re.search(r"([\d.]+) GiB over the start", output).group(1)) < 1.5, "full float32 logits would take 4.6"
 
 
 def test_tied_weights_are_one_parameter(tiny_tied):

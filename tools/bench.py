@@ -1,0 +1,198 @@
+"""Measure memory, policy throughput, the verifier and the phases of a step; print figures with the hardware and date.
+
+    python tools/bench.py memory
+    python tools/bench.py policy --shape toy --lengths 64 256
+    torchrun --nproc-per-node 8 tools/bench.py policy --shape qwen2.5-7b --lengths 1024 4096 --activation-checkpointing
+    python tools/bench.py verifier
+    python tools/bench.py step
+
+Nothing here is a test: timings are printed and compared within one run.
+"""
+
+import argparse
+import platform
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import common
+
+SHAPES = {  # hidden size, intermediate size, layers, heads, key-value heads, vocabulary, tied head
+    "toy": (128, 384, 4, 4, 2, 263, True),
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151_936, True),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151_936, True),
+    "qwen2.5-7b": (3584, 18_944, 28, 28, 4, 152_064, False),
+}
+
+
+def hardware() -> str:
+    """Name the device and the day."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {date.today()}"
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    name = model.group(1) if model else platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads, {date.today()}"
+
+
+def random_batch(vocabulary: int, prompt: int, response: int, count: int) -> common.Batch:
+    """Return `count` random responses of equal length."""
+    rng = np.random.default_rng(0)
+    zeros = np.zeros(response, np.float32)
+    rollouts = [common.Rollout(rng.integers(0, vocabulary, response), zeros, "", False) for _ in range(count)]
+    return common.Batch([common.Problem("", [0] * prompt, "0")] * count, rollouts)
+
+
+def memory(_args) -> None:
+    """Print the peak of forward and backward on 4,096 response tokens, vocabulary 151,936, hidden size 64, in GiB."""
+
+    def peak() -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=151_936, num_hidden_layers=1, tie_word_embeddings=True, **shape)
+    config._attn_implementation = "packed"
+    policy = common.Policy(Qwen2ForCausalLM(config), 1.0).train()
+    micro = random_batch(151_936, 8, 1024, 4).pack([0, 1, 2, 3], torch.device("cpu"))
+    before = peak()
+    logp_T, _ = policy(micro)
+    logp_T.sum().backward()
+    print(f"{peak() - before:.3f} GiB over the start (full float32 logits and their gradient: 4.6)")
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return FLOP/s of a large square matrix product on this device: the peak that `policy` is compared with."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(6):
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def policy(args) -> None:
+    """Print tokens/s per process, share of the measured matrix rate, and peak memory of FSDP forward and backward."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[args.shape]
+    world = common.init_world()
+    folder = Path(world.gather(tempfile.mkdtemp())[0])
+    if world.rank == 0:
+        config = Qwen2Config(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            tie_word_embeddings=tied,
+            max_position_embeddings=32_768,
+        )
+        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    world.gather(None)
+    settings = common.Args(model=str(folder), activation_checkpointing=args.activation_checkpointing)
+    model = common.load_policy(folder, settings, world)
+    cuda = world.device.type == "cuda"
+    rate = matmul_rate(world.device, torch.bfloat16 if cuda else torch.float32)
+    weights = sum(p.numel() for p in model.parameters())
+    if world.rank == 0:
+        print(f"{args.shape}: {weights / 1e6:,.1f} M parameters, {world.size} processes; {hardware()}")
+        print(f"a large matrix product: {rate / 1e12:.3f} TFLOP/s")
+    for length in args.lengths:
+        prompt, count = length // 8, max(1, args.tokens // length)
+        micro = random_batch(vocabulary, prompt, length - prompt, count).pack(list(range(count)), world.device)
+        seconds = []
+        for _ in range(args.repeats + 1):
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            logp_T, _ = model(micro)
+            logp_T.sum().backward()
+            model.zero_grad()
+            if cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        best = min(seconds[1:])
+        tokens = count * length
+        # forward and backward: 6 FLOP a weight, the head's for response tokens only; causal attention 6 a layer,
+        # channel and position. What is computed a second time (the head, checkpointed layers) does not count.
+        body = weights - hidden * vocabulary * (1 if tied else 2)
+        head = hidden * vocabulary * (length - prompt) / length
+        per_token = 6 * (body + head + layers * hidden * length)
+        share = per_token * tokens / best / rate
+        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else resource.getrusage(0).ru_maxrss / 2**20
+        if world.rank == 0:
+            print(f"length {length:6d} x {count:4d}: {tokens / best:9.0f} tokens/s  {share:4.0%}  peak {peak:.2f} GiB")
+    torch.distributed.destroy_process_group()
+
+
+def verifier(args) -> None:
+    """Print answers/s of ordinary answers, and with 20 hostile ones among them."""
+    print(f"{args.workers} workers; {hardware()}")
+    made = common.Verifier(args.workers)
+    made.grade([r"\boxed{x+1}"] * 2, ["1+x", "x+2"])  # the workers have started
+    ordinary = [(f"\\frac{{{n}}}{{{n + 1}}}", f"\\frac{{{2 * n}}}{{{2 * n + 2 + n % 2}}}") for n in range(1, 1025)]
+    towers = [(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", "7") for n in range(9, 29)]
+    for name, cases in (("1,024 ordinary answers", ordinary), ("and 20 power towers", ordinary[20:] + towers)):
+        start = time.perf_counter()
+        scores = made.grade([f"\\boxed{{{answer}}}" for answer, _ in cases], [gold for _, gold in cases])
+        seconds = time.perf_counter() - start
+        right, counts = int(sum(scores)), dict(made.counts)
+        print(f"{name}: {seconds:.2f} s, {len(cases) / seconds:.0f} answers/s, {right} right, so far {counts}")
+    made.close()
+
+
+def step(args) -> None:
+    """Run GRPO on the embedded default for some steps and print its phase table."""
+    toy = ROOT / "tools" / "toy"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks), "sspo.py"]
+        command += ["--model", toy / "model", "--dataset", toy / "train.jsonl", "--template", "plain"]
+        command += ["--prompts-per-step", "32", "--max-prompt-tokens", "32", "--max-response-tokens", "96"]
+        command += ["--lr", "5e-5", "--delimiter", "token", "--clip", "fixed", "--steps", str(args.steps)]
+        done = subprocess.run(
+            [*map(str, command), "--run-dir", f"{folder}/run"], cwd=ROOT, check=True, capture_output=True, text=True
+        )
+    print(f"GRPO, 32 prompts x 8 responses, {args.ranks} processes; {hardware()}")
+    print(done.stdout[done.stdout.index("median seconds") :])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    commands.add_parser("memory").set_defaults(run=memory)
+    sub = commands.add_parser("policy")
+    sub.set_defaults(run=policy)
+    sub.add_argument("--shape", choices=SHAPES, default="toy")
+    sub.add_argument("--lengths", type=int, nargs="+", default=[64, 256])
+    sub.add_argument(
+        "--tokens", type=int, default=16_384, help="packed tokens of a process in one forward and backward"
+    )
+    sub.add_argument("--repeats", type=int, default=3)
+    sub.add_argument("--activation-checkpointing", action="store_true")
+    sub = commands.add_parser("verifier")
+    sub.set_defaults(run=verifier)
+    sub.add_argument("--workers", type=int, default=2)
+    sub = commands.add_parser("step")
+    sub.set_defaults(run=step)
+    sub.add_argument("--ranks", type=int, default=2)
+    sub.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
