@@ -967,7 +967,11 @@ class Sampler:
         self.llm.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Give a GPU's memory back to the policy, until `load`; nothing to do on a CPU."""
+        """Give a GPU's memory back to the policy, until `load`; nothing to do on a CPU.
+
+        Level 1 keeps a copy of the weights in the host's memory, 15 GB a rank for 7B; level 2 would not, but lost state
+        in several vLLM releases.
+        """
         if self.sleeps:
             self.llm.sleep(level=1)
 
@@ -979,8 +983,8 @@ class Sampler:
 def sample(sampler, problems: list[Problem], n: int, temperature: float, args: Args, world, stream) -> list[Rollout]:
     """Sample n responses to each problem on all engines; return them problem by problem on every rank.
 
-    The seed of a response is a hash of (--seed, stream, problem number, response number), so samples neither repeat
-    across prompts nor depend on the number of ranks. Problems are dealt out one by one.
+    The seed of a response is a hash of (--seed, stream, problem number, response number), so samples do not repeat
+    across prompts and seeds do not depend on the number of ranks. Problems are dealt out one by one.
     """
     engines, engine = world.size // args.tensor_parallel, world.rank // args.tensor_parallel
     mine = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
@@ -1045,11 +1049,11 @@ def training_state(policy: Policy, optimizer) -> dict:
 
 def digests(folder: Path, world: World) -> dict[str, str]:
     """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
-    files = sorted(file for file in folder.iterdir() if file.name != "manifest.json")
+    names = world.gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
     mine = {}
-    for file in files[world.rank :: world.size]:
-        with open(file, "rb") as opened:
-            mine[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    for name in names[world.rank :: world.size]:
+        with open(folder / name, "rb") as opened:
+            mine[name] = hashlib.file_digest(opened, "sha256").hexdigest()
     return {name: digest for part in world.gather(mine) for name, digest in part.items()}
 
 
@@ -1061,6 +1065,8 @@ def save_checkpoint(policy: Policy, optimizer, step: int, record: "Record", args
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    if not all(world.gather(partial.is_dir())):
+        raise ValueError(f"--run-dir {record.folder}: must lie on storage that all nodes share")
     dcp.save(training_state(policy, optimizer), checkpoint_id=str(partial))
     manifest = {"step": step, "ranks": world.size, "files": digests(partial, world)}
     if world.rank == 0:
@@ -1136,7 +1142,7 @@ class Record:
     def __init__(self, args: Args, script: str, world: World):
         name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(world.gather(args.run_dir or f"runs/{name}")[0])
-        self._check(args)
+        self._check(args, world)
         self.first, self.steps, self.started = world.rank == 0, args.steps, time.time()
         self.seconds: dict[str, float] = {}
         self.tokens: dict[str, int] = {}
@@ -1164,14 +1170,15 @@ class Record:
         self.log = open(self.folder / "log.txt", "a", buffering=1)  # noqa: SIM115
         self.board = SummaryWriter(str(self.folder))
 
-    def _check(self, args: Args) -> None:
+    def _check(self, args: Args, world: World) -> None:
         """Raise ValueError when the folder holds another run, or with --resume none, or one with other flags."""
         about = self.folder / "run.json"
+        exists = world.gather(about.exists())[0]  # rank 0 writes it only after every rank has asked
         if not args.resume:
-            if about.exists():
+            if exists:
                 raise ValueError(f"--run-dir {self.folder}: holds another run; name a new folder or add --resume")
             return
-        if not about.exists():
+        if not exists:
             raise ValueError(f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run")
         for name, before in json.loads(about.read_text())["args"].items():
             now = json.loads(json.dumps(getattr(args, name)))

@@ -2,7 +2,15 @@
 # Sets everything up in .venv, and holds the exact command of every experiment. `./run.sh help` lists them.
 set -euo pipefail
 cd "$(dirname "$0")"
-python=.venv/bin/python
+if [ "${1:-}" = test ]; then CPU=1; fi  # the tests are exact in float32: they are of the path without GPUs
+gpus=no
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then gpus=yes; fi
+venv=.venv
+if [ -n "${CPU:-}" ]; then
+  export CUDA_VISIBLE_DEVICES=
+  if [ $gpus = yes ]; then venv=.venv-cpu gpus=no; fi
+fi
+python=$venv/bin/python
 
 help() {
   cat <<'END'
@@ -30,16 +38,16 @@ END
 
 setup() {
   local requirements=requirements-cpu.txt
-  if [ -z "${CPU:-}" ] && command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then requirements=requirements-gpu.txt; fi
-  local ready; ready=.venv/ready-$(cksum <"$requirements" | cut -d' ' -f1)
+  if [ $gpus = yes ]; then requirements=requirements-gpu.txt; fi
+  local ready; ready=$venv/ready-$(cksum <"$requirements" | cut -d' ' -f1)
   if [ -f "$ready" ]; then return; fi
   local found="" candidate
   for candidate in python3 python3.12 python3.13 python3.11; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$candidate; break; fi
   done
   if [ -z "$found" ]; then echo "run.sh needs Python 3.11 or later" >&2; exit 1; fi
-  echo "setting up .venv from $requirements (once, some minutes)"
-  "$found" -m venv .venv
+  echo "setting up $venv from $requirements (once, some minutes)"
+  "$found" -m venv $venv
   local wheels=()
   if [ "$requirements" = requirements-cpu.txt ]; then
     local index=https://download.pytorch.org/whl/cpu  # PyTorch's own CPU builds, much smaller, where it answers
@@ -81,7 +89,8 @@ size() {  # model, data and evaluation
   case $1 in
     toy) flags+=(--model tools/toy/model --template plain --dataset tools/toy/train.jsonl
       --eval tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 50
-      --prompts-per-step 32 --max-prompt-tokens 32 --max-response-tokens 96 --lr 5e-5 --steps 120) ;;
+      --prompts-per-step 32 --max-prompt-tokens 32 --max-response-tokens 96 --lr 5e-5 --steps 120)
+      if [ $gpus = yes ]; then flags+=(--gpu-memory-utilization 0.1); fi ;;  # more cache than that only costs time
     1.5b | 7b)
       flags+=(--activation-checkpointing --eval "$hub,knoveleng/Minerva-Math,knoveleng/OlympiadBench")
       if [ "$1" = 7b ]; then flags+=(--model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2); fi
@@ -92,7 +101,6 @@ size() {  # model, data and evaluation
   esac
 }
 
-if [ -n "${CPU:-}" ]; then export CUDA_VISIBLE_DEVICES=; fi
 word=${1:-default}
 [ $# -eq 0 ] || shift
 case $word in

@@ -1,6 +1,6 @@
 """Run sspo.learn on fixed rollouts under torchrun and save gradients, weights and metrics: for test_invariance.py.
 
-python -m torch.distributed.run --nproc-per-node N tests/one_update.py MODEL OUT BUDGET REVERSE UPDATES
+python -m torch.distributed.run --nproc-per-node N tests/one_update.py MODEL OUT BUDGET REVERSE UPDATES [checkpointing]
 """
 
 import sys
@@ -16,11 +16,17 @@ from transformers import AutoTokenizer
 import common
 import sspo
 
-model, out, budget, reverse, updates = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])
+model, out, budget, reverse, updates = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6])
 world = common.init_world()
 prompts, group = 6, 4
 args = sspo.Args(
-    model=model, group_size=group, micro_batch_tokens=budget, updates_per_step=updates, max_grad_norm=1e9, lr=1e-3
+    model=model,
+    group_size=group,
+    micro_batch_tokens=budget,
+    updates_per_step=updates,
+    activation_checkpointing=sys.argv[6:] == ["checkpointing"],
+    max_grad_norm=1e9,
+    lr=1e-3,
 )
 rng = np.random.default_rng(7)
 tokenizer = AutoTokenizer.from_pretrained(model)

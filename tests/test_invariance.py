@@ -36,6 +36,12 @@ def test_gradient_and_metrics(tiny, tmp_path, alone, ranks, budget, reverse):
         assert other["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+def test_activation_checkpointing_changes_nothing(tiny, tmp_path, alone):
+    torchrun(SCRIPT, tiny, tmp_path / "r.pt", BUDGET, 0, 1, "checkpointing")
+    other = torch.load(tmp_path / "r.pt")
+    assert max(differences(other["gradient"], alone["gradient"]).values()) < 1e-5
+
+
 def test_a_second_node_replicates(tiny, tmp_path, alone):
     """Two torchruns of one process each, as two nodes: sharded inside, replicated across."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
