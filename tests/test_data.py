@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,3 +213,8 @@ def test_the_teacher_is_noisy():
     assert question([3, 8, -5]) == "3+8-5=?"
     assert sum(lesson == right for lesson in lessons) / 4000 == pytest.approx(0.7 * 0.88**2, abs=0.03)
     assert sum(lesson.startswith("\\boxed") for lesson in lessons) / 4000 == pytest.approx(0.3, abs=0.03)
+
+
+def test_importing_the_scripts_does_not_import_vllm():
+    code = "import sys, sspo; assert 'vllm' not in sys.modules and 'math_verify' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
