@@ -11,7 +11,7 @@ noisy.
 
 `train` and `heldout` have 5 or 6 terms, of the 3 to 6 that were taught. `harder` has 7 or 8, more than were ever
 taught: there greedy decoding fails often and pass@64 leaves room. No problem of the three files was used to teach. The
-same seed gives the same problems, and, on the same machine and number of threads, the same weights.
+same seed gives the same problems; the weights also depend on the order of floating-point sums, so on the machine.
 """
 
 import argparse
