@@ -234,7 +234,8 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: its text, the prompt's token ids (template applied), the reference answer, the row of the data."""
+    """One problem: its text, the prompt's token ids (template applied), the reference answer, and for a --reward of
+    one's own the whole row of the data."""
 
     text: str
     prompt_ids: list[int]
@@ -341,6 +342,8 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
         return found[0]
 
     problem_column, answer_column = column("problem"), column("answer") if args.reward == "math" else None
+    if answer_column:  # other columns may hold gigabytes of worked solutions
+        table = table.select_columns([problem_column, answer_column])
     problems, left_out = [], {"no answer": 0, "prompt too long": 0}
     for number, row in enumerate(table):
         text = row[problem_column]
@@ -353,7 +356,7 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(text, prompt_ids, answer, row))
+            problems.append(Problem(text, prompt_ids, answer, None if answer_column else row))
     if not problems:
         raise ValueError(f"{flag} {source}: no usable row among {len(table)}; left out: {left_out}")
     return Data(f"{path.stem}-{split}" if ":" in source else path.stem, problems, left_out)
@@ -492,7 +495,7 @@ class Verifier:
         self.seconds, self.memory, self.longest = seconds, memory, longest
         self.counts = Counter()
         self.greeted: set[int] = set()
-        self.workers = [self._start() for _ in range(workers)]
+        self.workers = [] if reward else [self._start() for _ in range(workers)]
 
     def _start(self) -> subprocess.Popen:
         source = f"{inspect.getsource(_verifier_worker)}\n_verifier_worker({self.seconds}, {self.memory})"
@@ -1196,6 +1199,7 @@ class Record:
         file.with_suffix(".new").write_text("".join(rows))
         file.with_suffix(".new").rename(file)
         self.metrics = open(file, "a", buffering=1)  # noqa: SIM115
+        self.board.close()
         self.board = SummaryWriter(str(self.folder), purge_step=step + 1)
         self.started = time.time() - json.loads(rows[-1])["time"]
 
@@ -1256,7 +1260,7 @@ class Record:
         for name, value in metrics.items():
             self.board.add_scalar(name, value, step)
         evaluation = "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
-        if evaluation and self.first:
+        if evaluation:
             self.say(f"step {step}: {evaluation}")
         if step:
             recent = [sum(phases.values()) for phases in self.phases[-20:]]

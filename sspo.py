@@ -190,7 +190,8 @@ def learn(policy, optimizer, batch, reward_PG, tokenizer, args: Args, world, rec
 
     # ---- old log-probs and entropies, over the micro-batches that the updates will use
     with record.phase("old_logp"):
-        old_logp_T, entropy_T = common.score(policy, batch, [micro for plan in plans for micro in plan], world)
+        micro_batches = [micro for plan in plans for micro in plan]
+        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)  # Eq. 12
     entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
     low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
     if args.clip == "fixed":

@@ -167,7 +167,8 @@ def test_reward_functions(tmp_path, tokenizer):
     data = common.load_problems(source, tokenizer, common.Args(template="plain", reward="x"), "--dataset")
     world = SimpleNamespace(rank=0, size=1, gather=lambda thing: [thing])
     rollouts = [common.Rollout(None, None, text, False) for text in ("ab", "abcd")]
-    verifier = common.Verifier(0, reward)
+    verifier = common.Verifier(1, reward)
+    assert verifier.workers == [] and data.rows[0].row == {"prompt": "say", "goal": 4}
     reward_R, verdicts = common.verify(verifier, data.rows, rollouts, world)
     assert reward_R.tolist() == [0.5, 1.0] and verdicts["verifier/graded"] == 0
     for spec, message in (("nowhere.py:f", "neither math nor"), (f"{tmp_path}/mine.py:g", "no function 'g'")):

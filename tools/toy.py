@@ -2,7 +2,7 @@
 
 A problem is a chain of additions and subtractions, `3+8-5+6=?`, whose running value stays in 0..99. The teacher answers
 some directly and some step by step with blank lines between the steps, and every step it takes is wrong with
-probability 0.12. A model that imitates it knows the arithmetic but copies the noise: pass@1 is about 0.4 where greedy
+probability 0.12. A model that imitates it knows the arithmetic but copies the noise: pass@1 is about 0.5 where greedy
 decoding is nearly always right. Reinforcement learning can then find what it is for: steps beat guesses, right beats
 noisy.
 
