@@ -101,7 +101,11 @@ class Args:
     """Divides the logits in the sampler and in the trainer alike (verl's default); top-p and top-k are off."""
 
     lr: float = 1e-6
-    """AdamW's learning rate, constant (verl's default)."""
+    """AdamW's largest learning rate (verl's default)."""
+    lr_warmup: float = 0.0
+    """Share of --steps over which the learning rate rises in a straight line (verl's default: none)."""
+    lr_floor: float = 1.0
+    """After the warm-up the learning rate falls along a cosine to this share of --lr. 1: constant (verl's default)."""
     weight_decay: float = 0.01
     """AdamW's decay, on every parameter (verl's default)."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
@@ -147,6 +151,8 @@ def validate(args: Args, world: "World") -> None:
     need(args.prompts_per_step >= 1, f"--prompts-per-step {args.prompts_per_step}: must be at least 1")
     need(args.temperature > 0, f"--temperature {args.temperature}: must be above 0 (greedy groups have no advantage)")
     need(args.eval_samples >= 1, f"--eval-samples {args.eval_samples}: must be at least 1")
+    need(0 <= args.lr_warmup <= 1, f"--lr-warmup {args.lr_warmup}: a share of --steps, from 0 to 1")
+    need(0 <= args.lr_floor <= 1, f"--lr-floor {args.lr_floor}: a share of --lr, from 0 to 1")
     for name in ("eval_every", "checkpoint_every", "checkpoints_kept"):
         need(getattr(args, name) >= 1, f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     need(
@@ -375,14 +381,14 @@ def reference_answer(value, column: str) -> str:
     return text[1:-1].strip() if re.fullmatch(r"\$[^$]*\$", text) else text
 
 
-def problems_of_step(problems: list[Problem], args: Args, step: int) -> list[Problem]:
-    """Return the prompts of a step (the first is 1): pass after pass over the data, each in its own seeded order."""
+def problems_from(problems: list[Problem], args: Args, position: int) -> list[Problem]:
+    """Return the P prompts from this place on in endless passes over the data, each in its own seeded order."""
     chosen = []
-    for place in range((step - 1) * args.prompts_per_step, step * args.prompts_per_step):
-        epoch, position = divmod(place, len(problems))
-        if not chosen or position == 0:
+    for place in range(position, position + args.prompts_per_step):
+        epoch, within = divmod(place, len(problems))
+        if not chosen or within == 0:
             order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
-        chosen.append(problems[order[position]])
+        chosen.append(problems[order[within]])
     return chosen
 
 
@@ -603,6 +609,71 @@ class Rollout:
 
 
 @dataclass
+class Group:
+    """Responses to one problem and their rewards; `place` is where the problem stood in the passes over the data."""
+
+    place: int
+    problem: Problem
+    rollout_G: list[Rollout]
+    reward_G: list[float]
+
+
+class Draws:
+    """What a step samples: draws of P prompts, one after another, until enough groups are valid.
+
+    What makes a group valid is the paper's business. `add` a draw while it is `short`, then take the `chosen` groups.
+    """
+
+    def __init__(self, prompts: int, carried: Iterable[Group] = ()):
+        self.prompts, self.count, self.tokens = prompts, 0, 0
+        self.valid: list[Group] = list(carried)
+        self.invalid: list[Group] = []
+        self.reward_PG: list[torch.Tensor] = []
+        self.correct_PG: list[torch.Tensor] = []
+        self.verdicts: Counter = Counter()
+
+    def short(self, share: float, cap: int) -> bool:
+        """Say whether to draw: once, and again while fewer than `share` of P groups are valid, up to `cap` draws."""
+        return self.count == 0 or (len(self.valid) / self.prompts < share and self.count < cap)
+
+    def add(self, position: int, problems, rollout_R, reward_PG, correct_PG, valid_P, verdicts: dict[str, int]) -> None:
+        """Take in one draw: the P problems from `position` on, with rollouts, rewards, and which groups are valid."""
+        group = reward_PG.shape[1]
+        self.invalid = []  # only those of the last draw
+        for p, problem in enumerate(problems):
+            rollout_G = rollout_R[p * group : (p + 1) * group]
+            drawn = Group(position + p, problem, rollout_G, reward_PG[p].tolist())
+            (self.valid if valid_P[p] else self.invalid).append(drawn)
+        self.count += 1
+        self.tokens += sum(len(rollout.ids) for rollout in rollout_R)
+        self.reward_PG.append(reward_PG)
+        self.correct_PG.append(correct_PG)
+        self.verdicts.update(verdicts)
+
+    def chosen(self) -> tuple[list[Problem], list[Rollout], torch.Tensor]:
+        """Return P problems, their rollouts_R and reward_PG (float64) in the order of drawing: the valid groups that
+        came first, filled up with invalid ones of the last draw."""
+        groups = sorted((self.valid + self.invalid)[: self.prompts], key=lambda group: group.place)
+        rollout_R = [rollout for group in groups for rollout in group.rollout_G]
+        reward_PG = torch.tensor([group.reward_G for group in groups], dtype=torch.float64)
+        return [group.problem for group in groups], rollout_R, reward_PG
+
+    def metrics(self) -> dict[str, float]:
+        """Return what holds for everything drawn, trained on or not."""
+        reward_PG, correct_PG = torch.cat(self.reward_PG), torch.cat(self.correct_PG)
+        return {
+            "reward": reward_PG.mean().item(),
+            "reward_group_std": reward_PG.std(1).mean().item(),
+            "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
+            "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
+            "draws": self.count,
+            "prompts_drawn": len(reward_PG),
+            "responses_drawn": reward_PG.numel(),
+            **self.verdicts,
+        }
+
+
+@dataclass
 class MicroBatch:
     """One packed row. Sequences lie end to end; `cu_seqlens` (int32) holds their borders, as in varlen attention."""
 
@@ -798,6 +869,17 @@ def load_policy(folder: Path, args: Args, world: World) -> Policy:
             buffer.copy_(buffers[name])
         dist.broadcast(buffer, 0)
     return policy
+
+
+def set_lr(optimizer, args: Args, step: int) -> None:
+    """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
+    warm_up = args.lr_warmup * args.steps
+    share = min(1.0, step / warm_up) if warm_up else 1.0
+    if step > warm_up:
+        fallen = (1 - math.cos(math.pi * (step - warm_up) / (args.steps - warm_up))) / 2
+        share = 1 - (1 - args.lr_floor) * fallen
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * share
 
 
 @torch.no_grad()
@@ -999,7 +1081,10 @@ def sample(sampler, problems: list[Problem], n: int, temperature: float, args: A
 
 
 def verify(verifier: Verifier, problems: list[Problem], rollouts: list[Rollout], world: World):
-    """Grade responses, dealt out over ranks. Returns reward_R (float64) and {"verifier/…": count} of this call."""
+    """Grade n responses to each problem, dealt out over ranks.
+
+    Returns reward_PG (float64, one row for each problem) and {"verifier/…": count} of this call.
+    """
     before = verifier.counts.copy()
     n = len(rollouts) // len(problems)
     mine = range(world.rank, len(rollouts), world.size)
@@ -1010,7 +1095,7 @@ def verify(verifier: Verifier, problems: list[Problem], rollouts: list[Rollout],
     everyone = world.gather((scores, verifier.counts - before))
     reward_R = torch.tensor([everyone[r % world.size][0][r // world.size] for r in range(len(rollouts))]).double()
     counts = sum((part[1] for part in everyone), Counter())
-    return reward_R, {f"verifier/{status.replace(' ', '_')}": counts[status] for status in VERDICTS}
+    return reward_R.view(-1, n), {f"verifier/{status.replace(' ', '_')}": counts[status] for status in VERDICTS}
 
 
 def rollout_metrics(batch: Batch, old_logp_T: torch.Tensor, trained_T: torch.Tensor) -> dict[str, float]:
@@ -1046,7 +1131,7 @@ MAY_CHANGE += ("checkpoint_every", "checkpoints_kept", "gpu_memory_utilization")
 
 
 def training_state(policy: Policy, optimizer) -> dict:
-    """Return what a checkpoint holds. Order of the data and seeds are functions of --seed and the step."""
+    """Return the sharded part of a checkpoint. Order of the data and seeds are functions of --seed and the position."""
     return {"policy": get_model_state_dict(policy), "optimizer": get_optimizer_state_dict(policy, optimizer)}
 
 
@@ -1060,13 +1145,17 @@ def digests(folder: Path, world: World) -> dict[str, str]:
     return {name: digest for part in world.gather(mine) for name, digest in part.items()}
 
 
-def save_checkpoint(policy: Policy, optimizer, step: int, record: "Record", args: Args, world: World) -> None:
-    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest."""
+def save_checkpoint(policy: Policy, optimizer, step: int, progress: dict, record: "Record", args: Args, world) -> None:
+    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest.
+
+    `progress` is what else the loop needs to go on, as JSON.
+    """
     final = record.folder / "checkpoints" / f"step-{step:05d}"
     partial = final.with_suffix(".partial")
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        (partial / "progress.json").write_text(json.dumps(progress))
     dist.barrier()
     if not all(world.gather(partial.is_dir())):
         raise ValueError(f"--run-dir {record.folder}: must lie on storage that all nodes share")
@@ -1084,14 +1173,14 @@ def save_checkpoint(policy: Policy, optimizer, step: int, record: "Record", args
     dist.barrier()
 
 
-def resume(policy: Policy, optimizer, record: "Record", args: Args, world: World) -> int:
-    """Load the newest complete checkpoint of the run and return its step; 0 without --resume.
+def resume(policy: Policy, optimizer, progress: dict, record: "Record", args: Args, world: World) -> tuple[int, dict]:
+    """Load the newest complete checkpoint of the run; return its step and progress; 0 and `progress` without --resume.
 
     A damaged or half-written one is named and passed over. Raises ValueError when none is left.
     """
     if not args.resume:
-        return 0
-    for folder in sorted((record.folder / "checkpoints").glob("step-*"), reverse=True):
+        return 0, progress
+    for folder in world.gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]:
         manifest = folder / "manifest.json"
         expected = json.loads(manifest.read_text()) if manifest.is_file() else {"files": "not complete"}
         if folder.suffix == ".partial" or digests(folder, world) != expected["files"]:
@@ -1103,7 +1192,7 @@ def resume(policy: Policy, optimizer, record: "Record", args: Args, world: World
         set_optimizer_state_dict(policy, optimizer, state["optimizer"])
         record.rewind(expected["step"])
         record.say(f"resumed from {folder}, written by {expected['ranks']} ranks")
-        return expected["step"]
+        return expected["step"], json.loads((folder / "progress.json").read_text())
     raise ValueError(f"--resume: no complete checkpoint in {record.folder / 'checkpoints'}")
 
 
@@ -1128,14 +1217,14 @@ def evaluate(held_out: list[Data], sampler, verifier, args: Args, world, record,
     metrics, n = {}, args.eval_samples
     for data in held_out:
         rollouts = sample(sampler, data.rows, n, args.eval_temperature, args, world, ("eval", data.name))
-        reward_R, _ = verify(verifier, data.rows, rollouts, world)
-        metrics[f"eval/{data.name}/avg@{n}"] = reward_R.mean().item()
-        correct_PN = reward_R.view(-1, n) >= 1  # a reward of one's own may be a fraction
+        reward_PN, _ = verify(verifier, data.rows, rollouts, world)
+        metrics[f"eval/{data.name}/avg@{n}"] = reward_PN.mean().item()
+        correct_PN = reward_PN >= 1  # a reward of one's own may be a fraction
         for k in (2**power for power in range(1, n.bit_length())):
             metrics[f"eval/{data.name}/pass@{k}"] = pass_at_k(correct_PN, k)
         metrics[f"eval/{data.name}/length"] = float(np.mean([len(rollout.ids) for rollout in rollouts]))
         metrics[f"eval/{data.name}/truncated_share"] = float(np.mean([rollout.truncated for rollout in rollouts]))
-        record.samples(f"{data.name}-step{step:05d}", data.rows, rollouts, reward_R)
+        record.samples(f"{data.name}-step{step:05d}", data.rows, rollouts, reward_PN)
     return metrics
 
 
@@ -1231,18 +1320,20 @@ class Record:
         for data in (problems, *held_out):
             self.say(f"{len(data.rows)} problems in {data.name}; left out: {data.left_out}")
 
-    def samples(self, name: str, problems: list[Problem], rollouts: list[Rollout], reward_R: torch.Tensor) -> None:
-        """Write responses, n to each problem, to samples/<name>.txt."""
+    def samples(self, name: str, problems: list[Problem], rollouts: list[Rollout], reward_PG: torch.Tensor) -> None:
+        """Write responses, G to each problem, to samples/<name>.txt."""
         if not self.first:
             return
-        n = len(rollouts) // len(problems)
+        n = reward_PG.shape[1]
         with open(self.folder / "samples" / f"{name}.txt", "w", encoding="utf-8") as file:
             for r, rollout in enumerate(rollouts):
                 if r % n == 0:
                     problem = problems[r // n]
                     file.write(f"\n==== problem {r // n}, answer {problem.answer}\n{problem.text}\n")
                 cut = ", cut off" if rollout.truncated else ""
-                file.write(f"\n-- response {r % n}: reward {reward_R[r]:g}, {len(rollout.ids)} tokens{cut}\n")
+                file.write(
+                    f"\n-- response {r % n}: reward {reward_PG[r // n, r % n]:g}, {len(rollout.ids)} tokens{cut}\n"
+                )
                 file.write(f"{rollout.text}\n")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:

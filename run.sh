@@ -33,6 +33,8 @@ EXPERIMENT is METHOD-SIZE. SIZE is 1.5b or 7b (the paper's runs; they need GPUs 
   gspo         one ratio per response, clip 3e-4 / 4e-4 (GSPO's own)
   gspo-0.2     one ratio per response, clip 0.2 (Fig. 3b of the SSPO paper: almost nothing clips)
   drgrpo       GRPO without std and without length normalisation
+  dapo         clip-high, token mean over the update, groups all right or all wrong drawn again, soft overlong penalty
+               (as SPS, arXiv 2604.16995, compares with it)
 END
 }
 
@@ -80,6 +82,8 @@ method() {  # the flags that make sspo.py another method
     gspo) flags=(--clip fixed --delimiter '' --clip-low 3e-4 --clip-high 4e-4) ;;
     gspo-0.2) flags=(--clip fixed --delimiter '') ;;
     drgrpo) flags=(--clip fixed --delimiter token --no-scale-advantage --normaliser constant) ;;
+    dapo) flags=(--clip fixed --delimiter token --clip-high 0.28 --normaliser token --valid-share 1
+      --overlong-buffer 2048) ;;
     *) echo "no such experiment; ./run.sh help lists them" >&2; exit 2 ;;
   esac
 }
@@ -90,6 +94,7 @@ size() {  # model, data and evaluation
     toy) flags+=(--model tools/toy/model --template plain --dataset tools/toy/train.jsonl
       --eval tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 50
       --prompts-per-step 32 --max-prompt-tokens 32 --max-response-tokens 96 --lr 5e-5 --steps 120)
+      if [ "$word" = dapo-toy ]; then flags+=(--overlong-buffer 32); fi
       if [ $gpus = yes ]; then flags+=(--gpu-memory-utilization 0.1); fi ;;  # more cache than that only costs time
     1.5b | 7b)
       flags+=(--activation-checkpointing --eval "$hub,knoveleng/Minerva-Math,knoveleng/OlympiadBench")

@@ -17,7 +17,9 @@ Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response to
 
 Settings of the same loss: GRPO is --delimiter token --clip fixed; with --clip-high 0.28 clip-high, with
 --no-scale-advantage --normaliser constant Dr. GRPO. GSPO is --delimiter "" --clip fixed, with clip 0.2 or GSPO's own
-3e-4 / 4e-4. "+SIR" of Table 2 is --clip fixed. Not here: CLIP-Cov, the sixth row of Table 1.
+3e-4 / 4e-4. "+SIR" of Table 2 is --clip fixed. DAPO (arXiv 2503.14476) as arXiv 2604.16995 compares with it is
+clip-high with --normaliser token --valid-share 1 --overlong-buffer 2048. CLIP-Cov, the sixth row of Table 1, needs the
+covariance of log-probs and advantages and belongs to the third script, cwgrpo.py, which is not written yet.
 
 Where the paper is silent, contradicts itself, or is departed from:
 - "Batch size 128" is read as 128 prompts per rollout. Updates per rollout are not given; Fig. 3b shows clipping, so
@@ -69,8 +71,15 @@ class Args(common.Args):
     """With --clip fixed. 0.28 is Table 1's clip-high."""
     scale_advantage: bool = True
     """Divide by the group's standard deviation (Eq. 8); Dr. GRPO does not."""
-    normaliser: Literal["response", "constant"] = "response"
-    """response: 1/G 1/|y_i| (Eq. 16); constant: 1/G 1/max_response_tokens (Dr. GRPO)."""
+    normaliser: Literal["response", "token", "constant"] = "response"
+    """response: 1/G 1/|y_i| (Eq. 16); token: 1 / the update's tokens (DAPO); constant: 1/G 1/max_response_tokens (Dr.
+    GRPO)."""
+    valid_share: float = 0.0
+    """Draw prompts again until this share of the step's groups has 0 < number correct < G. 0: off; 1: DAPO."""
+    max_draws: int = 4
+    """Go on with what there is after so many draws: arXiv 2604.16995, Table 2, resamples at most 3 times."""
+    overlong_buffer: int = 0
+    """Tokens before --max-response-tokens over which a reward falls by up to 1 (DAPO; 2604.16995: 2048). 0: off."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
@@ -122,10 +131,16 @@ def token_weights(length_R: torch.Tensor, normaliser: str = "response", max_leng
     """Return weight_T, the factor in front of each token of an update's responses, all of them, in tokens.
 
     response: 1 / (R |y_i|), the mean over prompts, 1/G and 1/|y_i| of Eq. 16, where |y_ij| turns the sum over segments
-    into one over tokens; sums to 1. constant: 1 / (R max_length), Dr. GRPO.
+    into one over tokens. token: 1 / sum |y_i|, DAPO. Both sum to 1. constant: 1 / (R max_length), Dr. GRPO.
     """
-    per_response_R = length_R if normaliser == "response" else torch.full_like(length_R, max_length)
+    constants = {"token": length_R.double().mean(), "constant": torch.tensor(float(max_length))}
+    per_response_R = length_R if normaliser == "response" else constants[normaliser].expand(len(length_R))
     return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)  # 1/G 1/|y_i| of Eq. 16
+
+
+def overlong_penalty(length_R: torch.Tensor, max_length: int, buffer: int) -> torch.Tensor:
+    """Return penalty_R (float64): 0 up to max_length - buffer tokens, then straight down to -1 at max_length (DAPO)."""
+    return (max_length - buffer - length_R.double()).clamp(max=0) / max(1, buffer)
 
 
 def policy_loss(
@@ -225,7 +240,6 @@ def learn(policy, optimizer, batch, reward_PG, tokenizer, args: Args, world, rec
     logp, old, advantage, segment, weight = (x_T[trained_T] for x_T in vectors)
     loss, ratios = policy_loss(logp, old, advantage, segment, low_S, high_S, weight)
     metrics = {
-        "reward": reward_PG.mean().item(),
         "loss": loss.item() / args.updates_per_step,
         "clip_fraction": ratios.pop("clipped_tokens").item() / len(trained_T),
         **{name: value.item() for name, value in ratios.items()},
@@ -254,6 +268,10 @@ def main(args: Args) -> None:
     if args.updates_per_step < 1 or args.prompts_per_step % args.updates_per_step:
         legal = [u for u in range(1, args.prompts_per_step + 1) if args.prompts_per_step % u == 0]
         raise ValueError(f"--updates-per-step {args.updates_per_step} must divide --prompts-per-step: one of {legal}")
+    if not 0 <= args.valid_share <= 1 or args.max_draws < 1:
+        raise ValueError(f"--valid-share {args.valid_share} --max-draws {args.max_draws}: 0 to 1, and at least 1 draw")
+    if not 0 <= args.overlong_buffer <= (longest := args.max_response_tokens):
+        raise ValueError(f"--overlong-buffer {args.overlong_buffer}: 0 to --max-response-tokens {longest}")
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
@@ -267,27 +285,37 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay
     )
-    start = common.resume(policy, optimizer, record, args, world)
+    start, progress = common.resume(policy, optimizer, {"position": 0}, record, args, world)
+    position = progress["position"]
     sampler.load(common.full_weights(policy, sampler.dtype))
     if not start:
         record.step(0, common.evaluate(held_out, sampler, verifier, args, world, record, 0))
 
     for step in range(start + 1, args.steps + 1):
-        # ---- sample
-        with record.phase("sample"):
-            asked = common.problems_of_step(problems.rows, args, step)
-            rollouts = common.sample(sampler, asked, args.group_size, args.temperature, args, world, ("train", step))
-            sampler.sleep()
+        # ---- sample and verify, once or until enough groups are valid
+        draws = common.Draws(args.prompts_per_step)
+        while draws.short(args.valid_share, args.max_draws):
+            with record.phase("sample"):
+                asked, stream = common.problems_from(problems.rows, args, position), ("train", position)
+                rollouts = common.sample(sampler, asked, args.group_size, args.temperature, args, world, stream)
+            with record.phase("verify"):
+                correct_PG, verdicts = common.verify(verifier, asked, rollouts, world)
+            length_R = torch.tensor([len(rollout.ids) for rollout in rollouts])
+            penalty_R = overlong_penalty(length_R, args.max_response_tokens, args.overlong_buffer)
+            valid_P = (correct_PG != correct_PG[:, :1]).any(1)  # DAPO: 0 < number correct < G, whatever the penalty
+            reward_PG = correct_PG + penalty_R.view_as(correct_PG)
+            draws.add(position, asked, rollouts, reward_PG, correct_PG, valid_P, verdicts)
+            position += len(asked)
+        if len(draws.valid) < args.valid_share * args.prompts_per_step:
+            record.say(f"step {step}: {len(draws.valid)} valid groups in {draws.count} draws; going on with the rest")
+        sampler.sleep()
+        asked, rollouts, reward_PG = draws.chosen()
         batch = common.Batch(asked, rollouts)
-        record.tokens = {"sample": len(batch.response_T)}
-
-        # ---- verify
-        with record.phase("verify"):
-            reward_R, verdicts = common.verify(verifier, asked, rollouts, world)
+        record.tokens = {"sample": draws.tokens}
 
         # ---- learn
-        reward_PG = reward_R.view(-1, args.group_size)
-        metrics = learn(policy, optimizer, batch, reward_PG, tokenizer, args, world, record) | verdicts
+        common.set_lr(optimizer, args, step)
+        metrics = draws.metrics() | learn(policy, optimizer, batch, reward_PG, tokenizer, args, world, record)
 
         # ---- sync
         with record.phase("sync"):
@@ -298,13 +326,13 @@ def main(args: Args) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
                 metrics |= common.evaluate(held_out, sampler, verifier, args, world, record, step)
-            record.samples(f"train-step{step:05d}", asked, rollouts, reward_R)
+            record.samples(f"train-step{step:05d}", asked, rollouts, reward_PG)
         record.step(step, metrics)
 
         # ---- checkpoint
         stopping = record.stop_asked(world)
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
-            common.save_checkpoint(policy, optimizer, step, record, args, world)
+            common.save_checkpoint(policy, optimizer, step, {"position": position}, record, args, world)
         if stopping:
             break
 

@@ -87,11 +87,11 @@ def test_missing_sources(tokenizer, tmp_path, monkeypatch):
 def test_order_of_the_data():
     data = [common.Problem(str(n), [n], "0") for n in range(10)]
     args = common.Args(prompts_per_step=4, seed=5)
-    drawn = [p.text for step in range(1, 6) for p in common.problems_of_step(data, args, step)]
+    drawn = [p.text for position in range(0, 20, 4) for p in common.problems_from(data, args, position)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == [str(n) for n in range(10)] and drawn[:10] != drawn[10:]
-    assert drawn[8:12] == [p.text for p in common.problems_of_step(data, args, 3)]  # a function of the step alone
+    assert drawn[8:12] == [p.text for p in common.problems_from(data, args, 8)]  # a function of the position alone
     args.seed = 6
-    assert drawn[:4] != [p.text for p in common.problems_of_step(data, args, 1)]
+    assert drawn[:4] != [p.text for p in common.problems_from(data, args, 0)]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,8 @@ def test_order_of_the_data():
         ({"tensor_parallel": 2}, "--tensor-parallel 2: for GPUs, and there is none"),
         ({"gpu_memory_utilization": 0.8}, r"--gpu-memory-utilization 0\.8: for GPUs"),
         ({"checkpoint_every": 0}, "--checkpoint-every 0: must be at least 1"),
+        ({"lr_warmup": 1.5}, r"--lr-warmup 1\.5: a share"),
+        ({"lr_floor": -0.1}, r"--lr-floor -0\.1: a share"),
         ({"micro_batch_tokens": 4000}, "--micro-batch-tokens 4000: .* 4024 tokens"),
     ],
 )
@@ -121,11 +123,17 @@ def test_tensor_parallel_must_divide_a_node():
         common.validate(common.Args(tensor_parallel=3), world)
 
 
-def test_updates_must_divide_prompts():
-    with pytest.raises(
-        AssertionError, match=r"--updates-per-step 5 must divide --prompts-per-step: one of \[1, 2, 3, 4"
-    ):
-        torchrun("sspo.py", "--prompts-per-step", 12, "--updates-per-step", 5, plain=True)
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--prompts-per-step", 12, "--updates-per-step", 5), r"--updates-per-step 5 must divide .*: one of \[1, 2, 3"),
+        (("--valid-share", 1.2), r"--valid-share 1\.2 --max-draws 4: 0 to 1, and at least 1 draw"),
+        (("--overlong-buffer", 4000), "--overlong-buffer 4000: 0 to --max-response-tokens 3000"),
+    ],
+)
+def test_flags_of_sspo_that_cannot_work(flags, message):
+    with pytest.raises(AssertionError, match=message):
+        torchrun("sspo.py", *flags, plain=True)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +177,8 @@ def test_reward_functions(tmp_path, tokenizer):
     rollouts = [common.Rollout(None, None, text, False) for text in ("ab", "abcd")]
     verifier = common.Verifier(1, reward)
     assert verifier.workers == [] and data.rows[0].row == {"prompt": "say", "goal": 4}
-    reward_R, verdicts = common.verify(verifier, data.rows, rollouts, world)
-    assert reward_R.tolist() == [0.5, 1.0] and verdicts["verifier/graded"] == 0
+    reward_PG, verdicts = common.verify(verifier, data.rows, rollouts, world)
+    assert reward_PG.tolist() == [[0.5, 1.0]] and verdicts["verifier/graded"] == 0
     for spec, message in (("nowhere.py:f", "neither math nor"), (f"{tmp_path}/mine.py:g", "no function 'g'")):
         with pytest.raises(ValueError, match=f"--reward {spec}: {message}"):
             common.load_reward(spec)

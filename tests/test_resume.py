@@ -14,6 +14,14 @@ import common
 FLAGS = [
     *("--model", TOY / "model", "--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),
     *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--checkpoint-every", 2),
+    *(
+        "--group-size",
+        2,
+        "--valid-share",
+        0.75,
+        "--lr-floor",
+        0.1,
+    ),  # the position in the data depends on what was drawn
 ]
 
 
@@ -50,6 +58,9 @@ def stopped(tmp_path_factory):
 def test_metrics_and_weights_are_those_of_an_undisturbed_run(whole, stopped):
     assert [row["step"] for row in rows(stopped)] == [0, 1, 2, 3, 4]
     assert rows(stopped) == rows(whole)
+    assert len({row["draws"] for row in rows(whole)[1:]}) > 1, "every step drew as often: the position is no news"
+    last = json.loads((stopped / "checkpoints" / "step-00004" / "progress.json").read_text())
+    assert last == {"position": sum(row["prompts_drawn"] for row in rows(whole)[1:])}
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (stopped, whole))
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 

@@ -177,6 +177,42 @@ def test_one_token_per_segment_is_grpo():
     assert loss.item() == pytest.approx(-total, abs=1e-12)
 
 
+def test_dapo():
+    """Token mean over the update, clip 0.2 / 0.28, rewards with the soft overlong penalty; literal loops."""
+    logp, old, _, correct, _ = draw(6)
+    lengths = [[len(response) for response in row] for row in logp]
+    limit, buffer = 9, 4
+    reward = [
+        [r + (0 if n <= limit - buffer else (limit - buffer - n) / buffer) for r, n in zip(rs, ns, strict=True)]
+        for rs, ns in zip(correct, lengths, strict=True)
+    ]
+    length_R = torch.tensor([n for row in lengths for n in row])
+    assert (length_R > limit - buffer).any() and reward[-1] != correct[-1], "the penalty must act, in a dead group too"
+    reward_PG = torch.tensor(correct).double() + sspo.overlong_penalty(length_R, limit, buffer).view(3, 4)
+    torch.testing.assert_close(reward_PG, torch.tensor(reward).double())
+    total = 0.0
+    for p, row in enumerate(logp):
+        mean = sum(reward[p]) / len(row)
+        std = math.sqrt(sum((r - mean) ** 2 for r in reward[p]) / (len(row) - 1))
+        for i, response in enumerate(row):
+            advantage = (reward[p][i] - mean) / (std + 1e-6)
+            for x, y in zip(response, old[p][i], strict=True):
+                w = math.exp(x - y)
+                total += min(w * advantage, min(max(w, 0.8), 1.28) * advantage)
+    segment_T = torch.arange(int(length_R.sum()))
+    one_S = torch.ones(len(segment_T), dtype=torch.float64)
+    advantage_T = sspo.advantages(reward_PG).flatten().repeat_interleave(length_R)
+    weight_T = sspo.token_weights(length_R, "token")
+    loss, _ = sspo.policy_loss(flat(logp), flat(old), advantage_T, segment_T, 0.8 * one_S, 1.28 * one_S, weight_T)
+    assert loss.item() == pytest.approx(-total / int(length_R.sum()), abs=1e-12)
+
+
+def test_overlong_penalty():
+    penalty = sspo.overlong_penalty(torch.tensor([1, 60, 61, 80, 100]), 100, 40)
+    assert penalty.tolist() == pytest.approx([0, 0, -1 / 40, -0.5, -1])
+    assert not sspo.overlong_penalty(torch.tensor([1, 99, 100]), 100, 0).any()
+
+
 def test_advantages():
     reward_PG = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0]])
     plain = sspo.advantages(reward_PG, scale=False)
@@ -205,6 +241,7 @@ def test_token_weights():
     assert weight_T.sum().item() == pytest.approx(1)
     assert weight_T.tolist() == pytest.approx([1 / 3] + [1 / 9] * 3 + [1 / 12] * 4)
     assert sspo.token_weights(length_R, "constant", 10).tolist() == pytest.approx([1 / 30] * 8)
+    assert sspo.token_weights(length_R, "token").tolist() == pytest.approx([1 / 8] * 8)
 
 
 @pytest.mark.parametrize(
