@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import re
+import resource
 import select
 import shlex
 import shutil
@@ -64,6 +65,19 @@ TEMPLATES = {
         "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{{}}.<|im_end|>\n"
         "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
     ),
+    "qwen-boxed": (  # paper 2504.02546, B.4, for its 7B model
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
+        "Please reason step by step, and put your final answer within \\boxed{{}}.<|im_end|>\n<|im_start|>assistant\n"
+    ),
+}
+SYSTEM_TURNS = {  # in front of the problem, in the tokenizer's own chat format
+    "open-rs": (  # paper 2605.11538, Fig. 4, and the released recipe of 2504.02546, whose B.4 prints it without the box
+        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
+        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
+        "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
+        "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
+        "answer here </answer>. Note that respond by English, NOT use other languages."
+    ),
 }
 
 
@@ -78,7 +92,7 @@ class Args:
     eval: str = ""
     """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
     template: str = "qwen-math"
-    """Prompt around a problem: qwen-math, or plain (the problem and a newline)."""
+    """Prompt around a problem: plain (the problem and a newline), qwen-math, qwen-boxed, open-rs."""
     run_dir: str = ""
     """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
     seed: int = 1
@@ -146,7 +160,8 @@ def validate(args: Args, world: "World") -> None:
         if not holds:
             raise ValueError(message)
 
-    need(args.template in TEMPLATES, f"--template {args.template}: unknown; legal: {', '.join(TEMPLATES)}")
+    templates = [*TEMPLATES, *SYSTEM_TURNS]
+    need(args.template in templates, f"--template {args.template}: unknown; legal: {', '.join(templates)}")
     need(args.group_size >= 2, f"--group-size {args.group_size}: a group advantage needs at least 2 responses")
     need(args.prompts_per_step >= 1, f"--prompts-per-step {args.prompts_per_step}: must be at least 1")
     need(args.temperature > 0, f"--temperature {args.temperature}: must be above 0 (greedy groups have no advantage)")
@@ -234,8 +249,13 @@ def seed_of(*parts) -> int:
 
 ALIASES = {
     "problem": ("problem", "question", "prompt"),
-    "answer": ("answer", "ground_truth", "final_answer", "solution"),
+    "answer": ("answer", "ground_truth", "final_answer", "solution", "reward_model"),
 }
+DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n",
+    '\n\nRemember to put your answer on its own line after "Answer:".',
+)
 
 
 @dataclass(frozen=True)
@@ -314,6 +334,8 @@ def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
 def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
     """Read problems from a file, a `save_to_disk` folder or the hub, and apply the prompt template.
 
+    A set in verl's layout (prompt: chat turns, reward_model: {ground_truth}) may repeat its rows, as DAPO-Math-17k does
+    a hundred times: each problem is kept once there.
     Raises ValueError naming the flag, the file or id, the row, and the columns seen.
     """
     name, _, split = source.partition(":")
@@ -350,13 +372,23 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
     problem_column, answer_column = column("problem"), column("answer") if args.reward == "math" else None
     if answer_column:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns([problem_column, answer_column])
-    problems, left_out = [], {"no answer": 0, "prompt too long": 0}
+    problems, left_out, seen = [], {"no answer": 0, "prompt too long": 0}, set()
+    if answer_column == "reward_model":
+        left_out["repeated"] = 0
     for number, row in enumerate(table):
         text = row[problem_column]
+        if isinstance(text, list):  # chat turns
+            text = next((turn["content"] for turn in text if turn["role"] == "user"), None)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{flag} {source}, row {number}: column {problem_column!r} holds {text!r}, not a text")
+        if answer_column == "reward_model":
+            if text in seen:
+                left_out["repeated"] += 1
+                continue
+            seen.add(text)
+            text = text.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
         answer = reference_answer(row[answer_column], answer_column) if answer_column else "(graded by --reward)"
-        prompt_ids = tokenizer.encode(TEMPLATES[args.template].format(problem=text), add_special_tokens=False)
+        prompt_ids = tokenizer.encode(prompt_of(text, args.template, tokenizer), add_special_tokens=False)
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
@@ -368,8 +400,20 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
     return Data(f"{path.stem}-{split}" if ":" in source else path.stem, problems, left_out)
 
 
+def prompt_of(problem: str, template: str, tokenizer) -> str:
+    """Return the prompt's text. Raises ValueError where the template needs a chat format that the tokenizer lacks."""
+    if template in TEMPLATES:
+        return TEMPLATES[template].format(problem=problem)
+    if not tokenizer.chat_template:
+        raise ValueError(f"--template {template}: the tokenizer of --model has no chat template to put it into")
+    turns = [{"role": "system", "content": SYSTEM_TURNS[template]}, {"role": "user", "content": problem}]
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+
 def reference_answer(value, column: str) -> str:
     """Return the bare reference: out of a list of one, out of $…$, out of a worked solution's last box."""
+    if column == "reward_model":
+        value = value["ground_truth"]
     if isinstance(value, list):
         value = value[0] if len(value) == 1 else ", ".join(map(str, value))
     text = "" if value is None else str(value).strip()
@@ -618,6 +662,18 @@ class Group:
     reward_G: list[float]
 
 
+def restore_groups(saved: list[dict]) -> list[Group]:
+    """Return groups that went through `asdict` and a checkpoint's JSON, which keeps every float exactly."""
+
+    def rollout(one: dict) -> Rollout:
+        return Rollout(np.array(one["ids"], np.int64), np.array(one["logp"], np.float32), one["text"], one["truncated"])
+
+    return [
+        Group(group["place"], Problem(**group["problem"]), [*map(rollout, group["rollout_G"])], group["reward_G"])
+        for group in saved
+    ]
+
+
 class Draws:
     """What a step samples: draws of P prompts, one after another, until enough groups are valid.
 
@@ -657,6 +713,10 @@ class Draws:
         rollout_R = [rollout for group in groups for rollout in group.rollout_G]
         reward_PG = torch.tensor([group.reward_G for group in groups], dtype=torch.float64)
         return [group.problem for group in groups], rollout_R, reward_PG
+
+    def surplus(self) -> list[Group]:
+        """Return the valid groups that were not chosen."""
+        return self.valid[self.prompts :]
 
     def metrics(self) -> dict[str, float]:
         """Return what holds for everything drawn, trained on or not."""
@@ -1155,7 +1215,7 @@ def save_checkpoint(policy: Policy, optimizer, step: int, progress: dict, record
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        (partial / "progress.json").write_text(json.dumps(progress))
+        (partial / "progress.json").write_text(json.dumps(progress, default=lambda array: array.tolist()))
     dist.barrier()
     if not all(world.gather(partial.is_dir())):
         raise ValueError(f"--run-dir {record.folder}: must lie on storage that all nodes share")
@@ -1342,6 +1402,10 @@ class Record:
             metrics[f"seconds/{name}"] = seconds
         for name, count in self.tokens.items():
             metrics[f"tokens_per_second/{name}"] = count / self.seconds.get(name, math.inf)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated()
+        metrics["peak_memory_gib"] = peak / 2**30
         if step:
             self.phases.append(self.seconds)
         self.seconds, self.tokens = {}, {}

@@ -22,8 +22,8 @@ help() {
 CPU=1 ./run.sh ...           without GPUs, even where there are some
 ./run.sh help                this text; `./run.sh sspo-toy --help` lists the script's flags
 
-EXPERIMENT is METHOD-SIZE. SIZE is 1.5b or 7b (the paper's runs; they need GPUs and download model and data) or toy
-(the embedded default). METHOD is one of
+EXPERIMENT is METHOD-SIZE. SIZE toy is the embedded default; the others are the papers' runs, which need GPUs and download
+model and data. METHOD of sspo.py, SIZE 1.5b, 7b or toy:
   sspo         SSPO (Table 1)
   sir          "+SIR": SSPO's ratio, fixed clip 0.2 (Table 2; the \n\n row of Table 3)
   newline      segments end at \n, fixed clip (Table 3)
@@ -35,6 +35,15 @@ EXPERIMENT is METHOD-SIZE. SIZE is 1.5b or 7b (the paper's runs; they need GPUs 
   drgrpo       GRPO without std and without length normalisation
   dapo         clip-high, token mean over the update, groups all right or all wrong drawn again, soft overlong penalty
                (as SPS, arXiv 2604.16995, compares with it)
+METHOD of gpg.py, SIZE 7b (GPG-Zero-7B, Table 4), rs1, rs3 (GPG-RS1, GPG-RS3, Table 3), math (MATH-lighteval, the ablations)
+or toy:
+  gpg          as the paper recommends: no normalisation, alpha, threshold 0.6 (row D of Table 15)
+  gpg-a        row A: standard deviation of the group, no alpha, no threshold (also Table 13's "Group", Table 11's 8)
+  gpg-b        row B: no normalisation, no alpha, no threshold (also Table 13's "1")
+  gpg-c        row C: row B with alpha
+  gpg-beta0.8  threshold 0.8 (Table 10)
+  gpg-batch    standard deviation of the batch, no alpha, no threshold (Table 13)
+  gpg-g2, gpg-g4, gpg-g16   row A with groups of 2, 4, 16 (Table 11)
 END
 }
 
@@ -71,7 +80,9 @@ launch() {  # all GPUs if there are some, otherwise 2 CPU processes
   "$python" -m torch.distributed.run --nproc-per-node "$ranks" "$@"
 }
 
-method() {  # the flags that make sspo.py another method
+method() {  # the script and the flags that make it this method
+  script=sspo.py
+  if [[ $1 == gpg* ]]; then script=gpg.py; fi
   case $1 in
     sspo) flags=() ;;
     sir) flags=(--clip fixed) ;;
@@ -84,24 +95,42 @@ method() {  # the flags that make sspo.py another method
     drgrpo) flags=(--clip fixed --delimiter token --no-scale-advantage --normaliser constant) ;;
     dapo) flags=(--clip fixed --delimiter token --clip-high 0.28 --normaliser token --valid-share 1
       --overlong-buffer 2048) ;;
+    gpg) flags=() ;;
+    gpg-a) flags=(--norm group --no-accurate-gradient --beta-th 0) ;;
+    gpg-b) flags=(--no-accurate-gradient --beta-th 0) ;;
+    gpg-c) flags=(--beta-th 0) ;;
+    gpg-beta0.8) flags=(--beta-th 0.8) ;;
+    gpg-batch) flags=(--norm batch --no-accurate-gradient --beta-th 0) ;;
+    gpg-g2 | gpg-g4 | gpg-g16) flags=(--norm group --no-accurate-gradient --beta-th 0 --group-size "${1#gpg-g}") ;;
     *) echo "no such experiment; ./run.sh help lists them" >&2; exit 2 ;;
   esac
 }
 
 size() {  # model, data and evaluation
-  local hub=HuggingFaceH4/aime_2024,AI-MO/aimo-validation-amc,HuggingFaceH4/MATH-500
-  case $1 in
-    toy) flags+=(--model tools/toy/model --template plain --dataset tools/toy/train.jsonl
+  local hub=HuggingFaceH4/aime_2024,HuggingFaceH4/MATH-500,knoveleng/Minerva-Math,knoveleng/OlympiadBench
+  case $script-$1 in
+    *-toy) flags+=(--model tools/toy/model --template plain --dataset tools/toy/train.jsonl
       --eval tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 50
       --prompts-per-step 32 --max-prompt-tokens 32 --max-response-tokens 96 --lr 5e-5 --steps 120)
+      if [ $script = gpg.py ]; then flags+=(--lr 2e-4); fi  # one update a step, not four
       if [ "$word" = dapo-toy ]; then flags+=(--overlong-buffer 32); fi
       if [ $gpus = yes ]; then flags+=(--gpu-memory-utilization 0.1); fi ;;  # more cache than that only costs time
-    1.5b | 7b)
-      flags+=(--activation-checkpointing --eval "$hub,knoveleng/Minerva-Math,knoveleng/OlympiadBench")
+    sspo.py-1.5b | sspo.py-7b)
+      flags+=(--activation-checkpointing --eval "$hub,AI-MO/aimo-validation-amc")
       if [ "$1" = 7b ]; then flags+=(--model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2); fi
       if [ ! -d data/understand-r1-zero ]; then  # MATH levels 3-5 as Dr. GRPO and SSPO used it
         git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero
       fi ;;
+    gpg.py-7b) flags+=(--activation-checkpointing --eval "$hub,knoveleng/AMC-23") ;;
+    gpg.py-math)  # prompts a step ours; learning rate of the released recipe; 117 steps of 64 are one epoch of 7,500
+      flags+=(--activation-checkpointing --eval "$hub,knoveleng/AMC-23" --dataset DigitalLearningGmbH/MATH-lighteval:train
+        --max-prompt-tokens 512 --max-response-tokens 1024 --prompts-per-step 64 --steps 117 --lr 2e-6 --lr-warmup 0.1) ;;
+    gpg.py-rs1 | gpg.py-rs3)  # the recipe of Open-RS; its decay is TRL's default
+      flags+=(--activation-checkpointing --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template open-rs
+        --format-reward --group-size 6 --prompts-per-step 64 --max-prompt-tokens 512 --max-response-tokens 3584
+        --temperature 0.7 --lr-warmup 0.1 --lr-floor 0.1 --weight-decay 0)
+      if [ "$1" = rs1 ]; then flags+=(--dataset knoveleng/open-s1 --steps 100); fi
+      if [ "$1" = rs3 ]; then flags+=(--dataset knoveleng/open-rs --steps 50); fi ;;
     *) echo "no such experiment; ./run.sh help lists them" >&2; exit 2 ;;
   esac
 }
@@ -120,5 +149,5 @@ case $word in
     "$python" tools/plot.py "$run" -o "$run/curve.png"
     echo "samples  $run/samples/"
     echo "model    $run/model/" ;;
-  *) method "${word%-*}"; size "${word##*-}"; setup; launch sspo.py "${flags[@]}" "$@" ;;
+  *) method "${word%-*}"; size "${word##*-}"; setup; launch $script "${flags[@]}" "$@" ;;
 esac

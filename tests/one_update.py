@@ -1,8 +1,11 @@
-"""Run sspo.learn on fixed rollouts under torchrun and save gradients, weights and metrics: for test_invariance.py.
+"""Run a script's `learn` on fixed rollouts under torchrun; save gradients, weights and metrics: for test_invariance.py.
 
-python -m torch.distributed.run --nproc-per-node N tests/one_update.py MODEL OUT BUDGET REVERSE UPDATES [checkpointing]
+python -m torch.distributed.run --nproc-per-node N tests/one_update.py MODEL OUT '{"script": "sspo", "budget": 60}'
 """
 
+import importlib
+import json
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,19 +17,18 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 import common
-import sspo
 
-model, out, budget, reverse, updates = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6])
+model, out, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+script = importlib.import_module(options["script"])
 world = common.init_world()
 prompts, group = 6, 4
-args = sspo.Args(
+args = script.Args(
     model=model,
     group_size=group,
-    micro_batch_tokens=budget,
-    updates_per_step=updates,
-    activation_checkpointing=sys.argv[6:] == ["checkpointing"],
+    micro_batch_tokens=options["budget"],
     max_grad_norm=1e9,
     lr=1e-3,
+    **options.get("args", {}),
 )
 rng = np.random.default_rng(7)
 tokenizer = AutoTokenizer.from_pretrained(model)
@@ -42,16 +44,20 @@ for length in lengths:
     ids[rng.random(length) < 0.2] = tokenizer.convert_tokens_to_ids("ĊĊ")
     rollouts.append(common.Rollout(ids, rng.normal(-3, 0.1, length).astype(np.float32), "", False))
 reward_PG = torch.from_numpy(rng.integers(0, 2, (prompts, group))).double()
-reward_PG[2] = 1.0  # a dead group
 reward_PG[0] = torch.tensor([1.0, 0, 0, 1])
-if updates == 6:
-    reward_PG[3:] = 0.0  # updates in which nothing is left
-if reverse:  # the same prompts with their responses in another order
-    rollouts = [rollouts[p * group + g] for p in range(prompts) for g in reversed(range(group))]
+for p in options["dead"]:
+    reward_PG[p] = float(p % 2 == 0)
+if options.get("only_valid"):
+    kept = [p for p in range(prompts) if p not in options["dead"]]
+    problems, reward_PG = [problems[p] for p in kept], reward_PG[kept]
+    rollouts = [rollouts[p * group + g] for p in kept for g in range(group)]
+if options.get("reverse"):  # the same prompts with their responses in another order
+    rollouts = [rollouts[p * group + g] for p in range(len(problems)) for g in reversed(range(group))]
     reward_PG = reward_PG.flip(1)
 batch = common.Batch(problems, rollouts)
 record = SimpleNamespace(phase=lambda name: nullcontext(), tokens={})
-metrics = sspo.learn(policy, optimizer, batch, reward_PG, tokenizer, args, world, record)
+extra = [tokenizer] if options["script"] == "sspo" else []
+metrics = script.learn(policy, optimizer, batch, reward_PG, *extra, args, world, record)
 result = {
     "gradient": {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None},
     "moved": {name: p.full_tensor() - before[name] for name, p in policy.named_parameters()},
@@ -61,3 +67,4 @@ result = {
 if world.rank == 0:
     torch.save(result, out)
 dist.destroy_process_group()
+os._exit(0)  # a gloo thread that still lets go of its last tensor would make Python's own way out abort

@@ -1,5 +1,6 @@
 """Reading problems: formats, aliases, what is left out, errors that name flag, file, row and columns; flag checks."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -50,6 +51,24 @@ def test_formats_and_aliases(tokenizer, tmp_path):
         load(tmp_path / "splits", tokenizer)
 
 
+def test_the_layout_of_verl(tokenizer, tmp_path):
+    """As in DAPO-Math-17k: chat turns, a nested answer, repeated rows, an instruction around each problem."""
+    before, after = common.DAPO_INSTRUCTION
+
+    def row(problem, answer):
+        turns = [{"content": "Be brief.", "role": "system"}, {"content": before + problem + after, "role": "user"}]
+        return {"prompt": turns, "reward_model": {"ground_truth": answer, "style": "rule"}, "index": "x"}
+
+    source = write(tmp_path / "a.jsonl", [row("1+1=?", "2"), row("1+2=?", "3"), row("1+1=?", "2")])
+    data = load(source, tokenizer)
+    assert [(p.text, p.answer) for p in data.rows] == [("1+1=?", "2"), ("1+2=?", "3")]
+    assert data.left_out["repeated"] == 1
+    bare = row("1+1=?", "2") | {"prompt": [{"content": "1+1=?", "role": "user"}]}
+    assert load(write(tmp_path / "b.jsonl", [bare]), tokenizer).rows[0].text == "1+1=?"
+    with pytest.raises(ValueError, match=r"row 0: column 'prompt' holds None, not a text"):
+        load(write(tmp_path / "c.jsonl", [bare | {"prompt": [{"content": "hi", "role": "system"}]}]), tokenizer)
+
+
 def test_rows_left_out_are_counted(tokenizer, tmp_path):
     rows = [{"problem": "1+1=?", "answer": a} for a in ("2", "", None, "  ")] + [{"problem": "9" * 50, "answer": "1"}]
     data = load(write(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_tokens=20)
@@ -97,7 +116,7 @@ def test_order_of_the_data():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"template": "x"}, "--template x: unknown; legal: plain, qwen-math"),
+        ({"template": "x"}, "--template x: unknown; legal: plain, qwen-math, qwen-boxed, open-rs"),
         ({"group_size": 1}, "--group-size 1"),
         ({"temperature": 0}, "--temperature 0"),
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
@@ -182,6 +201,23 @@ def test_reward_functions(tmp_path, tokenizer):
     for spec, message in (("nowhere.py:f", "neither math nor"), (f"{tmp_path}/mine.py:g", "no function 'g'")):
         with pytest.raises(ValueError, match=f"--reward {spec}: {message}"):
             common.load_reward(spec)
+
+
+def test_templates(tokenizer):
+    assert common.prompt_of("P {x}", "qwen-boxed", tokenizer) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nP {x}\n"
+        "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    with pytest.raises(ValueError, match="--template open-rs: the tokenizer of --model has no chat template"):
+        common.prompt_of("P", "open-rs", tokenizer)
+    chat = copy.copy(tokenizer)
+    chat.chat_template = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"
+    prompt = common.prompt_of("P {x}", "open-rs", chat)
+    assert prompt.startswith(
+        "[system]A conversation between User and Assistant. The user asks a question, and the Assis"
+    )
+    assert prompt.endswith("Note that respond by English, NOT use other languages.[user]P {x}[assistant]")
+    assert "final answer within \\boxed{} . The reasoning" in prompt and "tags, respectively, i.e., <think> r" in prompt
 
 
 def test_the_qwen_math_template():

@@ -1,8 +1,10 @@
 """One update does not depend on the number of processes, the micro-batch budget, the order or the packing."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,65 +12,92 @@ from conftest import ROOT, torchrun
 
 SCRIPT = ROOT / "tests" / "one_update.py"
 BUDGET = 5000  # above the longest response the defaults allow; the rollouts here fit one micro-batch
+ONE_UPDATE = {"sspo": {"updates_per_step": 1}, "gpg": {}}
 
 
-def differences(mine: dict, theirs: dict) -> dict[str, float]:
-    return {name: ((mine[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs}
+def update(model: Path, out: Path, script: str, ranks: int = 1, budget: int = BUDGET, **options) -> dict:
+    """Train one step of six prompts by four responses on that many processes; return what it did."""
+    options = {"script": script, "budget": budget, "dead": [2], "args": ONE_UPDATE[script]} | options
+    torchrun(SCRIPT, model, out / "result.pt", json.dumps(options), ranks=ranks)
+    return torch.load(out / "result.pt")
 
 
-@pytest.fixture(scope="module")
-def alone(tiny, tmp_path_factory):
+def largest_difference(mine: dict, theirs: dict) -> float:
+    """Relative L2 of the tensor that differs most."""
+    assert set(mine) == set(theirs) and theirs
+    return max(((mine[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+
+
+@pytest.fixture(scope="module", params=["sspo", "gpg"])
+def alone(request, tiny, tmp_path_factory):
     """One process, everything in one micro-batch."""
-    out = tmp_path_factory.mktemp("alone") / "result.pt"
-    torchrun(SCRIPT, tiny, out, BUDGET, 0, 1, ranks=1)
-    return torch.load(out)
+    return request.param, update(tiny, tmp_path_factory.mktemp("alone"), request.param)
 
 
 @pytest.mark.parametrize("ranks, budget, reverse", [(2, BUDGET, 0), (2, 60, 1), (1, 45, 1), (3, 50, 0)])
 def test_gradient_and_metrics(tiny, tmp_path, alone, ranks, budget, reverse):
-    torchrun(SCRIPT, tiny, tmp_path / "r.pt", budget, reverse, 1, ranks=ranks)
-    other = torch.load(tmp_path / "r.pt")
-    assert set(other["gradient"]) == set(alone["gradient"]) and len(alone["gradient"]) == 27
-    assert max(differences(other["gradient"], alone["gradient"]).values()) < 1e-5
-    assert max(differences(other["moved"], alone["moved"]).values()) < 1e-3
+    script, alone = alone
+    other = update(tiny, tmp_path, script, ranks, budget, reverse=reverse)
+    assert len(alone["gradient"]) == 27
+    assert largest_difference(other["gradient"], alone["gradient"]) < 1e-5
+    assert largest_difference(other["moved"], alone["moved"]) < 1e-3
     assert set(other["metrics"]) == set(alone["metrics"])
     for name, value in alone["metrics"].items():
         assert other["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 def test_activation_checkpointing_changes_nothing(tiny, tmp_path, alone):
-    torchrun(SCRIPT, tiny, tmp_path / "r.pt", BUDGET, 0, 1, "checkpointing")
-    other = torch.load(tmp_path / "r.pt")
-    assert max(differences(other["gradient"], alone["gradient"]).values()) < 1e-5
+    script, alone = alone
+    other = update(tiny, tmp_path, script, args=ONE_UPDATE[script] | {"activation_checkpointing": True})
+    assert largest_difference(other["gradient"], alone["gradient"]) < 1e-5
 
 
 def test_a_second_node_replicates(tiny, tmp_path, alone):
     """Two torchruns of one process each, as two nodes: sharded inside, replicated across."""
+    script, alone = alone
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--master-addr", "127.0.0.1", "--master-port", "29617"]
-    job = [str(SCRIPT), str(tiny), str(tmp_path / "r.pt"), "60", "0", "1"]
+    options = {"script": script, "budget": 60, "dead": [2], "args": ONE_UPDATE[script]}
+    job = [str(SCRIPT), str(tiny), str(tmp_path / "result.pt"), json.dumps(options)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     nodes = [subprocess.Popen([*command, "--node-rank", str(n), *job], cwd=ROOT, env=environment) for n in range(2)]
     assert [node.wait(timeout=300) for node in nodes] == [0, 0]
-    other = torch.load(tmp_path / "r.pt")
+    other = torch.load(tmp_path / "result.pt")
     assert other["mesh"] == (2, 1)
-    assert max(differences(other["gradient"], alone["gradient"]).values()) < 1e-5
+    assert largest_difference(other["gradient"], alone["gradient"]) < 1e-5
 
 
 def test_several_updates_and_updates_without_anything_left(tiny, tmp_path):
-    """Six updates of one prompt, half of them dead: no optimiser step there, on any number of processes."""
-    results = []
-    for ranks in (1, 2):
-        torchrun(SCRIPT, tiny, tmp_path / "r.pt", 60, 0, 6, ranks=ranks)
-        results.append(torch.load(tmp_path / "r.pt"))
-    one, two = results
+    """Six updates of one prompt, most of them dead: no optimiser step there, on any number of processes."""
+    options = {"args": {"updates_per_step": 6}, "dead": [2, 3, 4, 5], "budget": 60}
+    one, two = (update(tiny, tmp_path, "sspo", ranks, **options) for ranks in (1, 2))
     assert one["metrics"]["optimizer_steps"] == two["metrics"]["optimizer_steps"] == 2
-    assert max(differences(two["moved"], one["moved"]).values()) < 1e-3
+    assert largest_difference(two["moved"], one["moved"]) < 1e-3
     assert two["metrics"]["ratio_max"] == pytest.approx(one["metrics"]["ratio_max"], rel=1e-3)
     assert one["metrics"]["ratio_max"] > 1.01  # the second update sees the policy that the first one moved
 
 
 def test_ratio_is_one_before_the_first_step(alone):
-    for name in ("ratio_min", "ratio_mean", "ratio_max"):
-        assert alone["metrics"][name] == pytest.approx(1, abs=1e-5)
-    assert alone["metrics"]["clip_fraction"] == 0
+    script, alone = alone
+    if script == "sspo":
+        for name in ("ratio_min", "ratio_mean", "ratio_max"):
+            assert alone["metrics"][name] == pytest.approx(1, abs=1e-5)
+        assert alone["metrics"]["clip_fraction"] == 0
+
+
+def test_gpg_appendix_a(tiny, tmp_path):
+    """Half of the groups invalid, on three ranks: alpha times the mean over all groups is the mean over the valid."""
+    dead = {"dead": [0, 1, 4]}
+    true = update(tiny, tmp_path, "gpg", only_valid=True, args={"accurate_gradient": False}, **dead)  # Eq. 11
+    several = update(tiny, tmp_path, "gpg", ranks=3, budget=60, **dead)  # alpha times Eq. 10
+    plain = update(tiny, tmp_path, "gpg", ranks=3, budget=60, args={"accurate_gradient": False}, **dead)  # Eq. 10
+    assert several["metrics"]["alpha"] == 2 and plain["metrics"]["alpha"] == true["metrics"]["alpha"] == 1
+    assert largest_difference(several["gradient"], true["gradient"]) < 1e-5
+    halved = {name: gradient / 2 for name, gradient in true["gradient"].items()}
+    assert largest_difference(plain["gradient"], halved) < 1e-5  # Eq. 17
+
+
+def test_gpg_without_a_valid_group_makes_no_step(tiny, tmp_path):
+    result = update(tiny, tmp_path, "gpg", ranks=2, dead=list(range(6)))
+    assert result["gradient"] == {} and not any(moved.any() for moved in result["moved"].values())
+    assert result["metrics"]["optimizer_steps"] == 0 and result["metrics"]["alpha"] == 1

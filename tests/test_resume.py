@@ -14,59 +14,67 @@ import common
 FLAGS = [
     *("--model", TOY / "model", "--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),
     *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--checkpoint-every", 2),
-    *(
-        "--group-size",
-        2,
-        "--valid-share",
-        0.75,
-        "--lr-floor",
-        0.1,
-    ),  # the position in the data depends on what was drawn
+    *("--group-size", 2, "--lr-floor", 0.1),
 ]
+OWN = {  # with these the position in the data depends on what was drawn
+    "sspo": ["--valid-share", 0.75],
+    "gpg": ["--beta-th", 1, "--carry-surplus", "--prompts-per-step", 6],
+}
 
 
 def rows(folder: Path) -> list[dict]:
-    """The metrics without those that measure time."""
+    """The metrics without those that measure time or memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "time" and "second" not in k} for row in lines]
+    return [
+        {k: v for k, v in row.items() if k not in ("time", "peak_memory_gib") and "second" not in k} for row in lines
+    ]
+
+
+def go(script: str, folder: Path, *more) -> str:
+    return torchrun(f"{script}.py", *FLAGS, *OWN[script], "--steps", 4, "--run-dir", folder, *more)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    torchrun("sspo.py", *FLAGS, "--steps", 4, "--run-dir", folder)
+    """A run of each script that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    for script in OWN:
+        go(script, folder / script)
     return folder
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    """Ended by a stop file after one step, then resumed to the end."""
-    folder = tmp_path_factory.mktemp("stopped") / "run"
+def stop_and_resume(script: str, folder: Path) -> Path:
+    """End a run by a stop file after one step, then resume it to the end."""
     folder.mkdir()
     (folder / "stop").touch()
-    output = torchrun("sspo.py", *FLAGS, "--steps", 4, "--run-dir", folder)
+    output = go(script, folder)
     assert "a stop file" in output and [row["step"] for row in rows(folder)] == [0, 1]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00001"]
+    progress = json.loads((folder / "checkpoints" / "step-00001" / "progress.json").read_text())
+    assert progress.get("carried", True), "no group is left over: the checkpoint is not put to the test"
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(
             '{"step": 2, "time": 9, "reward": 0.123}\n{"step": 3, "ti'
         )  # a row after the checkpoint, and half of one
-    assert "resumed from" in torchrun("sspo.py", *FLAGS, "--steps", 4, "--run-dir", folder, "--resume")
+    assert "resumed from" in go(script, folder, "--resume")
     return folder
 
 
-def test_metrics_and_weights_are_those_of_an_undisturbed_run(whole, stopped):
+@pytest.mark.parametrize("script", OWN)
+def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, whole, tmp_path):
+    whole, stopped = whole / script, stop_and_resume(script, tmp_path / "run")
     assert [row["step"] for row in rows(stopped)] == [0, 1, 2, 3, 4]
     assert rows(stopped) == rows(whole)
     assert len({row["draws"] for row in rows(whole)[1:]}) > 1, "every step drew as often: the position is no news"
-    last = json.loads((stopped / "checkpoints" / "step-00004" / "progress.json").read_text())
-    assert last == {"position": sum(row["prompts_drawn"] for row in rows(whole)[1:])}
+    progress = [path.read_text() for path in sorted(stopped.glob("checkpoints/*/progress.json"))]
+    assert progress == [path.read_text() for path in sorted(whole.glob("checkpoints/*/progress.json"))]
+    assert json.loads(progress[-1])["position"] == sum(row["prompts_drawn"] for row in rows(whole)[1:])
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (stopped, whole))
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path):
-    folder = tmp_path / "run"
+    whole, folder = whole / "sspo", tmp_path / "run"
     shutil.copytree(whole, folder)
     checkpoints = folder / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00002", "step-00004"]
@@ -75,13 +83,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_pat
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     shutil.copytree(checkpoints / "step-00002", checkpoints / "step-00005.partial")
-    output = torchrun("sspo.py", *FLAGS, "--steps", 4, "--run-dir", folder, "--resume")
+    output = go("sspo", folder, "--resume")
     assert "step-00005.partial: half-written or damaged" in output
     assert "step-00004: half-written or damaged" in output and "step-00002, written by 2 ranks" in output
     assert rows(folder) == rows(whole)
 
 
 def test_the_run_folder_and_the_flags_are_checked(whole, tmp_path):
+    whole = whole / "sspo"
     world = SimpleNamespace(rank=1, size=1, gather=lambda thing: [thing])
     about = json.loads((whole / "run.json").read_text())["args"]
     settings = {name: value for name, value in about.items() if hasattr(common.Args, name)}

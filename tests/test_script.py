@@ -1,4 +1,4 @@
-"""The whole of sspo.py with real vLLM, FSDP and math_verify: two processes for a few steps, then plain evaluation."""
+"""Whole scripts with real vLLM, FSDP and math_verify: two processes for a few steps, then plain evaluation."""
 
 import json
 import re
@@ -12,28 +12,63 @@ FLAGS = [
     *("--template", "plain", "--dataset", TOY / "train.jsonl", "--eval", f"{TOY}/heldout.jsonl,{TOY}/harder.jsonl"),
     *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--lr", 1e-4),
 ]
-SHARED = {"reward", "clip_fraction", "entropy", "ratio_min", "ratio_mean", "ratio_max", "segments_per_response"}
+OWN = {
+    "sspo": {"clip_fraction", "ratio_min", "ratio_mean", "ratio_max", "segments_per_response"},
+    "gpg": {"alpha", "logp_positive", "logp_negative"},
+}
+
+
+def start(script, tmp_path_factory, *flags):
+    folder = tmp_path_factory.mktemp("runs") / "two"
+    flags = ("--model", TOY / "model", *FLAGS, "--steps", 3, "--eval-every", 2, "--run-dir", folder, *flags)
+    output = torchrun(f"{script}.py", *flags)
+    return folder, output, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "two"
-    output = torchrun("sspo.py", "--model", TOY / "model", *FLAGS, "--steps", 3, "--eval-every", 2, "--run-dir", folder)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return folder, output, rows
+    return start("sspo", tmp_path_factory)
 
 
-def test_metrics_of_every_step(run):
-    _, _, rows = run
+@pytest.fixture(scope="module")
+def gpg_run(tmp_path_factory):
+    """Groups of 2, which half the time agree: the threshold makes it draw again, once at most."""
+    return start("gpg", tmp_path_factory, "--group-size", 2, "--beta-th", 0.9, "--max-draws", 2, "--format-reward")
+
+
+@pytest.mark.parametrize("script", ["sspo", "gpg"])
+def test_metrics_of_every_step(script, run, gpg_run):
+    rows = {"sspo": run, "gpg": gpg_run}[script][2]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     for row in rows[1:]:
-        assert row.keys() >= SHARED
+        assert row.keys() >= OWN[script] | {
+            "entropy",
+            "draws",
+            "all_right_share",
+            "reward_group_std",
+            "peak_memory_gib",
+        }
         assert 0 <= row["reward"] <= 1 and row["grad_norm"] > 0 and row["lr"] == 1e-4
         assert row["gap_max"] < 1e-4, "the sampler has other weights than the trainer"
-        assert row["segments_per_response"] > 1.5
         assert row["tokens_per_second/sample"] > 0 and row["seconds/update"] > 0
-    assert rows[1]["ratio_max"] > 1, "later updates of a step see a moved policy"
     assert len({row["response_length"] for row in rows[1:]}) > 1
+
+
+def test_sspo_updates_see_a_moved_policy_and_several_segments(run):
+    *_, rows = run
+    assert rows[1]["ratio_max"] > 1 and all(row["segments_per_response"] > 1.5 for row in rows[1:])
+
+
+def test_gpg_draws_until_enough_groups_are_valid(gpg_run):
+    folder, output, rows = gpg_run
+    assert max(row["draws"] for row in rows[1:]) == 2
+    for row in rows[1:]:
+        assert row["prompts_drawn"] == 8 * row["draws"] and row["responses_drawn"] == 16 * row["draws"]
+        valid = round(8 / row["alpha"])
+        assert row["zero_advantage_share"] == pytest.approx(1 - valid / 8) and row["optimizer_steps"] == 1
+        warning = f"step {row['step']}: {valid} valid groups in 2 draws; going on with the rest"
+        assert (warning in output) == (valid < 0.9 * 8)
+    assert "lr" in rows[1] and json.loads((folder / "run.json").read_text())["args"]["beta_th"] == 0.9
 
 
 def test_evaluation_before_every_two_steps_and_at_the_end(run):
@@ -77,8 +112,8 @@ def test_plot_draws_several_runs(run, tmp_path):
     assert re.search(r"two  heldout/avg@1 +[01]\.\d{3} before, [01]\.\d{3} after 3 steps", output)
 
 
-def test_every_logged_metric_is_in_the_readme_table(run):
-    *_, rows = run
+def test_every_logged_metric_is_in_the_readme_table(run, gpg_run):
+    rows = [*run[2], *gpg_run[2]]
     section = (ROOT / "README.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
     table = set(re.findall(r"^\| `([^`]+)`", section, re.M))
     logged = {re.sub(r"@\d+$", "@k" if "pass" in name else "@n", name) for row in rows for name in row}

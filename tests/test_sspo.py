@@ -207,6 +207,29 @@ def test_dapo():
     assert loss.item() == pytest.approx(-total / int(length_R.sum()), abs=1e-12)
 
 
+def test_the_worked_example():
+    """The numbers of docs/sspo.md."""
+    pieces = [["3+8=11", "\n\n", "\\boxed{11}"], ["\\boxed{", "9}"], ["?"]]
+    assert [sspo.segments(response, "\n\n") for response in pieces] == [[0, 0, 1], [0, 0], [0]]
+    segment_T, length_R = torch.tensor([0, 0, 1, 2, 2, 3]), torch.tensor([3, 2, 1])
+    old_T, logp_T, entropy_T = torch.tensor(
+        [[-0.5, -0.4, -0.6, -0.9, -0.7, -0.4], [-0.2, -0.1, -0.2, -0.4, -0.4, -0.7], [0.3, 0.1, 0.5, 0.2, 0.0, 0.1]],
+        dtype=torch.float64,
+    )
+    advantage_PG = sspo.advantages(torch.tensor([[1.0, 0, 0]], dtype=torch.float64))
+    assert advantage_PG.flatten().tolist() == pytest.approx([1.1547, -0.5774, -0.5774], abs=1e-4)
+    low_S, high_S = sspo.clip_bounds(sspo.segment_mean(entropy_T, segment_T), 0.0, 0.8, 1.75)
+    assert low_S.tolist() == pytest.approx([0.8, 0.5, 0.8, 0.8]) and high_S.tolist() == pytest.approx(
+        [1.2, 1.5, 1.1, 1.1]
+    )
+    advantage_T, leaf = advantage_PG.flatten().repeat_interleave(length_R), logp_T.requires_grad_()
+    weight_T = sspo.token_weights(length_R)
+    loss, metrics = sspo.policy_loss(leaf, old_T, advantage_T, segment_T, low_S, high_S, weight_T)
+    loss.backward()
+    assert f"{loss.item():.4f}" == "-0.0583" and metrics["clipped_tokens"] == 3
+    assert leaf.grad.tolist() == pytest.approx([0, 0, -0.1914, 0.1436, 0.1436, 0], abs=1e-4)
+
+
 def test_overlong_penalty():
     penalty = sspo.overlong_penalty(torch.tensor([1, 60, 61, 80, 100]), 100, 40)
     assert penalty.tolist() == pytest.approx([0, 0, -1 / 40, -0.5, -1])

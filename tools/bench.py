@@ -1,15 +1,17 @@
-"""Measure memory, policy throughput, the verifier and the phases of a step; print figures with the hardware and date.
+"""Measure memory, policy throughput, the verifier and the phases of a step; print figures with hardware and date.
 
     python tools/bench.py memory
     python tools/bench.py policy --shape toy --lengths 64 256
     torchrun --nproc-per-node 8 tools/bench.py policy --shape qwen2.5-7b --lengths 1024 4096 --activation-checkpointing
-    python tools/bench.py verifier
-    python tools/bench.py step
+    python tools/bench.py fit
+    torchrun --nproc-per-node 2 tools/bench.py verifier
+    python tools/bench.py step --methods grpo sspo
 
-Nothing here is a test: timings are printed and compared within one run.
+Nothing here is a test: timings are printed and compared within one run. `fit` is computed, not measured.
 """
 
 import argparse
+import os
 import platform
 import re
 import resource
@@ -33,6 +35,7 @@ SHAPES = {  # hidden size, intermediate size, layers, heads, key-value heads, vo
     "toy": (128, 384, 4, 4, 2, 263, True),
     "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151_936, True),
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151_936, True),
+    "qwen2.5-3b": (2048, 11_008, 36, 16, 2, 151_936, True),
     "qwen2.5-7b": (3584, 18_944, 28, 28, 4, 152_064, False),
 }
 
@@ -139,35 +142,82 @@ def policy(args) -> None:
     torch.distributed.destroy_process_group()
 
 
-def verifier(args) -> None:
-    """Print answers/s of ordinary answers, and with 20 hostile ones among them."""
-    print(f"{args.workers} workers; {hardware()}")
-    made = common.Verifier(args.workers)
-    made.grade([r"\boxed{x+1}"] * 2, ["1+x", "x+2"])  # the workers have started
+def fit(args) -> None:
+    """Print, for each shape and GPU size, the smallest number of GPUs of one node on which a run should fit. Computed.
+
+    Two moments count. Training: 16 bytes a weight (float32 weight, gradient and two moments) over the GPUs; the largest
+    gathered piece (head and embedding, or two layers) in bf16 with its bf16 gradient and the float32 copy that is
+    reduced; with activation checkpointing each layer's input and one layer's inside (8 bytes a token for each
+    intermediate channel, 24 for each hidden one: counted off the operations, not measured); the head's chunk.
+    Sampling: 12 bytes a weight over the GPUs beside --gpu-memory-utilization 0.6. Either way 3 GiB for CUDA, NCCL and a
+    sleeping vLLM.
+    """
+    print(f"one micro-batch of {args.tokens:,} packed tokens, activation checkpointing; computed, {date.today()}\n")
+    print("| shape | " + " | ".join(f"{size} GiB" for size in args.gib) + " |")
+    print("|---" * (len(args.gib) + 1) + "|")
+    for name, (hidden, intermediate, layers, heads, kv_heads, vocabulary, tied) in list(SHAPES.items())[1:]:
+        root = vocabulary * hidden * (1 if tied else 2)
+        layer = hidden * (2 * hidden + 2 * hidden * kv_heads // heads + 3 * intermediate)
+        weights = root + layers * layer
+        gathered = 8 * max(root, 2 * layer)
+        inside = args.tokens * (2 * hidden * layers + 8 * intermediate + 24 * hidden) + 4 * 4 * common.LOGITS_AT_ONCE
+        cells = []
+        for size in args.gib:
+            free = (size - 3) * 2**30
+            for gpus in (1, 2, 4, 8):
+                training = 16 * weights / gpus + gathered + inside
+                sampling = 12 * weights / gpus + 0.6 * size * 2**30
+                if max(training, sampling) <= free and 2 * weights < 0.5 * size * 2**30:
+                    cells.append(f"{gpus} (trains in {training / 2**30 + 3:.0f})")
+                    break
+            else:
+                cells.append("no")
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def verifier(_args) -> None:
+    """Print answers/s of ordinary answers, and with 20 hostile ones; workers as a training script has them."""
+    world = common.init_world()
+    made = common.Verifier(max(1, os.cpu_count() // world.local_size))
+
+    def grade(cases: list[tuple[str, str]]):
+        problems = [common.Problem("", [0], gold) for _, gold in cases]
+        rollouts = [common.Rollout(None, None, f"\\boxed{{{answer}}}", False) for answer, _ in cases]
+        world.gather(None)
+        start = time.perf_counter()
+        reward_PG, counts = common.verify(made, problems, rollouts, world)
+        return time.perf_counter() - start, int(reward_PG.sum()), {name[9:]: n for name, n in counts.items() if n}
+
+    grade([("x+1", "1+x")] * 2 * world.size)  # the workers have started
     ordinary = [(f"\\frac{{{n}}}{{{n + 1}}}", f"\\frac{{{2 * n}}}{{{2 * n + 2 + n % 2}}}") for n in range(1, 1025)]
     towers = [(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", "7") for n in range(9, 29)]
-    for name, cases in (("1,024 ordinary answers", ordinary), ("and 20 power towers", ordinary[20:] + towers)):
-        start = time.perf_counter()
-        scores = made.grade([f"\\boxed{{{answer}}}" for answer, _ in cases], [gold for _, gold in cases])
-        seconds = time.perf_counter() - start
-        right, counts = int(sum(scores)), dict(made.counts)
-        print(f"{name}: {seconds:.2f} s, {len(cases) / seconds:.0f} answers/s, {right} right, so far {counts}")
+    if world.rank == 0:
+        print(f"{world.size} processes with {len(made.workers)} workers each; {hardware()}")
+    for name, cases in (("1,024 ordinary answers", ordinary), ("20 power towers among them", ordinary[20:] + towers)):
+        seconds, right, counts = grade(cases)
+        if world.rank == 0:
+            print(f"{name}: {seconds:.2f} s, {len(cases) / seconds:.0f} answers/s, {right} right, {counts}")
     made.close()
+    torch.distributed.destroy_process_group()
 
 
 def step(args) -> None:
-    """Run GRPO on the embedded default for some steps and print its phase table."""
-    toy = ROOT / "tools" / "toy"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks), "sspo.py"]
-        command += ["--model", toy / "model", "--dataset", toy / "train.jsonl", "--template", "plain"]
-        command += ["--prompts-per-step", "32", "--max-prompt-tokens", "32", "--max-response-tokens", "96"]
-        command += ["--lr", "5e-5", "--delimiter", "token", "--clip", "fixed", "--steps", str(args.steps)]
-        done = subprocess.run(
-            [*map(str, command), "--run-dir", f"{folder}/run"], cwd=ROOT, check=True, capture_output=True, text=True
-        )
-    print(f"GRPO, 32 prompts x 8 responses, {args.ranks} processes; {hardware()}")
-    print(done.stdout[done.stdout.index("median seconds") :])
+    """Run experiments of run.sh on the embedded default for some steps each, one after another; print phase tables."""
+    print(f"32 prompts x 8 responses; {hardware()}")
+    for method in args.methods:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                "./run.sh",
+                f"{method}-toy",
+                "--steps",
+                str(args.steps),
+                "--eval",
+                "",
+                "--run-dir",
+                f"{folder}/run",
+            ]
+            done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+        print(f"\n{method}: " + done.stdout[done.stdout.index("median seconds") :], end="")
 
 
 def main():
@@ -183,12 +233,14 @@ def main():
     )
     sub.add_argument("--repeats", type=int, default=3)
     sub.add_argument("--activation-checkpointing", action="store_true")
-    sub = commands.add_parser("verifier")
-    sub.set_defaults(run=verifier)
-    sub.add_argument("--workers", type=int, default=2)
+    sub = commands.add_parser("fit")
+    sub.set_defaults(run=fit)
+    sub.add_argument("--gib", type=int, nargs="+", default=[24, 48, 80, 140], help="memory of one GPU")
+    sub.add_argument("--tokens", type=int, default=common.Args.micro_batch_tokens)
+    commands.add_parser("verifier").set_defaults(run=verifier)
     sub = commands.add_parser("step")
     sub.set_defaults(run=step)
-    sub.add_argument("--ranks", type=int, default=2)
+    sub.add_argument("--methods", nargs="+", default=["grpo"], help="as in ./run.sh help")
     sub.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     args.run(args)

@@ -1,0 +1,278 @@
+"""GPG: Group Policy Gradient, arXiv 2504.02546.
+
+REINFORCE with the group's mean as baseline: no ratio, no clip, no reference model, no KL, one update per rollout batch.
+Minimised, for one prompt (the paper calls it J):
+
+    J = 1 / sum_i |o_i| sum_i sum_t -log pi(o_it) A_i                                                     (5)
+    A_i = (r_i - mean r) / F_norm, with F_norm = 1, std r of the group, or std r of the batch             (6)
+    J_hat = alpha J, alpha = B / (B - M)                                                               (7, 8)
+
+B responses in the batch, M of them in groups whose rewards are all equal: these have no gradient, and alpha makes the
+batch's mean a mean over the others. While fewer than beta_th = 1 / alpha_th of the groups are valid, more prompts are
+drawn and the valid groups are kept (Algorithm 1).
+
+    ./run.sh gpg-7b                       GPG-Zero-7B of Table 4 (also gpg-rs1, gpg-rs3, the ablations: ./run.sh help)
+    torchrun --nproc-per-node 8 gpg.py    the same without evaluation
+    python gpg.py --help                  every flag
+
+Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response tokens.
+
+Settings: Table 15's row A is --norm group --no-accurate-gradient --beta-th 0, B --no-accurate-gradient --beta-th 0,
+C --beta-th 0, D the default. Table 13 adds --norm batch to B.
+
+Where the paper is silent, contradicts itself, or is departed from:
+- The paper normalises by all tokens of a group, so a long response weighs more than a short one, and by the number of
+  groups; each group weighs the same whatever its length.
+- Algorithm 1 draws until alpha < 1 / beta_th, the text of 2.2 until the share "exceeds" it; the released code stops at
+  equality, and so do we.
+- The update has as many groups as a draw has prompts: the valid ones that came first, filled up with invalid ones of
+  the last draw, which count in B and M. What is left over is dropped, or kept for the next step by --carry-surplus;
+  those groups are then one step off-policy and nothing corrects it. The released code drops them but counts them in
+  B - M, which makes its alpha too small.
+- After --max-draws (20 in the released code) a step goes on with what there is. Without any valid group there is no
+  update: AdamW's momentum and decay would still move the weights.
+- std is unbiased and 1e-6 is added to it (the paper prints neither).
+- Response lengths, prompt lengths and temperature of GPG-Zero-7B are not given: 3072, 1024, 1 (ours; together they fill
+  the model's context). Betas and gradient norm: verl's defaults.
+- Format reward: 1 for "<think>...</think> <answer>...</answer>" and nothing around it, where the opening tag may stand
+  at the end of the prompt (ours: chat templates put it there). The released R1 recipe scores format + 2 x cosine.
+- The KL ablation of section 3.4 is left out: it has no printed coefficient and needs a reference model, which the
+  method is about not having. Multimodal runs are left out.
+- Fig. 2's caption calls problems with all rewards 0 easy and with all 1 hard; the metrics are all_wrong and all_right.
+"""
+
+import os
+import re
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+import tyro
+from transformers import AutoTokenizer
+
+import common
+
+
+@dataclass
+class Args(common.Args):
+    """GPG-Zero-7B (B.1)."""
+
+    model: str = "Qwen/Qwen2.5-Math-7B"
+    """Hub id or folder with config.json and *.safetensors."""
+    dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
+    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id (`id:split`)."""
+    template: str = "qwen-boxed"
+    """Prompt around a problem (B.4): plain (the problem and a newline), qwen-math, qwen-boxed, open-rs."""
+    steps: int = 1100
+    """Rollout steps; 0 only evaluates."""
+    prompts_per_step: int = 144
+    """Prompts of a draw, and groups of an update (P)."""
+    max_response_tokens: int = 3072
+    """A response is cut here and scores as it stands. Not given (ours)."""
+    weight_decay: float = 0.1
+    """AdamW's decay, on every parameter (B.1)."""
+    norm: Literal["none", "group", "batch"] = "none"
+    """F_norm of Eq. 6: 1, the standard deviation of the group's rewards, or of the batch's (Tables 1, 13)."""
+    accurate_gradient: bool = True
+    """Scale by alpha (Eq. 7)."""
+    beta_th: float = 0.6
+    """Draw prompts again until this share of the step's groups is valid (B.1; 0.8 in Table 10). 0: off."""
+    max_draws: int = 20
+    """Go on with what there is after so many draws (released code)."""
+    carry_surplus: bool = False
+    """Keep valid groups that an update has no room for until the next step, instead of dropping them (ours)."""
+    format_reward: bool = False
+    """Add 1 to the reward of a response in the think and answer format (B.4, for the R1-distilled model)."""
+
+
+# ----------------------------------------------------------------------------------------------------------- the paper
+
+
+def advantages(reward_PG: torch.Tensor, norm: str = "none") -> torch.Tensor:
+    """Return advantage_PG (Eq. 6): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
+    advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
+    if norm != "none":
+        std = reward_PG.std(1, keepdim=True) if norm == "group" else reward_PG.std()
+        advantage_PG = advantage_PG / (std + 1e-6)  # Eq. 6
+    dead_P1 = ~valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
+    return advantage_PG.masked_fill(dead_P1, 0.0)
+
+
+def valid(reward_PG: torch.Tensor) -> torch.Tensor:
+    """Return valid_P: which groups have rewards that differ, and so a gradient."""
+    return (reward_PG != reward_PG[:, :1]).any(1)
+
+
+def alpha(reward_PG: torch.Tensor) -> float:
+    """Return B / (B - M) over the whole global batch (Eq. 7); 1 where no group is valid and there is no gradient."""
+    groups = int(valid(reward_PG).sum())
+    return len(reward_PG) / groups if groups else 1.0  # Eq. 7
+
+
+def token_weights(length_R: torch.Tensor, group_size: int, scale: float = 1.0) -> torch.Tensor:
+    """Return weight_T, the factor in front of each token of the batch's responses, all of them, in tokens.
+
+    scale / (P sum_i |o_i|), the sum over the token's own group (Eq. 5), the mean over groups, alpha (Eq. 8).
+    """
+    tokens_P = length_R.view(-1, group_size).sum(1)
+    per_response_R = (scale / (len(tokens_P) * tokens_P.double())).repeat_interleave(group_size)  # Eqs. 5, 8
+    return per_response_R.repeat_interleave(length_R)
+
+
+def format_reward(text: str) -> float:
+    """Return 1.0 for a response that is its thoughts and its answer in tags, each tag once, and nothing else (B.4)."""
+    found = re.fullmatch(r"\s*(?:<think>)?(.*)</think>\s*<answer>(.*)</answer>\s*", text, re.DOTALL)
+    return float(found is not None and not re.search(r"</?(?:think|answer)>", found[1] + found[2]))
+
+
+def policy_loss(
+    logp_T: torch.Tensor, advantage_T: torch.Tensor, weight_T: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss (Eq. 8) and metrics of these tokens.
+
+    Metrics: logp_positive and logp_negative, mean log-prob of tokens of responses above and below their group's mean.
+    """
+    loss = -(weight_T * logp_T * advantage_T).sum()  # Eq. 8
+    signs = {"logp_positive": advantage_T > 0, "logp_negative": advantage_T < 0}
+    return loss, {name: logp_T[mask_T].mean().detach() for name, mask_T in signs.items() if mask_T.any()}
+
+
+# ------------------------------------------------------------------------------------------------------------ one step
+
+
+def learn(policy, optimizer, batch, reward_PG, args: Args, world, record) -> dict[str, float]:
+    """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
+    # ---- advantages, and everything else that needs no log-probs
+    advantage_R = advantages(reward_PG, args.norm).flatten().float()
+    advantage_T = advantage_R[batch.response_T]
+    scale = alpha(reward_PG) if args.accurate_gradient else 1.0
+    weight_T = token_weights(batch.length_R, args.group_size, scale).float()
+    cost_R = batch.total_R * (advantage_R != 0)  # no gradient without an advantage
+    dealt = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)
+    plans = [dealt[world.rank]] if cost_R.any() else []
+
+    # ---- update
+    (logp_T, entropy_T), grad_norms = torch.zeros(2, len(weight_T)), []
+    for plan in plans:
+        with record.phase("update"):
+            optimizer.zero_grad()
+            for responses in plan:
+                micro = batch.pack(responses, world.device)
+                vectors = (batch.sampler_logp_T, advantage_T, weight_T)
+                sampled, advantage, weight = (x_T[micro.token_T].to(world.device) for x_T in vectors)
+                logp, entropy = policy(micro)
+                if args.tis_cap:
+                    weight = weight * (logp.detach() - sampled).exp().clamp(max=args.tis_cap)
+                loss, _ = policy_loss(logp, advantage, weight)
+                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                logp_T[micro.token_T], entropy_T[micro.token_T] = logp.detach().cpu(), entropy.cpu()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            grad_norms.append(norm.full_tensor().item())
+            optimizer.step()
+
+    # ---- metrics: the same functions on the whole step
+    trained_T = advantage_T != 0
+    vectors = (world.sum(logp_T), world.sum(entropy_T), advantage_T, weight_T)
+    logp, entropy, advantage, weight = (x_T[trained_T] for x_T in vectors)
+    loss, means = policy_loss(logp, advantage, weight)
+    metrics = {
+        "loss": loss.item(),
+        "alpha": scale,
+        **{name: value.item() for name, value in means.items()},
+        "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
+        "lr": optimizer.param_groups[0]["lr"],
+        "optimizer_steps": len(grad_norms),
+        "zero_advantage_share": (advantage_R == 0).double().mean().item(),
+        **common.rollout_metrics(batch, logp, trained_T),
+    }
+    if trained_T.any():
+        metrics["entropy"] = entropy.double().mean().item()
+    record.tokens |= {"update": batch.total_R[advantage_R != 0].sum().item()}
+    return metrics
+
+
+# ------------------------------------------------------------------------------------------------------------ the loop
+
+
+def main(args: Args) -> None:
+    """Sample, verify, learn, sync, evaluate, log; see `learn` for the paper's part."""
+    # ---- whatever can be wrong is found before an engine starts
+    world = common.init_world()
+    common.validate(args, world)
+    if not 0 <= args.beta_th <= 1 or args.max_draws < 1:
+        raise ValueError(f"--beta-th {args.beta_th} --max-draws {args.max_draws}: 0 to 1, and at least 1 draw")
+    folder = common.load_model_folder(args, world)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    problems, held_out = common.load_data(args, tokenizer)
+    reward = common.load_reward(args.reward)
+    record = common.Record(args, "gpg", world)
+    record.data(problems, held_out)
+
+    verifier = common.Verifier(max(1, os.cpu_count() // world.local_size), reward)
+    sampler = common.Sampler(folder, tokenizer, args, world)
+    policy = common.load_policy(folder, args, world)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay
+    )
+    start, progress = common.resume(policy, optimizer, {"position": 0, "carried": []}, record, args, world)
+    position, carried = progress["position"], common.restore_groups(progress["carried"])
+    sampler.load(common.full_weights(policy, sampler.dtype))
+    if not start:
+        record.step(0, common.evaluate(held_out, sampler, verifier, args, world, record, 0))
+
+    for step in range(start + 1, args.steps + 1):
+        # ---- sample and verify, until enough groups are valid (Algorithm 1, line 1)
+        draws = common.Draws(args.prompts_per_step, carried)
+        while draws.short(args.beta_th, args.max_draws):
+            with record.phase("sample"):
+                asked, stream = common.problems_from(problems.rows, args, position), ("train", position)
+                rollouts = common.sample(sampler, asked, args.group_size, args.temperature, args, world, stream)
+            with record.phase("verify"):
+                correct_PG, verdicts = common.verify(verifier, asked, rollouts, world)
+            reward_PG = correct_PG
+            if args.format_reward:
+                formatted = torch.tensor([format_reward(rollout.text) for rollout in rollouts])
+                reward_PG = correct_PG + formatted.view_as(correct_PG)
+            draws.add(position, asked, rollouts, reward_PG, correct_PG, valid(reward_PG), verdicts)
+            position += len(asked)
+        if len(draws.valid) < args.beta_th * args.prompts_per_step:
+            record.say(f"step {step}: {len(draws.valid)} valid groups in {draws.count} draws; going on with the rest")
+        sampler.sleep()
+        asked, rollouts, reward_PG = draws.chosen()
+        carried = draws.surplus() if args.carry_surplus else []
+        batch = common.Batch(asked, rollouts)
+        record.tokens = {"sample": draws.tokens}
+
+        # ---- learn
+        common.set_lr(optimizer, args, step)
+        metrics = draws.metrics() | learn(policy, optimizer, batch, reward_PG, args, world, record)
+
+        # ---- sync
+        with record.phase("sync"):
+            optimizer.zero_grad()  # gradients need not lie beside the engine
+            sampler.load(common.full_weights(policy, sampler.dtype))
+
+        # ---- evaluate, log
+        if step % args.eval_every == 0 or step == args.steps:
+            with record.phase("evaluate"):
+                metrics |= common.evaluate(held_out, sampler, verifier, args, world, record, step)
+            record.samples(f"train-step{step:05d}", asked, rollouts, reward_PG)
+        record.step(step, metrics)
+
+        # ---- checkpoint
+        stopping = record.stop_asked(world)
+        if stopping or step % args.checkpoint_every == 0 or step == args.steps:
+            progress = {"position": position, "carried": [asdict(group) for group in carried]}
+            common.save_checkpoint(policy, optimizer, step, progress, record, args, world)
+        if stopping:
+            break
+
+    if args.steps:
+        common.save_model(policy, record.folder / "model", folder, world)
+    record.close()
+    verifier.close()
+    sampler.close()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,153 @@
+"""gpg.py's pure functions against literal float64 loops over Eqs. 5 to 8, and the identities the paper rests on."""
+
+import math
+import random
+
+import pytest
+import torch
+
+import gpg
+
+
+def literal_loss(logp, reward, norm="none", scale=True):
+    """Eqs. 5 to 8, token by token: logp[p][i][t], reward[p][i]; the mean over groups is the expectation of Eq. 5."""
+    everything = [r for rewards in reward for r in rewards]
+    invalid = sum(len(rewards) for rewards in reward if len(set(rewards)) == 1)  # M
+    total = 0.0
+    for responses, rewards in zip(logp, reward, strict=True):
+        mean = sum(rewards) / len(rewards)
+        divisor = {"none": 1.0, "group": spread(rewards) + 1e-6, "batch": spread(everything) + 1e-6}[norm]
+        group = 0.0
+        for response, r in zip(responses, rewards, strict=True):
+            for x in response:
+                group += -x * (r - mean) / divisor  # Eqs. 5, 6
+        total += group / sum(len(response) for response in responses)  # 1 / sum |o_i|
+    total /= len(logp)
+    if scale and invalid < len(everything):
+        total *= len(everything) / (len(everything) - invalid)  # Eqs. 7, 8
+    return total
+
+
+def spread(values):
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
+
+
+def draw(seed, prompts=4, group=4, longest=9, levels=2):
+    """Random log-probs and rewards; a one-token response, a dead group of each kind where there is room."""
+    rng = random.Random(seed)
+    lengths = [[rng.randint(1, longest) for _ in range(group)] for _ in range(prompts)]
+    lengths[0][0] = 1
+    logp = [[[rng.uniform(-3, -0.1) for _ in range(n)] for n in row] for row in lengths]
+    reward = [[float(rng.randrange(levels)) for _ in range(group)] for _ in range(prompts)]
+    reward[0] = [1.0, *reward[0][1:-1], 0.0]
+    if prompts > 2:
+        reward[1], reward[2] = [1.0] * group, [0.0] * group
+    return logp, reward
+
+
+def ours(logp, reward, norm="none", scale=True):
+    """The script's functions on the same numbers; returns the loss, its metrics and the leaf with the gradient."""
+    reward_PG = torch.tensor(reward, dtype=torch.float64)
+    length_R = torch.tensor([len(response) for row in logp for response in row])
+    leaf = torch.tensor([x for row in logp for response in row for x in response], dtype=torch.float64)
+    leaf.requires_grad_()
+    advantage_T = gpg.advantages(reward_PG, norm).flatten().repeat_interleave(length_R)
+    weight_T = gpg.token_weights(length_R, reward_PG.shape[1], gpg.alpha(reward_PG) if scale else 1.0)
+    loss, metrics = gpg.policy_loss(leaf, advantage_T, weight_T)
+    return loss, metrics, leaf
+
+
+@pytest.mark.parametrize("norm", ["none", "group", "batch"])
+@pytest.mark.parametrize("seed", range(6))
+def test_loss_and_gradient_equal_eqs_5_to_8(norm, seed):
+    logp, reward = draw(seed, prompts=1 + seed % 5, group=2 + seed % 4, longest=1 if seed == 5 else 9)
+    loss, _, leaf = ours(logp, reward, norm)
+    assert loss.item() == pytest.approx(literal_loss(logp, reward, norm), abs=1e-12)
+    loss.backward()
+    step, differences = 1e-6, []
+    for row in logp:
+        for response in row:
+            for t in range(len(response)):
+                kept = response[t]
+                response[t] = kept + step
+                above = literal_loss(logp, reward, norm)
+                response[t] = kept - step
+                below = literal_loss(logp, reward, norm)
+                response[t] = kept
+                differences.append((above - below) / (2 * step))
+    torch.testing.assert_close(leaf.grad, torch.tensor(differences, dtype=torch.float64), atol=1e-8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_alpha_times_the_mean_over_all_groups_is_the_mean_over_the_valid_ones(seed):
+    logp, reward = draw(seed, prompts=6, levels=2 + seed % 2)
+    kept = [p for p in range(6) if len(set(reward[p])) > 1]
+    assert 0 < len(kept) < 6
+    loss, _, leaf = ours(logp, reward)
+    valid_loss, _, valid_leaf = ours([logp[p] for p in kept], [reward[p] for p in kept], scale=False)
+    assert loss.item() == pytest.approx(valid_loss.item(), abs=1e-12)
+    loss.backward()
+    valid_loss.backward()
+    dead = torch.tensor([p not in kept for p, row in enumerate(logp) for response in row for _ in response])
+    assert not leaf.grad[dead].any()
+    torch.testing.assert_close(leaf.grad[~dead], valid_leaf.grad)
+
+
+def test_alpha():
+    mixed, right, wrong = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
+    assert gpg.alpha(torch.tensor([mixed, mixed])) == 1
+    assert gpg.alpha(torch.tensor([mixed, right, wrong, wrong])) == 4
+    assert gpg.alpha(torch.tensor([mixed, right, mixed])) == 1.5
+    assert gpg.alpha(torch.tensor([right, wrong])) == 1
+    # not verl's: 4 responses in valid groups of 6 are counted, not the 4 rewards that are not zero
+    assert gpg.alpha(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])) == 6 / 4
+
+
+def test_a_long_response_weighs_more_and_every_group_the_same():
+    weight_T = gpg.token_weights(torch.tensor([1, 3, 2, 2]), 2)
+    assert weight_T.tolist() == pytest.approx([1 / 8] * 8) and weight_T.dtype == torch.float64
+    weight_T = gpg.token_weights(torch.tensor([1, 1, 5, 5]), 2, scale=1.5)
+    assert weight_T.tolist() == pytest.approx([1.5 / 4] * 2 + [1.5 / 20] * 10)
+    assert weight_T.sum().item() == pytest.approx(1.5)
+
+
+def test_advantages():
+    reward_PG = torch.tensor([[2.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+    torch.testing.assert_close(gpg.advantages(reward_PG)[0], torch.tensor([1.5, -0.5, -0.5, -0.5]))
+    assert gpg.advantages(reward_PG, "group")[0, 0].item() == pytest.approx(1.5 / (1 + 1e-6))
+    batch = reward_PG.flatten().std().item()
+    assert gpg.advantages(reward_PG, "batch")[1, 0].item() == pytest.approx(0.5 / (batch + 1e-6))
+    thirds = torch.full((1, 3), 0.1, dtype=torch.float64)
+    assert (thirds - thirds.mean()).any(), "the mean of equal rewards rounds"
+    for norm in ("none", "group", "batch"):
+        assert not gpg.advantages(reward_PG, norm)[2].any() and not gpg.advantages(thirds, norm).any()
+
+
+def test_metrics_are_mean_log_probs_by_sign_of_the_advantage():
+    loss, metrics = gpg.policy_loss(
+        torch.tensor([-1.0, -2.0, -3.0, -9.0]), torch.tensor([0.5, 0.5, -0.5, 0.0]), torch.full((4,), 0.25)
+    )
+    assert metrics["logp_positive"] == -1.5 and metrics["logp_negative"] == -3
+    assert loss.item() == pytest.approx(0.25 * (0.5 + 1.0 - 1.5))
+    loss, metrics = gpg.policy_loss(*torch.zeros(3, 0))
+    assert loss == 0 and metrics == {}
+
+
+@pytest.mark.parametrize(
+    "text, reward",
+    [
+        ("<think>so</think> <answer>4</answer>", 1),
+        ("<think>\na\n\nb\n</think>\n<answer>\n\\boxed{4}\n</answer>\n", 1),
+        ("a</think><answer>4</answer>", 1),  # the opening tag ended the prompt
+        ("<think>so</think> <answer>4</answer> and more", 0),
+        ("well <think>so</think> <answer>4</answer>", 0),
+        ("<think>so</think> <answer>4", 0),
+        ("<think>a</think><think>b</think><answer>4</answer>", 0),
+        ("<think>so</think><answer>4</answer><answer>5</answer>", 0),
+        ("<answer>4</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_format_reward(text, reward):
+    assert gpg.format_reward(text) == reward
