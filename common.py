@@ -954,6 +954,11 @@ def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: W
     return world.sum(logp_T), world.sum(entropy_T)
 
 
+def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
+    return (logp_T - sampler_logp_T).exp().clamp(max=cap) if cap else torch.ones_like(logp_T)
+
+
 def full_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (checkpoint name, whole tensor); every rank must take every item. Casting first halves the traffic."""
     for name, parameter in policy.named_parameters():

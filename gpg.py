@@ -161,8 +161,7 @@ def learn(policy, optimizer, batch, reward_PG, args: Args, world, record) -> dic
                 vectors = (batch.sampler_logp_T, advantage_T, weight_T)
                 sampled, advantage, weight = (x_T[micro.token_T].to(world.device) for x_T in vectors)
                 logp, entropy = policy(micro)
-                if args.tis_cap:
-                    weight = weight * (logp.detach() - sampled).exp().clamp(max=args.tis_cap)
+                weight = weight * common.truncated_ratio(logp.detach(), sampled, args.tis_cap)
                 loss, _ = policy_loss(logp, advantage, weight)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T], entropy_T[micro.token_T] = logp.detach().cpu(), entropy.cpu()
@@ -172,7 +171,8 @@ def learn(policy, optimizer, batch, reward_PG, args: Args, world, record) -> dic
 
     # ---- metrics: the same functions on the whole step
     trained_T = advantage_T != 0
-    vectors = (world.sum(logp_T), world.sum(entropy_T), advantage_T, weight_T)
+    weight_T = weight_T * common.truncated_ratio(world.sum(logp_T), batch.sampler_logp_T, args.tis_cap)
+    vectors = (logp_T, world.sum(entropy_T), advantage_T, weight_T)
     logp, entropy, advantage, weight = (x_T[trained_T] for x_T in vectors)
     loss, means = policy_loss(logp, advantage, weight)
     metrics = {
@@ -235,7 +235,7 @@ def main(args: Args) -> None:
                 reward_PG = correct_PG + formatted.view_as(correct_PG)
             draws.add(position, asked, rollouts, reward_PG, correct_PG, valid(reward_PG), verdicts)
             position += len(asked)
-        if len(draws.valid) < args.beta_th * args.prompts_per_step:
+        if len(draws.valid) / args.prompts_per_step < args.beta_th:
             record.say(f"step {step}: {len(draws.valid)} valid groups in {draws.count} draws; going on with the rest")
         sampler.sleep()
         asked, rollouts, reward_PG = draws.chosen()

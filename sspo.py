@@ -211,8 +211,7 @@ def learn(policy, optimizer, batch, reward_PG, tokenizer, args: Args, world, rec
     low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
     if args.clip == "fixed":
         low_S, high_S = torch.full_like(low_S, 1 - args.clip_low), torch.full_like(high_S, 1 + args.clip_high)
-    if args.tis_cap:
-        weight_T = weight_T * (old_logp_T - batch.sampler_logp_T).exp().clamp(max=args.tis_cap)
+    weight_T = weight_T * common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     low, high = low_S.to(world.device), high_S.to(world.device)
 
     # ---- updates
@@ -306,7 +305,7 @@ def main(args: Args) -> None:
             reward_PG = correct_PG + penalty_R.view_as(correct_PG)
             draws.add(position, asked, rollouts, reward_PG, correct_PG, valid_P, verdicts)
             position += len(asked)
-        if len(draws.valid) < args.valid_share * args.prompts_per_step:
+        if len(draws.valid) / args.prompts_per_step < args.valid_share:
             record.say(f"step {step}: {len(draws.valid)} valid groups in {draws.count} draws; going on with the rest")
         sampler.sleep()
         asked, rollouts, reward_PG = draws.chosen()

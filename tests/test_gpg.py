@@ -151,3 +151,12 @@ def test_metrics_are_mean_log_probs_by_sign_of_the_advantage():
 )
 def test_format_reward(text, reward):
     assert gpg.format_reward(text) == reward
+
+
+def test_the_worked_example():
+    """The numbers of docs/gpg.md."""
+    logp = [[[-0.5, -0.2], [-1.0], [-0.8]], [[-0.1, -0.1, -0.1], [-0.3], [-0.2, -0.2]]]
+    loss, _, leaf = ours(logp, [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    loss.backward()
+    assert f"{loss.item():.4f}" == "-0.0333"
+    assert leaf.grad.tolist() == pytest.approx([-1 / 6, -1 / 6, 1 / 12, 1 / 12] + [0] * 6)
