@@ -92,7 +92,8 @@ class Args:
     eval: str = ""
     """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
     template: str = "qwen-math"
-    """Prompt around a problem: plain (the problem and a newline), qwen-math, qwen-boxed, open-rs."""
+    """Prompt around a problem: plain (the problem and a newline), qwen-math, qwen-boxed, open-rs, or a text file with
+    {problem} in it."""
     run_dir: str = ""
     """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
     seed: int = 1
@@ -160,8 +161,11 @@ def validate(args: Args, world: "World") -> None:
         if not holds:
             raise ValueError(message)
 
-    templates = [*TEMPLATES, *SYSTEM_TURNS]
-    need(args.template in templates, f"--template {args.template}: unknown; legal: {', '.join(templates)}")
+    templates, own = [*TEMPLATES, *SYSTEM_TURNS], Path(args.template)
+    need(
+        args.template in templates or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8")),
+        f"--template {args.template}: legal: {', '.join(templates)}, or a text file with {{problem}} in it",
+    )
     need(args.group_size >= 2, f"--group-size {args.group_size}: a group advantage needs at least 2 responses")
     need(args.prompts_per_step >= 1, f"--prompts-per-step {args.prompts_per_step}: must be at least 1")
     need(args.temperature > 0, f"--temperature {args.temperature}: must be above 0 (greedy groups have no advantage)")
@@ -404,6 +408,8 @@ def prompt_of(problem: str, template: str, tokenizer) -> str:
     """Return the prompt's text. Raises ValueError where the template needs a chat format that the tokenizer lacks."""
     if template in TEMPLATES:
         return TEMPLATES[template].format(problem=problem)
+    if template not in SYSTEM_TURNS:
+        return Path(template).read_text(encoding="utf-8").replace("{problem}", problem)
     if not tokenizer.chat_template:
         raise ValueError(f"--template {template}: the tokenizer of --model has no chat template to put it into")
     turns = [{"role": "system", "content": SYSTEM_TURNS[template]}, {"role": "user", "content": problem}]

@@ -62,7 +62,8 @@ class Args(common.Args):
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id (`id:split`)."""
     template: str = "qwen-boxed"
-    """Prompt around a problem (B.4): plain (the problem and a newline), qwen-math, qwen-boxed, open-rs."""
+    """Prompt around a problem (B.4): plain (the problem and a newline), qwen-math, qwen-boxed, open-rs, or a text file
+    with {problem} in it."""
     steps: int = 1100
     """Rollout steps; 0 only evaluates."""
     prompts_per_step: int = 144

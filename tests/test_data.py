@@ -116,7 +116,11 @@ def test_order_of_the_data():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"template": "x"}, "--template x: unknown; legal: plain, qwen-math, qwen-boxed, open-rs"),
+        (
+            {"template": "x"},
+            "--template x: legal: plain, qwen-math, qwen-boxed, open-rs, or a text file with {problem}",
+        ),
+        ({"template": "LICENSE"}, "--template LICENSE: legal"),
         ({"group_size": 1}, "--group-size 1"),
         ({"temperature": 0}, "--temperature 0"),
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
@@ -128,8 +132,9 @@ def test_order_of_the_data():
         ({"micro_batch_tokens": 4000}, "--micro-batch-tokens 4000: .* 4024 tokens"),
     ],
 )
-def test_flags_that_cannot_work(settings, message):
+def test_flags_that_cannot_work(monkeypatch, settings, message):
     world = common.World(0, 4, 0, 4, torch.device("cpu"), None)
+    monkeypatch.chdir(ROOT)
     common.validate(common.Args(), world)
     with pytest.raises(ValueError, match=message):
         common.validate(common.Args(**settings), world)
@@ -203,10 +208,15 @@ def test_reward_functions(tmp_path, tokenizer):
             common.load_reward(spec)
 
 
-def test_templates(tokenizer):
+def test_templates(tokenizer, tmp_path):
     assert common.prompt_of("P {x}", "qwen-boxed", tokenizer) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nP {x}\n"
         "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
+    assert common.prompt_of("P {x}", str(tmp_path / "mine.txt"), tokenizer) == "{a} Q: P {x}\nA:"
+    common.validate(
+        common.Args(template=str(tmp_path / "mine.txt")), common.World(0, 1, 0, 1, torch.device("cpu"), None)
     )
     with pytest.raises(ValueError, match="--template open-rs: the tokenizer of --model has no chat template"):
         common.prompt_of("P", "open-rs", tokenizer)
