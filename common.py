@@ -374,10 +374,11 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
         return found[0]
 
     problem_column, answer_column = column("problem"), column("answer") if args.reward == "math" else None
+    verl = "reward_model" in table.column_names
     if answer_column:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns([problem_column, answer_column])
     problems, left_out, seen = [], {"no answer": 0, "prompt too long": 0}, set()
-    if answer_column == "reward_model":
+    if verl:
         left_out["repeated"] = 0
     for number, row in enumerate(table):
         text = row[problem_column]
@@ -385,7 +386,7 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
             text = next((turn["content"] for turn in text if turn["role"] == "user"), None)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{flag} {source}, row {number}: column {problem_column!r} holds {text!r}, not a text")
-        if answer_column == "reward_model":
+        if verl:
             if text in seen:
                 left_out["repeated"] += 1
                 continue
@@ -668,14 +669,28 @@ class Group:
     reward_G: list[float]
 
 
-def restore_groups(saved: list[dict]) -> list[Group]:
-    """Return groups that went through `asdict` and a checkpoint's JSON, which keeps every float exactly."""
+def storable(groups: list[Group]) -> list[dict]:
+    """Return groups as JSON can hold them, for a checkpoint; floats come back exactly."""
+    return [
+        {"place": group.place, "reward_G": group.reward_G}
+        | {"rollout_G": [vars(one) | {"ids": one.ids.tolist(), "logp": one.logp.tolist()} for one in group.rollout_G]}
+        for group in groups
+    ]
+
+
+def restore_groups(saved: list[dict], problems: list[Problem], args: Args) -> list[Group]:
+    """Return the groups that `storable` was given."""
 
     def rollout(one: dict) -> Rollout:
         return Rollout(np.array(one["ids"], np.int64), np.array(one["logp"], np.float32), one["text"], one["truncated"])
 
     return [
-        Group(group["place"], Problem(**group["problem"]), [*map(rollout, group["rollout_G"])], group["reward_G"])
+        Group(
+            group["place"],
+            problems_from(problems, args, group["place"])[0],
+            [rollout(one) for one in group["rollout_G"]],
+            group["reward_G"],
+        )
         for group in saved
     ]
 
@@ -687,7 +702,8 @@ class Draws:
     """
 
     def __init__(self, prompts: int, carried: Iterable[Group] = ()):
-        self.prompts, self.count, self.tokens = prompts, 0, 0
+        self.prompts, self.count = prompts, 0
+        self.rollouts: list[Rollout] = []
         self.valid: list[Group] = list(carried)
         self.invalid: list[Group] = []
         self.reward_PG: list[torch.Tensor] = []
@@ -707,7 +723,7 @@ class Draws:
             drawn = Group(position + p, problem, rollout_G, reward_PG[p].tolist())
             (self.valid if valid_P[p] else self.invalid).append(drawn)
         self.count += 1
-        self.tokens += sum(len(rollout.ids) for rollout in rollout_R)
+        self.rollouts += rollout_R
         self.reward_PG.append(reward_PG)
         self.correct_PG.append(correct_PG)
         self.verdicts.update(verdicts)
@@ -720,13 +736,20 @@ class Draws:
         reward_PG = torch.tensor([group.reward_G for group in groups], dtype=torch.float64)
         return [group.problem for group in groups], rollout_R, reward_PG
 
+    @property
+    def tokens(self) -> int:
+        """Response tokens of everything drawn."""
+        return sum(len(rollout.ids) for rollout in self.rollouts)
+
     def surplus(self) -> list[Group]:
         """Return the valid groups that were not chosen."""
         return self.valid[self.prompts :]
 
     def metrics(self) -> dict[str, float]:
-        """Return what holds for everything drawn, trained on or not."""
+        """Return what holds for everything drawn, trained on or not: shares of groups, lengths (tokens), the negative
+        log-prob of a token as sampled (nats)."""
         reward_PG, correct_PG = torch.cat(self.reward_PG), torch.cat(self.correct_PG)
+        tokens, logp = self.tokens, sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in self.rollouts)
         return {
             "reward": reward_PG.mean().item(),
             "reward_group_std": reward_PG.std(1).mean().item(),
@@ -735,6 +758,9 @@ class Draws:
             "draws": self.count,
             "prompts_drawn": len(reward_PG),
             "responses_drawn": reward_PG.numel(),
+            "response_length": tokens / len(self.rollouts),
+            "truncated_share": sum(rollout.truncated for rollout in self.rollouts) / len(self.rollouts),
+            "sampler_nll": -logp / tokens,
             **self.verdicts,
         }
 
@@ -1169,19 +1195,8 @@ def verify(verifier: Verifier, problems: list[Problem], rollouts: list[Rollout],
     return reward_R.view(-1, n), {f"verifier/{status.replace(' ', '_')}": counts[status] for status in VERDICTS}
 
 
-def rollout_metrics(batch: Batch, old_logp_T: torch.Tensor, trained_T: torch.Tensor) -> dict[str, float]:
-    """Return length (tokens), truncated share and negative log-prob (nats per token) of all responses as sampled, and
-    the gap between sampler and trainer on the trained tokens, whose old_logp_T these are."""
-    return {
-        "response_length": batch.length_R.double().mean().item(),
-        "truncated_share": sum(rollout.truncated for rollout in batch.rollout_R) / len(batch.rollout_R),
-        "sampler_nll": -batch.sampler_logp_T.double().mean().item(),
-        **sampler_gap(old_logp_T, batch.sampler_logp_T[trained_T]),
-    }
-
-
 def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str, float]:
-    """Return how far trainer and sampler disagree on the same tokens: mean and max |difference| (nats), the k3
+    """Return how far trainer and sampler disagree on the tokens that are trained: mean and max |difference| (nats), k3
     estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
     if len(logp_T) == 0:
         return {}
@@ -1226,7 +1241,7 @@ def save_checkpoint(policy: Policy, optimizer, step: int, progress: dict, record
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        (partial / "progress.json").write_text(json.dumps(progress, default=lambda array: array.tolist()))
+        (partial / "progress.json").write_text(json.dumps(progress))
     dist.barrier()
     if not all(world.gather(partial.is_dir())):
         raise ValueError(f"--run-dir {record.folder}: must lie on storage that all nodes share")
@@ -1343,9 +1358,10 @@ class Record:
             return
         if not exists:
             raise ValueError(f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run")
+        scheduled = {"steps"} if args.lr_warmup or args.lr_floor < 1 else set()  # the schedule would bend
         for name, before in json.loads(about.read_text())["args"].items():
             now = json.loads(json.dumps(getattr(args, name)))
-            if name not in MAY_CHANGE and now != before:
+            if name not in set(MAY_CHANGE) - scheduled and now != before:
                 raise ValueError(f"--resume with --{name.replace('_', '-')} {now}: the run was started with {before}")
 
     def rewind(self, step: int) -> None:

@@ -12,7 +12,7 @@ batch's mean a mean over the others. While fewer than beta_th = 1 / alpha_th of 
 drawn and the valid groups are kept (Algorithm 1).
 
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4 (also gpg-rs1, gpg-rs3, the ablations: ./run.sh help)
-    torchrun --nproc-per-node 8 gpg.py    the same without evaluation
+    torchrun --nproc-per-node 8 gpg.py    the same without evaluation and activation checkpointing
     python gpg.py --help                  every flag
 
 Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response tokens.
@@ -27,23 +27,26 @@ Where the paper is silent, contradicts itself, or is departed from:
   equality, and so do we.
 - The update has as many groups as a draw has prompts: the valid ones that came first, filled up with invalid ones of
   the last draw, which count in B and M. What is left over is dropped, or kept for the next step by --carry-surplus;
-  those groups are then one step off-policy and nothing corrects it. The released code drops them but counts them in
-  B - M, which makes its alpha too small.
+  those groups are then one step off-policy, which only --tis-cap corrects for and gap_* shows. The released code drops
+  them but counts them in B - M, which makes its alpha too small.
 - After --max-draws (20 in the released code) a step goes on with what there is. Without any valid group there is no
   update: AdamW's momentum and decay would still move the weights.
 - std is unbiased and 1e-6 is added to it (the paper prints neither).
 - Response lengths, prompt lengths and temperature of GPG-Zero-7B are not given: 3072, 1024, 1 (ours; together they fill
   the model's context). Betas and gradient norm: verl's defaults.
-- Format reward: 1 for "<think>...</think> <answer>...</answer>" and nothing around it, where the opening tag may stand
-  at the end of the prompt (ours: chat templates put it there). The released R1 recipe scores format + 2 x cosine.
-- The KL ablation of section 3.4 is left out: it has no printed coefficient and needs a reference model, which the
-  method is about not having. Multimodal runs are left out.
-- Fig. 2's caption calls problems with all rewards 0 easy and with all 1 hard; the metrics are all_wrong and all_right.
+- Format reward: 1 for "<think>...</think> <answer>...</answer>" and nothing around it; the first tag may be missing,
+  since chat templates put it at the end of the prompt (ours). The released R1 recipe scores format + 2 x cosine, and
+  asks for a box in the prompt, which B.4 does not print; we ask, too, since the verifier reads boxes.
+- The ablations' decay, temperature, prompt and batch are not given: 0.1, 1, qwen-boxed, 64 prompts (ours); nor is their
+  learning rate: 2e-6 with warm-up 0.1 as in the released GPG recipe, where most of the others have 3e-6 with a cosine.
+- The KL ablation of section 3.4 (its recipe inherits k3 with 0.04) is left out: it needs a reference model, which the
+  method is about not having. Multimodal runs are left out, and the evaluation of the R1-distilled models, whose prompt
+  and sampling are other than in training.
+- Fig. 2's caption calls problems with all rewards 0 easy and with all 1 hard: all_wrong_share and all_right_share.
 """
 
 import os
-import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -121,9 +124,12 @@ def token_weights(length_R: torch.Tensor, group_size: int, scale: float = 1.0) -
 
 
 def format_reward(text: str) -> float:
-    """Return 1.0 for a response that is its thoughts and its answer in tags, each tag once, and nothing else (B.4)."""
-    found = re.fullmatch(r"\s*(?:<think>)?(.*)</think>\s*<answer>(.*)</answer>\s*", text, re.DOTALL)
-    return float(found is not None and not re.search(r"</?(?:think|answer)>", found[1] + found[2]))
+    """Return 1.0 for thoughts and answer in tags, nothing around them and no tag twice, else 0.0 (B.4)."""
+    thoughts, closed, rest = text.strip().removeprefix("<think>").partition("</think>")
+    rest = rest.strip()
+    inside = thoughts + rest.removeprefix("<answer>").removesuffix("</answer>")
+    tagged = closed and rest.startswith("<answer>") and rest.endswith("</answer>")
+    return float(bool(tagged) and not any(tag in inside for tag in ("<think>", "</think>", "<answer>", "</answer>")))
 
 
 def policy_loss(
@@ -135,7 +141,7 @@ def policy_loss(
     """
     loss = -(weight_T * logp_T * advantage_T).sum()  # Eq. 8
     signs = {"logp_positive": advantage_T > 0, "logp_negative": advantage_T < 0}
-    return loss, {name: logp_T[mask_T].mean().detach() for name, mask_T in signs.items() if mask_T.any()}
+    return loss, {name: ((logp_T * mask_T).sum() / mask_T.sum()).detach() for name, mask_T in signs.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
@@ -149,12 +155,11 @@ def learn(policy, optimizer, batch, reward_PG, args: Args, world, record) -> dic
     scale = alpha(reward_PG) if args.accurate_gradient else 1.0
     weight_T = token_weights(batch.length_R, args.group_size, scale).float()
     cost_R = batch.total_R * (advantage_R != 0)  # no gradient without an advantage
-    dealt = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)
-    plans = [dealt[world.rank]] if cost_R.any() else []
+    plan = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
 
     # ---- update
     (logp_T, entropy_T), grad_norms = torch.zeros(2, len(weight_T)), []
-    for plan in plans:
+    if cost_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in plan:
@@ -172,21 +177,21 @@ def learn(policy, optimizer, batch, reward_PG, args: Args, world, record) -> dic
 
     # ---- metrics: the same functions on the whole step
     trained_T = advantage_T != 0
-    weight_T = weight_T * common.truncated_ratio(world.sum(logp_T), batch.sampler_logp_T, args.tis_cap)
-    vectors = (logp_T, world.sum(entropy_T), advantage_T, weight_T)
-    logp, entropy, advantage, weight = (x_T[trained_T] for x_T in vectors)
+    vectors = (world.sum(logp_T), batch.sampler_logp_T, world.sum(entropy_T), advantage_T, weight_T)
+    logp, sampled, entropy, advantage, weight = (x_T[trained_T] for x_T in vectors)
+    weight = weight * common.truncated_ratio(logp, sampled, args.tis_cap)
     loss, means = policy_loss(logp, advantage, weight)
     metrics = {
         "loss": loss.item(),
-        "alpha": scale,
-        **{name: value.item() for name, value in means.items()},
+        "alpha": alpha(reward_PG),
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        **common.rollout_metrics(batch, logp, trained_T),
+        **common.sampler_gap(logp, sampled),
     }
     if trained_T.any():
+        metrics |= {name: value.item() for name, value in means.items()}
         metrics["entropy"] = entropy.double().mean().item()
     record.tokens |= {"update": batch.total_R[advantage_R != 0].sum().item()}
     return metrics
@@ -216,7 +221,7 @@ def main(args: Args) -> None:
         policy.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay
     )
     start, progress = common.resume(policy, optimizer, {"position": 0, "carried": []}, record, args, world)
-    position, carried = progress["position"], common.restore_groups(progress["carried"])
+    position, carried = progress["position"], common.restore_groups(progress["carried"], problems.rows, args)
     sampler.load(common.full_weights(policy, sampler.dtype))
     if not start:
         record.step(0, common.evaluate(held_out, sampler, verifier, args, world, record, 0))
@@ -263,7 +268,7 @@ def main(args: Args) -> None:
         # ---- checkpoint
         stopping = record.stop_asked(world)
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
-            progress = {"position": position, "carried": [asdict(group) for group in carried]}
+            progress = {"position": position, "carried": common.storable(carried)}
             common.save_checkpoint(policy, optimizer, step, progress, record, args, world)
         if stopping:
             break

@@ -41,6 +41,7 @@ or toy:
   gpg-a        row A: standard deviation of the group, no alpha, no threshold (also Table 13's "Group", Table 11's 8)
   gpg-b        row B: no normalisation, no alpha, no threshold (also Table 13's "1")
   gpg-c        row C: row B with alpha
+  gpg-group-alpha   row A with alpha (Table 1)
   gpg-beta0.8  threshold 0.8 (Table 10)
   gpg-batch    standard deviation of the batch, no alpha, no threshold (Table 13)
   gpg-g2, gpg-g4, gpg-g16   row A with groups of 2, 4, 16 (Table 11)
@@ -99,6 +100,7 @@ method() {  # the script and the flags that make it this method
     gpg-a) flags=(--norm group --no-accurate-gradient --beta-th 0) ;;
     gpg-b) flags=(--no-accurate-gradient --beta-th 0) ;;
     gpg-c) flags=(--beta-th 0) ;;
+    gpg-group-alpha) flags=(--norm group --beta-th 0) ;;
     gpg-beta0.8) flags=(--beta-th 0.8) ;;
     gpg-batch) flags=(--norm batch --no-accurate-gradient --beta-th 0) ;;
     gpg-g2 | gpg-g4 | gpg-g16) flags=(--norm group --no-accurate-gradient --beta-th 0 --group-size "${1#gpg-g}") ;;
@@ -122,7 +124,7 @@ size() {  # model, data and evaluation
         git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero
       fi ;;
     gpg.py-7b) flags+=(--activation-checkpointing --eval "$hub,knoveleng/AMC-23") ;;
-    gpg.py-math)  # prompts a step ours; learning rate of the released recipe; 117 steps of 64 are one epoch of 7,500
+    gpg.py-math)  # see gpg.py for what is ours; 117 draws of 64 prompts are one epoch of 7,500, a threshold takes more
       flags+=(--activation-checkpointing --eval "$hub,knoveleng/AMC-23" --dataset DigitalLearningGmbH/MATH-lighteval:train
         --max-prompt-tokens 512 --max-response-tokens 1024 --prompts-per-step 64 --steps 117 --lr 2e-6 --lr-warmup 0.1) ;;
     gpg.py-rs1 | gpg.py-rs3)  # the recipe of Open-RS; its decay is TRL's default

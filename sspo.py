@@ -246,7 +246,7 @@ def learn(policy, optimizer, batch, reward_PG, tokenizer, args: Args, world, rec
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        **common.rollout_metrics(batch, old, trained_T),
+        **common.sampler_gap(old, batch.sampler_logp_T[trained_T]),
     }
     if trained_T.any():
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()

@@ -63,6 +63,8 @@ def test_the_layout_of_verl(tokenizer, tmp_path):
     data = load(source, tokenizer)
     assert [(p.text, p.answer) for p in data.rows] == [("1+1=?", "2"), ("1+2=?", "3")]
     assert data.left_out["repeated"] == 1
+    own = load(source, tokenizer, reward="x").rows
+    assert [p.text for p in own] == ["1+1=?", "1+2=?"] and own[1].row["reward_model"]["ground_truth"] == "3"
     bare = row("1+1=?", "2") | {"prompt": [{"content": "1+1=?", "role": "user"}]}
     assert load(write(tmp_path / "b.jsonl", [bare]), tokenizer).rows[0].text == "1+1=?"
     with pytest.raises(ValueError, match=r"row 0: column 'prompt' holds None, not a text"):

@@ -1,9 +1,11 @@
 """Drawing prompts until enough groups are valid, on crafted rewards; and the learning-rate schedule."""
 
+import json
 import math
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +20,11 @@ def run(rewards: list[list[list[float]]], share: float, cap: int, carried=()) ->
     while draws.short(share, cap):
         reward_PG = torch.tensor(rewards[draws.count], dtype=torch.float64)
         names = [f"{draws.count}{letter}" for letter in "abcdefgh"[: len(reward_PG)]]
-        rollouts = [SimpleNamespace(ids=[0] * 3, name=f"{name}{g}") for name in names for g in range(2)]
+        rollouts = [
+            common.Rollout(np.zeros(2 + g), np.array([-1.0] * (2 + g)), f"{name}{g}", g == 1)
+            for name in names
+            for g in range(2)
+        ]
         valid_P = reward_PG[:, 0] != reward_PG[:, 1]
         draws.add(position, names, rollouts, reward_PG, reward_PG, valid_P, {"verifier/graded": len(rollouts)})
         position += len(names)
@@ -47,7 +53,7 @@ def test_which_groups_are_chosen(rewards, share, cap, count, chosen):
     assert draws.count == count
     problems, rollouts, reward_PG = draws.chosen()
     assert problems == chosen
-    assert [rollout.name for rollout in rollouts] == [f"{name}{g}" for name in chosen for g in range(2)]
+    assert [rollout.text for rollout in rollouts] == [f"{name}{g}" for name in chosen for g in range(2)]
     assert reward_PG.tolist() == [rewards[int(name[0])]["abcd".index(name[1])] for name in chosen]
     assert reward_PG.dtype == torch.float64
 
@@ -72,14 +78,32 @@ def test_metrics_are_of_everything_drawn():
         "draws": 2,
         "prompts_drawn": 8,
         "responses_drawn": 16,
+        "response_length": 2.5,
+        "truncated_share": 0.5,
+        "sampler_nll": 1.0,
         "verifier/graded": 16,
     }
 
 
 def test_verdicts_that_never_happen_are_logged_as_zero():
     draws = common.Draws(1)
-    draws.add(0, ["a"], [], torch.zeros(1, 2), torch.zeros(1, 2), [False], {"verifier/timeout": 0})
+    rollouts = [common.Rollout(np.zeros(1), np.zeros(1), "", False)] * 2
+    draws.add(0, ["a"], rollouts, torch.zeros(1, 2), torch.zeros(1, 2), [False], {"verifier/timeout": 0})
     assert draws.metrics()["verifier/timeout"] == 0 and isinstance(draws.verdicts, Counter)
+
+
+def test_groups_survive_a_checkpoint_exactly():
+    args = common.Args(prompts_per_step=4)
+    problems = [common.Problem(str(n), [n], "0", {"when": object()}) for n in range(10)]
+    place = 13
+    problem = common.problems_from(problems, args, place)[0]
+    rollouts = [common.Rollout(np.array([5, 7]), np.array([-0.1, -1e-30], np.float32), "é\n", True)] * 2
+    saved = json.loads(json.dumps(common.storable([common.Group(place, problem, rollouts, [0.1, 1.0])])))
+    (group,) = common.restore_groups(saved, problems, args)
+    assert group.problem is problem and group.place == place and group.reward_G == [0.1, 1.0]
+    for ours, theirs in zip(group.rollout_G, rollouts, strict=True):
+        assert ours.ids.dtype == np.int64 and (ours.ids == theirs.ids).all() and ours.text == "é\n" and ours.truncated
+        assert ours.logp.dtype == np.float32 and (ours.logp == theirs.logp).all()
 
 
 def test_learning_rate_schedule():

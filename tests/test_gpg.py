@@ -130,8 +130,8 @@ def test_metrics_are_mean_log_probs_by_sign_of_the_advantage():
     )
     assert metrics["logp_positive"] == -1.5 and metrics["logp_negative"] == -3
     assert loss.item() == pytest.approx(0.25 * (0.5 + 1.0 - 1.5))
-    loss, metrics = gpg.policy_loss(*torch.zeros(3, 0))
-    assert loss == 0 and metrics == {}
+    loss, _ = gpg.policy_loss(*torch.zeros(3, 0))
+    assert loss == 0
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,8 @@ def test_metrics_are_mean_log_probs_by_sign_of_the_advantage():
         ("<think>a</think><think>b</think><answer>4</answer>", 0),
         ("<think>so</think><answer>4</answer><answer>5</answer>", 0),
         ("<answer>4</answer>", 0),
+        ("</think><answer></answer>", 1),
+        ("\n" * 10**6, 0),  # a pattern with two stars would take a day
         ("", 0),
     ],
 )

@@ -103,6 +103,9 @@ def test_the_run_folder_and_the_flags_are_checked(whole, tmp_path):
         record()
     with pytest.raises(ValueError, match=r"--resume with --lr 0\.5: the run was started with 0\.0001"):
         record(resume=True, lr=0.5)
+    assert settings["steps"] == 4 and settings["lr_floor"] == 0.1
+    with pytest.raises(ValueError, match="--resume with --steps 9: the run was started with 4"):
+        record(resume=True, steps=9)  # the cosine would bend
     with pytest.raises(ValueError, match=r"no run\.json there"):
         record(resume=True, run_dir=str(tmp_path))
     with pytest.raises(ValueError, match=r"--resume with --run-dir \(empty\)"):
