@@ -35,6 +35,10 @@ model and data. METHOD of sspo.py, SIZE 1.5b, 7b or toy:
   drgrpo       GRPO without std and without length normalisation
   dapo         clip-high, token mean over the update, groups all right or all wrong drawn again, soft overlong penalty
                (as SPS, arXiv 2604.16995, compares with it)
+METHOD of cwgrpo.py, SIZE 1.5b, 7b (Table 2) or toy:
+  cwgrpo       the Gaussian kernel, KL to the initial model
+  grpo-kl      weights all 1, the same KL: the paper's GRPO
+  clip-cov     Clip-Cov's mask, token mean, the same KL
 METHOD of gpg.py, SIZE 7b (GPG-Zero-7B, Table 4), rs1, rs3 (GPG-RS1, GPG-RS3, Table 3), math (MATH-lighteval, the ablations)
 or toy:
   gpg          as the paper recommends: no normalisation, alpha, threshold 0.6 (row D of Table 15)
@@ -83,7 +87,7 @@ launch() {  # all GPUs if there are some, otherwise 2 CPU processes
 
 method() {  # the script and the flags that make it this method
   script=sspo.py
-  if [[ $1 == gpg* ]]; then script=gpg.py; fi
+  case $1 in gpg*) script=gpg.py ;; cwgrpo | grpo-kl | clip-cov) script=cwgrpo.py ;; esac
   case $1 in
     sspo) flags=() ;;
     sir) flags=(--clip fixed) ;;
@@ -96,6 +100,9 @@ method() {  # the script and the flags that make it this method
     drgrpo) flags=(--clip fixed --delimiter token --no-scale-advantage --normaliser constant) ;;
     dapo) flags=(--clip fixed --delimiter token --clip-high 0.28 --normaliser token --valid-share 1
       --overlong-buffer 2048) ;;
+    cwgrpo) flags=() ;;
+    grpo-kl) flags=(--reweight none) ;;
+    clip-cov) flags=(--reweight clip-cov --normaliser token) ;;
     gpg) flags=() ;;
     gpg-a) flags=(--norm group --no-accurate-gradient --beta-th 0) ;;
     gpg-b) flags=(--no-accurate-gradient --beta-th 0) ;;
@@ -114,7 +121,10 @@ size() {  # model, data and evaluation
     *-toy) flags+=(--model tools/toy/model --template plain --dataset tools/toy/train.jsonl
       --eval tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 50
       --prompts-per-step 32 --max-prompt-tokens 32 --max-response-tokens 96 --lr 5e-5 --steps 120)
-      if [ $script = gpg.py ]; then flags+=(--lr 2e-4); fi  # one update a step, not four
+      if [ $script != sspo.py ]; then flags+=(--lr 2e-4); fi  # one update a step, not four
+      if [ $script = cwgrpo.py ]; then  # answers without thoughts; the same schedule for what is compared
+        flags+=(--no-format-reward --prompts-per-step 12 --temperature 1 --lr-warmup 0 --lr-floor 1 --steps 200)
+      fi
       if [ "$word" = dapo-toy ]; then flags+=(--overlong-buffer 32); fi
       if [ $gpus = yes ]; then flags+=(--gpu-memory-utilization 0.1); fi ;;  # more cache than that only costs time
     sspo.py-1.5b | sspo.py-7b)
@@ -123,6 +133,9 @@ size() {  # model, data and evaluation
       if [ ! -d data/understand-r1-zero ]; then  # MATH levels 3-5 as Dr. GRPO and SSPO used it
         git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero
       fi ;;
+    cwgrpo.py-1.5b | cwgrpo.py-7b)
+      flags+=(--activation-checkpointing)
+      if [ "$1" = 7b ]; then flags+=(--model Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps 150); fi ;;
     gpg.py-7b) flags+=(--activation-checkpointing --eval "$hub,knoveleng/AMC-23") ;;
     gpg.py-math)  # see gpg.py for what is ours; 117 draws of 64 prompts are one epoch of 7,500, a threshold takes more
       flags+=(--activation-checkpointing --eval "$hub,knoveleng/AMC-23" --dataset DigitalLearningGmbH/MATH-lighteval:train

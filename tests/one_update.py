@@ -56,8 +56,15 @@ if options.get("reverse"):  # the same prompts with their responses in another o
     reward_PG = reward_PG.flip(1)
 batch = common.Batch(problems, rollouts)
 record = SimpleNamespace(phase=lambda name: nullcontext(), tokens={})
-extra = [tokenizer] if options["script"] == "sspo" else []
-metrics = script.learn(policy, optimizer, batch, reward_PG, *extra, args, world, record)
+first, last = [policy], []
+if options["script"] == "sspo":
+    last = [tokenizer]
+if options["script"] == "cwgrpo":  # a reference away from the policy, so that its KL has a gradient; a seed
+    reference = common.load_policy(Path(model), args, world).requires_grad_(False)
+    for parameter in reference.parameters():
+        parameter.mul_(1.1)
+    first, last = [policy, reference], [5]
+metrics = script.learn(*first, optimizer, batch, reward_PG, *last, args, world, record)
 result = {
     "gradient": {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None},
     "moved": {name: p.full_tensor() - before[name] for name, p in policy.named_parameters()},

@@ -12,7 +12,7 @@ from conftest import ROOT, torchrun
 
 SCRIPT = ROOT / "tests" / "one_update.py"
 BUDGET = 5000  # above the longest response the defaults allow; the rollouts here fit one micro-batch
-ONE_UPDATE = {"sspo": {"updates_per_step": 1}, "gpg": {}}
+ONE_UPDATE = {"sspo": {"updates_per_step": 1}, "gpg": {}, "cwgrpo": {}}
 
 
 def update(model: Path, out: Path, script: str, ranks: int = 1, budget: int = BUDGET, **options) -> dict:
@@ -28,7 +28,7 @@ def largest_difference(mine: dict, theirs: dict) -> float:
     return max(((mine[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
 
 
-@pytest.fixture(scope="module", params=["sspo", "gpg"])
+@pytest.fixture(scope="module", params=list(ONE_UPDATE))
 def alone(request, tiny, tmp_path_factory):
     """One process, everything in one micro-batch."""
     return request.param, update(tiny, tmp_path_factory.mktemp("alone"), request.param)
@@ -83,6 +83,27 @@ def test_ratio_is_one_before_the_first_step(alone):
         for name in ("ratio_min", "ratio_mean", "ratio_max"):
             assert alone["metrics"][name] == pytest.approx(1, abs=1e-5)
         assert alone["metrics"]["clip_fraction"] == 0
+
+
+def test_clip_cov_draws_the_same_tokens_on_any_number_of_ranks(tiny, tmp_path):
+    """Means, candidates and the draw span the whole update, dead groups included, with and without KL."""
+    for kl in (0.04, 0.0):
+        options = {"reweight": "clip-cov", "clip_cov_share": 0.2, "clip_cov_low": -5.0, "kl_coef": kl}
+        one, three = (update(tiny, tmp_path, "cwgrpo", ranks, 60, args=options) for ranks in (1, 3))
+        assert 0.1 < one["metrics"]["weight_removed"] < 0.3  # a fifth of all tokens; a dead group has its share
+        assert three["metrics"]["weight_removed"] == one["metrics"]["weight_removed"]
+        assert largest_difference(three["gradient"], one["gradient"]) < 1e-5
+
+
+def test_cwgrpo_with_nothing_but_dead_groups(tiny, tmp_path):
+    """The KL term alone acts; without it no step is made."""
+    dead = {"dead": list(range(6)), "ranks": 2}
+    result = update(tiny, tmp_path, "cwgrpo", **dead)
+    assert result["metrics"]["optimizer_steps"] == 1 and result["metrics"]["kl"] > 0 and result["gradient"]
+    assert result["metrics"]["loss"] == pytest.approx(0.04 * result["metrics"]["kl"])
+    result = update(tiny, tmp_path, "cwgrpo", args={"kl_coef": 0.0}, **dead)
+    assert result["metrics"]["optimizer_steps"] == 0 and result["gradient"] == {}
+    assert not any(moved.any() for moved in result["moved"].values())
 
 
 def test_gpg_appendix_a(tiny, tmp_path):

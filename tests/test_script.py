@@ -15,6 +15,7 @@ FLAGS = [
 OWN = {
     "sspo": {"clip_fraction", "ratio_min", "ratio_mean", "ratio_max", "segments_per_response"},
     "gpg": {"alpha", "logp_positive", "logp_negative"},
+    "cwgrpo": {"kl", "weight_removed", "covariance/positive@1%", "covariance/cumulative@20%", "seconds/reference"},
 }
 
 
@@ -36,9 +37,14 @@ def gpg_run(tmp_path_factory):
     return start("gpg", tmp_path_factory, "--group-size", 2, "--beta-th", 0.9, "--max-draws", 2, "--format-reward")
 
 
-@pytest.mark.parametrize("script", ["sspo", "gpg"])
-def test_metrics_of_every_step(script, run, gpg_run):
-    rows = {"sspo": run, "gpg": gpg_run}[script][2]
+@pytest.fixture(scope="module")
+def cwgrpo_run(tmp_path_factory):
+    return start("cwgrpo", tmp_path_factory, "--lr-warmup", 0, "--group-size", 4)
+
+
+@pytest.mark.parametrize("script", OWN)
+def test_metrics_of_every_step(script, run, gpg_run, cwgrpo_run):
+    rows = {"sspo": run, "gpg": gpg_run, "cwgrpo": cwgrpo_run}[script][2]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     for row in rows[1:]:
         assert row.keys() >= OWN[script] | {
@@ -48,7 +54,7 @@ def test_metrics_of_every_step(script, run, gpg_run):
             "reward_group_std",
             "peak_memory_gib",
         }
-        assert 0 <= row["reward"] <= 1 and row["grad_norm"] > 0 and row["lr"] == 1e-4
+        assert 0 <= row["reward"] <= 1 and row["grad_norm"] > 0 and 0 < row["lr"] <= 1e-4
         assert row["gap_max"] < 1e-4, "the sampler has other weights than the trainer"
         assert row["tokens_per_second/sample"] > 0 and row["seconds/update"] > 0
     assert len({row["response_length"] for row in rows[1:]}) > 1
@@ -69,6 +75,12 @@ def test_gpg_draws_until_enough_groups_are_valid(gpg_run):
         warning = f"step {row['step']}: {valid} valid groups in 2 draws; going on with the rest"
         assert (warning in output) == (valid < 0.9 * 8)
     assert "lr" in rows[1] and json.loads((folder / "run.json").read_text())["args"]["beta_th"] == 0.9
+
+
+def test_cwgrpo_starts_at_its_reference_and_leaves_it(cwgrpo_run):
+    *_, rows = cwgrpo_run
+    assert rows[1]["kl"] < 1e-9 < 1e-6 < rows[3]["kl"]
+    assert rows[3]["lr"] == pytest.approx(1e-5)  # the cosine has come to its floor
 
 
 def test_evaluation_before_every_two_steps_and_at_the_end(run):
@@ -112,12 +124,13 @@ def test_plot_draws_several_runs(run, tmp_path):
     assert re.search(r"two  heldout/avg@1 +[01]\.\d{3} before, [01]\.\d{3} after 3 steps", output)
 
 
-def test_every_logged_metric_is_in_the_readme_table(run, gpg_run):
-    rows = [*run[2], *gpg_run[2]]
+def test_every_logged_metric_is_in_the_readme_table(run, gpg_run, cwgrpo_run):
+    rows = [*run[2], *gpg_run[2], *cwgrpo_run[2]]
     section = (ROOT / "README.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
     table = set(re.findall(r"^\| `([^`]+)`", section, re.M))
     logged = {re.sub(r"@\d+$", "@k" if "pass" in name else "@n", name) for row in rows for name in row}
     logged = {re.sub(r"^eval/[^/]+/", "eval/SET/", name) for name in logged}
     logged = {re.sub(r"^(seconds|tokens_per_second)/.*", r"\1/PHASE", name) for name in logged}
+    logged = {re.sub(r"^(covariance/\w+)@.*", r"\1@SHARE", name) for name in logged}
     logged = {re.sub(r"^verifier/.*", "verifier/VERDICT", name) for name in logged}
     assert logged - {"eval/SET/pass@k"} == table - {"eval/SET/pass@k"}  # one sample: no pass@k in this run

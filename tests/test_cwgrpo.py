@@ -1,0 +1,232 @@
+"""cwgrpo.py's pure functions against literal float64 loops over section 2.3, its limit GRPO, and Clip-Cov's mask."""
+
+import math
+import random
+
+import pytest
+import torch
+
+import cwgrpo
+
+
+def literal_covariance(logp, advantage):
+    """c[i][t] of one group, literally."""
+    mean_advantage = sum(advantage) / len(advantage)
+    return [
+        [(x - sum(response) / len(response)) * (a - mean_advantage) for x in response]
+        for response, a in zip(logp, advantage, strict=True)
+    ]
+
+
+def literal_kernel(c):
+    """The normalised weights of one group."""
+    flat = [x for response in c for x in response]
+    mean = sum(flat) / len(flat)
+    sigma = math.sqrt(sum((x - mean) ** 2 for x in flat) / len(flat)) + 1e-8
+    w = [[math.exp(-(x**2) / (2 * sigma**2)) for x in response] for response in c]
+    total = sum(x for response in w for x in response)
+    return [[x * len(flat) / total for x in response] for response in w]
+
+
+def literal_advantages(rewards):
+    mean = sum(rewards) / len(rewards)
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    return [(r - mean) / (std + 1e-6) for r in rewards]
+
+
+def literal_loss(logp, old, ref, reward, beta, kernel=True):
+    """The loss of section 2.3; the weights come from the old log-probs, as constants."""
+    total = 0.0
+    for p in range(len(logp)):
+        advantage = literal_advantages(reward[p])
+        weight = literal_kernel(literal_covariance(old[p], advantage))
+        group = 0.0
+        for i, response in enumerate(logp[p]):
+            part = 0.0
+            for t, x in enumerate(response):
+                ratio = math.exp(x - old[p][i][t])
+                kl = math.exp(ref[p][i][t] - x) - (ref[p][i][t] - x) - 1
+                part += -ratio * (weight[i][t] if kernel else 1.0) * advantage[i] + beta * kl
+            group += part / len(response)
+        total += group / len(logp[p])
+    return total / len(logp)
+
+
+def draw(seed, prompts=3, group=4, longest=9, levels=2):
+    """Random log-probs and rewards; a one-token response, a dead group, with 3 levels a response with A = 0."""
+    rng = random.Random(seed)
+    lengths = [[rng.randint(1, longest) for _ in range(group)] for _ in range(prompts)]
+    lengths[0][0] = 1
+    old = [[[rng.uniform(-3, -0.1) for _ in range(n)] for n in row] for row in lengths]
+
+    def moved(by):
+        return [[[x + rng.gauss(0, by) for x in response] for response in row] for row in old]
+
+    reward = [[float(rng.randrange(levels)) for _ in range(group)] for _ in range(prompts)]
+    reward[0] = [float(levels - 1), *[1.0] * (group - 2), 0.0]
+    if prompts > 1:
+        reward[-1] = [1.0] * group
+    return moved(0.2), old, moved(0.5), reward
+
+
+def flat(nested):
+    return torch.tensor([x for row in nested for response in row for x in response], dtype=torch.float64)
+
+
+def numbers(logp):
+    """response_T and group_T."""
+    length_R = torch.tensor([len(response) for row in logp for response in row])
+    response_T = torch.arange(len(length_R)).repeat_interleave(length_R)
+    return length_R, response_T, response_T // len(logp[0])
+
+
+def ours(logp, old, ref, reward, beta, kernel=True):
+    length_R, response_T, group_T = numbers(logp)
+    advantage_T = cwgrpo.advantages(torch.tensor(reward, dtype=torch.float64)).flatten()[response_T]
+    c_T = cwgrpo.covariance(flat(old), advantage_T, response_T, group_T)
+    kernel_T = cwgrpo.kernel_weights(c_T, group_T) if kernel else torch.ones_like(c_T)
+    leaf = flat(logp).requires_grad_()
+    weight_T = cwgrpo.token_weights(length_R)
+    loss, metrics = cwgrpo.policy_loss(leaf, flat(old), flat(ref), advantage_T, kernel_T, weight_T, beta)
+    return loss, metrics, leaf
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_loss_and_gradient_equal_section_2_3(seed, kernel):
+    """Without the kernel it is GRPO with KL. A response with A = 0 inside a valid group for odd seeds."""
+    logp, old, ref, reward = draw(seed, 1 + seed % 3, 3 + seed % 2, 1 if seed == 4 else 9, levels=2 + seed % 2)
+    beta = [0.04, 0.0][seed == 3]
+    loss, metrics, leaf = ours(logp, old, ref, reward, beta, kernel)
+    assert loss.item() == pytest.approx(literal_loss(logp, old, ref, reward, beta, kernel), abs=1e-12)
+    assert metrics["kl"] > 0
+    loss.backward()
+    step, differences = 1e-6, []
+    for row in logp:
+        for response in row:
+            for t in range(len(response)):
+                kept = response[t]
+                response[t] = kept + step
+                above = literal_loss(logp, old, ref, reward, beta, kernel)
+                response[t] = kept - step
+                below = literal_loss(logp, old, ref, reward, beta, kernel)
+                response[t] = kept
+                differences.append((above - below) / (2 * step))
+    torch.testing.assert_close(leaf.grad, torch.tensor(differences, dtype=torch.float64), atol=1e-8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_covariance_and_weights(seed):
+    logp, _, _, reward = draw(seed, levels=2 + seed % 2)
+    _, response_T, group_T = numbers(logp)
+    advantage = [literal_advantages(rewards) for rewards in reward]
+    advantage[0] = [a + 0.3 for a in advantage[0]]  # not centred: the group's mean must come off
+    advantage_T = torch.tensor([a for row in advantage for a in row], dtype=torch.float64)[response_T]
+    c = [literal_covariance(row, a) for row, a in zip(logp, advantage, strict=True)]
+    c_T = cwgrpo.covariance(flat(logp), advantage_T, response_T, group_T)
+    torch.testing.assert_close(c_T, flat(c))
+    w_T = cwgrpo.kernel_weights(c_T, group_T)
+    torch.testing.assert_close(w_T, flat([literal_kernel(row) for row in c]))
+    for p in range(3):
+        assert w_T[group_T == p].mean().item() == pytest.approx(1)
+    dead = group_T == 2
+    assert (c_T[dead] == 0).all() and (w_T[dead] == 1).all()
+    assert c_T[0] == 0, "a one-token response lies on its own mean"
+
+
+def test_a_response_without_advantage_counts_in_sigma():
+    """c = 0 for it, but sigma and the normaliser span its tokens: the others weigh differently without it."""
+    logp = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.0, -1.5], dtype=torch.float64)
+    response_T, group_T = torch.tensor([0, 0, 1, 1, 2, 2]), torch.zeros(6, dtype=torch.long)
+    advantage_T = torch.tensor([1.0, 1, -1, -1, 0, 0], dtype=torch.float64)
+    c_T = cwgrpo.covariance(logp, advantage_T, response_T, group_T)
+    assert (c_T[4:] == 0).all()
+    whole, part = cwgrpo.kernel_weights(c_T, group_T), cwgrpo.kernel_weights(c_T[:4], group_T[:4])
+    assert (whole[4:] > 1).all() and not torch.allclose(whole[:4], part)
+
+
+def test_extreme_tokens_weigh_less():
+    c_T = torch.tensor([0.0, 0.1, -0.1, 5.0, -5.0, 0.2])
+    w_T = cwgrpo.kernel_weights(c_T, torch.zeros(6, dtype=torch.long))
+    assert w_T[3] == w_T[4] and w_T[3] < w_T[5] < w_T[1] < w_T[0]
+    huge = cwgrpo.kernel_weights(c_T * 1e3, torch.zeros(6, dtype=torch.long))
+    torch.testing.assert_close(huge, w_T, msg="the bandwidth follows the scale")
+
+
+def test_kl_term_is_k3():
+    """Its gradient against autograd of the closed form; the mean over samples of the old policy is the true KL."""
+    torch.manual_seed(0)
+    policy, reference = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)
+    ones = torch.ones(5, dtype=torch.float64)
+    _, metrics = cwgrpo.policy_loss(policy, policy, reference, 0 * ones, ones, policy.exp(), 1.0)
+    assert metrics["kl"].item() == pytest.approx((policy.exp() * (policy - reference)).sum().item())
+    leaf = policy.clone().requires_grad_()
+    loss, _ = cwgrpo.policy_loss(leaf, policy, reference, 0 * ones, ones, ones, 0.04)
+    loss.backward()
+    torch.testing.assert_close(leaf.grad, 0.04 * (1 - (reference - policy).exp()))
+
+
+def clip_cov(logp, advantage, share=2e-4, seed=0, old=None, low=1.0, high=5.0):
+    generator = torch.Generator().manual_seed(seed)
+    old = logp if old is None else old
+    return cwgrpo.clip_cov_mask(logp, old, advantage, 0.0, 2.0, share, low, high, generator)
+
+
+def test_clip_cov_masks_candidates_only():
+    rng = random.Random(1)
+    logp = torch.tensor([rng.uniform(-6, 0) for _ in range(3000)], dtype=torch.float64)
+    advantage = torch.tensor([rng.choice([-1.0, 1.0, 0.0]) for _ in range(3000)], dtype=torch.float64)
+    mean_a, mean_l = sum(advantage.tolist()) / 3000, sum(logp.tolist()) / 3000
+    cov = [(a - mean_a) * (x - mean_l) for a, x in zip(advantage.tolist(), logp.tolist(), strict=True)]
+    candidates = {t for t, c in enumerate(cov) if 1 < c < 5}
+    for share, count in ((2e-4, 1), (0.01, 30), (1.0, len(candidates))):
+        dropped = set(torch.nonzero(clip_cov(logp, advantage, share) == 0)[:, 0].tolist())
+        assert len(dropped) == count and dropped <= candidates
+    assert clip_cov(logp, advantage, 0.01).equal(clip_cov(logp, advantage, 0.01))
+    assert not clip_cov(logp, advantage, 0.01).equal(clip_cov(logp, advantage, 0.01, seed=1))
+    assert clip_cov(logp, advantage, low=50, high=60).all()
+    old = logp - math.log(3)  # ratio 3: PPO clips where A > 0, so only A < 0 and A = 0 are left
+    dropped = clip_cov(logp, advantage, 1.0, old=old) == 0
+    assert dropped.any() and not (dropped & (advantage > 0)).any()
+
+
+def test_covariance_summary():
+    c_T = torch.tensor([float(n) for n in range(1, 101)] + [-0.5, 0.0])
+    summary = cwgrpo.covariance_summary(c_T)
+    assert summary["covariance/positive@1%"] == 100 and summary["covariance/positive@20%"] == 81
+    assert summary["covariance/positive@100%"] == 1 and summary["covariance/negative@0.01%"] == -0.5
+    assert summary["covariance/cumulative@1%"] == pytest.approx((100 + 99) / 5050.5)
+    assert cwgrpo.covariance_summary(torch.zeros(0)) == {} == cwgrpo.covariance_summary(torch.zeros(4))
+
+
+def test_token_weights():
+    length_R = torch.tensor([1, 3])
+    assert cwgrpo.token_weights(length_R).tolist() == pytest.approx([1 / 2] + [1 / 6] * 3)
+    assert cwgrpo.token_weights(length_R, "token").tolist() == pytest.approx([1 / 4] * 4)
+
+
+@pytest.mark.parametrize(
+    "text, reward",
+    [
+        ("a\n</think>\nb", 1),
+        ("<think>\na\n </think> \n<answer>4</answer>", 1),
+        ("a</think>\nb", 0),
+        ("a\n</think>\n</think>\nb", 0),
+        ("a\n</think>\nb </think> c", 0),
+        ("", 0),
+    ],
+)
+def test_format_reward(text, reward):
+    assert cwgrpo.format_reward(text) == reward
+
+
+def test_the_worked_example():
+    """The numbers of docs/cwgrpo.md."""
+    logp = [[[-0.2, -0.4], [-0.1, -2.1]]]
+    loss, metrics, leaf = ours(logp, logp, logp, [[1.0, 0.0]], 0.04)
+    loss.backward()
+    assert f"{loss.item():.4f}" == "-0.3212" and metrics["kl"] == 0
+    assert leaf.grad.tolist() == pytest.approx([-0.2571, -0.2571, 0.0965, 0.0965], abs=1e-4)
+    _, _, leaf_without = plain = ours(logp, logp, logp, [[1.0, 0.0]], 0.04, kernel=False)
+    plain[0].backward()
+    assert leaf_without.grad.tolist() == pytest.approx([-0.1768, -0.1768, 0.1768, 0.1768], abs=1e-4)
