@@ -142,7 +142,8 @@ class Args:
     checkpoints_kept: int = 2
     """The newest checkpoints that stay."""
     resume: bool = False
-    """Go on with the run in --run-dir from its last complete checkpoint, with the flags that it was started with."""
+    """Go on with the run in --run-dir from its last complete checkpoint. Flags that shape training must be those it was
+    started with; --steps may grow where the learning rate is constant; evaluation and checkpoints may change."""
 
     micro_batch_tokens: int = 16384
     """Packed tokens (prompts and responses) in one forward and backward on one rank. Changes memory, not gradients."""
@@ -169,6 +170,7 @@ def validate(args: Args, world: "World") -> None:
     need(args.group_size >= 2, f"--group-size {args.group_size}: a group advantage needs at least 2 responses")
     need(args.prompts_per_step >= 1, f"--prompts-per-step {args.prompts_per_step}: must be at least 1")
     need(args.temperature > 0, f"--temperature {args.temperature}: must be above 0 (greedy groups have no advantage)")
+    need(args.steps > 0 or args.eval, "--steps 0 only evaluates: name the problems with --eval")
     need(args.eval_samples >= 1, f"--eval-samples {args.eval_samples}: must be at least 1")
     need(0 <= args.lr_warmup <= 1, f"--lr-warmup {args.lr_warmup}: a share of --steps, from 0 to 1")
     need(0 <= args.lr_floor <= 1, f"--lr-floor {args.lr_floor}: a share of --lr, from 0 to 1")
@@ -221,6 +223,14 @@ class World:
         return x
 
 
+def _refuse(kind: type, error: BaseException, trace) -> None:
+    """Show a setting that cannot work as one line, not as a traceback of every rank; anything else as ever."""
+    if not issubclass(kind, ValueError):
+        sys.__excepthook__(kind, error, trace)
+    elif os.environ["LOCAL_RANK"] == "0":
+        print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr, flush=True)
+
+
 def init_world() -> World:
     """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
     if "RANK" not in os.environ:
@@ -234,6 +244,7 @@ def init_world() -> World:
     )
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    sys.excepthook = _refuse
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -1052,6 +1063,7 @@ class Sampler:
     """
 
     def __init__(self, folder: Path, tokenizer, args: Args, world: World):
+        sys.excepthook = sys.__excepthook__  # from here on an error is no setting's
         cuda = world.device.type == "cuda"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -1278,8 +1290,11 @@ def resume(policy: Policy, optimizer, progress: dict, record: "Record", args: Ar
         set_optimizer_state_dict(policy, optimizer, state["optimizer"])
         record.rewind(expected["step"])
         record.say(f"resumed from {folder}, written by {expected['ranks']} ranks")
+        if expected["step"] >= args.steps:
+            record.say(f"nothing is left to do: the run has its {args.steps} steps")
         return expected["step"], json.loads((folder / "progress.json").read_text())
-    raise ValueError(f"--resume: no complete checkpoint in {record.folder / 'checkpoints'}")
+    folder = record.folder / "checkpoints"
+    raise ValueError(f"--resume: no complete checkpoint in {folder}; delete the run folder to start over")
 
 
 # ------------------------------------------------------------------------------------------------- evaluation, record
@@ -1342,11 +1357,17 @@ class Record:
             "commit": commit or "unknown",
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        if not args.resume:
-            (self.folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+        file = self.folder / "run.json"
+        if args.resume:
+            about = json.loads(file.read_text()) | {
+                "resumed": [*json.loads(file.read_text()).get("resumed", []), about]
+            }
+        file.with_suffix(".new").write_text(json.dumps(about, indent=2) + "\n")
+        file.with_suffix(".new").rename(file)
         self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
         self.log = open(self.folder / "log.txt", "a", buffering=1)  # noqa: SIM115
         self.board = SummaryWriter(str(self.folder))
+        self.say(f"run folder {self.folder}")
 
     def _check(self, args: Args, world: World) -> None:
         """Raise ValueError when the folder holds another run, or with --resume none, or one with other flags."""
@@ -1354,7 +1375,9 @@ class Record:
         exists = world.gather(about.exists())[0]  # rank 0 writes it only after every rank has asked
         if not args.resume:
             if exists:
-                raise ValueError(f"--run-dir {self.folder}: holds another run; name a new folder or add --resume")
+                raise ValueError(
+                    f"--run-dir {self.folder}: holds another run; name a new folder, delete it or add --resume"
+                )
             return
         if not exists:
             raise ValueError(f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run")
@@ -1402,10 +1425,12 @@ class Record:
             torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def data(self, problems: Data, held_out: list[Data]) -> None:
-        """Say what was read and what was left out."""
-        for data in (problems, *held_out):
+    def data(self, problems: Data, held_out: list[Data], tokenizer) -> None:
+        """Say what was read and what was left out, and show a whole prompt."""
+        read = [data for data in (problems, *held_out) if data.rows]
+        for data in read:
             self.say(f"{len(data.rows)} problems in {data.name}; left out: {data.left_out}")
+        self.say(f"the first prompt: {tokenizer.decode(read[0].rows[0].prompt_ids)!r}")
 
     def samples(self, name: str, problems: list[Problem], rollouts: list[Rollout], reward_PG: torch.Tensor) -> None:
         """Write responses, G to each problem, to samples/<name>.txt."""
@@ -1452,19 +1477,17 @@ class Record:
             self.say(f"step {step}/{self.steps}  {values}  {recent[-1]:.2f} s  left {left / 60:.1f} min")
 
     def close(self, warm_up: int = 5) -> None:
-        """Print the phase table (medians of the steps after the warm-up) and close the files."""
+        """Print the phase table (of the steps after the warm-up) and close the files."""
         if not self.first:
             return
         phases = self.phases[warm_up:] or self.phases
         if phases:
-            self.say(
-                f"\nmedian seconds of a step, of {len(phases)} steps after {len(self.phases) - len(phases)} to warm up"
-            )
-            whole = np.median([sum(p.values()) for p in phases])
+            self.say(f"\nmedian seconds of a step, and share of the time, over the last {len(phases)} steps")
+            whole = [sum(p.values()) for p in phases]
             for name in dict.fromkeys(name for p in phases for name in p):
-                median = np.median([p.get(name, 0.0) for p in phases])
-                self.say(f"  {name:<12}{median:8.3f}  {median / whole:4.0%}")
-            self.say(f"  {'step':<12}{whole:8.3f}")
+                seconds = [p.get(name, 0.0) for p in phases]
+                self.say(f"  {name:<12}{np.median(seconds):8.3f}  {sum(seconds) / sum(whole):4.0%}")
+            self.say(f"  {'step':<12}{np.median(whole):8.3f}")
         self.board.close()
         self.metrics.close()
         self.log.close()

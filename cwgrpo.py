@@ -297,7 +297,7 @@ def main(args: Args) -> None:
     problems, held_out = common.load_data(args, tokenizer)
     reward = common.load_reward(args.reward)
     record = common.Record(args, "cwgrpo", world)
-    record.data(problems, held_out)
+    record.data(problems, held_out, tokenizer)
 
     verifier = common.Verifier(max(1, os.cpu_count() // world.local_size), reward)
     sampler = common.Sampler(folder, tokenizer, args, world)

@@ -82,6 +82,8 @@ setup() {
 launch() {  # all GPUs if there are some, otherwise 2 CPU processes
   local ranks; ranks=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((ranks - 1 + $(nproc)) / ranks))} TORCH_CPP_LOG_LEVEL=ERROR
+  case " $* " in *" --help "*) exec "$python" "$1" --help ;; esac
+  echo "torchrun --nproc-per-node $ranks $*"
   "$python" -m torch.distributed.run --nproc-per-node "$ranks" "$@"
 }
 

@@ -124,6 +124,7 @@ def test_order_of_the_data():
         ),
         ({"template": "LICENSE"}, "--template LICENSE: legal"),
         ({"group_size": 1}, "--group-size 1"),
+        ({"steps": 0}, "--steps 0 only evaluates: name the problems with --eval"),
         ({"temperature": 0}, "--temperature 0"),
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
         ({"tensor_parallel": 2}, "--tensor-parallel 2: for GPUs, and there is none"),
@@ -158,8 +159,9 @@ def test_tensor_parallel_must_divide_a_node():
     ],
 )
 def test_flags_of_sspo_that_cannot_work(flags, message):
-    with pytest.raises(AssertionError, match=message):
-        torchrun("sspo.py", *flags, plain=True)
+    with pytest.raises(AssertionError, match=rf"\]: sspo\.py: .*{message}") as found:
+        torchrun("sspo.py", *flags, ranks=2)
+    assert str(found.value).count("]: ") == 1, "one process says it, in one line"
 
 
 @pytest.mark.parametrize(

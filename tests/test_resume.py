@@ -58,6 +58,8 @@ def stop_and_resume(script: str, folder: Path) -> Path:
             '{"step": 2, "time": 9, "reward": 0.123}\n{"step": 3, "ti'
         )  # a row after the checkpoint, and half of one
     assert "resumed from" in go(script, folder, "--resume")
+    about = json.loads((folder / "run.json").read_text())
+    assert [again["args"]["resume"] for again in about["resumed"]] == [True] and not about["args"]["resume"]
     return folder
 
 
@@ -101,7 +103,7 @@ def test_the_run_folder_and_the_flags_are_checked(whole, tmp_path):
     def record(**changes):
         return common.Record(common.Args(**(settings | changes)), "sspo", world)
 
-    with pytest.raises(ValueError, match="holds another run; name a new folder or add --resume"):
+    with pytest.raises(ValueError, match="holds another run; name a new folder, delete it or add --resume"):
         record()
     with pytest.raises(ValueError, match=r"--resume with --lr 0\.5: the run was started with 0\.0001"):
         record(resume=True, lr=0.5)

@@ -71,7 +71,7 @@ def memory(_args) -> None:
     before = peak()
     logp_T, _ = policy(micro)
     logp_T.sum().backward()
-    print(f"{peak() - before:.3f} GiB over the start (full float32 logits and their gradient: 4.6)")
+    print(f"{peak() - before:.3f} GiB over the start (full float32 logits and their gradient: 4.6); {hardware()}")
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -42,19 +42,20 @@ def draw(runs: dict[str, list[dict]], panels: list[str], path: Path) -> None:
     size = (4 * len(panels), 6.5)
     figure, axes = plt.subplots(2, len(panels), figsize=size, layout="constrained", sharey="col", squeeze=False)
     for column, metric in enumerate(panels):
-        for name, rows in runs.items():
+        for number, rows in enumerate(runs.values()):
             begin = rows[0]["time"]
             points = [(row["step"], row["time"] - begin, row[metric]) for row in rows if metric in row]
             if points:
                 steps, seconds, values = zip(*points, strict=True)
-                axes[0, column].plot(steps, values, label=name, linewidth=1.3)
-                axes[1, column].plot(seconds, values, label=name, linewidth=1.3)
+                axes[0, column].plot(steps, values, f"C{number}", linewidth=1.3)
+                axes[1, column].plot(seconds, values, f"C{number}", linewidth=1.3)
         axes[0, column].set(title=TITLES.get(metric, metric), xlabel="step")
         axes[0, column].set_ylim(bottom=0)
         axes[1, column].set(xlabel="seconds")
         for row in (0, 1):
             axes[row, column].grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
+    lines = [plt.Line2D([], [], color=f"C{number}") for number in range(len(runs))]
+    axes[0, 0].legend(lines, runs, fontsize=8)  # of every run, also of one that lacks the first metric
     figure.savefig(path, dpi=110)
 
 
