@@ -203,7 +203,7 @@ def verifier(_args) -> None:
 
 def step(args) -> None:
     """Run experiments of run.sh on the embedded default for some steps each, one after another; print phase tables."""
-    print(f"32 prompts x 8 responses; {hardware()}")
+    print(f"the embedded default; {hardware()}")
     for method in args.methods:
         with tempfile.TemporaryDirectory() as folder:
             command = [
