@@ -14,7 +14,7 @@ import common
 FLAGS = [
     *("--model", TOY / "model", "--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),
     *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--checkpoint-every", 2),
-    *("--group-size", 2, "--lr-floor", 0.1),
+    *("--group-size", 2, "--lr-floor", 0.1, "--checkpoints-kept", 2),
 ]
 OWN = {  # with these the position in the data depends on what was drawn
     "sspo": ["--valid-share", 0.75],
