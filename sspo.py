@@ -19,7 +19,7 @@ Settings of the same loss: GRPO is --delimiter token --clip fixed; with --clip-h
 --no-scale-advantage --normaliser constant Dr. GRPO. GSPO is --delimiter "" --clip fixed, with clip 0.2 or GSPO's own
 3e-4 / 4e-4. "+SIR" of Table 2 is --clip fixed. DAPO (arXiv 2503.14476) as arXiv 2604.16995 compares with it is
 clip-high with --normaliser token --valid-share 1 --overlong-buffer 2048. CLIP-Cov, the sixth row of Table 1, needs the
-covariance of log-probs and advantages and belongs to the third script, cwgrpo.py, which is not written yet.
+covariance of log-probs and advantages: cwgrpo.py --reweight clip-cov.
 
 Where the paper is silent, contradicts itself, or is departed from:
 - "Batch size 128" is read as 128 prompts per rollout. Updates per rollout are not given; Fig. 3b shows clipping, so

@@ -149,6 +149,8 @@ def test_extreme_tokens_weigh_less():
     c_T = torch.tensor([0.0, 0.1, -0.1, 5.0, -5.0, 0.2])
     w_T = cwgrpo.kernel_weights(c_T, torch.zeros(6, dtype=torch.long))
     assert w_T[3] == w_T[4] and w_T[3] < w_T[5] < w_T[1] < w_T[0]
+    uneven = cwgrpo.kernel_weights(torch.tensor([1.0, 2.0, 4.0]), torch.zeros(3, dtype=torch.long))
+    assert uneven.tolist() == pytest.approx(literal_kernel([[1.0, 2.0, 4.0]])[0]), "sigma is a std, about the mean"
     huge = cwgrpo.kernel_weights(c_T * 1e3, torch.zeros(6, dtype=torch.long))
     torch.testing.assert_close(huge, w_T, msg="the bandwidth follows the scale")
 
