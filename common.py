@@ -1151,6 +1151,7 @@ class Sampler:
                     yield "lm_head.weight", tensor
 
         if self.sleeps:
+            torch.cuda.empty_cache()  # the engine maps memory that torch must not hoard
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
         if sent != self.expected:

@@ -31,12 +31,18 @@ Where the paper is silent, contradicts itself, or is departed from:
   which shifts c and Table 1.
 - 12 prompts x 12 responses a step (3 x 12 x 4 responses in the code). The schedule has 300 steps (150 for 7B), the
   paper's checkpoint is that after 100 of them.
-- Responses up to 3584 tokens after prompts up to 512: there the two together are bounded by 4096.
-- Format reward: 1 if the text has exactly one "</think>", on a line of its own, as in the released code; the paper asks
-  for properly matched tags. The released 7B recipe has accuracy only, and so has ours.
+- Responses up to 3584 tokens, whatever the prompt: there a prompt and its response are bounded by 4096 together.
+- Format reward: 1 if "\n</think>\n" stands in the text exactly once, as in the released code; the paper asks for
+  properly matched tags. The released 7B recipe has accuracy only, and so has ours.
 - A response with A = 0 has no policy gradient but counts in sigma, the normaliser and the KL term. With --kl-coef 0
-  groups whose rewards are all equal are left out of both passes; they count in the denominators.
+  groups whose rewards are all equal are left out of both passes, unless Clip-Cov's means need them; they count in the
+  denominators.
 - Clip-Cov's authors recompute its covariances for each of several updates; with one the old log-probs are the same.
+  They have no KL, and leave out zero-variance groups first; here it keeps the KL of what it is compared with (ours),
+  and the groups. The setting is the paper's row, not SSPO's: model, data and lengths are this paper's.
+- Entropy is logged as a mean over tokens; section 2.2 takes it over responses.
+- Not here: the checkpoint of step 100 as a model folder (a `stop` file after step 100 leaves one), and the evaluation
+  of the R1-distilled models, whose prompt and sampling are other than in training.
 - Betas, decay 0, gradient norm 1: TRL's defaults, on which the released code builds.
 """
 
@@ -72,7 +78,7 @@ class Args(common.Args):
     max_prompt_tokens: int = 512
     """Longer prompts are left out of the data and counted (Table 5)."""
     max_response_tokens: int = 3584
-    """A response is cut here and scores as it stands (Table 5 less the prompt)."""
+    """A response is cut here and scores as it stands (Table 5's 4096 less the longest prompt)."""
     temperature: float = 0.7
     """Divides the logits in the sampler and in the trainer alike (Table 5); top-p and top-k are off."""
     lr_warmup: float = 0.1
@@ -181,8 +187,8 @@ def policy_loss(
 
 
 def format_reward(text: str) -> float:
-    """Return 1.0 for a text with exactly one </think>, on a line of its own, else 0.0."""
-    return float(text.count("</think>") == 1 and "</think>" in (line.strip() for line in text.splitlines()))
+    """Return 1.0 for a text with exactly one "</think>" that has a line of its own (released code), else 0.0."""
+    return float(text.count("\n</think>\n") == 1)
 
 
 def covariance_summary(c_T: torch.Tensor) -> dict[str, float]:
@@ -213,8 +219,8 @@ def learn(policy, reference, optimizer, batch, reward_PG, seed: int, args: Args,
     group_T = group_R[batch.response_T]
     valid_R = (reward_PG != reward_PG[:, :1]).any(1)[group_R]
     weight_T = token_weights(batch.length_R, args.normaliser).float()
-    # without KL a dead group has no gradient; Clip-Cov's means span it all the same
-    cost_R = batch.total_R * (valid_R | (args.kl_coef > 0) | (args.reweight == "clip-cov"))
+    trained_R = valid_R | (args.kl_coef > 0)  # without KL a dead group has no gradient
+    cost_R = batch.total_R * (trained_R | (args.reweight == "clip-cov"))  # whose means span dead groups all the same
     plan = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
 
     # ---- old and reference log-probs of the whole update: c, sigma and the normaliser span micro-batches and ranks
@@ -226,7 +232,7 @@ def learn(policy, reference, optimizer, batch, reward_PG, seed: int, args: Args,
             reference.to(world.device)
             ref_logp_T, _ = common.score(reference, batch, plan, world)
             reference.to("cpu")
-    trained_T = (cost_R > 0)[batch.response_T]
+    trained_T = trained_R[batch.response_T]
     valid_T = valid_R[batch.response_T]
     c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
     kernel_T = torch.ones_like(c_T)
@@ -236,7 +242,8 @@ def learn(policy, reference, optimizer, batch, reward_PG, seed: int, args: Args,
         clip_cov = (args.clip_cov_share, args.clip_cov_low, args.clip_cov_high)
         generator = torch.Generator().manual_seed(seed)
         kernel_T = clip_cov_mask(old_logp_T, old_logp_T, advantage_T, 0.0, 2.0, *clip_cov, generator)
-    weight_T = weight_T * common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+    removed_T = (1 - kernel_T[valid_T]).clamp(min=0)
+    kernel_T = kernel_T * common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)  # not of the KL
 
     # ---- update
     logp_T, grad_norms = torch.zeros_like(old_logp_T), []
@@ -271,7 +278,7 @@ def learn(policy, reference, optimizer, batch, reward_PG, seed: int, args: Args,
     if trained_T.any():
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
     if valid_T.any():
-        metrics["weight_removed"] = (1 - kernel_T[valid_T]).clamp(min=0).double().mean().item()
+        metrics["weight_removed"] = removed_T.double().mean().item()
     trained_tokens = cost_R.sum().item()
     record.tokens |= dict.fromkeys(("old_logp", "reference", "update"), trained_tokens)
     if reference is None:

@@ -211,10 +211,12 @@ def test_token_weights():
     "text, reward",
     [
         ("a\n</think>\nb", 1),
-        ("<think>\na\n </think> \n<answer>4</answer>", 1),
+        ("<think>\na\n</think>\n<answer>4</answer>", 1),
+        ("<think>\na\n </think> \n<answer>4</answer>", 0),
+        ("a\n</think>", 0),
         ("a</think>\nb", 0),
-        ("a\n</think>\n</think>\nb", 0),
-        ("a\n</think>\nb </think> c", 0),
+        ("a\n</think>\n</think>\nb", 1),  # the released code's count does not overlap
+        ("a\n</think>\nb\n</think>\nc", 0),
         ("", 0),
     ],
 )
