@@ -8,6 +8,7 @@ a paper defines is then a pure function of the whole step, the same on 1 rank or
 sharded.
 """
 
+import functools
 import hashlib
 import heapq
 import importlib.metadata
@@ -416,12 +417,18 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
     return Data(f"{path.stem}-{split}" if ":" in source else path.stem, problems, left_out)
 
 
+@functools.cache
+def own_template(path: str) -> str:
+    """Return the text of a template file."""
+    return Path(path).read_text(encoding="utf-8")
+
+
 def prompt_of(problem: str, template: str, tokenizer) -> str:
     """Return the prompt's text. Raises ValueError where the template needs a chat format that the tokenizer lacks."""
     if template in TEMPLATES:
         return TEMPLATES[template].format(problem=problem)
     if template not in SYSTEM_TURNS:
-        return Path(template).read_text(encoding="utf-8").replace("{problem}", problem)
+        return own_template(template).replace("{problem}", problem)
     if not tokenizer.chat_template:
         raise ValueError(f"--template {template}: the tokenizer of --model has no chat template to put it into")
     turns = [{"role": "system", "content": SYSTEM_TURNS[template]}, {"role": "user", "content": problem}]
@@ -1360,9 +1367,8 @@ class Record:
         }
         file = self.folder / "run.json"
         if args.resume:
-            about = json.loads(file.read_text()) | {
-                "resumed": [*json.loads(file.read_text()).get("resumed", []), about]
-            }
+            before = json.loads(file.read_text())
+            about = before | {"resumed": [*before.get("resumed", []), about]}
         file.with_suffix(".new").write_text(json.dumps(about, indent=2) + "\n")
         file.with_suffix(".new").rename(file)
         self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115

@@ -279,10 +279,8 @@ def learn(policy, reference, optimizer, batch, reward_PG, seed: int, args: Args,
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
     if valid_T.any():
         metrics["weight_removed"] = removed_T.double().mean().item()
-    trained_tokens = cost_R.sum().item()
-    record.tokens |= dict.fromkeys(("old_logp", "reference", "update"), trained_tokens)
-    if reference is None:
-        del record.tokens["reference"]
+    phases = ["old_logp", "update"] if reference is None else ["old_logp", "reference", "update"]
+    record.tokens |= dict.fromkeys(phases, cost_R.sum().item())
     return metrics
 
 

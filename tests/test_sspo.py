@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import TOY
+from conftest import TOY, central_differences
 from toy import make_tokenizer
 from transformers import AutoTokenizer
 
@@ -94,18 +94,8 @@ def test_loss_and_gradient_equal_eq_16(seed):
     loss, _, leaf, _ = ours(*numbers)
     assert loss.item() == pytest.approx(-literal_objective(*numbers, entropy_clip), abs=1e-12)
     loss.backward()
-    logp, step, differences = numbers[0], 1e-6, []
-    for row in logp:
-        for response in row:
-            for t in range(len(response)):
-                kept = response[t]
-                response[t] = kept + step
-                above = literal_objective(*numbers, entropy_clip)
-                response[t] = kept - step
-                below = literal_objective(*numbers, entropy_clip)
-                response[t] = kept
-                differences.append(-(above - below) / (2 * step))
-    torch.testing.assert_close(leaf.grad, torch.tensor(differences, dtype=torch.float64), atol=1e-8, rtol=1e-6)
+    expected = central_differences(lambda: -literal_objective(*numbers, entropy_clip), numbers[0])
+    torch.testing.assert_close(leaf.grad, expected, atol=1e-8, rtol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(4))
