@@ -92,6 +92,8 @@ class Args:
     """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id (`id:split`)."""
     eval: str = ""
     """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
+    subset: int = 0
+    """Train on so many problems, drawn uniformly by --seed (SPS: 3k, 5k, 10k). 0: on all."""
     template: str = "qwen-math"
     """Prompt around a problem: plain (the problem and a newline), qwen-math, qwen-boxed, open-rs, or a text file with
     {problem} in it."""
@@ -344,6 +346,13 @@ def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
     if len(set(names)) < len(names):
         raise ValueError(f"--eval {args.eval}: two sets of one name, {names}; their metrics would overwrite each other")
     problems = load_problems(args.dataset, tokenizer, args, "--dataset") if args.steps else Data("none", [], {})
+    if args.subset:
+        if not 0 < args.subset <= len(problems.rows):
+            raise ValueError(f"--subset {args.subset}: --dataset {args.dataset} has {len(problems.rows)} usable rows")
+        chosen = np.random.default_rng(seed_of(args.seed, "subset")).permutation(len(problems.rows))[: args.subset]
+        rows = [problems.rows[number] for number in sorted(chosen)]
+        left_out = problems.left_out | {"not in the subset": len(problems.rows) - args.subset}
+        problems = Data(problems.name, rows, left_out)
     return problems, held_out
 
 
@@ -1236,9 +1245,10 @@ MAY_CHANGE = ("run_dir", "resume", "steps", "eval", "eval_every", "eval_samples"
 MAY_CHANGE += ("checkpoint_every", "checkpoints_kept", "gpu_memory_utilization")
 
 
-def training_state(policy: Policy, optimizer) -> dict:
+def training_state(policy: Policy, optimizers: dict) -> dict:
     """Return the sharded part of a checkpoint. Order of the data and seeds are functions of --seed and the position."""
-    return {"policy": get_model_state_dict(policy), "optimizer": get_optimizer_state_dict(policy, optimizer)}
+    moments = {name: get_optimizer_state_dict(policy, optimizer) for name, optimizer in optimizers.items()}
+    return {"policy": get_model_state_dict(policy)} | moments
 
 
 def digests(folder: Path, world: World) -> dict[str, str]:
@@ -1251,10 +1261,10 @@ def digests(folder: Path, world: World) -> dict[str, str]:
     return {name: digest for part in world.gather(mine) for name, digest in part.items()}
 
 
-def save_checkpoint(policy: Policy, optimizer, step: int, progress: dict, record: "Record", args: Args, world) -> None:
+def save_checkpoint(policy: Policy, optimizers: dict, step: int, progress: dict, record: "Record", args: Args, world):
     """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest.
 
-    `progress` is what else the loop needs to go on, as JSON.
+    `optimizers` are named, and left out while they have no moments; `progress` is what else the loop needs, as JSON.
     """
     final = record.folder / "checkpoints" / f"step-{step:05d}"
     partial = final.with_suffix(".partial")
@@ -1265,7 +1275,8 @@ def save_checkpoint(policy: Policy, optimizer, step: int, progress: dict, record
     dist.barrier()
     if not all(world.gather(partial.is_dir())):
         raise ValueError(f"--run-dir {record.folder}: must lie on storage that all nodes share")
-    dcp.save(training_state(policy, optimizer), checkpoint_id=str(partial))
+    used = {name: optimizer for name, optimizer in optimizers.items() if optimizer.state}
+    dcp.save(training_state(policy, used), checkpoint_id=str(partial))
     manifest = {"step": step, "ranks": world.size, "files": digests(partial, world)}
     if world.rank == 0:
         with open(partial / "manifest.json", "w") as file:
@@ -1279,10 +1290,11 @@ def save_checkpoint(policy: Policy, optimizer, step: int, progress: dict, record
     dist.barrier()
 
 
-def resume(policy: Policy, optimizer, progress: dict, record: "Record", args: Args, world: World) -> tuple[int, dict]:
+def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record", args: Args, world) -> tuple[int, dict]:
     """Load the newest complete checkpoint of the run; return its step and progress; 0 and `progress` without --resume.
 
-    A damaged or half-written one is named and passed over. Raises ValueError when none is left.
+    A damaged or half-written one is named and passed over; an optimiser that it does not hold stays as it is. Raises
+    ValueError when no checkpoint is left.
     """
     if not args.resume:
         return 0, progress
@@ -1292,14 +1304,16 @@ def resume(policy: Policy, optimizer, progress: dict, record: "Record", args: Ar
         if folder.suffix == ".partial" or digests(folder, world) != expected["files"]:
             record.say(f"{folder}: half-written or damaged; trying the one before")
             continue
-        state = training_state(policy, optimizer)
+        held = {key.partition(".")[0] for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata}
+        state = training_state(policy, {name: one for name, one in optimizers.items() if name in held})
         dcp.load(state, checkpoint_id=str(folder))
         set_model_state_dict(policy, state["policy"])
-        set_optimizer_state_dict(policy, optimizer, state["optimizer"])
+        for name in held & optimizers.keys():
+            set_optimizer_state_dict(policy, optimizers[name], state[name])
         record.rewind(expected["step"])
         record.say(f"resumed from {folder}, written by {expected['ranks']} ranks")
-        if expected["step"] >= args.steps:
-            record.say(f"nothing is left to do: the run has its {args.steps} steps")
+        if expected["step"] >= record.steps:
+            record.say(f"nothing is left to do: the run has its {record.steps} steps")
         return expected["step"], json.loads((folder / "progress.json").read_text())
     folder = record.folder / "checkpoints"
     raise ValueError(f"--resume: no complete checkpoint in {folder}; delete the run folder to start over")
@@ -1334,11 +1348,13 @@ def evaluate(held_out: list[Data], sampler, verifier, args: Args, world, record,
         metrics[f"eval/{data.name}/length"] = float(np.mean([len(rollout.ids) for rollout in rollouts]))
         metrics[f"eval/{data.name}/truncated_share"] = float(np.mean([rollout.truncated for rollout in rollouts]))
         record.samples(f"{data.name}-step{step:05d}", data.rows, rollouts, reward_PN)
+        record.questions(step, data.name, correct_PN)
     return metrics
 
 
 class Record:
-    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples, log.txt."""
+    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples, log.txt, and
+    in questions.jsonl how many completions of each held-out problem were right."""
 
     def __init__(self, args: Args, script: str, world: World):
         name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -1398,12 +1414,13 @@ class Record:
         """Drop the metrics of later steps, which will be written again, and let `time` go on."""
         if not self.first:
             return
-        file = self.folder / "metrics.jsonl"
-        rows = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-        rows = [line for line in rows if json.loads(line)["step"] <= step]
         self.metrics.close()
-        file.with_suffix(".new").write_text("".join(rows))
-        file.with_suffix(".new").rename(file)
+        for file in (self.folder / "questions.jsonl", self.folder / "metrics.jsonl"):
+            file.touch()
+            rows = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+            rows = [line for line in rows if json.loads(line)["step"] <= step]
+            file.with_suffix(".new").write_text("".join(rows))
+            file.with_suffix(".new").rename(file)
         self.metrics = open(file, "a", buffering=1)  # noqa: SIM115
         self.board.close()
         self.board = SummaryWriter(str(self.folder), purge_step=step + 1)
@@ -1455,6 +1472,13 @@ class Record:
                 )
                 file.write(f"{rollout.text}\n")
 
+    def questions(self, step: int, name: str, correct_PN: torch.Tensor) -> None:
+        """Add a line to questions.jsonl: of n completions of each problem of a held-out set, how many are right."""
+        if self.first:
+            row = {"step": step, "set": name, "n": correct_PN.shape[1], "right": correct_PN.sum(1).tolist()}
+            with open(self.folder / "questions.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write a step's metrics, phase times and, for the phases in `tokens`, tokens/s; print one progress line."""
         for name, seconds in self.seconds.items():
@@ -1479,7 +1503,15 @@ class Record:
         if step:
             recent = [sum(phases.values()) for phases in self.phases[-20:]]
             left = (self.steps - step) * sum(recent) / len(recent)
-            shown = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm")
+            shown = (
+                "reward",
+                "entropy",
+                "clip_fraction",
+                "response_length",
+                "grad_norm",
+                "irl/loss",
+                "irl/moved_share",
+            )
             values = "  ".join(f"{name} {metrics[name]:.3f}" for name in shown if name in metrics)
             self.say(f"step {step}/{self.steps}  {values}  {recent[-1]:.2f} s  left {left / 60:.1f} min")
 

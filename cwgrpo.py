@@ -311,7 +311,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay
     )
-    start, progress = common.resume(policy, optimizer, {"position": 0}, record, args, world)
+    start, progress = common.resume(policy, {"optimizer": optimizer}, {"position": 0}, record, args, world)
     position = progress["position"]
     sampler.load(common.full_weights(policy, sampler.dtype))
     if not start:
@@ -356,7 +356,8 @@ def main(args: Args) -> None:
         # ---- checkpoint
         stopping = record.stop_asked(world)
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
-            common.save_checkpoint(policy, optimizer, step, {"position": position}, record, args, world)
+            progress = {"position": position}
+            common.save_checkpoint(policy, {"optimizer": optimizer}, step, progress, record, args, world)
         if stopping:
             break
 

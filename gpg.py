@@ -220,7 +220,8 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay
     )
-    start, progress = common.resume(policy, optimizer, {"position": 0, "carried": []}, record, args, world)
+    begin = {"position": 0, "carried": []}
+    start, progress = common.resume(policy, {"optimizer": optimizer}, begin, record, args, world)
     position, carried = progress["position"], common.restore_groups(progress["carried"], problems.rows, args)
     sampler.load(common.full_weights(policy, sampler.dtype))
     if not start:
@@ -269,7 +270,7 @@ def main(args: Args) -> None:
         stopping = record.stop_asked(world)
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
             progress = {"position": position, "carried": common.storable(carried)}
-            common.save_checkpoint(policy, optimizer, step, progress, record, args, world)
+            common.save_checkpoint(policy, {"optimizer": optimizer}, step, progress, record, args, world)
         if stopping:
             break
 

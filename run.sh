@@ -49,6 +49,13 @@ or toy:
   gpg-beta0.8  threshold 0.8 (Table 10)
   gpg-batch    standard deviation of the batch, no alpha, no threshold (Table 13)
   gpg-g2, gpg-g4, gpg-g16   row A with groups of 2, 4, 16 (Table 11)
+METHOD of sps.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k (model and problems of Table 1) or toy; at these
+sizes dapo and gspo are Table 2's, through sspo.py:
+  sps          as printed; the IRL stage's learning rate of 5e-10 hardly moves a weight
+  sps-act      with an IRL learning rate at which the stage acts (ours): that of the RL stage
+  sps-grpo     without IRL stages
+  sps-uniform, sps-quantile     other choices of demonstrations (sections 4.1, C.1), acting as sps-act
+  sps-k1 ... sps-k5             1 to 5 demonstrations of each prompt (Fig. 4), acting as sps-act
 END
 }
 
@@ -89,7 +96,7 @@ launch() {  # all GPUs if there are some, otherwise 2 CPU processes
 
 method() {  # the script and the flags that make it this method
   script=sspo.py
-  case $1 in gpg*) script=gpg.py ;; cwgrpo | grpo-kl | clip-cov) script=cwgrpo.py ;; esac
+  case $1 in gpg*) script=gpg.py ;; cwgrpo | grpo-kl | clip-cov) script=cwgrpo.py ;; sps*) script=sps.py ;; esac
   case $1 in
     sspo) flags=() ;;
     sir) flags=(--clip fixed) ;;
@@ -113,6 +120,11 @@ method() {  # the script and the flags that make it this method
     gpg-beta0.8) flags=(--beta-th 0.8) ;;
     gpg-batch) flags=(--norm batch --no-accurate-gradient --beta-th 0) ;;
     gpg-g2 | gpg-g4 | gpg-g16) flags=(--norm group --no-accurate-gradient --beta-th 0 --group-size "${1#gpg-g}") ;;
+    sps) flags=() ;;
+    sps-grpo) flags=(--irl-steps 0) ;;
+    sps-act) flags=(--irl-lr 5e-7) ;;
+    sps-uniform | sps-quantile) flags=(--irl-lr 5e-7 --choose "${1#sps-}") ;;
+    sps-k[1-5]) flags=(--irl-lr 5e-7 --demonstrations "${1#sps-k}") ;;
     *) echo "no such experiment; ./run.sh help lists them" >&2; exit 2 ;;
   esac
 }
@@ -126,6 +138,10 @@ size() {  # model, data and evaluation
       if [ $script != sspo.py ]; then flags+=(--lr 2e-4); fi  # one update a step, not four
       if [ $script = cwgrpo.py ]; then  # answers without thoughts; 2e-4 fell back
         flags+=(--no-format-reward --prompts-per-step 12 --temperature 1 --lr 1e-4 --lr-warmup 0 --lr-floor 1 --steps 400)
+      fi
+      if [ $script = sps.py ]; then  # three rounds
+        flags+=(--rl-steps 40 --irl-batch 256)
+        case $word in sps-toy | sps-grpo-toy) ;; *) flags+=(--irl-lr 5e-5) ;; esac
       fi
       if [ "$word" = dapo-toy ]; then flags+=(--overlong-buffer 32); fi
       if [ $gpus = yes ]; then flags+=(--gpu-memory-utilization 0.1); fi ;;  # more cache than that only costs time
@@ -148,6 +164,15 @@ size() {  # model, data and evaluation
         --temperature 0.7 --lr-warmup 0.1 --lr-floor 0.1 --weight-decay 0)
       if [ "$1" = rs1 ]; then flags+=(--dataset knoveleng/open-s1 --steps 100); fi
       if [ "$1" = rs3 ]; then flags+=(--dataset knoveleng/open-rs --steps 50); fi ;;
+    sps.py-*-*k | sspo.py-*-*k)
+      flags+=(--activation-checkpointing --model "Qwen/Qwen2.5-Math-$(tr b B <<<"${1%-*}")" --subset "$(sed "s/.*-//; s/k$/000/" <<<"$1")"
+        --eval "HuggingFaceH4/aime_2024,math-ai/aime25,MathArena/brumo_2025,MathArena/hmmt_feb_2025,MathArena/hmmt_nov_2025"
+        --eval-samples 128 --eval-temperature 0.7 --eval-every 100)
+      if [ $script = sspo.py ]; then
+        flags+=(--dataset Elliott/Openr1-Math-46k-8192 --max-response-tokens 3072 --lr 5e-7 --weight-decay 0.1
+          --adam-betas 0.9 0.95 --steps 700 --prompts-per-step 16 --updates-per-step 1)
+        if [ "$word" != "${word#gspo}" ]; then flags+=(--prompts-per-step 64 --updates-per-step 4 --steps 175); fi
+      fi ;;
     *) echo "no such experiment; ./run.sh help lists them" >&2; exit 2 ;;
   esac
 }
@@ -166,5 +191,7 @@ case $word in
     "$python" tools/plot.py "$run" -o "$run/curve.png"
     echo "samples  $run/samples/"
     echo "model    $run/model/" ;;
+  *-*-*[0-9]k) size=${word##*-}; rest=${word%-*}; method "${rest%-*}"; size "${rest##*-}-$size"; setup
+    launch $script "${flags[@]}" "$@" ;;
   *) method "${word%-*}"; size "${word##*-}"; setup; launch $script "${flags[@]}" "$@" ;;
 esac

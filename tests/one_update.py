@@ -27,8 +27,7 @@ args = script.Args(
     group_size=group,
     micro_batch_tokens=options["budget"],
     max_grad_norm=1e9,
-    lr=1e-3,
-    **options.get("args", {}),
+    **{"lr": 1e-3} | options.get("args", {}),
 )
 rng = np.random.default_rng(7)
 tokenizer = AutoTokenizer.from_pretrained(model)
@@ -59,12 +58,16 @@ record = SimpleNamespace(phase=lambda name: nullcontext(), tokens={})
 first, last = [policy], []
 if options["script"] == "sspo":
     last = [tokenizer]
-if options["script"] == "cwgrpo":  # a reference away from the policy, so that its KL has a gradient; a seed
+if options["script"] in ("cwgrpo", "sps"):  # a reference away from the policy, so that its KL has a gradient
     reference = common.load_policy(Path(model), args, world).requires_grad_(False)
     for parameter in reference.parameters():
         parameter.mul_(1.1)
-    first, last = [policy, reference], [5]
-metrics = script.learn(*first, optimizer, batch, reward_PG, *last, args, world, record)
+    first, last = [policy, reference], [5] if options["script"] == "cwgrpo" else []  # a seed
+if options.get("irl"):
+    for _ in range(options.get("repeat", 1)):
+        metrics = script.learn_irl(policy, optimizer, batch, args, world, record)
+else:
+    metrics = script.learn(*first, optimizer, batch, reward_PG, *last, args, world, record)
 result = {
     "gradient": {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None},
     "moved": {name: p.full_tensor() - before[name] for name, p in policy.named_parameters()},

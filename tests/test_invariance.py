@@ -12,7 +12,7 @@ from conftest import ROOT, torchrun
 
 SCRIPT = ROOT / "tests" / "one_update.py"
 BUDGET = 5000  # above the longest response the defaults allow; the rollouts here fit one micro-batch
-ONE_UPDATE = {"sspo": {"updates_per_step": 1}, "gpg": {}, "cwgrpo": {}}
+ONE_UPDATE = {"sspo": {"updates_per_step": 1}, "gpg": {}, "cwgrpo": {}, "sps": {}}
 
 
 def update(model: Path, out: Path, script: str, ranks: int = 1, budget: int = BUDGET, **options) -> dict:
@@ -104,6 +104,33 @@ def test_cwgrpo_with_nothing_but_dead_groups(tiny, tmp_path):
     result = update(tiny, tmp_path, "cwgrpo", args={"kl_coef": 0.0}, **dead)
     assert result["metrics"]["optimizer_steps"] == 0 and result["gradient"] == {}
     assert not any(moved.any() for moved in result["moved"].values())
+
+
+def test_an_irl_step(tiny, tmp_path):
+    """The same on three processes, in small micro-batches, in another order; the demonstrations become likelier."""
+    one = update(tiny, tmp_path, "sps", irl=True)
+    three = update(tiny, tmp_path, "sps", ranks=3, budget=50, irl=True, reverse=True)
+    assert largest_difference(three["gradient"], one["gradient"]) < 1e-5 and len(one["gradient"]) == 27
+    assert largest_difference(three["moved"], one["moved"]) < 1e-3
+    for name, value in one["metrics"].items():
+        assert three["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    again = update(tiny, tmp_path, "sps", irl=True, repeat=5)  # each step with lr 1e-3
+    assert again["metrics"]["irl/loss"] < one["metrics"]["irl/loss"] - 0.1
+    assert again["metrics"]["irl/probability"] > one["metrics"]["irl/probability"]
+    assert one["metrics"]["irl/moved_share"] > 0.99 > one["metrics"]["irl/moved_share_bf16"] > 0.3
+
+
+def test_an_irl_step_of_5e_10(tiny, tmp_path):
+    """Weights of 2**-6 or more stay; what is counted as moved is what moved."""
+    result = update(tiny, tmp_path, "sps", ranks=2, irl=True, args={"lr": 5e-10})
+    moved = torch.cat([x.flatten() != 0 for x in result["moved"].values()])
+    assert result["metrics"]["irl/moved_share"] == pytest.approx(moved.float().mean().item())
+    assert 0.01 < result["metrics"]["irl/moved_share"] < 0.3 and result["metrics"]["irl/moved_share_bf16"] < 1e-3
+
+
+def test_sps_without_kl_and_advantages_makes_no_step(tiny, tmp_path):
+    result = update(tiny, tmp_path, "sps", ranks=2, dead=list(range(6)), args={"kl_coef": 0.0})
+    assert result["gradient"] == {} and not any(moved.any() for moved in result["moved"].values())
 
 
 def test_gpg_appendix_a(tiny, tmp_path):

@@ -1,0 +1,473 @@
+"""SPS: Steering Probability Squeezing, arXiv 2604.16995v1.
+
+RL stages that alternate with inverse-RL stages on the policy's own rollouts (Algorithm 1). Minimised in an RL stage,
+for one prompt (Eqs. 23, 25; GRPO), and in an IRL stage (Eq. 4 without its minus sign):
+
+    L = 1/G sum_i 1/|y_i| sum_t -min(w_it A_i, clip(w_it, 1 - eps, 1 + eps) A_i) + beta KL_it            (Eq. 23)
+    A_i = (R_i - mean R) / std R                                                                         (Eq. 25)
+    w = pi / pi_old,   KL = pi_ref / pi - log(pi_ref / pi) - 1
+    L_IRL = E_{y' ~ Y'} -log pi(y' | x), Y' the demonstrations                                           (Eq. 4)
+
+    ./run.sh sps-1.5b-3k                   Qwen2.5-Math-1.5B, 3,000 problems (Table 1); also 7b, 5k, 10k; sps-grpo-...
+    torchrun --nproc-per-node 4 sps.py     on the whole data set, without activation checkpointing
+    python sps.py --help                   every flag
+
+Shapes: _P prompts, _G responses of a prompt, _R responses, _T response tokens.
+
+Settings: GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-1.5b-3k, gspo-...).
+
+--irl-lr is 5e-10 as printed. An AdamW step of that size is lost in the rounding of a float32 weight of 2**-6 = 0.016 or
+more, and bfloat16, in which a GPU samples, sees almost none of the others: expect GRPO's results. The run says at its
+start which share of the weights can move; irl/moved_share says which did. ./run.sh sps-act-... sets 5e-7, the RL
+stage's own rate.
+
+Where the paper is silent, contradicts itself, or is departed from:
+- Eq. 4 as printed maximises the KL to the rollouts: the sign is a slip. With an empirical rollout distribution the KL
+  is the cross-entropy (C.1), here a mean over the tokens of a batch (ours).
+- An RL stage is one pass over the data (ours: 3k x 8 / 128 = 188 steps fit Table 5's 68 minutes); an IRL stage is 4
+  steps of 512 responses ("four training steps per iteration"). At 10k one pass is 625 of 700 steps.
+- Demonstrations: 3 of each prompt's 8 responses (section 5.1). l2te takes the wrong responses of lowest mean token
+  log-prob and, where they are too few, the right ones of lowest (that it is deterministic, per prompt and wrong first
+  is ours; the paper "preferentially samples" and "augments with positive trajectories"). uniform is section 4.1 before
+  that, quantile C.1: the lower 3/8 of the stage's responses pooled. The log-prob is the sampler's own, so that of the
+  policy at that time.
+- 3k prompts give 9,000 demonstrations, of which 4 x 512 are used, drawn without replacement while they last.
+- A fresh AdamW in every IRL stage; that of the RL stages keeps its moments (ours). Decay and betas: 0.1, 0.9 and 0.95
+  as in ms-swift, for both.
+- KL to the original model, k3, beta 0.01 (Table 2, whose Eq. 23 shows none).
+- eps 0.2 (TRL's default); with one update of a rollout batch the ratio is 1 and nothing clips.
+- Eq. 24 writes a ratio of whole responses for GRPO; here it is one per token, as in GRPO.
+- A response is cut at 3072 tokens, a prompt at 1024 (ours).
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+from transformers import AutoTokenizer
+
+import common
+
+
+@dataclass
+class Args(common.Args):
+    """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2)."""
+
+    dataset: str = "Elliott/Openr1-Math-46k-8192"
+    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id (`id:split`)."""
+    steps: int = 700
+    """RL steps (section 5.2); the IRL steps of complete RL stages come on top. 0 only evaluates."""
+    prompts_per_step: int = 16
+    """Prompts sampled in an RL step (P; 128 completions, section 5.1)."""
+    max_response_tokens: int = 3072
+    """A response is cut here and scores as it stands (ours)."""
+    lr: float = 5e-7
+    """AdamW's learning rate in RL stages (section 5.1)."""
+    weight_decay: float = 0.1
+    """AdamW's decay, on every parameter (ms-swift's default)."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moments (ms-swift's default)."""
+    kl_coef: float = 0.01
+    """Weight of the KL to the initial model in RL stages (Table 2). 0: no reference model is loaded."""
+    rl_steps: int = 0
+    """Steps of an RL stage. 0: --rl-passes says."""
+    rl_passes: float = 1.0
+    """Passes of an RL stage over the data (ours)."""
+    irl_steps: int = 4
+    """Steps of an IRL stage (section 5.1). 0: --irl-passes says."""
+    irl_passes: float = 0.0
+    """Passes of an IRL stage over its demonstrations. 0: no IRL stage, GRPO."""
+    irl_batch: int = 512
+    """Demonstrations in an IRL step (section 5.1)."""
+    irl_lr: float = 5e-10
+    """AdamW's learning rate in IRL stages (section 5.1)."""
+    demonstrations: int = 3
+    """Responses of each prompt that may be demonstrations (section 5.1; 1 to 5 in Fig. 4)."""
+    choose: Literal["l2te", "uniform", "quantile"] = "l2te"
+    """Which: l2te (section 4.1), uniform (section 4.1), quantile (C.1)."""
+
+
+CLIP = (0.8, 1.2)
+
+# ----------------------------------------------------------------------------------------------------------- the paper
+
+
+def advantages(reward_PG: torch.Tensor) -> torch.Tensor:
+    """Return advantage_PG (Eq. 25): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
+    advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 25
+    dead_P1 = (reward_PG == reward_PG[:, :1]).all(1, keepdim=True)  # rounding of the mean must not revive a dead group
+    return advantage_PG.masked_fill(dead_P1, 0.0)
+
+
+def token_weights(length_R: torch.Tensor, normaliser: str = "response") -> torch.Tensor:
+    """Return weight_T, the factor in front of each token of these responses, which sums to 1.
+
+    response: 1/R 1/|y_i|, the mean over prompts, 1/G and 1/|y_i| of Eq. 23. token: 1 / sum |y_i|, Eq. 4.
+    """
+    per_response_R = length_R if normaliser == "response" else length_R.double().mean().expand(len(length_R))
+    return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)
+
+
+def policy_loss(
+    logp_T: torch.Tensor,
+    old_logp_T: torch.Tensor,
+    ref_logp_T: torch.Tensor,
+    advantage_T: torch.Tensor,
+    weight_T: torch.Tensor,
+    low: float,
+    high: float,
+    kl_coef: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the RL loss of these tokens and metrics: kl, its KL term without coefficient (nats, weighted alike)."""
+    ratio_T = (logp_T - old_logp_T).exp()
+    surrogate_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low, high) * advantage_T)
+    kl_T = (ref_logp_T - logp_T).exp() - (ref_logp_T - logp_T) - 1  # k3
+    loss = (weight_T * (kl_coef * kl_T - surrogate_T)).sum()  # Eq. 23
+    return loss, {"kl": (weight_T * kl_T).sum().detach()}
+
+
+def choose_demonstrations(
+    mean_logp_PG: torch.Tensor, reward_PG: torch.Tensor, k: int, how: str, generator: torch.Generator | None = None
+) -> list[tuple[int, int]]:
+    """Return the (prompt, response) numbers of a stage's demonstrations, k for each prompt, in their order.
+
+    l2te: the wrong responses of lowest mean log-prob, filled up with the right ones of lowest. uniform: k at random,
+    with `generator`. quantile: the k P responses of lowest mean log-prob, whatever their prompt. Of equals the first.
+    """
+    prompts, group = mean_logp_PG.shape
+    if how == "quantile":
+        chosen = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1
+        return [divmod(number, group) for number in chosen.sort().values.tolist()]
+    if how == "uniform":
+        order_PG = torch.rand(prompts, group, generator=generator).argsort(1)
+    else:
+        by_logp_PG = mean_logp_PG.argsort(dim=1, stable=True)
+        right_PG = (reward_PG >= 1).long().gather(1, by_logp_PG)
+        order_PG = by_logp_PG.gather(1, right_PG.argsort(dim=1, stable=True))  # L2TE
+    return [(p, g) for p, chosen in enumerate(order_PG[:, :k].sort(1).values.tolist()) for g in chosen]
+
+
+def irl_loss(logp_T: torch.Tensor, weight_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the IRL loss of these tokens, nats, and metrics: probability, the mean one of a token, weighted alike."""
+    return -(weight_T * logp_T).sum(), {"probability": (weight_T * logp_T.exp()).sum().detach()}  # Eq. 4
+
+
+def similarity(responses_PG: list[list[np.ndarray]]) -> float:
+    """Return how alike responses to one question are, in percent (Table 4; its measure is not given, this one is ours).
+
+    The cosine between counts of token bigrams, mean over the pairs of a group, then over groups. 100: all the same.
+    """
+    per_group = []
+    for group in responses_PG:
+        total: dict[tuple[int, int], float] = {}
+        for ids in group:
+            pairs, counts = np.unique(np.stack([np.append(-1, ids[:-1]), ids]), axis=1, return_counts=True)
+            counts = counts / np.linalg.norm(counts)
+            for pair, count in zip(map(tuple, pairs.T.tolist()), counts.tolist(), strict=True):
+                total[pair] = total.get(pair, 0.0) + count
+        n = len(group)
+        per_group.append((sum(count**2 for count in total.values()) - n) / (n * (n - 1)))
+    return 100 * float(np.mean(per_group))
+
+
+def movable_share(weights: list[torch.Tensor], lr: float, dtype: torch.dtype, world) -> float:
+    """Return the share of float32 weights whose value in `dtype` differs after a step of size lr away from 0."""
+    moved = sum(((w + lr * w.sign()).to(dtype) != w.to(dtype)).sum().double().cpu() for w in weights)
+    count = sum(w.numel() for w in weights)
+    moved, count = world.sum(torch.tensor([moved, count], dtype=torch.float64)).tolist()
+    return moved / count
+
+
+# ------------------------------------------------------------------------------------------------------------ one step
+
+
+def learn(policy, reference, optimizer, batch, reward_PG, args: Args, world, record) -> dict[str, float]:
+    """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
+    # ---- advantages, and everything else that needs no log-probs
+    advantage_R = advantages(reward_PG).flatten().float()
+    advantage_T = advantage_R[batch.response_T]
+    weight_T = token_weights(batch.length_R).float()
+    trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL no gradient without an advantage
+    cost_R = batch.total_R * trained_R
+    plan = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
+
+    # ---- reference log-probs
+    ref_logp_T = batch.sampler_logp_T  # stands in where there is no KL
+    if reference is not None:
+        with record.phase("reference"):
+            reference.to(world.device)
+            ref_logp_T, _ = common.score(reference, batch, plan, world)
+            reference.to("cpu")
+
+    # ---- update
+    (logp_T, entropy_T), grad_norms = torch.zeros(2, len(weight_T)), []
+    if cost_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
+        with record.phase("update"):
+            optimizer.zero_grad()
+            for responses in plan:
+                micro = batch.pack(responses, world.device)
+                vectors = (batch.sampler_logp_T, ref_logp_T, advantage_T, weight_T)
+                sampled, ref, advantage, weight = (x_T[micro.token_T].to(world.device) for x_T in vectors)
+                logp, entropy = policy(micro)
+                old = logp.detach()  # one update: they are the present ones
+                advantage = advantage * common.truncated_ratio(old, sampled, args.tis_cap)
+                loss, _ = policy_loss(logp, old, ref, advantage, weight, *CLIP, args.kl_coef)
+                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                logp_T[micro.token_T], entropy_T[micro.token_T] = old.cpu(), entropy.cpu()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            grad_norms.append(norm.full_tensor().item())
+            optimizer.step()
+
+    # ---- metrics: the same functions on the whole step
+    trained_T = trained_R[batch.response_T]
+    vectors = (world.sum(logp_T), batch.sampler_logp_T, world.sum(entropy_T), ref_logp_T, advantage_T, weight_T)
+    logp, sampled, entropy, ref, advantage, weight = (x_T[trained_T] for x_T in vectors)
+    advantage = advantage * common.truncated_ratio(logp, sampled, args.tis_cap)
+    loss, means = policy_loss(logp, logp, ref, advantage, weight, *CLIP, args.kl_coef)
+    metrics = {
+        "loss": loss.item(),
+        **({name: value.item() for name, value in means.items()} if reference is not None else {}),
+        "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
+        "lr": optimizer.param_groups[0]["lr"],
+        "optimizer_steps": len(grad_norms),
+        "zero_advantage_share": (advantage_R == 0).double().mean().item(),
+        **common.sampler_gap(logp, sampled),
+    }
+    if trained_T.any():
+        metrics["entropy"] = entropy.double().mean().item()
+    phases = ["update"] if reference is None else ["reference", "update"]
+    record.tokens |= dict.fromkeys(phases, cost_R.sum().item())
+    return metrics
+
+
+def learn_irl(policy, optimizer, batch, args: Args, world, record) -> dict[str, float]:
+    """Train on one batch of demonstrations; return the step's metrics, the same on every rank."""
+    weight_T = token_weights(batch.length_R, "token").float()
+    plan = common.plan(batch.total_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
+    logp_T, before = torch.zeros(len(weight_T)), [weights.clone() for weights in shards(policy)]
+    optimizer.zero_grad()
+    for responses in plan:
+        micro = batch.pack(responses, world.device)
+        logp, _ = policy(micro)
+        loss, _ = irl_loss(logp, weight_T[micro.token_T].to(world.device))
+        (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+        logp_T[micro.token_T] = logp.detach().cpu()
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+    optimizer.step()
+    loss, means = irl_loss(world.sum(logp_T), weight_T)
+    record.tokens |= {"irl": batch.total_R.sum().item()}
+    return {
+        "irl/loss": loss.item(),
+        **{f"irl/{name}": value.item() for name, value in means.items()},
+        "irl/grad_norm": norm.full_tensor().item(),
+        "irl/lr": optimizer.param_groups[0]["lr"],
+        "irl/moved_share": differing(before, shards(policy), torch.float32, world),
+        "irl/moved_share_bf16": differing(before, shards(policy), torch.bfloat16, world),
+        "irl/response_length": batch.length_R.double().mean().item(),
+    }
+
+
+def shards(policy) -> list[torch.Tensor]:
+    """Return this rank's part of every weight."""
+    return [parameter.detach().to_local() for parameter in policy.parameters()]
+
+
+def differing(before: list[torch.Tensor], after: list[torch.Tensor], dtype: torch.dtype, world) -> float:
+    """Return the share of weights, over all ranks, that differ once both are rounded to `dtype`."""
+    changed = sum((a.to(dtype) != b.to(dtype)).sum().item() for a, b in zip(before, after, strict=True))
+    changed, count = world.sum(torch.tensor([changed, sum(a.numel() for a in before)]).double()).tolist()
+    return changed / count
+
+
+# ------------------------------------------------------------------------------------------------ rollouts and stages
+
+
+def keep_rollouts(folder: Path, step: int, position: int, batch, reward_PG: torch.Tensor) -> None:
+    """Write an RL step's rollouts to step-<step>.npz: token ids end to end, lengths, mean log-probs, rewards."""
+    folder.mkdir(exist_ok=True)
+    mean_logp_R = [rollout.logp.mean(dtype=np.float64) for rollout in batch.rollout_R]
+    partial = folder / "partial.npz"
+    np.savez(
+        partial,
+        position=position,
+        ids=np.concatenate([rollout.ids for rollout in batch.rollout_R]).astype(np.int32),
+        length_PG=batch.length_R.view(reward_PG.shape).numpy(),
+        mean_logp_PG=np.reshape(mean_logp_R, reward_PG.shape),
+        reward_PG=reward_PG.numpy(),
+    )
+    partial.rename(folder / f"step-{step:05d}.npz")
+
+
+def stage_lengths(args: Args, problems: int) -> tuple[int, int]:
+    """Return the steps of an RL stage and of an IRL stage. A pass that ends within a step takes the whole step."""
+    rl_steps = args.rl_steps or max(1, math.ceil(args.rl_passes * problems / args.prompts_per_step))
+    chosen = rl_steps * args.prompts_per_step * args.demonstrations
+    return rl_steps, args.irl_steps or math.ceil(args.irl_passes * chosen / args.irl_batch)
+
+
+def demonstrations(folder: Path, steps: range, place: int, problems: list[common.Problem], args: Args, seed: int):
+    """Return the problems and rollouts of the IRL step `place` of a stage, and the share of wrong ones among them.
+
+    They are a function of the rollouts kept in `steps` and of the seed. A stage draws without replacement while
+    demonstrations last. Raises FileNotFoundError for rollouts that are gone.
+    """
+    files = [folder / f"step-{step:05d}.npz" for step in steps]
+    kept = []
+    for file in files:
+        with np.load(file) as arrays:
+            kept.append((arrays["mean_logp_PG"], arrays["reward_PG"]))
+    mean_logp_PG, reward_PG = (torch.from_numpy(np.concatenate(part)) for part in zip(*kept, strict=True))
+    generator = torch.Generator().manual_seed(seed)
+    chosen = choose_demonstrations(mean_logp_PG, reward_PG, args.demonstrations, args.choose, generator)
+    passes = math.ceil((place + 1) * args.irl_batch / len(chosen))
+    order = torch.cat([torch.randperm(len(chosen), generator=generator) for _ in range(passes)])
+    mine = sorted(chosen[number] for number in order[place * args.irl_batch :][: args.irl_batch].tolist())
+    asked, rollouts = [], []
+    for file, first in zip(files, range(0, len(mean_logp_PG), args.prompts_per_step), strict=True):
+        with np.load(file) as arrays:
+            rows = common.problems_from(problems, args, int(arrays["position"]))
+            length_PG, ids = arrays["length_PG"], arrays["ids"]
+        end_PG = length_PG.cumsum().reshape(length_PG.shape)
+        for p, g in ((p - first, g) for p, g in mine if first <= p < first + args.prompts_per_step):
+            response = ids[end_PG[p, g] - length_PG[p, g] : end_PG[p, g]].astype(np.int64)
+            asked.append(rows[p])
+            rollouts.append(common.Rollout(response, np.zeros(len(response), np.float32), "", False))
+    return asked, rollouts, sum(reward_PG[p, g].item() < 1 for p, g in mine) / len(mine)
+
+
+def forget_rollouts(folder: Path, checkpoints: Path, round_length: int) -> None:
+    """Delete the rollouts of rounds that were over at the oldest checkpoint: no resumed run comes back to them."""
+    oldest = min(int(path.name[5:]) for path in checkpoints.glob("step-?????"))
+    for file in folder.glob("step-*.npz"):
+        if int(file.stem[5:]) <= oldest // round_length * round_length:
+            file.unlink()
+
+
+def greedy_logp(held_out: list[common.Data], sampler, args: Args, world) -> dict[str, float]:
+    """Return the mean log-prob of a token of greedy answers to each held-out set, nats, at temperature 1 (Table 6)."""
+    metrics = {}
+    for data in held_out:
+        rollouts = common.sample(sampler, data.rows, 1, 0.0, args, world, ("greedy", data.name))
+        metrics[f"eval/{data.name}/greedy_logp"] = float(np.concatenate([one.logp for one in rollouts]).mean())
+    return metrics
+
+
+# ------------------------------------------------------------------------------------------------------------ the loop
+
+
+def main(args: Args) -> None:
+    """Sample, verify, learn, sync, evaluate, log; see `learn` and `learn_irl` for the paper's part."""
+    # ---- whatever can be wrong is found before an engine starts
+    world = common.init_world()
+    common.validate(args, world)
+    for name in ("kl_coef", "rl_steps", "rl_passes", "irl_steps", "irl_passes", "irl_lr"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 0")
+    if args.irl_batch < 1:
+        raise ValueError(f"--irl-batch {args.irl_batch}: must be at least 1")
+    if not 1 <= args.demonstrations <= args.group_size:
+        raise ValueError(f"--demonstrations {args.demonstrations}: 1 to --group-size {args.group_size}")
+    folder = common.load_model_folder(args, world)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    problems, held_out = common.load_data(args, tokenizer)
+    reward = common.load_reward(args.reward)
+    record = common.Record(args, "sps", world)
+    record.data(problems, held_out, tokenizer)
+    rl_steps, irl_steps = stage_lengths(args, len(problems.rows))
+    record.steps = args.steps + args.steps // rl_steps * irl_steps
+
+    verifier = common.Verifier(max(1, os.cpu_count() // world.local_size), reward)
+    sampler = common.Sampler(folder, tokenizer, args, world)
+    policy = common.load_policy(folder, args, world)
+    reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
+    adam = {"betas": args.adam_betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, **adam)
+    irl_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.irl_lr, **adam)
+    optimizers = {"optimizer": optimizer, "irl_optimizer": irl_optimizer}
+    start, progress = common.resume(policy, optimizers, {"position": 0}, record, args, world)
+    position, rollout_folder = progress["position"], record.folder / "rollouts"
+    if irl_steps and (share := movable_share(shards(policy), args.irl_lr, torch.float32, world)) < 0.99:
+        sampled = movable_share(shards(policy), args.irl_lr, torch.bfloat16, world)
+        record.say(
+            f"--irl-lr {args.irl_lr}: a step of that size moves {share:.1%} of the float32 weights, the others round "
+            f"it away; {sampled:.2%} as bfloat16 has them. See docs/sps.md"
+        )
+    sampler.load(common.full_weights(policy, sampler.dtype))
+    if not start:
+        metrics = common.evaluate(held_out, sampler, verifier, args, world, record, 0)
+        record.step(0, metrics | greedy_logp(held_out, sampler, args, world))
+
+    for step in range(start + 1, record.steps + 1):
+        stage, place = divmod(step - 1, rl_steps + irl_steps)  # place: first the RL steps, then the IRL steps
+        rl_step = stage * rl_steps + min(place + 1, rl_steps)
+        if place < rl_steps:
+            # ---- stage 1: sample and verify
+            draws = common.Draws(args.prompts_per_step)
+            with record.phase("sample"):
+                asked, stream = common.problems_from(problems.rows, args, position), ("train", position)
+                rollouts = common.sample(sampler, asked, args.group_size, args.temperature, args, world, stream)
+            with record.phase("verify"):
+                reward_PG, verdicts = common.verify(verifier, asked, rollouts, world)
+            draws.add(position, asked, rollouts, reward_PG, reward_PG, [True] * len(asked), verdicts)
+            sampler.sleep()
+            batch = common.Batch(asked, rollouts)
+            record.tokens = {"sample": draws.tokens}
+            if irl_steps and world.rank == 0:
+                keep_rollouts(rollout_folder, step, position, batch, reward_PG)
+            position += len(asked)
+
+            # ---- learn
+            common.set_lr(optimizer, args, rl_step)
+            metrics = draws.metrics() | learn(policy, reference, optimizer, batch, reward_PG, args, world, record)
+            groups = [rollouts[r : r + args.group_size] for r in range(0, len(rollouts), args.group_size)]
+            metrics["similarity"] = similarity([[one.ids for one in group] for group in groups])
+        else:
+            # ---- stage 2: demonstrations
+            sampler.sleep()
+            with record.phase("irl"):
+                steps, seed = range(step - place, step - place + rl_steps), common.seed_of(args.seed, "irl", stage)
+                chosen = demonstrations(rollout_folder, steps, place - rl_steps, problems.rows, args, seed)
+                asked, rollouts, wrong = chosen
+                metrics = learn_irl(policy, irl_optimizer, common.Batch(asked, rollouts), args, world, record)
+                metrics["irl/wrong_share"] = wrong
+            if place == rl_steps + irl_steps - 1:
+                irl_optimizer.state.clear()  # the next stage starts afresh
+        metrics["rl_steps"] = rl_step
+
+        # ---- sync
+        with record.phase("sync"):
+            optimizer.zero_grad()  # gradients need not lie beside the engine
+            sampler.load(common.full_weights(policy, sampler.dtype))
+
+        # ---- evaluate, log
+        if step % args.eval_every == 0 or place in (rl_steps - 1, rl_steps + irl_steps - 1) or step == record.steps:
+            with record.phase("evaluate"):
+                metrics |= common.evaluate(held_out, sampler, verifier, args, world, record, step)
+                metrics |= greedy_logp(held_out, sampler, args, world)
+            if place < rl_steps:
+                record.samples(f"train-step{step:05d}", asked, rollouts, reward_PG)
+        record.step(step, metrics)
+
+        # ---- checkpoint
+        stopping = record.stop_asked(world)
+        if stopping or step % args.checkpoint_every == 0 or step == record.steps:
+            common.save_checkpoint(policy, optimizers, step, {"position": position}, record, args, world)
+            if world.rank == 0:
+                forget_rollouts(rollout_folder, record.folder / "checkpoints", rl_steps + irl_steps)
+        if stopping:
+            break
+
+    if args.steps:
+        common.save_model(policy, record.folder / "model", folder, world)
+    record.close()
+    verifier.close()
+    sampler.close()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
