@@ -20,7 +20,9 @@ OWN = {  # with these the position in the data depends on what was drawn
     "sspo": ["--valid-share", 0.75],
     "gpg": ["--beta-th", 1, "--carry-surplus", "--prompts-per-step", 6],
     "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # and its reference must be the model that the run began with
+    "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 16, "--demonstrations", 1, "--irl-lr", 1e-4],
 }
+STOPS = {"sps": 3}  # inside an RL stage, between the stages, inside an IRL stage
 
 
 def rows(folder: Path) -> list[dict]:
@@ -45,34 +47,42 @@ def whole(tmp_path_factory):
 
 
 def stop_and_resume(script: str, folder: Path) -> Path:
-    """End a run by a stop file after one step, then resume it to the end."""
+    """End a run by a stop file after one step, and again after the next if so told; then resume it to the end."""
     folder.mkdir()
-    (folder / "stop").touch()
-    output = go(script, folder)
-    assert "a stop file" in output and [row["step"] for row in rows(folder)] == [0, 1]
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00001"]
-    progress = json.loads((folder / "checkpoints" / "step-00001" / "progress.json").read_text())
+    stops = STOPS.get(script, 1)
+    for stop in range(stops):
+        (folder / "stop").touch()
+        output = go(script, folder, *(["--resume"] if stop else []))
+        assert "a stop file" in output and [row["step"] for row in rows(folder)] == list(range(stop + 2))
+    checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert checkpoints == [f"step-{step:05d}" for step in range(1, stops + 1)][-2:]
+    progress = json.loads((folder / "checkpoints" / checkpoints[-1] / "progress.json").read_text())
     assert progress.get("carried", True), "no group is left over: the checkpoint is not put to the test"
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(
-            '{"step": 2, "time": 9, "reward": 0.123}\n{"step": 3, "ti'
+            f'{{"step": {stops + 1}, "time": 9, "reward": 0.123}}\n{{"step": {stops + 2}, "ti'
         )  # a row after the checkpoint, and half of one
     assert "resumed from" in go(script, folder, "--resume")
     about = json.loads((folder / "run.json").read_text())
-    assert [again["args"]["resume"] for again in about["resumed"]] == [True] and not about["args"]["resume"]
+    assert [again["args"]["resume"] for again in about["resumed"]] == [True] * stops and not about["args"]["resume"]
     return folder
 
 
 @pytest.mark.parametrize("script", OWN)
 def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, whole, tmp_path):
     whole, stopped = whole / script, stop_and_resume(script, tmp_path / "run")
-    assert [row["step"] for row in rows(stopped)] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows(stopped)] == list(range(9 if script == "sps" else 5))
     assert rows(stopped) == rows(whole)
-    if script != "cwgrpo":
+    if script in ("sspo", "gpg"):
         assert len({row["draws"] for row in rows(whole)[1:]}) > 1, "every step drew as often: the position is no news"
     progress = [path.read_text() for path in sorted(stopped.glob("checkpoints/*/progress.json"))]
     assert progress == [path.read_text() for path in sorted(whole.glob("checkpoints/*/progress.json"))]
-    assert json.loads(progress[-1])["position"] == sum(row["prompts_drawn"] for row in rows(whole)[1:])
+    assert json.loads(progress[-1])["position"] == sum(row.get("prompts_drawn", 0) for row in rows(whole)[1:])
+    if script == "sps":
+        assert [row["rl_steps"] for row in rows(whole)[1:]] == [1, 2, 2, 2, 3, 4, 4, 4]
+        assert [row["step"] for row in rows(whole) if "irl/loss" in row] == [3, 4, 7, 8]
+        kept = [sorted(path.name for path in (folder / "rollouts").iterdir()) for folder in (stopped, whole)]
+        assert kept[0] == kept[1] == ["step-00005.npz", "step-00006.npz"], "the rounds that a checkpoint needs"
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (stopped, whole))
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
