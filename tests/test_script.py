@@ -159,6 +159,13 @@ def test_plot_draws_several_runs(run, tmp_path):
     assert re.search(r"two  heldout/avg@1 +[01]\.\d{3} before, [01]\.\d{3} after 3 steps", output)
 
 
+def test_plot_draws_questions_and_covariance(sps_run, cwgrpo_run, tmp_path):
+    for figure, runs in (("accuracy", [sps_run, cwgrpo_run]), ("pass", [sps_run]), ("covariance", [cwgrpo_run])):
+        folders = [folder for folder, *_ in runs]
+        torchrun("tools/plot.py", *folders, "--figure", figure, "-o", tmp_path / f"{figure}.png", plain=True)
+        assert (tmp_path / f"{figure}.png").read_bytes()[:4] == b"\x89PNG"
+
+
 def test_every_logged_metric_is_in_the_readme_table(run, gpg_run, cwgrpo_run, sps_run):
     rows = [*run[2], *gpg_run[2], *cwgrpo_run[2], *sps_run[2]]
     section = (ROOT / "README.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]

@@ -293,3 +293,25 @@ def test_the_squeezing_effect_of_a_gradient_step(seed):
     assert after[best] - p[best] > p[m] - after[m], "more than m lost"
     unlikely = [j for j in others if p[j] < 0.02]
     assert unlikely and all(after[j] < p[j] for j in unlikely)
+
+
+def test_the_worked_example():
+    """The numbers of docs/sps.md."""
+    logp = [[[-0.1, -0.3], [-0.6, -1.2], [-0.4], [-1.0, -2.0]]]
+    reward_PG = torch.tensor([[1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    mean_logp_PG = torch.tensor([[sum(response) / len(response) for response in logp[0]]], dtype=torch.float64)
+    for how in ("l2te", "quantile"):
+        assert sps.choose_demonstrations(mean_logp_PG, reward_PG, 3, how) == [(0, 1), (0, 2), (0, 3)]
+    chosen = [logp[0][1:]]
+    leaf = flat(chosen).requires_grad_()
+    loss, _ = sps.irl_loss(leaf, sps.token_weights(numbers(chosen)[0], "token"))
+    loss.backward()
+    assert loss.item() == pytest.approx(1.04) and leaf.grad.tolist() == pytest.approx([-0.2] * 5)
+    length_R, response_T = numbers(logp)
+    advantage_T = sps.advantages(reward_PG).flatten()[response_T]
+    leaf = flat(logp).requires_grad_()
+    loss, _ = sps.policy_loss(leaf, flat(logp), flat(logp), advantage_T, sps.token_weights(length_R), 0.8, 1.2, 0.01)
+    loss.backward()
+    assert f"{advantage_T[0]:.4f}" == "0.8660" and loss.item() == pytest.approx(0, abs=1e-12)
+    a = 0.1083
+    assert leaf.grad.tolist() == pytest.approx([-a, -a, a, a, 0.2165, -a, -a], abs=1e-4)

@@ -1,13 +1,17 @@
-"""Draw metrics of one or more runs, against steps and against seconds.
+"""Draw what one or more runs logged.
 
 python tools/plot.py runs/A runs/B -o curve.png
 python tools/plot.py runs/A runs/B --panels reward all_right_share all_wrong_share alpha
+python tools/plot.py runs/A runs/B --figure pass        (or accuracy, covariance)
 
-Prints the picture's path and, for each run, the reward and every held-out accuracy before and after.
+Runs whose names differ only in a number at the end, their seed, share a colour. Prints the picture's path and, for each
+run, the reward and every held-out accuracy before and after.
 """
 
 import argparse
 import json
+import re
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -15,9 +19,11 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 TITLES = {
     "reward": "mean reward of the step's responses",
-    "entropy": "entropy, nats per token\n(responses with advantage)",
+    "entropy": "entropy, nats per token\n(responses that are trained)",
     "clip_fraction": "clipped tokens, share of all",
     "response_length": "response length, tokens",
     "all_right_share": "groups drawn with every response right",
@@ -25,37 +31,111 @@ TITLES = {
     "reward_group_std": "std of the rewards in a group, mean",
     "alpha": "alpha, B / (B - M)",
     "prompts_drawn": "prompts drawn",
+    "kl": "KL to the initial model, nats",
+    "weight_removed": "weight removed, share",
+    "similarity": "similarity inside a group, percent",
 }
 
 
-def read(run: Path) -> list[dict]:
-    """Return the rows of a run folder's metrics.jsonl. Raises SystemExit naming the folder when there are none."""
-    file = run / "metrics.jsonl"
+def read(run: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """Return the rows of one of a run folder's files. Raises SystemExit naming the folder when there are none."""
+    file = run / name
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     if not rows:
-        raise SystemExit(f"{run}: no metrics.jsonl with rows in it")
+        raise SystemExit(f"{run}: no {name} with rows in it")
     return rows
 
 
-def draw(runs: dict[str, list[dict]], panels: list[str], path: Path) -> None:
-    """Write the picture: a column for each panel; steps above, seconds since the first evaluation below."""
+def colours(names) -> dict[str, str]:
+    """Return each run's colour: one for all seeds of a name."""
+    stems = {name: re.sub(r"-\d+$", "", name) for name in names}
+    numbers = {stem: number for number, stem in enumerate(dict.fromkeys(stems.values()))}
+    return {name: f"C{numbers[stem]}" for name, stem in stems.items()}
+
+
+def legend(axis, names) -> None:
+    """Name every colour, also that of a run with nothing to draw here."""
+    by_colour = {colour: re.sub(r"-\d+$", "", name) for name, colour in colours(names).items()}
+    if len(by_colour) == len(colours(names)):
+        by_colour = {colour: name for name, colour in colours(names).items()}
+    axis.legend([plt.Line2D([], [], color=colour) for colour in by_colour], by_colour.values(), fontsize=8)
+
+
+def draw_curves(runs: dict[str, list[dict]], panels: list[str], path: Path) -> None:
+    """A column for each metric; steps above, seconds since the first evaluation below."""
     size = (4 * len(panels), 6.5)
     figure, axes = plt.subplots(2, len(panels), figsize=size, layout="constrained", sharey="col", squeeze=False)
     for column, metric in enumerate(panels):
-        for number, rows in enumerate(runs.values()):
+        for (name, rows), colour in zip(runs.items(), colours(runs).values(), strict=True):
             begin = rows[0]["time"]
             points = [(row["step"], row["time"] - begin, row[metric]) for row in rows if metric in row]
             if points:
                 steps, seconds, values = zip(*points, strict=True)
-                axes[0, column].plot(steps, values, f"C{number}", linewidth=1.3)
-                axes[1, column].plot(seconds, values, f"C{number}", linewidth=1.3)
+                axes[0, column].plot(steps, values, colour, linewidth=1.1, label=name)
+                axes[1, column].plot(seconds, values, colour, linewidth=1.1)
         axes[0, column].set(title=TITLES.get(metric, metric), xlabel="step")
         axes[0, column].set_ylim(bottom=0)
         axes[1, column].set(xlabel="seconds")
         for row in (0, 1):
             axes[row, column].grid(alpha=0.3)
-    lines = [plt.Line2D([], [], color=f"C{number}") for number in range(len(runs))]
-    axes[0, 0].legend(lines, runs, fontsize=8)  # of every run, also of one that lacks the first metric
+    legend(axes[0, 0], runs)
+    figure.savefig(path, dpi=110)
+
+
+def draw_covariance(runs: dict[str, list[dict]], path: Path) -> None:
+    """Fig. 3 of CW-GRPO: the share of sum |c| that the tokens of largest |c| make up, mean over a run's steps."""
+    figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
+    for (name, rows), colour in zip(runs.items(), colours(runs).values(), strict=True):
+        rows = [row for row in rows if "covariance/cumulative@1%" in row]
+        if not rows:
+            raise SystemExit(f"{name}: logged no covariance; cwgrpo.py does")
+        keys = [key for key in rows[0] if key.startswith("covariance/cumulative@")]
+        shares = [float(key.partition("@")[2].rstrip("%")) for key in keys]
+        axis.plot(
+            [*shares, 100], [*(sum(row[key] for row in rows) / len(rows) for key in keys), 1], f"{colour}o-", ms=3
+        )
+    axis.set(
+        xscale="log", xlabel="tokens of largest |c|, percent", ylabel="their share of the sum of |c|", ylim=(0, 1.02)
+    )
+    axis.grid(alpha=0.3)
+    legend(axis, runs)
+    figure.savefig(path, dpi=110)
+
+
+def draw_accuracy(questions: dict[str, list[dict]], path: Path) -> None:
+    """Figs. 2 and 5 of SPS: how many questions have which share of right answers, before and after each run."""
+    sets = list(dict.fromkeys(row["set"] for rows in questions.values() for row in rows))
+    size = (3 * (len(questions) + 1), 2.8 * len(sets))
+    figure, axes = plt.subplots(len(sets), len(questions) + 1, figsize=size, layout="constrained", squeeze=False)
+    for line, name in zip(axes, sets, strict=True):
+        ofs = {run: [row for row in rows if row["set"] == name] for run, rows in questions.items()}
+        shown = {"before": next(iter(ofs.values()))[0]} | {f"after {run}": rows[-1] for run, rows in ofs.items()}
+        highest = 0
+        for axis, (title, row) in zip(line, shown.items(), strict=True):
+            counts, *_ = axis.hist([right / row["n"] for right in row["right"]], bins=10, range=(0, 1), rwidth=0.9)
+            highest = max(highest, counts.max())
+            axis.set(title=f"{title}\n{name}, n = {row['n']}", xlabel="share of right answers", ylabel="questions")
+        for axis in line:
+            axis.set_ylim(0, 1.05 * highest)
+    figure.savefig(path, dpi=110)
+
+
+def draw_pass(questions: dict[str, list[dict]], path: Path) -> None:
+    """pass@k of the last evaluation for every k up to n, and before training (dashed)."""
+    from common import pass_at_k
+
+    sets = list(dict.fromkeys(row["set"] for rows in questions.values() for row in rows))
+    figure, axes = plt.subplots(1, len(sets), figsize=(5 * len(sets), 4), layout="constrained", squeeze=False)
+    for axis, name in zip(axes[0], sets, strict=True):
+        for (run, rows), colour in zip(questions.items(), colours(questions).values(), strict=True):
+            rows = [row for row in rows if row["set"] == name]
+            for row, style in ((rows[0], "k--"), (rows[-1], f"{colour}-")):
+                outcomes = [[1] * int(right) + [0] * (row["n"] - int(right)) for right in row["right"]]
+                ks = range(1, row["n"] + 1)
+                axis.plot(ks, [pass_at_k(outcomes, k) for k in ks], style, linewidth=1.1, label=run)
+        axis.set(title=f"{name} (dashed: before training)", xscale="log", xlabel="k", ylabel="pass@k")
+        axis.grid(alpha=0.3)
+    legend(axes[0, 0], questions)
     figure.savefig(path, dpi=110)
 
 
@@ -65,13 +145,25 @@ def main():
     parser.add_argument("-o", "--out", type=Path, default=Path("curve.png"))
     usual = ["reward", "entropy", "clip_fraction", "response_length"]
     parser.add_argument("--panels", nargs="+", default=usual, help="metrics, as named in metrics.jsonl")
+    parser.add_argument(
+        "--figure",
+        default="curves",
+        choices=("curves", "accuracy", "pass", "covariance"),
+        help="curves of --panels; accuracy of each question, before and after; pass@k; shares of |c| (cwgrpo.py)",
+    )
     args = parser.parse_args()
     runs = {run.name: read(run) for run in args.runs}
-    logged = {metric for rows in runs.values() for row in rows for metric in row}
-    if not logged.issuperset(args.panels):
-        raise SystemExit(f"--panels {sorted(set(args.panels) - logged)}: not logged; these are: {sorted(logged)}")
-    draw(runs, args.panels, args.out)
-    print(f"curve    {args.out}")
+    if args.figure == "curves":
+        logged = {metric for rows in runs.values() for row in rows for metric in row}
+        if not logged.issuperset(args.panels):
+            raise SystemExit(f"--panels {sorted(set(args.panels) - logged)}: not logged; these are: {sorted(logged)}")
+        draw_curves(runs, args.panels, args.out)
+    elif args.figure == "covariance":
+        draw_covariance(runs, args.out)
+    else:
+        questions = {run.name: read(run, "questions.jsonl") for run in args.runs}
+        (draw_accuracy if args.figure == "accuracy" else draw_pass)(questions, args.out)
+    print(f"{args.figure:<8} {args.out}")
     for name, rows in runs.items():
         rewards = [row["reward"] for row in rows if "reward" in row]
         if rewards:
