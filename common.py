@@ -35,6 +35,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import datasets
@@ -71,13 +72,22 @@ TEMPLATES = {
         "Please reason step by step, and put your final answer within \\boxed{{}}.<|im_end|>\n<|im_start|>assistant\n"
     ),
 }
-SYSTEM_TURNS = {  # in front of the problem, in the tokenizer's own chat format
+CHAT_TURNS = {  # system turn (none if empty) and user turn, in the tokenizer's own chat format
+    "chat": ("", "{problem}"),
     "open-rs": (  # paper 2605.11538, Fig. 4, and the released recipe of 2504.02546, whose B.4 prints it without the box
         "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
         "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
         "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
         "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
-        "answer here </answer>. Note that respond by English, NOT use other languages."
+        "answer here </answer>. Note that respond by English, NOT use other languages.",
+        "{problem}",
+    ),
+    "r1-eval": (  # LightEval's prompt, with which 2504.02546 (Fig. 4) and Open-RS evaluate R1-distilled models
+        "",
+        "Solve the following math problem efficiently and clearly.  The last line of your response should be of the "
+        "following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without quotes) "
+        "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
+        "answering.\n\n{problem}",
     ),
 }
 
@@ -88,15 +98,23 @@ class Args:
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id or folder with config.json and *.safetensors."""
-    dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
-    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id (`id:split`)."""
+    dataset: str = "math-lvl3to5"
+    """Training problems: a name of docs/evaluation.md's table, a .jsonl, .json or .parquet file, a `save_to_disk`
+    folder, or a hub id (`id:split`)."""
     eval: str = ""
     """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
+    data_dir: str = ""
+    """Folder with NAME.jsonl for the names of that table, where there is no hub."""
+    problem_column: str = ""
+    """Column of the problem in sets that are not in the table. Empty: problem, question or prompt."""
+    answer_column: str = ""
+    """Column of the answer in sets that are not in the table. Empty: answer, ground_truth, final_answer, solution or
+    reward_model."""
     subset: int = 0
     """Train on so many problems, drawn uniformly by --seed (SPS: 3k, 5k, 10k). 0: on all."""
     template: str = "qwen-math"
-    """Prompt around a problem: plain (the problem and a newline), qwen-math, qwen-boxed, open-rs, or a text file with
-    {problem} in it."""
+    """Prompt around a problem: plain (the problem and a newline), qwen-math, qwen-boxed; in the tokenizer's own chat
+    format chat, open-rs, r1-eval; or a text file with {problem} in it."""
     run_dir: str = ""
     """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
     seed: int = 1
@@ -165,7 +183,7 @@ def validate(args: Args, world: "World") -> None:
         if not holds:
             raise ValueError(message)
 
-    templates, own = [*TEMPLATES, *SYSTEM_TURNS], Path(args.template)
+    templates, own = [*TEMPLATES, *CHAT_TURNS], Path(args.template)
     need(
         args.template in templates or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8")),
         f"--template {args.template}: legal: {', '.join(templates)}, or a text file with {{problem}} in it",
@@ -269,6 +287,24 @@ ALIASES = {
     "problem": ("problem", "question", "prompt"),
     "answer": ("answer", "ground_truth", "final_answer", "solution", "reward_model"),
 }
+SETS = {  # name: where (as --dataset takes it), problem column, answer column
+    "math-lvl3to5": ("data/understand-r1-zero/datasets/train/math_lvl3to5_8k", "problem", "answer"),  # run.sh fetches
+    "open-rs": ("knoveleng/open-rs", "problem", "answer"),
+    "open-s1": ("knoveleng/open-s1", "problem", "answer"),
+    "dapo-17k": ("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model"),
+    "openr1-46k": ("Elliott/Openr1-Math-46k-8192", "prompt", "reward_model"),
+    "math-lighteval": ("DigitalLearningGmbH/MATH-lighteval:train", "problem", "solution"),
+    "aime24": ("HuggingFaceH4/aime_2024", "problem", "answer"),
+    "aime25": ("math-ai/aime25", "problem", "answer"),
+    "math500": ("HuggingFaceH4/MATH-500", "problem", "answer"),
+    "amc23": ("knoveleng/AMC-23", "problem", "answer"),
+    "amc83": ("AI-MO/aimo-validation-amc", "problem", "answer"),
+    "minerva": ("knoveleng/Minerva-Math", "problem", "answer"),
+    "olympiad": ("knoveleng/OlympiadBench", "question", "final_answer"),
+    "brumo25": ("MathArena/brumo_2025", "problem", "answer"),
+    "hmmt_feb25": ("MathArena/hmmt_feb_2025", "problem", "answer"),
+    "hmmt_nov25": ("MathArena/hmmt_nov_2025", "problem", "answer"),
+}
 DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n",
@@ -346,7 +382,7 @@ def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
     if len(set(names)) < len(names):
         raise ValueError(f"--eval {args.eval}: two sets of one name, {names}; their metrics would overwrite each other")
     problems = load_problems(args.dataset, tokenizer, args, "--dataset") if args.steps else Data("none", [], {})
-    if args.subset:
+    if args.steps and args.subset:
         if not 0 < args.subset <= len(problems.rows):
             raise ValueError(f"--subset {args.subset}: --dataset {args.dataset} has {len(problems.rows)} usable rows")
         chosen = np.random.default_rng(seed_of(args.seed, "subset")).permutation(len(problems.rows))[: args.subset]
@@ -357,17 +393,21 @@ def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
 
 
 def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
-    """Read problems from a file, a `save_to_disk` folder or the hub, and apply the prompt template.
+    """Read problems of a set in `SETS`, from a file, a `save_to_disk` folder or the hub, and apply the prompt template.
 
     A set in verl's layout (prompt: chat turns, reward_model: {ground_truth}) may repeat its rows, as DAPO-Math-17k does
     a hundred times: each problem is kept once there.
     Raises ValueError naming the flag, the file or id, the row, and the columns seen.
     """
-    name, _, split = source.partition(":")
+    named = source in SETS
+    where, *expected = SETS.get(source, (source, args.problem_column, args.answer_column))
+    if named and args.data_dir:
+        where = str(Path(args.data_dir) / f"{source}.jsonl")
+    name, _, split = where.partition(":")
     path = Path(name)
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix)
     if kind and not path.is_file():
-        raise ValueError(f"{flag} {source}: no such file")
+        raise ValueError(f"{flag} {source}: no such file{f' as {where}' if named else ''}")
     if kind and not path.stat().st_size:
         raise ValueError(f"{flag} {source}: the file is empty")
     try:
@@ -377,8 +417,10 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
             table = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
     except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(
-            f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder or a "
-            f"hub id ({type(error).__name__}: {error})"
+            f"{flag} {source}: {f'{name} ' if named else ''}cannot be read as a .jsonl, .json or .parquet file, a "
+            f"`save_to_disk` folder or a hub id ({type(error).__name__}: {error}). Other names: {', '.join(SETS)}. "
+            f"Without the hub: put {source if named else 'NAME'}.jsonl, rows with problem and answer, into a folder "
+            "and name it with --data-dir, or give a file's own path"
         ) from error
     if isinstance(table, datasets.DatasetDict):
         split = split or (next(iter(table)) if len(table) == 1 else "")
@@ -386,15 +428,19 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
             raise ValueError(f"{flag} {source}: name one of its splits, {name}:SPLIT; it has {list(table)}")
         table = table[split]
 
-    def column(role: str) -> str:
-        found = [alias for alias in ALIASES[role] if alias in table.column_names]
+    def column(role: str, first: str) -> str:
+        wanted = [first] if first and not named else [first, *ALIASES[role]]
+        found = [alias for alias in wanted if alias in table.column_names]
         if not found:
+            looked = [alias for alias in wanted if alias]
             raise ValueError(
-                f"{flag} {source}: no {role} column; looked for {list(ALIASES[role])}, saw {table.column_names}"
+                f"{flag} {source}: no {role} column; looked for {looked}, saw {table.column_names}; "
+                f"--{role}-column names another"
             )
         return found[0]
 
-    problem_column, answer_column = column("problem"), column("answer") if args.reward == "math" else None
+    problem_column = column("problem", expected[0])
+    answer_column = column("answer", expected[1]) if args.reward == "math" else None
     verl = "reward_model" in table.column_names
     if answer_column:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns([problem_column, answer_column])
@@ -423,7 +469,7 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
             problems.append(Problem(text, prompt_ids, answer, None if answer_column else row))
     if not problems:
         raise ValueError(f"{flag} {source}: no usable row among {len(table)}; left out: {left_out}")
-    return Data(f"{path.stem}-{split}" if ":" in source else path.stem, problems, left_out)
+    return Data(source if named else f"{path.stem}-{split}" if ":" in source else path.stem, problems, left_out)
 
 
 @functools.cache
@@ -436,11 +482,13 @@ def prompt_of(problem: str, template: str, tokenizer) -> str:
     """Return the prompt's text. Raises ValueError where the template needs a chat format that the tokenizer lacks."""
     if template in TEMPLATES:
         return TEMPLATES[template].format(problem=problem)
-    if template not in SYSTEM_TURNS:
+    if template not in CHAT_TURNS:
         return own_template(template).replace("{problem}", problem)
     if not tokenizer.chat_template:
         raise ValueError(f"--template {template}: the tokenizer of --model has no chat template to put it into")
-    turns = [{"role": "system", "content": SYSTEM_TURNS[template]}, {"role": "user", "content": problem}]
+    system, user = CHAT_TURNS[template]
+    turns = [{"role": "system", "content": system}] if system else []
+    turns.append({"role": "user", "content": user.replace("{problem}", problem)})
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
@@ -1118,17 +1166,19 @@ class Sampler:
             # vLLM 0.32 leaves a tied head behind when weights are reloaded on a CPU: give the engine a head of its own
             hf_overrides={"tie_word_embeddings": False},
         )
+        self.awake = True
         self.sleep()
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], temperature: float, max_tokens: int
+        self, prompts: list[list[int]], seeds: list[int], temperature: float, max_tokens: int, top_p: float = 1.0
     ) -> list[Rollout]:
-        """Sample one response to each prompt (token ids), each from its own seed; top-p 1, top-k off."""
+        """Sample one response to each prompt (token ids), each from its own seed; top-k off."""
         if not prompts:
             return []
         params = [
             self.params(
                 temperature=temperature,
+                top_p=top_p,
                 max_tokens=max_tokens,
                 seed=seed,
                 stop_token_ids=self.stop,
@@ -1176,22 +1226,26 @@ class Sampler:
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
+        self.awake = True
 
     def sleep(self) -> None:
-        """Give a GPU's memory back to the policy, until `load`; nothing to do on a CPU.
+        """Give a GPU's memory back to the policy, until `load`; nothing to do on a CPU or while asleep.
 
         Level 1 keeps a copy of the weights in the host's memory, 15 GB a rank for 7B; level 2 would not, but lost state
         in several vLLM releases.
         """
-        if self.sleeps:
+        if self.sleeps and self.awake:
             self.llm.sleep(level=1)
+        self.awake = False
 
     def close(self) -> None:
         """End the engine, and with it the process group, which vLLM destroys."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def sample(sampler, problems: list[Problem], n: int, temperature: float, args: Args, world, stream) -> list[Rollout]:
+def sample(
+    sampler, problems: list[Problem], n: int, temperature: float, args: Args, world, stream, top_p: float = 1.0
+) -> list[Rollout]:
     """Sample n responses to each problem on all engines; return them problem by problem on every rank.
 
     The seed of a response is a hash of (--seed, stream, problem number, response number), so samples do not repeat
@@ -1201,7 +1255,7 @@ def sample(sampler, problems: list[Problem], n: int, temperature: float, args: A
     mine = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
     prompts = [problems[p].prompt_ids for p, _ in mine]
     seeds = [seed_of(args.seed, *stream, p, g) for p, g in mine]
-    rollouts = sampler.generate(prompts, seeds, temperature, args.max_response_tokens)
+    rollouts = sampler.generate(prompts, seeds, temperature, args.max_response_tokens, top_p)
     everyone = world.gather(rollouts)[:: args.tensor_parallel]
     return [everyone[p % engines][p // engines * n + g] for p in range(len(problems)) for g in range(n)]
 
@@ -1308,7 +1362,7 @@ def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record", a
         state = training_state(policy, {name: one for name, one in optimizers.items() if name in held})
         dcp.load(state, checkpoint_id=str(folder))
         set_model_state_dict(policy, state["policy"])
-        for name in held & optimizers.keys():
+        for name in (name for name in optimizers if name in held):
             set_optimizer_state_dict(policy, optimizers[name], state[name])
         record.rewind(expected["step"])
         record.say(f"resumed from {folder}, written by {expected['ranks']} ranks")
@@ -1521,10 +1575,10 @@ class Record:
             return
         phases = self.phases[warm_up:] or self.phases
         if phases:
-            self.say(f"\nmedian seconds of a step, and share of the time, over the last {len(phases)} steps")
+            self.say(f"\nmedian seconds where a step has it, and share of the time, over the last {len(phases)} steps")
             whole = [sum(p.values()) for p in phases]
             for name in dict.fromkeys(name for p in phases for name in p):
-                seconds = [p.get(name, 0.0) for p in phases]
+                seconds = [p[name] for p in phases if name in p]
                 self.say(f"  {name:<12}{np.median(seconds):8.3f}  {sum(seconds) / sum(whole):4.0%}")
             self.say(f"  {'step':<12}{np.median(whole):8.3f}")
         self.board.close()

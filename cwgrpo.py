@@ -64,11 +64,12 @@ class Args(common.Args):
 
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
     """Hub id or folder with config.json and *.safetensors."""
-    dataset: str = "knoveleng/open-rs"
-    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id (`id:split`)."""
+    dataset: str = "open-rs"
+    """Training problems: a name of docs/evaluation.md's table, a .jsonl, .json or .parquet file, a `save_to_disk`
+    folder, or a hub id (`id:split`)."""
     template: str = "open-rs"
-    """Prompt around a problem (Fig. 4): plain (the problem and a newline), qwen-math, qwen-boxed, open-rs, or a text
-    file with {problem} in it."""
+    """Prompt around a problem (Fig. 4): plain (the problem and a newline), qwen-math, qwen-boxed; in the tokenizer's
+    own chat format chat, open-rs, r1-eval; or a text file with {problem} in it."""
     steps: int = 300
     """Rollout steps; 0 only evaluates. The schedule's length (released code); the paper's checkpoint is 100."""
     prompts_per_step: int = 12

@@ -62,11 +62,12 @@ class Args(common.Args):
 
     model: str = "Qwen/Qwen2.5-Math-7B"
     """Hub id or folder with config.json and *.safetensors."""
-    dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
-    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id (`id:split`)."""
+    dataset: str = "dapo-17k"
+    """Training problems: a name of docs/evaluation.md's table, a .jsonl, .json or .parquet file, a `save_to_disk`
+    folder, or a hub id (`id:split`)."""
     template: str = "qwen-boxed"
-    """Prompt around a problem (B.4): plain (the problem and a newline), qwen-math, qwen-boxed, open-rs, or a text file
-    with {problem} in it."""
+    """Prompt around a problem (B.4): plain (the problem and a newline), qwen-math, qwen-boxed; in the tokenizer's own
+    chat format chat, open-rs, r1-eval; or a text file with {problem} in it."""
     steps: int = 1100
     """Rollout steps; 0 only evaluates."""
     prompts_per_step: int = 144

@@ -18,6 +18,7 @@ help() {
 ./run.sh test [ARGS]         set up, then run the tests (arguments go to pytest)
 ./run.sh setup               set up only
 ./run.sh EXPERIMENT [ARGS]   set up, then run EXPERIMENT; arguments go to the script, e.g. --seed 2 --steps 500
+./run.sh eval MODEL [ARGS]   a hub id, model folder or run folder by the papers' protocols (docs/evaluation.md)
 ./run.sh plot RUN... [-o F]  draw the curves of run folders into one picture
 CPU=1 ./run.sh ...           without GPUs, even where there are some
 ./run.sh help                this text; `./run.sh sspo-toy --help` lists the script's flags
@@ -52,10 +53,10 @@ or toy:
 METHOD of sps.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k (model and problems of Table 1) or toy; at these
 sizes dapo and gspo are Table 2's, through sspo.py:
   sps          as printed; the IRL stage's learning rate of 5e-10 hardly moves a weight
-  sps-act      with an IRL learning rate at which the stage acts (ours): that of the RL stage
+  sps-act      with an IRL learning rate at which the stage acts (ours): 5e-7; 5e-5 for toy
   sps-grpo     without IRL stages
   sps-uniform, sps-quantile     other choices of demonstrations (sections 4.1, C.1), acting as sps-act
-  sps-k1 ... sps-k5             1 to 5 demonstrations of each prompt (Fig. 4), acting as sps-act
+  sps-k1 ... sps-k5             1 to 5 demonstrations of each prompt, all of them used; two epochs (Fig. 4)
 END
 }
 
@@ -124,13 +125,12 @@ method() {  # the script and the flags that make it this method
     sps-grpo) flags=(--irl-steps 0) ;;
     sps-act) flags=(--irl-lr 5e-7) ;;
     sps-uniform | sps-quantile) flags=(--irl-lr 5e-7 --choose "${1#sps-}") ;;
-    sps-k[1-5]) flags=(--irl-lr 5e-7 --demonstrations "${1#sps-k}") ;;
+    sps-k[1-5]) flags=(--irl-lr 5e-7 --demonstrations "${1#sps-k}" --irl-steps 0 --irl-passes 1) ;;
     *) echo "no such experiment; ./run.sh help lists them" >&2; exit 2 ;;
   esac
 }
 
 size() {  # model, data and evaluation
-  local hub=HuggingFaceH4/aime_2024,HuggingFaceH4/MATH-500,knoveleng/Minerva-Math,knoveleng/OlympiadBench
   case $script-$1 in
     *-toy) flags+=(--model tools/toy/model --template plain --dataset tools/toy/train.jsonl
       --eval tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 50
@@ -139,14 +139,14 @@ size() {  # model, data and evaluation
       if [ $script = cwgrpo.py ]; then  # answers without thoughts; docs/cwgrpo.md says why the KL weighs less
         flags+=(--no-format-reward --prompts-per-step 12 --kl-coef 0.004 --steps 200)
       fi
-      if [ $script = sps.py ]; then  # three rounds
-        flags+=(--rl-steps 40 --irl-batch 256)
+      if [ $script = sps.py ]; then  # two rounds
+        flags+=(--rl-steps 40 --irl-batch 256 --subset 0 --steps 80)
         case $word in sps-toy | sps-grpo-toy) ;; *) flags+=(--irl-lr 5e-5) ;; esac
       fi
       if [ "$word" = dapo-toy ]; then flags+=(--overlong-buffer 32); fi
       if [ $gpus = yes ]; then flags+=(--gpu-memory-utilization 0.1); fi ;;  # more cache than that only costs time
     sspo.py-1.5b | sspo.py-7b)
-      flags+=(--activation-checkpointing --eval "$hub,AI-MO/aimo-validation-amc")
+      flags+=(--activation-checkpointing --eval aime24,amc83,math500,minerva,olympiad)
       if [ "$1" = 7b ]; then flags+=(--model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2); fi
       if [ ! -d data/understand-r1-zero ]; then  # MATH levels 3-5 as Dr. GRPO and SSPO used it
         git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero
@@ -154,25 +154,27 @@ size() {  # model, data and evaluation
     cwgrpo.py-1.5b | cwgrpo.py-7b)
       flags+=(--activation-checkpointing)
       if [ "$1" = 7b ]; then flags+=(--model Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps 150); fi ;;
-    gpg.py-7b) flags+=(--activation-checkpointing --eval "$hub,knoveleng/AMC-23") ;;
+    gpg.py-7b) flags+=(--activation-checkpointing --eval aime24,amc23,math500,minerva,olympiad) ;;
     gpg.py-math)  # see gpg.py for what is ours; 117 draws of 64 prompts are one epoch of 7,500, a threshold takes more
-      flags+=(--activation-checkpointing --eval "$hub,knoveleng/AMC-23" --dataset DigitalLearningGmbH/MATH-lighteval:train
+      flags+=(--activation-checkpointing --eval aime24,amc23,math500,minerva,olympiad --dataset math-lighteval
         --max-prompt-tokens 512 --max-response-tokens 1024 --prompts-per-step 64 --steps 117 --lr 2e-6 --lr-warmup 0.1) ;;
     gpg.py-rs1 | gpg.py-rs3)  # the recipe of Open-RS; its decay is TRL's default
       flags+=(--activation-checkpointing --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template open-rs
         --format-reward --group-size 6 --prompts-per-step 64 --max-prompt-tokens 512 --max-response-tokens 3584
         --temperature 0.7 --lr-warmup 0.1 --lr-floor 0.1 --weight-decay 0)
-      if [ "$1" = rs1 ]; then flags+=(--dataset knoveleng/open-s1 --steps 100); fi
-      if [ "$1" = rs3 ]; then flags+=(--dataset knoveleng/open-rs --steps 50); fi ;;
+      if [ "$1" = rs1 ]; then flags+=(--dataset open-s1 --steps 100); fi
+      if [ "$1" = rs3 ]; then flags+=(--dataset open-rs --steps 50); fi ;;
     sps.py-*-*k | sspo.py-*-*k)
-      flags+=(--activation-checkpointing --model "Qwen/Qwen2.5-Math-$(tr b B <<<"${1%-*}")" --subset "$(sed "s/.*-//; s/k$/000/" <<<"$1")"
-        --eval "HuggingFaceH4/aime_2024,math-ai/aime25,MathArena/brumo_2025,MathArena/hmmt_feb_2025,MathArena/hmmt_nov_2025"
+      local subset; subset=$(sed 's/.*-//; s/k$/000/' <<<"$1")
+      flags+=(--activation-checkpointing --model "Qwen/Qwen2.5-Math-$(tr b B <<<"${1%-*}")" --subset "$subset"
+        --eval aime24,aime25,brumo25,hmmt_feb25,hmmt_nov25
         --eval-samples 128 --eval-temperature 0.7 --eval-every 100)
       if [ $script = sspo.py ]; then
-        flags+=(--dataset Elliott/Openr1-Math-46k-8192 --max-response-tokens 3072 --lr 5e-7 --weight-decay 0.1
+        flags+=(--dataset openr1-46k --max-response-tokens 3072 --lr 5e-7 --weight-decay 0.1
           --adam-betas 0.9 0.95 --steps 700 --prompts-per-step 16 --updates-per-step 1)
-        if [ "$word" != "${word#gspo}" ]; then flags+=(--prompts-per-step 64 --updates-per-step 4 --steps 175); fi
-      fi ;;
+        if [ "$word" != "${word#gspo}" ]; then flags+=(--prompts-per-step 64 --updates-per-step 4 --steps 175 --eval-every 25); fi
+      fi
+      case $word in sps-k*) flags+=(--steps $((2 * ((subset + 15) / 16)))) ;; esac ;;
     *) echo "no such experiment; ./run.sh help lists them" >&2; exit 2 ;;
   esac
 }
@@ -183,6 +185,7 @@ case $word in
   help | -h | --help) help ;;
   setup) setup ;;
   test) setup; exec "$python" -m pytest "$@" ;;
+  eval) setup; launch tools/eval.py "$@" ;;
   plot) setup; exec "$python" tools/plot.py "$@" ;;
   default)
     method sspo; size toy; setup

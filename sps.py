@@ -9,7 +9,7 @@ for one prompt (Eqs. 23, 25; GRPO), and in an IRL stage (Eq. 4 without its minus
     L_IRL = E_{y' ~ Y'} -log pi(y' | x), Y' the demonstrations                                           (Eq. 4)
 
     ./run.sh sps-1.5b-3k                   Qwen2.5-Math-1.5B, 3,000 problems (Table 1); also 7b, 5k, 10k; sps-grpo-...
-    torchrun --nproc-per-node 4 sps.py     on the whole data set, without activation checkpointing
+    torchrun --nproc-per-node 4 sps.py     the same without activation checkpointing
     python sps.py --help                   every flag
 
 Shapes: _P prompts, _G responses of a prompt, _R responses, _T response tokens.
@@ -18,23 +18,28 @@ Settings: GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.p
 
 --irl-lr is 5e-10 as printed. An AdamW step of that size is lost in the rounding of a float32 weight of 2**-6 = 0.016 or
 more, and bfloat16, in which a GPU samples, sees almost none of the others: expect GRPO's results. The run says at its
-start which share of the weights can move; irl/moved_share says which did. ./run.sh sps-act-... sets 5e-7, the RL
-stage's own rate.
+start which share of the weights can move; irl/moved_share says how many did in each step. ./run.sh sps-act-... sets
+5e-7, the RL stage's own rate (ours).
 
 Where the paper is silent, contradicts itself, or is departed from:
 - Eq. 4 as printed maximises the KL to the rollouts: the sign is a slip. With an empirical rollout distribution the KL
   is the cross-entropy (C.1), here a mean over the tokens of a batch (ours).
 - An RL stage is one pass over the data (ours: 3k x 8 / 128 = 188 steps fit Table 5's 68 minutes); an IRL stage is 4
-  steps of 512 responses ("four training steps per iteration"). At 10k one pass is 625 of 700 steps.
+  steps of 512 responses (our reading of "four training steps per iteration"). At 10k one pass is 625 of 700 steps.
+- Algorithm 1 collects rollouts after the update, from the new policy; sections 4.1 and 5.1 take those generated during
+  the RL stage. So does this: no second sampling pass, and demonstrations up to a stage old.
 - Demonstrations: 3 of each prompt's 8 responses (section 5.1). l2te takes the wrong responses of lowest mean token
   log-prob and, where they are too few, the right ones of lowest (that it is deterministic, per prompt and wrong first
   is ours; the paper "preferentially samples" and "augments with positive trajectories"). uniform is section 4.1 before
-  that, quantile C.1: the lower 3/8 of the stage's responses pooled. The log-prob is the sampler's own, so that of the
-  policy at that time.
-- 3k prompts give 9,000 demonstrations, of which 4 x 512 are used, drawn without replacement while they last.
+  that, quantile C.1: the lower 3/8, of a stage pooled (ours; C.1 says of a batch). The log-prob is the one at sampling
+  time (ours), the sampler's own.
+- 188 x 16 prompts give 9,024 demonstrations, of which 4 x 512 are used, drawn without replacement while they last.
+  More demonstrations of a prompt make a larger pool, not a longer stage; Fig. 4's runs therefore take passes.
 - A fresh AdamW in every IRL stage; that of the RL stages keeps its moments (ours). Decay and betas: 0.1, 0.9 and 0.95
   as in ms-swift, for both.
-- KL to the original model, k3, beta 0.01 (Table 2, whose Eq. 23 shows none).
+- KL to the original model (ours; the stage's start is the alternative), k3, beta 0.01 as in Table 2; the paper's Eq. 23
+  shows no KL.
+- Learning rate constant, top-p 1, top-k off, prompt qwen-math (ours; ms-swift would take a cosine, 0.9 and 50).
 - eps 0.2 (TRL's default); with one update of a rollout batch the ratio is 1 and nothing clips.
 - Eq. 24 writes a ratio of whole responses for GRPO; here it is one per token, as in GRPO.
 - A response is cut at 3072 tokens, a prompt at 1024 (ours).
@@ -58,8 +63,11 @@ import common
 class Args(common.Args):
     """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2)."""
 
-    dataset: str = "Elliott/Openr1-Math-46k-8192"
-    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id (`id:split`)."""
+    dataset: str = "openr1-46k"
+    """Training problems: a name of docs/evaluation.md's table, a .jsonl, .json or .parquet file, a `save_to_disk`
+    folder, or a hub id (`id:split`)."""
+    subset: int = 3000
+    """Train on so many problems, drawn uniformly by --seed (section 5.1: 3k, 5k, 10k). 0: on all."""
     steps: int = 700
     """RL steps (section 5.2); the IRL steps of complete RL stages come on top. 0 only evaluates."""
     prompts_per_step: int = 16
@@ -67,7 +75,7 @@ class Args(common.Args):
     max_response_tokens: int = 3072
     """A response is cut here and scores as it stands (ours)."""
     lr: float = 5e-7
-    """AdamW's learning rate in RL stages (section 5.1)."""
+    """AdamW's learning rate in RL stages (section 5.1), constant (ours)."""
     weight_decay: float = 0.1
     """AdamW's decay, on every parameter (ms-swift's default)."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
@@ -164,23 +172,13 @@ def similarity(responses_PG: list[list[np.ndarray]]) -> float:
     """
     per_group = []
     for group in responses_PG:
-        total: dict[tuple[int, int], float] = {}
-        for ids in group:
-            pairs, counts = np.unique(np.stack([np.append(-1, ids[:-1]), ids]), axis=1, return_counts=True)
-            counts = counts / np.linalg.norm(counts)
-            for pair, count in zip(map(tuple, pairs.T.tolist()), counts.tolist(), strict=True):
-                total[pair] = total.get(pair, 0.0) + count
-        n = len(group)
-        per_group.append((sum(count**2 for count in total.values()) - n) / (n * (n - 1)))
+        n, bigrams = len(group), [np.append(0, ids[:-1] + 1) << 32 | ids for ids in group]
+        _, column = np.unique(np.concatenate(bigrams), return_inverse=True)
+        counts = np.zeros((n, column.max() + 1))
+        np.add.at(counts, (np.repeat(np.arange(n), [len(ids) for ids in group]), column), 1)
+        summed = (counts / np.linalg.norm(counts, axis=1, keepdims=True)).sum(0)
+        per_group.append((summed @ summed - n) / (n * (n - 1)))
     return 100 * float(np.mean(per_group))
-
-
-def movable_share(weights: list[torch.Tensor], lr: float, dtype: torch.dtype, world) -> float:
-    """Return the share of float32 weights whose value in `dtype` differs after a step of size lr away from 0."""
-    moved = sum(((w + lr * w.sign()).to(dtype) != w.to(dtype)).sum().double().cpu() for w in weights)
-    count = sum(w.numel() for w in weights)
-    moved, count = world.sum(torch.tensor([moved, count], dtype=torch.float64)).tolist()
-    return moved / count
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
@@ -249,7 +247,7 @@ def learn_irl(policy, optimizer, batch, args: Args, world, record) -> dict[str, 
     """Train on one batch of demonstrations; return the step's metrics, the same on every rank."""
     weight_T = token_weights(batch.length_R, "token").float()
     plan = common.plan(batch.total_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
-    logp_T, before = torch.zeros(len(weight_T)), [weights.clone() for weights in shards(policy)]
+    logp_T, before = torch.zeros(len(weight_T)), [weights.to("cpu", copy=True) for weights in shards(policy)]
     optimizer.zero_grad()
     for responses in plan:
         micro = batch.pack(responses, world.device)
@@ -266,8 +264,8 @@ def learn_irl(policy, optimizer, batch, args: Args, world, record) -> dict[str, 
         **{f"irl/{name}": value.item() for name, value in means.items()},
         "irl/grad_norm": norm.full_tensor().item(),
         "irl/lr": optimizer.param_groups[0]["lr"],
-        "irl/moved_share": differing(before, shards(policy), torch.float32, world),
-        "irl/moved_share_bf16": differing(before, shards(policy), torch.bfloat16, world),
+        "irl/moved_share": moved_share(before, shards(policy), torch.float32, world),
+        "irl/moved_share_bf16": moved_share(before, shards(policy), torch.bfloat16, world),
         "irl/response_length": batch.length_R.double().mean().item(),
     }
 
@@ -277,11 +275,16 @@ def shards(policy) -> list[torch.Tensor]:
     return [parameter.detach().to_local() for parameter in policy.parameters()]
 
 
-def differing(before: list[torch.Tensor], after: list[torch.Tensor], dtype: torch.dtype, world) -> float:
+def moved_share(before: list[torch.Tensor], after: list[torch.Tensor], dtype: torch.dtype, world) -> float:
     """Return the share of weights, over all ranks, that differ once both are rounded to `dtype`."""
-    changed = sum((a.to(dtype) != b.to(dtype)).sum().item() for a, b in zip(before, after, strict=True))
-    changed, count = world.sum(torch.tensor([changed, sum(a.numel() for a in before)]).double()).tolist()
-    return changed / count
+    moved = sum((a.to(b.device, dtype) != b.to(dtype)).sum().item() for a, b in zip(before, after, strict=True))
+    moved, count = world.sum(torch.tensor([moved, sum(a.numel() for a in before)]).double()).tolist()
+    return moved / count
+
+
+def movable_share(weights: list[torch.Tensor], lr: float, dtype: torch.dtype, world) -> float:
+    """Return the share that AdamW's first step, lr in size, away from 0, would move."""
+    return moved_share(weights, [each + lr * each.sign() for each in weights], dtype, world)
 
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
@@ -349,11 +352,12 @@ def forget_rollouts(folder: Path, checkpoints: Path, round_length: int) -> None:
 
 
 def greedy_logp(held_out: list[common.Data], sampler, args: Args, world) -> dict[str, float]:
-    """Return the mean log-prob of a token of greedy answers to each held-out set, nats, at temperature 1 (Table 6)."""
+    """Return the mean over greedy answers to each held-out set of their mean token log-prob, nats, at temperature 1
+    (Table 6, which does not say of what it is a mean)."""
     metrics = {}
     for data in held_out:
         rollouts = common.sample(sampler, data.rows, 1, 0.0, args, world, ("greedy", data.name))
-        metrics[f"eval/{data.name}/greedy_logp"] = float(np.concatenate([one.logp for one in rollouts]).mean())
+        metrics[f"eval/{data.name}/greedy_logp"] = float(np.mean([one.logp.mean() for one in rollouts]))
     return metrics
 
 
@@ -365,9 +369,11 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    for name in ("kl_coef", "rl_steps", "rl_passes", "irl_steps", "irl_passes", "irl_lr"):
+    for name in ("kl_coef", "rl_steps", "irl_steps", "irl_passes", "irl_lr"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 0")
+    if args.rl_passes <= 0:
+        raise ValueError(f"--rl-passes {args.rl_passes}: must be above 0")
     if args.irl_batch < 1:
         raise ValueError(f"--irl-batch {args.irl_batch}: must be at least 1")
     if not 1 <= args.demonstrations <= args.group_size:
@@ -379,6 +385,10 @@ def main(args: Args) -> None:
     record = common.Record(args, "sps", world)
     record.data(problems, held_out, tokenizer)
     rl_steps, irl_steps = stage_lengths(args, len(problems.rows))
+    if irl_steps and 0 < args.steps < rl_steps:
+        raise ValueError(
+            f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage would come; --irl-steps 0?"
+        )
     record.steps = args.steps + args.steps // rl_steps * irl_steps
 
     verifier = common.Verifier(max(1, os.cpu_count() // world.local_size), reward)
@@ -417,15 +427,17 @@ def main(args: Args) -> None:
             sampler.sleep()
             batch = common.Batch(asked, rollouts)
             record.tokens = {"sample": draws.tokens}
-            if irl_steps and world.rank == 0:
-                keep_rollouts(rollout_folder, step, position, batch, reward_PG)
+            with record.phase("keep"):
+                if irl_steps and world.rank == 0:
+                    keep_rollouts(rollout_folder, step, position, batch, reward_PG)
+                groups = [rollouts[r : r + args.group_size] for r in range(0, len(rollouts), args.group_size)]
+                alike = similarity([[one.ids for one in group] for group in groups])
             position += len(asked)
 
             # ---- learn
             common.set_lr(optimizer, args, rl_step)
-            metrics = draws.metrics() | learn(policy, reference, optimizer, batch, reward_PG, args, world, record)
-            groups = [rollouts[r : r + args.group_size] for r in range(0, len(rollouts), args.group_size)]
-            metrics["similarity"] = similarity([[one.ids for one in group] for group in groups])
+            metrics = draws.metrics() | {"similarity": alike}
+            metrics |= learn(policy, reference, optimizer, batch, reward_PG, args, world, record)
         else:
             # ---- stage 2: demonstrations
             sampler.sleep()
@@ -437,15 +449,17 @@ def main(args: Args) -> None:
                 metrics["irl/wrong_share"] = wrong
             if place == rl_steps + irl_steps - 1:
                 irl_optimizer.state.clear()  # the next stage starts afresh
-        metrics["rl_steps"] = rl_step
+        metrics["rl_step"] = rl_step
 
-        # ---- sync
-        with record.phase("sync"):
-            optimizer.zero_grad()  # gradients need not lie beside the engine
-            sampler.load(common.full_weights(policy, sampler.dtype))
+        # ---- sync, but not inside an IRL stage, which needs no engine
+        stage_ends = place in (rl_steps - 1, rl_steps + irl_steps - 1)
+        if place < rl_steps or stage_ends:
+            with record.phase("sync"):
+                optimizer.zero_grad()  # gradients need not lie beside the engine
+                sampler.load(common.full_weights(policy, sampler.dtype))
 
         # ---- evaluate, log
-        if step % args.eval_every == 0 or place in (rl_steps - 1, rl_steps + irl_steps - 1) or step == record.steps:
+        if stage_ends or (place < rl_steps and (rl_step % args.eval_every == 0 or step == record.steps)):
             with record.phase("evaluate"):
                 metrics |= common.evaluate(held_out, sampler, verifier, args, world, record, step)
                 metrics |= greedy_logp(held_out, sampler, args, world)

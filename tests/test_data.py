@@ -88,7 +88,10 @@ def test_reference_answers():
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([{"text": "1", "answer": "2"}], r"no problem column; looked for .*'question'.*, saw \['text', 'answer'\]"),
+        (
+            [{"text": "1", "answer": "2"}],
+            r"no problem column; looked for .*'question'.*, saw \['text', 'answer'\]; --problem-column names another",
+        ),
         ([{"problem": "1", "label": "2"}], r"no answer column; .* saw \['problem', 'label'\]"),
         ([{"problem": "1", "answer": "2"}, {"problem": " ", "answer": "2"}], r"a\.jsonl, row 1: column 'problem'"),
         ([{"problem": "1", "answer": ""}], r"no usable row among 1; left out: {'no answer': 1"),
@@ -103,6 +106,66 @@ def test_unusable_files(tokenizer, tmp_path, rows, message):
 def test_missing_sources(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"--dataset .*b\.jsonl: no such file"):
         load(tmp_path / "b.jsonl", tokenizer)
+    with pytest.raises(ValueError, match=rf"--dataset aime24: no such file as {tmp_path}/aime24\.jsonl"):
+        load("aime24", tokenizer, data_dir=str(tmp_path))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r"--dataset no/such: cannot be read as .*Other names: math-lvl3to5, .*--data-d"
+    ):
+        load("no/such", tokenizer)
+    with pytest.raises(
+        ValueError, match=r"aime24: HuggingFaceH4/aime_2024 cannot .* put aime24\.jsonl, rows with prob"
+    ):
+        load("aime24", tokenizer)
+
+
+def test_columns_of_ones_own(tokenizer, tmp_path):
+    row = {"problem": "not this", "question": "nor this", "q": "1+1=?", "answer": "3", "a": "2"}
+    source = write(tmp_path / "a.jsonl", [row])
+    (data,) = load(source, tokenizer, problem_column="q", answer_column="a").rows
+    assert (data.text, data.answer) == ("1+1=?", "2")
+    with pytest.raises(
+        ValueError, match=r"no answer column; looked for \['b'\], saw .*; --answer-column names another"
+    ):
+        load(source, tokenizer, answer_column="b")
+
+
+def test_named_sets_from_a_folder(tokenizer, tmp_path):
+    """The table's columns come first, then the usual ones; a column of one's own is for other sets."""
+    write(tmp_path / "olympiad.jsonl", [{"question": "q", "problem": "p", "final_answer": ["$1$"], "answer": "no"}])
+    write(
+        tmp_path / "openr1-46k.jsonl",
+        [{"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": "5"}}],
+    )
+    write(tmp_path / "math-lighteval.jsonl", [{"problem": "p", "solution": "so \\boxed{7}.", "answer": "no"}])
+    write(tmp_path / "hmmt_feb25.jsonl", [{"question": "p", "final_answer": 3}])
+    found = {
+        name: load(name, tokenizer, data_dir=str(tmp_path), answer_column="x")
+        for name in ("olympiad", "openr1-46k", "math-lighteval", "hmmt_feb25")
+    }
+    assert [(data.name, data.rows[0].text, data.rows[0].answer) for data in found.values()] == [
+        ("olympiad", "q", "1"),
+        ("openr1-46k", "p", "5"),
+        ("math-lighteval", "p", "7"),
+        ("hmmt_feb25", "p", "3"),
+    ]
+
+
+def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
+    rows = [{"problem": f"{n}+1=?", "answer": str(n + 1)} for n in range(200)]
+    source = write(tmp_path / "a.jsonl", rows)
+
+    def drawn(subset, seed=1):
+        args = common.Args(dataset=source, template="plain", subset=subset, seed=seed)
+        return [problem.text for problem in common.load_data(args, tokenizer)[0].rows]
+
+    assert len(drawn(50)) == 50 and drawn(50) == drawn(50) != drawn(50, seed=2) and len(set(drawn(50))) == 50
+    assert drawn(0) == drawn(200) == [row["problem"] for row in rows]
+    places = [int(text.split("+")[0]) for text in drawn(100)]
+    assert places == sorted(places) and 80 < sum(places) / 100 < 120, "not uniform"
+    with pytest.raises(ValueError, match=r"--subset 201: --dataset .* has 200 usable rows"):
+        drawn(201)
 
 
 def test_order_of_the_data():
@@ -120,7 +183,7 @@ def test_order_of_the_data():
     [
         (
             {"template": "x"},
-            "--template x: legal: plain, qwen-math, qwen-boxed, open-rs, or a text file with {problem}",
+            "--template x: legal: plain, qwen-math, qwen-boxed, chat, open-rs, r1-eval, or a text file with {problem}",
         ),
         ({"template": "LICENSE"}, "--template LICENSE: legal"),
         ({"group_size": 1}, "--group-size 1"),
@@ -232,6 +295,13 @@ def test_templates(tokenizer, tmp_path):
     )
     assert prompt.endswith("Note that respond by English, NOT use other languages.[user]P {x}[assistant]")
     assert "final answer within \\boxed{} . The reasoning" in prompt and "tags, respectively, i.e., <think> r" in prompt
+    assert common.prompt_of("P {x}", "chat", chat) == "[user]P {x}[assistant]"
+    assert common.prompt_of("P {x}", "r1-eval", chat) == (
+        "[user]Solve the following math problem efficiently and clearly.  The last line of your response should be of "
+        "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without "
+        "quotes) where ANSWER is just the final number or expression that solves the problem. Think step by step "
+        "before answering.\n\nP {x}[assistant]"
+    )
 
 
 def test_the_qwen_math_template():
@@ -242,11 +312,25 @@ def test_the_qwen_math_template():
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real problems to read")
-def test_real_problems(tokenizer):
-    data = load(SHARED / "math_train_lvl3to5_8523.jsonl", tokenizer, max_prompt_tokens=10**6)
-    assert len(data.rows) == 8521 and data.left_out["no answer"] == 2
-    for name, rows in (("aime24", 30), ("math500", 500), ("minerva_math_272", 272), ("olympiadbench_675", 675)):
-        assert len(load(SHARED / f"{name}.jsonl", tokenizer, max_prompt_tokens=10**6).rows) == rows
+def test_real_problems(tokenizer, tmp_path):
+    """By their names, from a folder."""
+    expected = {
+        "math-lvl3to5": ("math_train_lvl3to5_8523", 8521),
+        "aime24": ("aime24", 30),
+        "aime25": ("aime25", 30),
+        "amc23": ("amc23_40", 40),
+        "amc83": ("amc_83", 83),
+        "brumo25": ("brumo_2025", 30),
+        "hmmt_feb25": ("hmmt_feb_2025", 30),
+        "math500": ("math500", 500),
+        "minerva": ("minerva_math_272", 272),
+        "olympiad": ("olympiadbench_675", 675),
+    }
+    for name, (file, rows) in expected.items():
+        (tmp_path / f"{name}.jsonl").symlink_to(SHARED / f"{file}.jsonl")
+        data = load(name, tokenizer, data_dir=str(tmp_path), max_prompt_tokens=10**6)
+        assert len(data.rows) == rows and data.name == name
+        assert data.left_out["no answer"] == (2 if name == "math-lvl3to5" else 0)
 
 
 def test_toy_problems_come_from_the_seed(tmp_path):

@@ -128,9 +128,18 @@ def test_an_irl_step_of_5e_10(tiny, tmp_path):
     assert 0.01 < result["metrics"]["irl/moved_share"] < 0.3 and result["metrics"]["irl/moved_share_bf16"] < 1e-3
 
 
-def test_sps_without_kl_and_advantages_makes_no_step(tiny, tmp_path):
-    result = update(tiny, tmp_path, "sps", ranks=2, dead=list(range(6)), args={"kl_coef": 0.0})
+def test_the_grpo_of_sps_is_that_of_cwgrpo(tiny, tmp_path):
+    """KL and all: the same gradient. With dead groups only, the KL alone; without it no step."""
+    ours = update(tiny, tmp_path, "sps", ranks=2, budget=60, args={"kl_coef": 0.04})
+    theirs = update(tiny, tmp_path, "cwgrpo", args={"kl_coef": 0.04, "reweight": "none"})
+    assert largest_difference(ours["gradient"], theirs["gradient"]) < 1e-5
+    assert ours["metrics"]["loss"] == pytest.approx(theirs["metrics"]["loss"], rel=1e-4)
+    dead = {"dead": list(range(6)), "ranks": 2}
+    result = update(tiny, tmp_path, "sps", **dead)["metrics"]
+    assert result["optimizer_steps"] == 1 and result["loss"] == pytest.approx(0.01 * result["kl"]) and result["kl"] > 0
+    result = update(tiny, tmp_path, "sps", args={"kl_coef": 0.0}, **dead)
     assert result["gradient"] == {} and not any(moved.any() for moved in result["moved"].values())
+    assert result["metrics"]["optimizer_steps"] == 0
 
 
 def test_gpg_appendix_a(tiny, tmp_path):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import TOY, torchrun
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 import common
 
@@ -20,7 +21,7 @@ OWN = {  # with these the position in the data depends on what was drawn
     "sspo": ["--valid-share", 0.75],
     "gpg": ["--beta-th", 1, "--carry-surplus", "--prompts-per-step", 6],
     "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # and its reference must be the model that the run began with
-    "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 16, "--demonstrations", 1, "--irl-lr", 1e-4],
+    "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 6, "--demonstrations", 1, "--irl-lr", 1e-4],
 }
 STOPS = {"sps": 3}  # inside an RL stage, between the stages, inside an IRL stage
 
@@ -46,6 +47,12 @@ def whole(tmp_path_factory):
     return folder
 
 
+def held_moments(checkpoint: Path) -> set[str]:
+    """Which optimisers have moments in a checkpoint."""
+    keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {key.partition(".")[0] for key in keys} - {"policy"}
+
+
 def stop_and_resume(script: str, folder: Path) -> Path:
     """End a run by a stop file after one step, and again after the next if so told; then resume it to the end."""
     folder.mkdir()
@@ -55,6 +62,9 @@ def stop_and_resume(script: str, folder: Path) -> Path:
         output = go(script, folder, *(["--resume"] if stop else []))
         assert "a stop file" in output and [row["step"] for row in rows(folder)] == list(range(stop + 2))
     checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    if script == "sps":
+        moments = [held_moments(folder / "checkpoints" / name) for name in checkpoints]
+        assert moments == [{"optimizer"}, {"optimizer", "irl_optimizer"}], "inside an IRL stage there are two"
     assert checkpoints == [f"step-{step:05d}" for step in range(1, stops + 1)][-2:]
     progress = json.loads((folder / "checkpoints" / checkpoints[-1] / "progress.json").read_text())
     assert progress.get("carried", True), "no group is left over: the checkpoint is not put to the test"
@@ -79,9 +89,12 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, whole, tmp_
     assert progress == [path.read_text() for path in sorted(whole.glob("checkpoints/*/progress.json"))]
     assert json.loads(progress[-1])["position"] == sum(row.get("prompts_drawn", 0) for row in rows(whole)[1:])
     if script == "sps":
-        assert [row["rl_steps"] for row in rows(whole)[1:]] == [1, 2, 2, 2, 3, 4, 4, 4]
+        assert [row["rl_step"] for row in rows(whole)[1:]] == [1, 2, 2, 2, 3, 4, 4, 4]
         assert [row["step"] for row in rows(whole) if "irl/loss" in row] == [3, 4, 7, 8]
+        assert rows(whole)[3]["irl/response_length"] != rows(whole)[4]["irl/response_length"]
         kept = [sorted(path.name for path in (folder / "rollouts").iterdir()) for folder in (stopped, whole)]
+        last = [held_moments(folder / "checkpoints" / "step-00008") for folder in (stopped, whole)]
+        assert last == [{"optimizer"}] * 2, "the IRL stage's moments are gone with it"
         assert kept[0] == kept[1] == ["step-00005.npz", "step-00006.npz"], "the rounds that a checkpoint needs"
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (stopped, whole))
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)

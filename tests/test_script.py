@@ -15,7 +15,7 @@ FLAGS = [
 OWN = {
     "sspo": {"clip_fraction", "ratio_min", "ratio_mean", "ratio_max", "segments_per_response"},
     "gpg": {"alpha", "logp_positive", "logp_negative"},
-    "sps": {"kl", "similarity", "rl_steps", "seconds/reference"},
+    "sps": {"kl", "similarity", "rl_step", "seconds/reference", "seconds/keep"},
     "cwgrpo": {"kl", "weight_removed", "covariance/positive@1%", "covariance/cumulative@20%", "seconds/reference"},
 }
 
@@ -45,15 +45,15 @@ def cwgrpo_run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sps_run(tmp_path_factory):
-    """Two rounds of one RL and two IRL steps, and an RL step of a third; two samples of a held-out problem."""
-    flags = ("--rl-steps", 1, "--irl-steps", 2, "--irl-batch", 16, "--subset", 100, "--demonstrations", 2)
+    """Two rounds of two RL and two IRL steps, and an RL step of a third; two samples of a held-out problem."""
+    flags = ("--steps", 5, "--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 16, "--subset", 100, "--eval-every", 5)
     return start("sps", tmp_path_factory, *flags, "--eval-samples", 2, "--eval-temperature", 1)
 
 
 @pytest.mark.parametrize("script", OWN)
 def test_metrics_of_every_step(script, run, gpg_run, cwgrpo_run, sps_run):
     rows = {"sspo": run, "gpg": gpg_run, "cwgrpo": cwgrpo_run, "sps": sps_run}[script][2]
-    assert [row["step"] for row in rows] == list(range(8 if script == "sps" else 4))
+    assert [row["step"] for row in rows] == list(range(10 if script == "sps" else 4))
     for row in rows[1:]:
         if "irl/loss" in row:
             continue
@@ -96,22 +96,24 @@ def test_cwgrpo_starts_at_its_reference_and_leaves_it(cwgrpo_run):
 def test_sps_alternates_as_printed(sps_run):
     """At 5e-10 the IRL stage moves some float32 weights, and too few of the bfloat16 ones to matter."""
     _, output, rows = sps_run
-    assert [row["step"] for row in rows if "irl/loss" in row] == [2, 3, 5, 6]
-    assert [row["rl_steps"] for row in rows[1:]] == [1, 1, 1, 2, 2, 2, 3]
-    for row in (rows[2], rows[3], rows[5], rows[6]):
+    assert [row["step"] for row in rows if "irl/loss" in row] == [3, 4, 7, 8]
+    assert [row["rl_step"] for row in rows[1:]] == [1, 2, 2, 2, 3, 4, 4, 4, 5]
+    for row in (rows[3], rows[4], rows[7], rows[8]):
         assert row["irl/lr"] == 5e-10 and 0 < row["irl/moved_share"] < 0.9 and row["irl/moved_share_bf16"] < 0.01
         assert row["irl/loss"] > 0 and row["seconds/irl"] > 0 and 0 <= row["irl/wrong_share"] <= 1
     said = re.search(r"--irl-lr 5e-10: a step of that size moves (\d+\.\d)% of the float32 weights", output)
-    assert 100 * rows[2]["irl/moved_share"] == pytest.approx(float(said[1]), abs=5)
+    assert rows[3]["irl/response_length"] != rows[4]["irl/response_length"], "both steps have the same demonstrations"
+    assert ["seconds/sync" in row for row in rows[1:5]] == [True, True, False, True], "the engine wakes inside a stage"
+    assert 100 * rows[3]["irl/moved_share"] == pytest.approx(float(said[1]), abs=5)
     assert "'not in the subset': 3996" in output
-    assert [row["step"] for row in rows if "eval/heldout/greedy_logp" in row] == [0, 1, 2, 3, 4, 6, 7]
+    assert [row["step"] for row in rows if "eval/heldout/greedy_logp" in row] == [0, 2, 4, 6, 8, 9]
     assert all(-0.5 < row["eval/heldout/greedy_logp"] < 0 for row in rows if "eval/heldout/greedy_logp" in row)
 
 
 def test_questions_are_counted_one_by_one(sps_run):
     folder, _, rows = sps_run
     lines = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
-    assert len(lines) == 2 * 7 and {line["set"] for line in lines} == {"heldout", "harder"}
+    assert len(lines) == 2 * 6 and {line["set"] for line in lines} == {"heldout", "harder"}
     for line in lines:
         assert line["n"] == 2 and len(line["right"]) == (200 if line["set"] == "heldout" else 100)
         accuracy = sum(line["right"]) / (2 * len(line["right"]))
@@ -133,7 +135,7 @@ def test_the_record(run):
     assert about["versions"]["torch"] == torch.__version__ and about["commit"]
     assert list(folder.glob("events.out.tfevents.*"))
     log = (folder / "log.txt").read_text()
-    for line in (r"step 2/3 .* reward 0\.\d+ .* left ", r"median seconds of a step", r"  update +\d"):
+    for line in (r"step 2/3 .* reward 0\.\d+ .* left ", r"median seconds where a step has it", r"  update +\d"):
         assert re.search(line, log) and re.search(line, output)
 
 

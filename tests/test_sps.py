@@ -181,12 +181,13 @@ def test_stage_lengths():
     assert of(irl_steps=0, irl_passes=1.0) == (188, math.ceil(188 * 16 * 3 / 512))
 
 
-def test_kept_rollouts_come_back_and_are_used_once(tmp_path):
+@pytest.mark.parametrize("how", ["l2te", "uniform", "quantile"])
+def test_kept_rollouts_come_back_and_are_used_once(tmp_path, how):
     """Four RL steps of 3 prompts by 4; the IRL steps take every demonstration once before any twice."""
-    args = sps.Args(prompts_per_step=3, group_size=4, demonstrations=2, irl_steps=4, irl_batch=6, seed=3)
+    args = sps.Args(prompts_per_step=3, group_size=4, demonstrations=2, irl_batch=6, seed=3, choose=how)
     problems = [common.Problem(str(n), [n], "0") for n in range(7)]
     rng = np.random.default_rng(1)
-    written = {}
+    written, everything = {}, {}
     for step in range(1, 5):
         asked = common.problems_from(problems, args, 3 * (step - 1))
         rollouts = []
@@ -197,21 +198,26 @@ def test_kept_rollouts_come_back_and_are_used_once(tmp_path):
         reward_PG = torch.from_numpy(rng.integers(0, 2, (3, 4)).astype(float))
         sps.keep_rollouts(tmp_path, step, 3 * (step - 1), common.Batch(asked, rollouts), reward_PG)
         mean_logp_PG = torch.tensor([one.logp.mean(dtype=np.float64) for one in rollouts]).view(3, 4)
-        for p, g in sps.choose_demonstrations(mean_logp_PG, reward_PG, 2, "l2te"):
-            ids = tuple(rollouts[p * 4 + g].ids.tolist())
-            written[asked[p].text, ids] = reward_PG[p, g].item()
+        l2te = sps.choose_demonstrations(mean_logp_PG, reward_PG, 2, "l2te")
+        for p, g in ((p, g) for p in range(3) for g in range(4)):
+            key = asked[p].text, tuple(rollouts[p * 4 + g].ids.tolist())
+            everything[key] = reward_PG[p, g].item()
+            if (p, g) in l2te:
+                written[key] = everything[key]
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"step-{n:05d}.npz" for n in range(1, 5)]
 
     def taken(place, seed=9):
         asked, rollouts, wrong = sps.demonstrations(tmp_path, range(1, 5), place, problems, args, seed)
         keys = [(problem.text, tuple(one.ids.tolist())) for problem, one in zip(asked, rollouts, strict=True)]
-        assert wrong == sum(written[key] == 0 for key in keys) / 6
+        assert wrong == sum(everything[key] == 0 for key in keys) / 6
         return keys
 
     first_pass = [key for place in range(4) for key in taken(place)]
-    assert sorted(first_pass) == sorted(written) and len(written) == 24
+    assert len(set(first_pass)) == 24 and set(first_pass) <= set(everything) and len(everything) == 48
+    if how == "l2te":
+        assert sorted(first_pass) == sorted(written)
     assert taken(0) == taken(0) != taken(0, seed=8)
-    assert set(taken(4)) <= set(written)  # a second pass
+    assert set(taken(4)) <= set(first_pass)  # a second pass
     (tmp_path / "step-00002.npz").unlink()
     with pytest.raises(FileNotFoundError, match="step-00002"):
         taken(0)
@@ -252,6 +258,10 @@ def test_what_a_step_of_5e_10_does_to_a_weight():
     assert 0.55 < share < 0.58
     assert sps.movable_share([weights], 5e-10, torch.bfloat16, world) < 1e-3
     assert sps.movable_share([weights], 5e-5, torch.float32, world) == 1
+    moved = weights.clone()
+    for _ in range(4):
+        moved += 5e-10 * moved.sign()
+    assert (moved - weights).abs().max() == 4 * 2**-30, "below 2**-6 each step rounds to one spacing or less"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -62,13 +62,15 @@ def legend(axis, names) -> None:
 
 
 def draw_curves(runs: dict[str, list[dict]], panels: list[str], path: Path) -> None:
-    """A column for each metric; steps above, seconds since the first evaluation below."""
+    """A column for each metric; steps (RL steps for SPS) above, seconds since the first evaluation below."""
     size = (4 * len(panels), 6.5)
     figure, axes = plt.subplots(2, len(panels), figsize=size, layout="constrained", sharey="col", squeeze=False)
     for column, metric in enumerate(panels):
         for (name, rows), colour in zip(runs.items(), colours(runs).values(), strict=True):
             begin = rows[0]["time"]
-            points = [(row["step"], row["time"] - begin, row[metric]) for row in rows if metric in row]
+            places = [row.get("rl_step", row["step"]) for row in rows]
+            drawn = [(place, row) for place, row in zip(places, rows, strict=True) if metric in row]
+            points = [(place, row["time"] - begin, row[metric]) for place, row in drawn]
             if points:
                 steps, seconds, values = zip(*points, strict=True)
                 axes[0, column].plot(steps, values, colour, linewidth=1.1, label=name)
