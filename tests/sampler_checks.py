@@ -58,6 +58,10 @@ found["gap with stale weights"] = gap(rollouts("a"))
 sync()
 after = rollouts("a")
 found["gap after a changed sync"] = gap(after)
+greedy = [rollout for rollout in common.sample(sampler, problems, 1, 0.0, args, world, "c") for _ in range(3)]
+found["greedy at the sampling temperature"] = gap(greedy)
+policy.temperature = 1.0
+found["greedy at temperature 1"] = gap(greedy)
 found["samples changed"] = [r.ids.tolist() for r in after] != found["texts"]
 try:
     sync(keep=lambda name: name != "model.layers.1.self_attn.k_proj.bias")

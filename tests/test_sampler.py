@@ -22,6 +22,11 @@ def test_logp_of_sampler_and_trainer_agree(found):
     assert found["samples changed"]
 
 
+def test_log_probs_of_greedy_answers_are_at_temperature_1(found):
+    assert found["greedy at temperature 1"] < 1e-4
+    assert found["greedy at the sampling temperature"] > 1e-2
+
+
 def test_a_stream_that_misses_a_name_is_refused(found):
     assert found["missing name"] == (
         "weights sent to vLLM: missing ['model.layers.1.self_attn.k_proj.bias'], unknown []"
