@@ -140,7 +140,7 @@ size() {  # model, data and evaluation
         flags+=(--no-format-reward --prompts-per-step 12 --kl-coef 0.004 --steps 200)
       fi
       if [ $script = sps.py ]; then  # two rounds
-        flags+=(--rl-steps 40 --irl-batch 256 --subset 0 --steps 80)
+        flags+=(--rl-steps 30 --irl-batch 256 --subset 0 --steps 60)
         case $word in sps-toy | sps-grpo-toy) ;; *) flags+=(--irl-lr 5e-5) ;; esac
       fi
       if [ "$word" = dapo-toy ]; then flags+=(--overlong-buffer 32); fi
