@@ -368,11 +368,13 @@ def load_model_folder(args: Args, world: World) -> Path:
 
 @dataclass(frozen=True)
 class Data:
-    """A problem set, and how many of its rows were left out: {"no answer": n, "prompt too long": n}."""
+    """A problem set, how many of its rows were left out, {"no answer": n, "prompt too long": n}, and which of them have
+    no answer."""
 
     name: str
     rows: list[Problem]
     left_out: dict[str, int]
+    no_answer: list[int]
 
 
 def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
@@ -381,14 +383,14 @@ def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
     names = [data.name for data in held_out]
     if len(set(names)) < len(names):
         raise ValueError(f"--eval {args.eval}: two sets of one name, {names}; their metrics would overwrite each other")
-    problems = load_problems(args.dataset, tokenizer, args, "--dataset") if args.steps else Data("none", [], {})
+    problems = load_problems(args.dataset, tokenizer, args, "--dataset") if args.steps else Data("none", [], {}, [])
     if args.steps and args.subset:
         if not 0 < args.subset <= len(problems.rows):
             raise ValueError(f"--subset {args.subset}: --dataset {args.dataset} has {len(problems.rows)} usable rows")
         chosen = np.random.default_rng(seed_of(args.seed, "subset")).permutation(len(problems.rows))[: args.subset]
         rows = [problems.rows[number] for number in sorted(chosen)]
         left_out = problems.left_out | {"not in the subset": len(problems.rows) - args.subset}
-        problems = Data(problems.name, rows, left_out)
+        problems = Data(problems.name, rows, left_out, problems.no_answer)
     return problems, held_out
 
 
@@ -444,7 +446,7 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
     verl = "reward_model" in table.column_names
     if answer_column:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns([problem_column, answer_column])
-    problems, left_out, seen = [], {"no answer": 0, "prompt too long": 0}, set()
+    problems, left_out, seen, no_answer = [], {"no answer": 0, "prompt too long": 0}, set(), []
     if verl:
         left_out["repeated"] = 0
     for number, row in enumerate(table):
@@ -463,13 +465,15 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
         prompt_ids = tokenizer.encode(prompt_of(text, args.template, tokenizer), add_special_tokens=False)
         if not answer:
             left_out["no answer"] += 1
+            no_answer.append(number)
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
             problems.append(Problem(text, prompt_ids, answer, None if answer_column else row))
     if not problems:
         raise ValueError(f"{flag} {source}: no usable row among {len(table)}; left out: {left_out}")
-    return Data(source if named else f"{path.stem}-{split}" if ":" in source else path.stem, problems, left_out)
+    shown = source if named else f"{path.stem}-{split}" if ":" in source else path.stem
+    return Data(shown, problems, left_out, no_answer)
 
 
 @functools.cache
@@ -542,20 +546,186 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+UNIT_NAMES = (
+    "% percent percentage pct|° degree degrees deg|radian radians rad|$ dollar dollars usd|cent cents|mm millimeters|"
+    "cm centimeter centimeters|m meter meters|km kilometer kilometers|inch inches|ft foot feet|yd yard yards|"
+    "mile miles|g gram grams gm|kg kilogram kilograms|lb pound pounds|s sec second seconds|min minute minutes|"
+    "h hr hour hours|day days|week weeks|month months|year years|am a.m. a.m|pm p.m. p.m"
+)
+UNITS = {spelling: unit.split()[0] for unit in UNIT_NAMES.split("|") for spelling in unit.split()}
+UNIT = re.compile(
+    r"(.+?) ?(?:(?:\\text\{([a-zA-Z./ ]*)\}|(?<=[\d}) ])([a-zA-Z]{2,}|[ap]\.m\.?))(?: ?\^ ?\{?\d\}?)?|([%°]))\.?"
+)
+REWRITES = [  # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
+    (r"\s+", " "),
+    (r"(?<!\\)\$", ""),
+    ("\u2212", "-"),
+    (r"(?<=\d) ?(?:, ?\\!|\{ ?, ?\}(?:\\!)?) ?(?=\d{3})", ""),  # 10,\!080 and 1{,}008
+    (r"(?<!\\)\\[!,:;> ]|\\q?quad(?![a-zA-Z])|~|\\(?:displaystyle|textstyle|phantom)(?![a-zA-Z])", " "),
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
+    (r"\\(?:text(?:bf|it|rm|normal|sf)?|mbox|math(?:rm|bf|it|sf)|operatorname) ?\{", r"\\text{"),
+    (r"\\text\{[ ,]*(?:and|or)[ ,]*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
+    (r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![a-zA-Z])|\\degree(?![a-zA-Z])", "°"),
+    (r"\\%", "%"),
+    (r"<=|\\leq(?:slant)?(?![a-zA-Z])", r"\\le "),
+    (r">=|\\geq(?:slant)?(?![a-zA-Z])", r"\\ge "),
+    (r"!=|\\neq(?![a-zA-Z])", r"\\ne "),
+    (r"\\[dtc]?frac ?", r"\\frac"),
+    (r"\\frac(\d) ?(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac(\d) ?\{", r"\\frac{\1}{"),
+    (r"\\frac(\{[^{}]*\}) ?(\d)", r"\\frac\1{\2}"),
+    (r"np\.(?=[a-z])", r"\\"),  # np.arcsin, in Minerva
+]
+REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in REWRITES]
+THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+")
+DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
+NUMBER = re.compile(  # 12, -.5, 3., 3.83e35, 3.83 \cdot 10^{35} and 10^{35}
+    rf"([+-]?)({DECIMAL})?(?:(?:(?<=\d)(?:\\cdot|\\times|\*)|(?<!\d))10\^(?:\{{([+-]?\d{{1,3}})\}}|(\d))"
+    r"|(?<=\d)[eE]([+-]?\d{1,3}))?"
+)
+FRACTION = re.compile(rf"([+-]?)(\d*)\\frac\{{([+-]?{DECIMAL})\}}\{{({DECIMAL})\}}|([+-]?{DECIMAL})/({DECIMAL})")
+BASED = re.compile(r"(-?[\dA-Z]+(?:\.[\dA-Z]+)?) ?_ ?\{? ?(\d+) ?\}?")  # 25_6 and 0.0011_{2}
+WORDS = re.compile(r"(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+")
+NAME = re.compile(  # of what an answer is the value of: x, AB, x_{1}, f(x), (p,q)
+    r"((?:[A-Za-z]+|\\[a-z]+)(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?|\([A-Za-z](?:, ?[A-Za-z])+\))"
+    r" ?(?:=|\\in(?![a-z])|\\approx(?![a-z]))(.+)"
+)
+
+
+def normalise(answer: str) -> str:
+    """Return an answer in one spelling of its LaTeX; value, order, units and words stay."""
+    for pattern, replacement in REWRITES:
+        answer = pattern.sub(replacement, answer)
+    return answer.strip().rstrip(" .,;:")
+
+
+def exact_number(text: str) -> str | None:
+    """Return a plain number in one spelling, an integer or a reduced fraction; None for what must be computed."""
+    text = re.sub(r"(?<![\d.]) | (?![\d.])", "", text)  # a space between digits does not go
+    if (match := NUMBER.fullmatch(text)) and any(match.groups()[1:]):
+        return str(Fraction(f"{match[1]}{match[2] or 1}e{match[3] or match[4] or match[5] or 0}"))
+    if not (match := FRACTION.fullmatch(text)) or not Fraction(match[4] or match[6]):
+        return None
+    value = Fraction(match[3] or match[5]) / Fraction(match[4] or match[6])
+    if match[2]:  # 1\frac{4}{5}
+        value += Fraction(match[2])
+    return str(-value if match[1] == "-" else value)
+
+
+def split_outside_brackets(text: str, separators: str) -> list[str]:
+    """Split a text at separators that no bracket encloses; empty pieces are left out."""
+    pieces, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character in separators and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def without_unit(text: str) -> tuple[str, str]:
+    """Split a text into value and unit. A label that is no known unit goes too: 14 \\text{ triangles}."""
+    unit = "$" if r"\$" in text else ""
+    text = text.replace(r"\$", "").strip()
+    for _ in range(3):  # 5 \text{ square cm} has one; a thousand % signs are no answer
+        if not (match := UNIT.fullmatch(text)):
+            break
+        value, label, bare, sign = match.groups()
+        known = [UNITS[word] for word in (label or bare or sign or "").lower().split() if word in UNITS]
+        degrees_of_a_function = sign == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value)
+        if not re.search(r"\d|\\pi", value) or (bare and not known) or degrees_of_a_function:
+            break
+        text, unit = value, unit or " ".join(known)
+    return text, unit
+
+
+def enclosed(text: str) -> bool:
+    """Say whether the bracket that opens a text is the one that its last character closes."""
+    depth = 0
+    for at, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0 and character in ")]}":
+            return at == len(text) - 1
+    return False
+
+
+def tight(text: str) -> str:
+    """Leave out the spaces that mean nothing: all but those in `\\cot x`, in `1 2` and after a matrix row."""
+    return re.sub(r"(\\\\ |\\[a-zA-Z]+ (?=[a-zA-Z])|(?<=\d) (?=\d))| ", r"\1", text)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def read_answer(text: str, depth: int = 0) -> tuple:
+    """Return an answer as (kind, text, name, unit, parts), which `_verifier_worker` compares.
+
+    Kinds: "list" (of values in any order, in set braces or none), "()", "[)", … and ":" (parts in order), "number",
+    "word" (never a product of letters) and "math".
+    """
+    text, unit = without_unit(normalise(text))
+    text = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())
+    if not unit:
+        text, unit = without_unit(text)
+    if THOUSANDS.fullmatch(text):
+        text = re.sub("[ ,]", "", text)
+    if based := BASED.fullmatch(text):
+        return "word", f"{based[1]}_{based[2]}", "", unit, ()
+    if WORDS.fullmatch(text):
+        letters = re.sub(r"[\s.,;:()']", "", text)
+        return "word", letters.lower() if len(letters) > 1 else letters, "", unit, ()
+    for separators, kind in ((",;", "list"), (":", ":")):
+        pieces = split_outside_brackets(text, separators)
+        if len(pieces) > 1:
+            parts = [read_answer(piece, depth + 1) for piece in pieces]
+            if kind == "list":  # {1 \pm \sqrt{5}, -2} is a list of three
+                parts = [inner for part in parts for inner in (part[4] if part[0] == "list" else [part])]
+            return kind, tight(text), "", unit, tuple(parts)
+    if depth < 4:
+        if match := NAME.fullmatch(text):
+            kind, value, inner, _, parts = read_answer(match[2], depth + 1)
+            if kind != "word" and not inner:  # neither MR=SRMC nor x=y=5
+                return kind, value, re.sub(r"[ {}]", "", match[1]), unit, parts
+        if match := re.match(r"(.*?)\\approx(?![a-z])", text):  # 2/3 \approx 0.67: the exact value counts
+            return read_answer(match[1] or text[match.end() :], depth + 1)
+        opening = r"\{" if text.startswith(r"\{") else text[:1]
+        if opening in ("(", "[", "{", r"\{") and enclosed(text):
+            inside = text[len(opening) : -len(opening)].strip()
+            pieces = split_outside_brackets(inside, ",;")
+            if "{" in opening or (len(pieces) == 1 and opening + text[-1] == "()"):
+                kind, value, name, within, parts = read_answer(inside, depth + 1)
+                return kind, value, name, unit or within, parts
+            if len(pieces) > 1:
+                parts = tuple(read_answer(piece, depth + 1) for piece in pieces)
+                return opening + text[-1], tight(text), "", unit, parts
+        if text.count(r"\pm") == 1:
+            parts = tuple(read_answer(text.replace(r"\pm", sign), depth + 1) for sign in "+-")
+            return "list", tight(text), "", unit, parts
+    if number := exact_number(text):
+        return "number", number, "", unit, ()
+    text = re.sub(r"(\d*\.?\d+)°", r"(\\frac{\1\\pi}{180})", text)  # math_verify knows no degrees
+    text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"{{\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}}}", text)  # exact, too
+    return "math", tight(text.replace("°", r"^\circ ")), "", unit, ()
+
+
 def _verifier_worker(seconds: float, memory: int):
     """Answer lines [answer, gold] on stdin with lines [score, status] on stdout. Runs alone, in a bare interpreter.
+
+    Both come as `read_answer` returns them. math_verify sees only what needs mathematics: it takes 0.333333 for 1/3,
+    adds up what a question asks to add up, reads the last of several equations and knows `neve` as `even`.
 
     `seconds` of wall clock per answer raise inside Python; C code that does not return to Python is ended by the
     kernel a second of processor time later. `memory` bytes may be allocated on top of what the imports took.
     """
     import json
     import os
+    import re
     import resource
     import signal
     import sys
 
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
     class Expired(BaseException):  # math_verify catches Exception
@@ -568,16 +738,41 @@ def _verifier_worker(seconds: float, memory: int):
     with open("/proc/self/statm") as statm:
         limit = int(statm.read().split()[0]) * resource.getpagesize() + memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    boxes = [LatexExtractionConfig(boxed_match_priority=0)]
+    relation = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|in|equiv|sim)(?![a-z])")
+    config = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+    boxes = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)]
     golds = {}
 
-    def read(answer):
-        return parse("\\boxed{" + answer + "}", extraction_config=boxes, parsing_timeout=None)
+    def read(text):
+        return parse("\\boxed{" + text + "}", boxes, fallback_mode="no_fallback", parsing_timeout=None)
 
-    def grade(answer, gold):
-        if gold not in golds:
-            golds[gold] = read(gold)
-        return float(verify(golds[gold], read(answer), timeout_seconds=None))
+    def same(answer, gold):
+        kind, text, name, unit, parts = answer
+        gold_kind, gold_text, gold_name, gold_unit, gold_parts = gold
+        if any(a and b and a != b for a, b in ((unit, gold_unit), (name, gold_name))):
+            return False
+        if kind == gold_kind == "list":
+            parts, gold_parts = ([part for n, part in enumerate(x) if part not in x[:n]] for x in (parts, gold_parts))
+            alike = len(parts) == len(gold_parts)
+            return alike and all(any(same(part, wanted) for part in parts) for wanted in gold_parts)
+        if parts and gold_parts:
+            alike = kind == gold_kind or {kind, gold_kind} == {"list", "()"}
+            return alike and len(parts) == len(gold_parts) and all(map(same, parts, gold_parts))
+        if text == gold_text:
+            return True
+        if gold_kind == "number" or "word" in (kind, gold_kind) or gold_parts or kind == "list":
+            return False
+        if parts and not relation.search(gold_text):  # an interval may answer an inequality, nothing else
+            return False
+        if gold_name and not name and relation.search(text):
+            gold_text = f"{gold_name}={gold_text}"
+        if name and not gold_name and relation.search(gold_text):
+            text = f"{name}={text}"
+        if len(relation.findall(text)) > len(relation.findall(gold_text)):
+            return False
+        if gold_text not in golds:
+            golds[gold_text] = read(gold_text)
+        return verify(golds[gold_text], read(text), timeout_seconds=None)
 
     replies.write("ready\n")
     replies.flush()
@@ -587,7 +782,7 @@ def _verifier_worker(seconds: float, memory: int):
             try:
                 signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
                 signal.setitimer(signal.ITIMER_REAL, seconds)
-                score = grade(*json.loads(line))
+                score = float(same(*json.loads(line)))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.setitimer(signal.ITIMER_PROF, 0)
@@ -617,9 +812,13 @@ def load_reward(spec: str):
 class Verifier:
     """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run.
 
-    An answer is what stands in the last box. Equal text and pairs of plain integers are decided here, everything else
-    by a worker; an answer that exceeds time, memory or length scores 0. `counts` says how often each thing happened:
-    graded, no answer, too long, timeout, memory, error (math_verify raised), crash.
+    An answer is what stands in the last box. Equal readings and pairs of plain numbers are decided here, everything
+    else by a worker; an answer that exceeds time, memory or length scores 0. `counts` says how often each thing
+    happened: graded, no answer, too long, timeout, memory, error (math_verify raised), crash.
+
+    Values are compared exactly: no tolerance, no rounding; a number must be written out (5, 5.0, 10/2, not 2+3). 5%
+    equals 5, not 0.05: of two answers only units that differ count, so 5 cm equals 5, not 5 m. `x = 5` equals 5.
+    Several values must be all of them, in any order; those of a tuple and ends of an interval in theirs.
     """
 
     def __init__(self, workers: int, reward=None, seconds: float = 1.0, memory: int = 1 << 30, longest: int = 2000):
@@ -644,7 +843,7 @@ class Verifier:
 
     def _ask(self, worker: subprocess.Popen, task: tuple[str, str]) -> str | None:
         try:
-            worker.stdin.write(json.dumps(task) + "\n")
+            worker.stdin.write(json.dumps([read_answer(text) for text in task]) + "\n")
             worker.stdin.flush()
         except BrokenPipeError:
             return ""
@@ -696,10 +895,14 @@ class Verifier:
                 verdicts[pair] = 0.0, "no answer"
             elif answer == gold:
                 verdicts[pair] = 1.0, "graded"
-            elif re.fullmatch(r"[+-]?\d{1,18}", answer) and re.fullmatch(r"[+-]?\d{1,18}", gold):
-                verdicts[pair] = float(int(answer) == int(gold)), "graded"
-            elif len(answer) > self.longest:
+            elif max(len(answer), len(gold)) > self.longest:
                 verdicts[pair] = 0.0, "too long"
+            elif not (given := read_answer(answer))[1]:
+                verdicts[pair] = 0.0, "no answer"
+            elif given == (wanted := read_answer(gold)):
+                verdicts[pair] = 1.0, "graded"
+            elif given[0] == wanted[0] == "number" and given[1] != wanted[1]:
+                verdicts[pair] = 0.0, "graded"
         tasks = deque(pair for pair in dict.fromkeys(pairs) if pair not in verdicts)
         failures: list[str] = []
         threads = [
@@ -1507,7 +1710,8 @@ class Record:
         """Say what was read and what was left out, and show a whole prompt."""
         read = [data for data in (problems, *held_out) if data.rows]
         for data in read:
-            self.say(f"{len(data.rows)} problems in {data.name}; left out: {data.left_out}")
+            which = f"; rows without an answer: {data.no_answer}" if data.no_answer else ""
+            self.say(f"{len(data.rows)} problems in {data.name}; left out: {data.left_out}{which}")
         self.say(f"the first prompt: {tokenizer.decode(read[0].rows[0].prompt_ids)!r}")
 
     def samples(self, name: str, problems: list[Problem], rollouts: list[Rollout], reward_PG: torch.Tensor) -> None:

@@ -75,6 +75,7 @@ def test_rows_left_out_are_counted(tokenizer, tmp_path):
     rows = [{"problem": "1+1=?", "answer": a} for a in ("2", "", None, "  ")] + [{"problem": "9" * 50, "answer": "1"}]
     data = load(write(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_tokens=20)
     assert len(data.rows) == 1 and data.left_out == {"no answer": 3, "prompt too long": 1}
+    assert data.no_answer == [1, 2, 3]
 
 
 def test_reference_answers():
@@ -330,7 +331,7 @@ def test_real_problems(tokenizer, tmp_path):
         (tmp_path / f"{name}.jsonl").symlink_to(SHARED / f"{file}.jsonl")
         data = load(name, tokenizer, data_dir=str(tmp_path), max_prompt_tokens=10**6)
         assert len(data.rows) == rows and data.name == name
-        assert data.left_out["no answer"] == (2 if name == "math-lvl3to5" else 0)
+        assert data.no_answer == ([5054, 5158] if name == "math-lvl3to5" else [])
 
 
 def test_toy_problems_come_from_the_seed(tmp_path):

@@ -46,6 +46,7 @@ def test_answers(verifier):
         (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1),
         (r"\boxed{(1, 2)}", "(1,2)", 1),
         (r"\boxed{(2, 1)}", "(1,2)", 0),
+        (r"\boxed{1+x+x}", "1+2x", 1),
         (r"\boxed{x+1}", "1+x", 1),
         (r"first \boxed{12} then \boxed{7}", "12", 0),
         (r"the answer is 12", "12", 0),
@@ -71,57 +72,57 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     """Every hostile answer ends within its deadlines, scores 0, and the good answers among them are graded."""
     completions, golds, wanted = [], [], []
     for text in HOSTILE.values():
-        completions += [f"\\boxed{{{text}}}", r"\boxed{\frac{2}{4}}"]
-        golds += ["7", r"\frac{1}{2}"]
+        completions += [f"\\boxed{{{text}}}", r"\boxed{\sqrt{8}}"]
+        golds += [r"\sqrt{7}", r"2\sqrt{2}"]
         wanted += [0.0, 1.0]
-    completions += ["x" * 20_000_000 + r"\boxed{" + "y" * 5_000_000 + "}", r"\boxed{3/6}"]
-    golds += ["7", r"\frac{1}{2}"]
+    completions += ["x" * 20_000_000 + r"\boxed{" + "y" * 5_000_000 + "}", r"\boxed{3x/6}"]
+    golds += ["7", r"\frac{x}{2}"]
     wanted += [0.0, 1.0]
     before = verifier.counts.copy()
     assert verifier.grade(completions, golds) == wanted
     counts = verifier.counts - before
     assert counts["timeout"] >= 1 and counts["too long"] >= 1, counts
     assert all(worker.poll() is None for worker in verifier.workers)
-    assert verifier.grade([r"\boxed{\frac{3}{6}}"], [r"\frac{1}{2}"]) == [1.0]
+    assert verifier.grade([r"\boxed{\frac{3x}{6}}"], [r"\frac{x}{2}"]) == [1.0]
 
 
 def test_a_soft_timeout_keeps_the_worker(verifier):
     """Most hostile answers are interrupted inside Python: no second is lost to a new worker's imports."""
     before = [worker.pid for worker in verifier.workers]
-    assert verifier.grade([f"\\boxed{{{HOSTILE['power tower']}}}"], ["7"]) == [0.0]
+    assert verifier.grade([f"\\boxed{{{HOSTILE['power tower']}}}"], [r"\sqrt{7}"]) == [0.0]
     assert [worker.pid for worker in verifier.workers] == before
 
 
 def test_a_worker_that_does_not_return_is_replaced(verifier):
     """A stopped process stands for C code that never comes back to Python."""
-    verifier.grade([r"\boxed{\frac{3}{6}}"] * 2, [r"\frac{1}{2}", r"\frac{1}{3}"])
+    verifier.grade([r"\boxed{\frac{3x}{6}}"] * 2, [r"\frac{x}{2}", r"\frac{x}{3}"])
     stuck = [worker.pid for worker in verifier.workers]
     for pid in stuck:
         os.kill(pid, signal.SIGSTOP)
     before = verifier.counts.copy()
-    answers = [r"\boxed{\frac{2}{4}}", r"\boxed{\frac{2}{6}}", r"\boxed{\frac{2}{8}}"]
-    scores = verifier.grade(answers, [r"\frac{1}{2}", r"\frac{1}{3}", r"\frac{1}{4}"])
+    answers = [r"\boxed{\frac{2x}{4}}", r"\boxed{\frac{2x}{6}}", r"\boxed{\frac{2x}{8}}"]
+    scores = verifier.grade(answers, [r"\frac{x}{2}", r"\frac{x}{3}", r"\frac{x}{4}"])
     assert sorted(scores) == [0.0, 0.0, 1.0] and (verifier.counts - before)["timeout"] == 2
     assert not set(stuck) & {worker.pid for worker in verifier.workers}
 
 
 def test_a_killed_worker_is_replaced(verifier):
-    verifier.grade([r"\boxed{\frac{3}{6}}"] * 2, [r"\frac{1}{2}", r"\frac{1}{3}"])
+    verifier.grade([r"\boxed{\frac{3x}{6}}"] * 2, [r"\frac{x}{2}", r"\frac{x}{3}"])
     old = [worker.pid for worker in verifier.workers]
     for pid in old:
         os.kill(pid, signal.SIGSEGV)
-    golds = [rf"\frac{{1}}{{{n}}}" for n in range(2, 10)]
-    scores = verifier.grade([rf"\boxed{{\frac{{2}}{{{2 * n}}}}}" for n in range(2, 10)], golds)
+    golds = [rf"\frac{{x}}{{{n}}}" for n in range(2, 10)]
+    scores = verifier.grade([rf"\boxed{{\frac{{2x}}{{{2 * n}}}}}" for n in range(2, 10)], golds)
     assert sum(scores) >= 6 and verifier.counts["crash"] >= 1  # each dead worker costs the one answer it was given
     assert not set(old) & {worker.pid for worker in verifier.workers}
-    assert verifier.grade([r"\boxed{\frac{3}{6}}"], [r"\frac{1}{2}"]) == [1.0]
+    assert verifier.grade([r"\boxed{\frac{3x}{6}}"], [r"\frac{x}{2}"]) == [1.0]
 
 
 def test_a_python_without_math_verify_is_an_error(monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     broken = Verifier(workers=1)
     with pytest.raises(RuntimeError, match="math_verify"):
-        broken.grade([r"\boxed{x}"], ["y"])
+        broken.grade([r"\boxed{1+x}"], ["x+1"])
     broken.close()
 
 
@@ -129,7 +130,7 @@ def test_orphaned_workers_end():
     """When a trainer is killed its workers see the end of their input, or run into the kernel's deadline."""
     lone = Verifier(workers=1, seconds=1.0)
     worker = lone.workers[0]
-    assert lone.grade([r"\boxed{1/2}"], ["0.5"]) == [1.0]
+    assert lone.grade([r"\boxed{1+x}"], ["x+1"]) == [1.0]
     worker.stdin.close()
     assert worker.wait(timeout=30) == 0
     worker.stdout.close()

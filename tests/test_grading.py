@@ -1,0 +1,508 @@
+"""What counts as right: real reference answers, real model outputs with labels, and answers made to deceive.
+
+The tables hold one case a line, `gold  ?  answer in the box`.
+"""
+
+import json
+import re
+import time
+
+import pytest
+from conftest import ROOT
+
+from common import Verifier, last_boxed, read_answer, reference_answer
+
+SHARED = ROOT.parent / "shared" / "data"
+needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real answers to grade")
+
+RIGHT = r"""
+58,500  ?  58500
+58500  ?  58{,}500
+58,500  ?  58,\!500
+58500  ?  58,\! 500
+58500  ?  58,500 \text{ dollars}
+\$32,\!348  ?  32348
+\$32,\!348  ?  \$32,348
+12  ?  12.
+12  ?  12.0
+12  ?  +12
+0.5  ?  \frac12
+0.5  ?  \frac1{2}
+0.5  ?  \frac{1}2
+0.5  ?  \frac{1}{2.}
+10  ?  \frac{1{,}000}{100}
+0.5  ?  1/2
+0.5  ?  .5
+-\frac{1}{2}  ?  \frac{-1}{2}
+-1./3  ?  -\frac{1}{3}
+3.83e35  ?  3.83 \times 10^{35}
+3.83e35  ?  3.83 \cdot 10^{35}
+1e-5  ?  10^{-5}
+1e-3  ?  0.001
+np.arcsin(10/13)  ?  \arcsin(\frac{10}{13})
+np.arcsin(10/13)  ?  \arcsin\left(\dfrac{10}{13}\right)
+1\frac{4}{5}  ?  \frac{9}{5}
+1\frac{4}{5}  ?  1.8
+18\%  ?  18
+18  ?  18\%
+18\%  ?  18 percent
+90^\circ  ?  90
+90^{\circ}  ?  90^\circ
+\frac{270}7\text{ degrees}  ?  \frac{270}{7}^\circ
+864 \mbox{ inches}^2  ?  864
+864 \mbox{ inches}^2  ?  864 \text{ square inches}
+40\text{ feet}  ?  40\text{ ft}
+40\text{ feet}  ?  40 ft
+40\text{ feet}  ?  40 feet
+20\text{ days}  ?  20
+14 \text{ right triangles}  ?  14 \text{ triangles}
+5.4 \text{ cents}  ?  5.4
+(1,2)  ?  (1, 2)
+(1,2)  ?  \left( 1, 2 \right)
+(1,2)  ?  1,2
+\{1,2\}  ?  \{2,1\}
+\{1,2\}  ?  2,1
+1,2  ?  \{1,2\}
+$69$,$84$  ?  84, 69
+1,3,5  ?  5, 3, 1
+$f(x)=-1$,$f(x)=x+1$  ?  f(x)=x+1 \text{ and } f(x)=-1
+19 \text{ and }43  ?  43, 19
+-12 \text{ or } -30  ?  -30, -12
+2, 3, \text{ and } 4  ?  4,3,2
+(1,8,19), (2,7,13), (4,5,7)  ?  (4,5,7),(1,8,19),(2,7,13)
+[1,2)  ?  \left[1, \dfrac{4}{2}\right)
+(-\infty, 2) \cup (3, \infty)  ?  (3,\infty)\cup(-\infty,2)
+x \in [-2,7]  ?  [-2,7]
+-2 \le x \le 7  ?  [-2,7]
+\text{Evelyn}  ?  Evelyn
+\text{Evelyn}  ?  \text{evelyn}
+\text{(C)}  ?  C
+\text{(C)}  ?  (C)
+\text{C}  ?  \textbf{(C)}
+\text{A,C,F}  ?  A, C, F
+\text{even}  ?  even
+\text{13}  ?  13
+\mathbf{2340}  ?  2340
+52_8  ?  52_{8}
+4210_{5}  ?  4210_5
+\text{A5}_{11}  ?  A5_{11}
+43_5.  ?  43_5
+05\!:\!00  ?  05:00
+05\!:\!00  ?  5:00
+4\!:\!51\!:\!06 \text{ p.m.}  ?  4:51:06 \text{ p.m.}
+9:24  ?  9:24
+x=5  ?  5
+5  ?  x=5
+k=6  ?  k = 6
+y = 2x + 3  ?  2x+3
+y = 2x + 3  ?  y=3+2x
+y = -2x  ?  2x+y=0
+m_{\max }=n^{2}-n-1  ?  n^2-n-1
+t(0,4]  ?  t(0, 4]
+1 \pm \sqrt{19}  ?  1+\sqrt{19}, 1-\sqrt{19}
+1+\sqrt{19}, 1-\sqrt{19}  ?  1 \pm \sqrt{19}
+\{1\pm\sqrt{5},-2\}  ?  -2, 1+\sqrt{5}, 1-\sqrt{5}
+AB=9, CD=4  ?  CD = 4, AB = 9
+\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}  ?  \begin{pmatrix} -\frac13 \\ \frac23 \end{pmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}  ?  \begin{bmatrix}1&2\\3&4\end{bmatrix}
+\sqrt{12}  ?  2\sqrt{3}
+x+1  ?  1+x
+(a+5)(b+2)  ?  (b+2)(a+5)
+5x - 7y + 11z + 4 = 0  ?  -5x+7y-11z-4=0
+\frac{\sqrt{3}}{3}  ?  \frac{\sqrt{3}}{3} \approx 0.577
+\$\dfrac23 \approx \$0.67  ?  \frac23
+2500,7500  ?  7500, 2500
+(2,251,252)  ?  (2, 251, 252)
+7p+4e  ?  4e + 7p
+\frac{x}{2}  ?  0.5x
+E_{1},E_{2}  ?  E_1, E_2
+xy  ?  yx
+2x + y = 0  ?  y = -2x
+4.5e33  ?  4.5\times10^{33}
+7p+4e-3  ?  4e-3+7p
+-5  ?  −5
+2.5x+1  ?  \frac{5}{2}x+1
+2\cos 15^{\circ}  ?  2\cos15^\circ
+2\cos 15^{\circ}  ?  2 \cos(15^\circ)
+2\cos 15^{\circ}  ?  \frac{\sqrt{6}+\sqrt{2}}{2}
+\cos 7.5^\circ  ?  \cos(\frac{\pi}{24})
+x \ge 5  ?  x >= 5
+x \leq 2  ?  x<=2
+x \neq 3  ?  x != 3
+x > 5  ?  5 < x
+125 \text{ miles}  ?  125\textnormal{ miles}
+(3, 90^\circ)  ?  (3, 90)
+(p,q)=(3,2)  ?  (3,2)
+1.85\ \text{USD}  ?  \$1.85
+\frac{1}{29,\!322,\!216}  ?  \frac{1}{29322216}
+\frac{9 \sqrt{23}}{23}  ?  \frac{9}{\sqrt{23}}
+1000  ?  1 000
+-4  ?  (-4)
+2,3  ?  2,3,2
+\text{4:30 p.m.}  ?  4:30 \text{ p.m.}
+37  ?  37^\circ\text{C}
+\begin{pmatrix} x \\ y+1 \end{pmatrix}  ?  \begin{pmatrix} x \\ 1+y \end{pmatrix}
+2\sin x  ?  \sin x + \sin x
+2+\sqrt{3}, 5  ?  5, \sqrt{3}+2
+\tan x^\circ  ?  \tan(x^\circ)
+x_{1}=5  ?  x_1 = 5
+0.0011_{2}  ?  0.0011_2
+LQSX  ?  \text{LQSX}
+\text{ACF}  ?  A, C, F
+\text{(E)},  ?  E
+\frac{1}{3}  ?  \frac{1}{3} \approx 0.333
+8.24  ?  \approx 8.24 \text{ mph}
+5  ?  \text{Area} = 5
+\frac{1}{2}  ?  P(A) = \frac{1}{2}
+12  ?  12 cm^2
+\frac{600}{7}  ?  \frac{600}{7} \text{ km/h}
+2x + y = 0  ?  y + 2x = 0
+10\pi \text{ cm}  ?  10\pi
+\pi \text{ cm}  ?  \pi
+(1,-1)  ?  (1, -1.0)
+\frac{x}{2}+\frac{1}{3}  ?  \frac13 + \frac x2
+3 \sec \frac{1}{2} \theta  ?  3\sec\frac{\theta}{2}
+"""
+
+WRONG = r"""
+1/3  ?  0.333
+1/3  ?  0.333333
+1/3  ?  0.3333333333333333
+\pi  ?  3.14
+\pi  ?  3.14159265358979
+\sqrt{2}  ?  1.41421356
+\frac{x}{3}  ?  0.333333333x
+1000000  ?  1000001
+1e-8  ?  2e-8
+1e-8  ?  0
+3.83e35  ?  3.84e35
+3.83e35  ?  3.83e34
+3  ?  1, 2, 3, 4
+3  ?  3, 4
+3  ?  3 or 4
+3  ?  x=3 or x=4
+4  ?  x=3, x=4
+4  ?  a=1, b=4
+3  ?  x=3, 4
+3  ?  \text{any number}
+3  ?  \text{the answer is }3
+3  ?  3 \text{ or } 5
+3  ?  3 \text{ or more}
+3  ?  \text{3 or 4}
+3  ?  x < 3
+3  ?  x \le 3
+3  ?  0 < 3
+3  ?  1 = 3
+3  ?  1 = 2 = 3
+3  ?  2x+z=3
+3  ?  x-3=0
+3  ?  x^2=9
+3  ?  x=1+2
+3  ?  1+2
+4  ?  2+2
+120  ?  5!
+12  ?  \sqrt{144}
+3  ?  [3,3]
+3  ?  (3,3)
+3  ?  \{1,2,3\}
+3  ?  (-\infty,\infty)
+3  ?  x \in (-\infty,\infty)
+3  ?  \pm 3
+3  ?  -3
+(1,2)  ?  [1,2]
+(1,2)  ?  (2,1)
+(1,2)  ?  [1,2)
+(1,2)  ?  \{2,1\}
+(3,1)  ?  \{1,3\}
+(3,1)  ?  1,3
+[1,2]  ?  1,2
+[1,2]  ?  \{1,2\}
+(5,4)  ?  (3,2)
+(-\infty,5)  ?  (-\infty,5]
+5\%  ?  0.05
+0.05  ?  5\%
+5  ?  500\%
+5  ?  500
+5 \text{ cm}  ?  5 \text{ m}
+5 \text{ cm}  ?  5 \text{ km}
+5 \text{ minutes}  ?  5 \text{ hours}
+5 \text{ minutes}  ?  5 \text{ seconds}
+\$5  ?  5 \text{ cents}
+90^\circ  ?  \frac{\pi}{2}
+90^\circ  ?  90\%
+5^\circ  ?  5 \text{ radians}
+9 \text{ a.m.}  ?  9 \text{ p.m.}
+even  ?  neve
+even  ?  \text{neve}
+\text{even}  ?  e \cdot v \cdot e \cdot n
+\text{even}  ?  even odd
+\text{even}  ?  odd
+\text{Evelyn}  ?  Evelny
+\text{Evelyn}  ?  \text{Evelyn, Briana}
+\text{(C)}  ?  \text{(D)}
+\text{(C)}  ?  A, B, C, D
+\text{(C)}  ?  ABCDE
+\text{A,C,F}  ?  A,C,E
+\text{A,C,F}  ?  F,C
+E  ?  e
+E  ?  2.718281828
+52_8  ?  52_9
+52_8  ?  42
+10_2  ?  2
+6m  ?  6
+2k  ?  2
+\frac{1}{\sqrt{2}}c  ?  \frac{1}{\sqrt{2}}
+x=5  ?  2x+3=13
+x=5  ?  x=6
+x=5  ?  y=5
+AB=9, CD=4  ?  AB=4, CD=9
+y = 2x+3  ?  y = 2x+4
+5x - 7y + 11z + 4 = 0  ?  0
+5x - 7y + 11z + 4 = 0  ?  0=0
+5x - 7y + 11z + 4 = 0  ?  x=x
+x \in [-2,7]  ?  x \in (-2,7)
+1 \pm \sqrt{19}  ?  1 + \sqrt{19}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix}  ?  \begin{pmatrix} 2 \\ 1 \end{pmatrix}
+\begin{pmatrix} 1/3 \\ 2 \end{pmatrix}  ?  \begin{pmatrix} 0.333333333 \\ 2 \end{pmatrix}
+9:24  ?  3:8
+1:2  ?  2:4
+12:00  ?  1:00
+58,500  ?  58,5
+58,500  ?  58, 500
+10,\!080  ?  10.080
+\sqrt{2}  ?  \text{nan}
+\sqrt{2}  ?  \frac{0}{0}
+\sqrt{2}  ?  \infty - \infty
+\sqrt{2}  ?  \frac{1}{0}
+\sqrt{2}  ?  \sqrt{2}, 2
+\sqrt{2}  ?  \{x : x = \sqrt{2}\}
+\sqrt{2}  ?  x^2 = 2
+\sqrt{2}  ?  x = \pm\sqrt{2}
+\sqrt{2}  ?  x \ge \sqrt{2}
+\sqrt{2}  ?  1 \approx \sqrt{2}
+\sqrt{2}  ?  [\sqrt{2}, \sqrt{2}]
+\sqrt{2}  ?  0=\sqrt{2}
+x+1  ?  x+1=x+1
+x+1  ?  y
+2n  ?  2m
+x  ?  y
+\alpha  ?  a
+f(x)=2x  ?  f(x)=3x
+f(x)=x+1, f(x)=-1  ?  f(x)=x+1
+3  ?  \frac{3}
+3  ?  3\\4
+3  ?  \{\}
+3  ?  \text{}
+3  ?  \,
+3  ?  \ldots
+3  ?  *
+3  ?  3*
+3  ?  3 4
+34  ?  3 4
+34  ?  3\,4
+34  ?  3\ 4
+1\frac{4}{5}  ?  1 \cdot \frac{4}{5}
+-80\leq g(x)\leq 82  ?  [-80,83]
+(-\infty,2)\cup(3,\infty)  ?  (-\infty,\infty)
+(-\infty,2)\cup(3,\infty)  ?  (-\infty,2)
+\{-1\} \cup [0,7)  ?  [0,7)
+\text{two lines}  ?  two
+\text{October 30}  ?  October 3
+3  ?  \lim_{x \to 3} x
+3  ?  \sum_{k=1}^{2} k
+\sin^2 t  ?  \sin^2
+0  ?  \emptyset
+2,3  ?  \{2,3,4\}
+2,3  ?  2
+2,3  ?  3,3
+2,3  ?  2,3,2,4
+2,3  ?  x=2,y=3,z=4
+\frac{1}{2},\sqrt{x}  ?  \frac{1}{2}
+\infty  ?  -\infty
+\infty  ?  \text{infinitely many}
+3  ?  三
+3  ?  ３４
+3  ?  3;4
+3  ?  3|4
+3  ?  3 \mid 4
+3  ?  3/4
+3  ?  \frac{3}{4}
+3  ?  3 \vee 4
+3  ?  3 \lor 4
+\sqrt{3}  ?  \sqrt{3} \lor \sqrt{4}
+\sqrt{3}  ?  \sqrt{3} \text{ or } \sqrt{4}
+\sqrt{3}  ?  \sqrt{3} \ \sqrt{4}
+\sqrt{3}  ?  \sqrt{3} \\ \sqrt{4}
+\sqrt{3}  ?  \sqrt{3} \cup \sqrt{4}
+\sqrt{3}  ?  \begin{cases} \sqrt{3} \\ \sqrt{4} \end{cases}
+x+1  ?  \text{whatever}
+3  ?  \sin x = 3
+0.11_{2}  ?  0.11_3
+0.11_{2}  ?  0.11
+2xy  ?  2
+x \text{ is even}  ?  x
+x+12  ?  x+1 2
+3  ?  [3]
+300000  ?  310^{5}
+CD  ?  DC
+\text{H, E}  ?  E, H
+MR=SRMC  ?  SRMC
+5  ?  x = y = 5
+5 \text{ m}  ?  (5 \text{ cm})
+0.333  ?  \frac{1}{3} \approx 0.333
+x+1  ?  x+1, x+2
+2\cos 15^{\circ}  ?  2\cos 15
+7p+4e-3  ?  7p+0.004
+x > 5  ?  x < 5
+[4,\infty)  ?  x > 4
+\begin{pmatrix} 1 \\ 2 \end{pmatrix}  ?  (1, 2)
+(1,2,3)  ?  (1,2)
+f(x)=2x  ?  g(x)=2x
+f(x)=2x  ?  f(x)=2x=3x
+f(x)=2x  ?  2x, 3x
+"""
+
+# verify_expr_pairs.jsonl, by the number of the row: where the verdict on a box differs from the label, and why
+DIFFERENT = {
+    (7, 13, 14, 15, 16, 141): "no box and no formula: the value stands in prose",
+    (61, 142, 147, 148, 156, 157, 159, 163, 169, 172): "no box, or another one: the last formula is not the answer",
+    (60,): "the gold is prose",
+    (182, 183, 190, 205, 206, 223, 235, 236, 237, 239, 241, 242): "several boxes: the last one is the answer",
+    (246, 247, 248, 249, 250): "several boxes: the last one is the answer",
+    (31, 32): "a line break inside $...$ voids the formula there; in a box it is a space",
+    (5, 6, 17): "a decimal comma: a comma separates values or thousands",
+    (126, 133, 139): "rounded (option precision): no tolerance",
+    (30,): "an expression still to be computed, where the gold is a number",
+    (35, 98, 100, 101): "a chain of equations: x = value and no more",
+    (200, 202, 204, 244): "ratios and several unknowns with names before them: only x = value, (p,q) = (3,2)",
+    (63, 150, 151, 160, 186): "every backslash doubled",
+    (217,): "a box that is not closed",
+    (253,): "f(x) for f(y) (option strict=False): names count",
+    (263,): "the label is wrong: 1 - 1/e and 1 + 1/e differ",
+    (279, 280): r"185\: the backslash escapes the brace that ends the box",
+}
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    made = Verifier(workers=2, seconds=5.0)  # equal or not is asked here, on a machine that others use, too
+    yield made
+    made.close()
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (SHARED / name).read_text().splitlines()]
+
+
+def boxed(answers) -> list[str]:
+    return [rf"\boxed{{{answer}}}" for answer in answers]
+
+
+@pytest.mark.parametrize(("table", "score"), [(RIGHT, 1.0), (WRONG, 0.0)], ids=["right", "wrong"])
+def test_tables(verifier, table, score):
+    golds, answers = zip(*(line.split("  ?  ") for line in table.strip().splitlines()), strict=True)
+    scores = verifier.grade(boxed(answers), list(golds))
+    assert [case for case in zip(golds, answers, scores, strict=True) if case[2] != score] == []
+    assert not verifier.counts.keys() & {"error", "crash", "memory"}
+
+
+def test_which_box_and_what_is_none(verifier):
+    """The last box is the answer, and one that holds nothing is none, not even where the gold is empty."""
+    cases = [
+        (r"\boxed{1}, \boxed{2}, \boxed{3}", "1", 0),
+        (r"\boxed{1} and \boxed{2}", "1, 2", 0),
+        (r"\boxed{\boxed{3}}", "3", 1),
+        (r"\boxed{3}}", "3", 1),
+        (r"\boxed{3", "3", 0),
+        (r"\boxed{{3}", "3", 0),
+        (r"\boxed{}3{}", "3", 0),
+        (r"\boxed{ }", "", 0),
+        (r"\boxed{\, }", "", 0),
+        (r"\boxed{\text{ }}", "", 0),
+        (r"\boxed{$}", "", 0),
+        ("\\boxed{\n58,\\!\n500\t}", "58500", 1),
+        (r"\boxed{" + "(" * 1900 + "}", "3", 0),
+        (r"\boxed{" + "(" * 900 + "3" + ")" * 900 + "}", r"\sqrt{3}", 0),
+        (r"\boxed{3" + " " * 3_000_000 + "}", "3", 1),
+        (r"\boxed{" + "3," * 3_000_000 + "3}", "3", 0),
+        (r"\boxed{3" + "0" * 5000 + "}", "3", 0),
+        (r"\boxed{3" + r"\text{ or any other number}" * 50 + "}", "3", 0),
+        (r"\boxed{3}", "3" + "0" * 5000, 0),
+    ]
+    scores = verifier.grade([completion for completion, _, _ in cases], [gold for _, gold, _ in cases])
+    assert [n for n, (case, score) in enumerate(zip(cases, scores, strict=True)) if case[2] != score] == []
+
+
+def test_an_answer_is_read_in_no_time():
+    """The pieces of the reader are regular expressions and loops over the text: none is slow on a long one."""
+    pieces = r"( { {} () , : 1, % ° \text{a} \text{ \frac{ \frac12 a_ A, ab x= 1,111 =1,11 \pm \approx ~ 1. 1e9 (1, ((,"
+    for piece in [*pieces.split(), " ", "\\", "a b c ", ", ", "1 ", "\\text{a b} "]:
+        for text in (piece * (2000 // len(piece)), "5" + piece * (1900 // len(piece)) + ")" * 90):
+            started = time.process_time()
+            read_answer.__wrapped__(text)
+            assert time.process_time() - started < 0.2, piece
+
+
+VARIANTS = {
+    "as it is": lambda gold: gold,
+    "thin space": lambda gold: r"\, " + gold + r"\,.",
+    "dollars": lambda gold: f"${gold}$",
+    "dfrac": lambda gold: gold.replace(r"\tfrac", r"\dfrac").replace(r"\frac", r"\dfrac"),
+    "left": lambda gold: re.sub(
+        r"(?<!\\)(?<!left)(?<!right)([()])", lambda m: (r"\left" if m[1] == "(" else r"\right") + m[1], gold
+    ),
+    "no spaces": lambda gold: re.sub(r"(?<![\\a-zA-Z]) +(?![a-zA-Z])|(?<=[(,=+-]) +", "", gold),
+}
+
+
+@needs_data
+@pytest.mark.parametrize("path", sorted(SHARED.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_every_gold_grades_itself(path):
+    """Also when written a little differently; all but the two empty ones, which the loader leaves out and counts.
+
+    Most pairs have one reading, which math_verify need not see; the rest are few.
+    """
+    golds = [reference_answer(row["answer"], "answer") for row in rows(path.name)]
+    empty = [number for number, gold in enumerate(golds) if not gold]
+    assert empty == ([5054, 5158] if path.stem == "math_train_lvl3to5_8523" else [])
+    golds = [gold for gold in golds if gold]
+    verifier = Verifier(workers=2, seconds=5.0)
+    for name, variant in VARIANTS.items():
+        scores = verifier.grade(boxed(map(variant, golds)), golds)
+        assert [gold for gold, score in zip(golds, scores, strict=True) if not score] == [], name
+    verifier.close()
+
+
+@needs_data
+def test_labels_of_gsm8k(verifier):
+    data = rows("verifier/verify_gsm8k_openai.jsonl")
+    last_lines = [re.findall(r"^A: *(.*)", row["model_output"], re.MULTILINE)[-1:] for row in data]
+    scores = verifier.grade(boxed("".join(line) for line in last_lines), [row["answer"] for row in data])
+    assert sum(score == row["label"] for row, score in zip(data, scores, strict=True)) == len(data) == 5276
+
+
+@needs_data
+def test_labels_of_qwen(verifier):
+    """One of 724 differs: Qwen's grader takes 10000 to differ from the gold 10{,}000; math_verify and ours do not."""
+    data = rows("verifier/verify_qwen_math_cot100.jsonl")
+    scores = verifier.grade([row["model_output"] for row in data], [row["answer"] for row in data])
+    assert [n for n, row in enumerate(data) if scores[n] != row["label"]] == [524] and len(data) == 724
+    assert [n for n, row in enumerate(data) if scores[n] != row["math_verify_label"]] == []
+
+
+@needs_data
+def test_labels_of_expression_pairs(verifier):
+    """Pairs of math_verify's and NeMo-Skills' own tests: what stands in the last box or formula, put into a box."""
+
+    def answer(text: str) -> str:
+        formulas = re.findall(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\[.+?\\\]|\\\(.+?\\\)", text, re.DOTALL)
+        last = formulas[-1] if formulas and not re.fullmatch(r"\$.*\$", text) else text
+        inside = re.fullmatch(r"\$?\$([^$]*)\$\$?|\\\[(.*)\\\]|\\\((.*)\\\)", last, re.DOTALL)
+        return last_boxed(text) or (inside and (inside[1] or inside[2] or inside[3])) or last
+
+    data = rows("verifier/verify_expr_pairs.jsonl")
+    scores = verifier.grade(
+        boxed(answer(row["model_output"]) for row in data), [last_boxed(row["answer"]) or row["answer"] for row in data]
+    )
+    different = [number for number, row in enumerate(data) if scores[number] != row["label"]]
+    assert different == sorted(number for group in DIFFERENT for number in group)
