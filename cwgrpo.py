@@ -41,8 +41,8 @@ Where the paper is silent, contradicts itself, or is departed from:
   They have no KL, and leave out zero-variance groups first; here it keeps the KL of what it is compared with (ours),
   and the groups. The setting is the paper's row, not SSPO's: model, data and lengths are this paper's.
 - Entropy is logged as a mean over tokens; section 2.2 takes it over responses.
-- Not here: the checkpoint of step 100 as a model folder (a `stop` file after step 100 leaves one), and the evaluation
-  of the R1-distilled models, whose prompt and sampling are other than in training.
+- The R1-distilled models are evaluated with another prompt and sampling than they are trained with, and by checkpoint:
+  ./run.sh eval RUN/checkpoints/step-00100 --protocols open-rs.
 - Betas, decay 0, gradient norm 1: TRL's defaults, on which the released code builds.
 """
 

@@ -154,6 +154,18 @@ def test_the_saved_model_is_what_was_evaluated_last(run, tmp_path):
     assert not (tmp_path / "evaluated" / "model").exists()
 
 
+def test_a_checkpoint_is_evaluated_like_the_model_it_became(run):
+    """And is still whole afterwards."""
+    folder, _, rows = run
+    checkpoint = folder / "checkpoints" / "step-00003"
+    before = sorted(checkpoint.iterdir())
+    flags = ["--protocols", "sspo", "--sets", TOY / "heldout.jsonl", "--template", "plain", "--max-prompt-tokens", 32]
+    torchrun("tools/eval.py", checkpoint, *flags, "--max-response-tokens", 64, plain=True)
+    (row,) = json.loads((folder / "eval-step-00003.json").read_text())["rows"]
+    assert row["pass@1"]["mean"] == pytest.approx(100 * rows[-1]["eval/heldout/avg@1"])
+    assert row["length"] == pytest.approx(rows[-1]["eval/heldout/length"]) and sorted(checkpoint.iterdir()) == before
+
+
 def test_plot_draws_several_runs(run, tmp_path):
     folder, *_ = run
     output = torchrun("tools/plot.py", folder, folder, "-o", tmp_path / "curve.png", plain=True)

@@ -4,8 +4,9 @@
 ./run.sh eval MODEL --protocols sspo sps             some of them
 ./run.sh eval MODEL --data-dir DIR --sets aime24     without the hub: DIR/aime24.jsonl
 ./run.sh eval runs/RUN                               a run's final model; says which logged step was best on average
+./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint
 
-MODEL is a hub id, a folder with safetensors or a run folder. All figures are percent. docs/evaluation.md has sources.
+All figures are percent. docs/evaluation.md has the sources.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import torch.distributed.checkpoint as dcp
 import tyro
 from transformers import AutoConfig, AutoTokenizer
 
@@ -95,7 +97,7 @@ class Args:
     """What to evaluate, and what to set otherwise than the protocols do."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """Hub id, folder with safetensors, or run folder."""
+    """Hub id, folder with safetensors, run folder, or checkpoint of a run."""
     protocols: tuple[str, ...] = ()
     """sspo, open-rs, cwgrpo-7b, gpg-7b, gpg-16, sps. Empty: those that the model's context holds."""
     sets: tuple[str, ...] = ()
@@ -103,7 +105,8 @@ class Args:
     data_dir: str = ""
     """Folder with NAME.jsonl, where there is no hub."""
     out: str = ""
-    """JSON file. Empty: eval.json in a local MODEL folder, else in the present one."""
+    """JSON file. Empty: eval.json in a local MODEL folder (eval-step-….json in the run folder for a checkpoint), else
+    in the present one."""
     seed: int = 1
     """Seeds every sampled token."""
     template: str = ""
@@ -133,6 +136,16 @@ def with_changes(protocol: Protocol, args: Args) -> Protocol:
         ks=tuple(sorted({min(k, samples) for k in protocol.ks})),
         max_response_tokens=args.max_response_tokens or protocol.max_response_tokens,
     )
+
+
+def checkpoint_weights(checkpoint: Path, dtype: torch.dtype):
+    """Yield (name, tensor) of a checkpoint's policy, as `Sampler.load` takes them."""
+    sizes = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    names = [key.removeprefix("policy.") for key in sizes if key.startswith("policy.")]
+    weights = {name: torch.empty(sizes[f"policy.{name}"].size) for name in names}
+    dcp.load({"policy": weights}, checkpoint_id=str(checkpoint), no_dist=True)
+    for name, tensor in weights.items():
+        yield name, tensor.to(dtype)
 
 
 def weights_of(folder: Path, dtype: torch.dtype):
@@ -249,6 +262,9 @@ def main(args: Args) -> None:
         raise ValueError(f"--protocols {sorted(unknown)}: legal: {', '.join(PROTOCOLS)}")
     run = Path(args.model)
     model = str(run / "model") if (run / "model" / "config.json").is_file() else args.model
+    is_checkpoint = (run / "manifest.json").is_file()
+    if is_checkpoint:
+        model = json.loads((run.parent.parent / "run.json").read_text())["args"]["model"]
     world = common.init_world()
     settings = common.Args(
         model=model,
@@ -278,7 +294,8 @@ def main(args: Args) -> None:
         settings.max_response_tokens = max(chosen[name].max_response_tokens for name in data)
         verifier = common.Verifier(max(1, os.cpu_count() // world.local_size))
         sampler = common.Sampler(folder, tokenizer, settings, world)
-        sampler.load(weights_of(folder, sampler.dtype))
+        dtype = sampler.dtype
+        sampler.load(checkpoint_weights(run, dtype) if is_checkpoint else weights_of(folder, dtype))
         for name, sets in data.items():
             rows += evaluate(name, chosen[name], sampler, verifier, sets, world, args)
         verifier.close()
@@ -290,7 +307,8 @@ def main(args: Args) -> None:
     best = best_average_step(run)
     if best:
         print(f"\n{run}: of its logged evaluations step {best[0]} has the best average, {100 * best[1]:.2f}")
-    out = Path(args.out or (run / "eval.json" if run.is_dir() else "eval.json"))
+    beside = run.parent.parent / f"eval-{run.name}.json" if is_checkpoint else run / "eval.json"
+    out = Path(args.out or (beside if run.is_dir() else "eval.json"))  # a checkpoint's files are checked one by one
     out.write_text(json.dumps({"model": args.model, "not_run": why_not, "rows": rows}, indent=1) + "\n")
     print(f"\nwritten  {out}")
 
