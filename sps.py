@@ -382,13 +382,13 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     reward = common.load_reward(args.reward)
-    record = common.Record(args, "sps", world)
-    record.data(problems, held_out, tokenizer)
     rl_steps, irl_steps = stage_lengths(args, len(problems.rows))
     if irl_steps and 0 < args.steps < rl_steps:
         raise ValueError(
-            f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage would come; --irl-steps 0?"
+            f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage would come (--irl-steps 0?)"
         )
+    record = common.Record(args, "sps", world)
+    record.data(problems, held_out, tokenizer)
     record.steps = args.steps + args.steps // rl_steps * irl_steps
 
     verifier = common.Verifier(max(1, os.cpu_count() // world.local_size), reward)
@@ -443,8 +443,8 @@ def main(args: Args) -> None:
             sampler.sleep()
             with record.phase("irl"):
                 steps, seed = range(step - place, step - place + rl_steps), common.seed_of(args.seed, "irl", stage)
-                chosen = demonstrations(rollout_folder, steps, place - rl_steps, problems.rows, args, seed)
-                asked, rollouts, wrong = chosen
+                drawn = demonstrations(rollout_folder, steps, place - rl_steps, problems.rows, args, seed)
+                asked, rollouts, wrong = drawn
                 metrics = learn_irl(policy, irl_optimizer, common.Batch(asked, rollouts), args, world, record)
                 metrics["irl/wrong_share"] = wrong
             if place == rl_steps + irl_steps - 1:
