@@ -138,7 +138,7 @@ def test_an_irl_step_of_5e_10(tiny, tmp_path):
 def test_the_grpo_of_sps_is_that_of_cwgrpo(tiny, tmp_path):
     """KL and all: the same gradient. With dead groups only, the KL alone; without it no step."""
     ours = update(tiny, tmp_path, "sps", ranks=2, budget=60, args={"kl_coef": 0.04})
-    theirs = update(tiny, tmp_path, "cwgrpo", args={"kl_coef": 0.04, "reweight": "none"})
+    theirs = update(tiny, tmp_path, "cwgrpo", args={"kl_coef": 0.04, "reweight": "none", "temperature": 1.0})
     assert largest_difference(ours["gradient"], theirs["gradient"]) < 1e-5
     assert ours["metrics"]["loss"] == pytest.approx(theirs["metrics"]["loss"], rel=1e-4)
     dead = {"dead": list(range(6)), "ranks": 2}
