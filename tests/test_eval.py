@@ -57,27 +57,20 @@ def test_the_step_of_best_average(tmp_path):
 
 
 def test_on_the_embedded_model(tmp_path):
-    """A named set from a folder and a file of one's own, greedy and with seeds, on two processes and on one."""
+    """A named set from a folder and a file of one's own, greedy and with seeds, on two processes."""
     lines = (TOY / "heldout.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "aime24.jsonl").write_text("".join(lines[:40]))
     flags = ["--data-dir", tmp_path, "--sets", "aime24", TOY / "harder.jsonl", "--template", "plain"]
     flags += ["--max-prompt-tokens", 32, "--max-response-tokens", 96, "--protocols"]
-    found = {}
-    for ranks in (2, 1):
-        out = tmp_path / f"{ranks}.json"
-        output = torchrun(
-            "tools/eval.py", TOY / "model", *flags, "sspo", "gpg-16", "--out", out, ranks=ranks, plain=ranks == 1
-        )
-        found[ranks] = json.loads(out.read_text())["rows"]
-    assert [(row["protocol"], row["set"], row["problems"]) for row in found[1]] == [
+    output = torchrun("tools/eval.py", TOY / "model", *flags, "sspo", "gpg-16", "--out", tmp_path / "eval.json")
+    found = json.loads((tmp_path / "eval.json").read_text())["rows"]
+    assert [(row["protocol"], row["set"], row["problems"]) for row in found] == [
         ("sspo", "aime24", 40),
         ("sspo", "harder", 100),
         ("gpg-16", "aime24", 40),
         ("gpg-16", "harder", 100),
     ]
-    for one, two in zip(found[1], found[2], strict=True):  # a prefill in another batch rounds otherwise
-        assert one["pass@1"]["mean"] == pytest.approx(two["pass@1"]["mean"], abs=3)
-    greedy, sampled = found[2][0], found[2][2]
+    greedy, sampled = found[0], found[2]
     assert greedy["pass@1"]["mean"] > 90 and greedy["pass@1"]["over_seeds"] is None
     assert 50 < sampled["pass@1"]["mean"] < sampled["pass@3"]["mean"] < sampled["pass@5"]["mean"] <= 100
     assert sampled["seeds"] == 4 and sampled["pass@1"]["over_seeds"] > 0, "the seeds sampled the same"

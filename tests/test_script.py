@@ -67,7 +67,7 @@ def test_metrics_of_every_step(script, run, gpg_run, cwgrpo_run, sps_run):
         assert 0 <= row["reward"] <= 1 and row["grad_norm"] > 0 and 0 < row["lr"] <= 1e-4
         assert row["gap_max"] < 1e-4, "the sampler has other weights than the trainer"
         assert row["tokens_per_second/sample"] > 0 and row["seconds/update"] > 0
-    assert len({row["response_length"] for row in rows[1:]}) > 1
+    assert len({row["response_length"] for row in rows[1:] if "response_length" in row}) > 1
 
 
 def test_sspo_updates_see_a_moved_policy_and_several_segments(run):

@@ -188,7 +188,10 @@ def verifier(_args) -> None:
         reward_PG, counts = common.verify(made, problems, rollouts, world)
         return time.perf_counter() - start, int(reward_PG.sum()), {name[9:]: n for name, n in counts.items() if n}
 
-    grade([("x+1", "1+x")] * 2 * world.size)  # the workers have started
+    warm_up = [(f"\\frac{{{n}\\sqrt{{3}}}}{{5}}", f"\\frac{{\\sqrt{{3}} {n}}}{{5}}") for n in range(2, 66)]
+    seconds, *_ = grade(warm_up)
+    if world.rank == 0:
+        print(f"the first 64 expressions, with the start of the workers: {seconds:.2f} s")
     ordinary = []
     for n in range(1, 1025):  # three of four are numbers, as in MATH-500; of the others math_verify is asked
         root = "" if n % 4 else "\\sqrt{2}"
