@@ -172,7 +172,7 @@ size() {  # model, data and evaluation
       if [ $script = sspo.py ]; then
         flags+=(--dataset openr1-46k --max-response-tokens 3072 --lr 5e-7 --weight-decay 0.1
           --adam-betas 0.9 0.95 --steps 700 --prompts-per-step 16 --updates-per-step 1)
-        if [ "$word" != "${word#gspo}" ]; then flags+=(--prompts-per-step 64 --updates-per-step 4 --steps 175 --eval-every 25); fi
+        case $word in gspo*) flags+=(--prompts-per-step 64 --updates-per-step 4 --steps 175 --eval-every 25) ;; esac
       fi
       case $word in sps-k*) flags+=(--steps $((2 * ((subset + 15) / 16)))) ;; esac ;;
     *) echo "no such experiment; ./run.sh help lists them" >&2; exit 2 ;;

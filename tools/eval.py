@@ -42,6 +42,7 @@ class Protocol:
 
 
 def figures(sets: tuple[str, ...], text: str) -> dict[str, str]:
+    """Return a row of a paper's table, percent as printed, by set."""
     return dict(zip(sets, text.split(), strict=True))
 
 
@@ -185,8 +186,8 @@ def best_average_step(run: Path) -> tuple[int, float] | None:
     for row in map(json.loads, file.read_text().splitlines() if file.is_file() else []):
         values = [value for name, value in row.items() if name.startswith("eval/") and "/avg@" in name]
         if values:
-            found.append((sum(values) / len(values), row["step"]))
-    return max(((step, mean) for mean, step in found), key=lambda pair: pair[1], default=None)
+            found.append((row["step"], sum(values) / len(values)))
+    return max(found, key=lambda pair: pair[1], default=None)
 
 
 def evaluate(

@@ -66,14 +66,13 @@ def draw_curves(runs: dict[str, list[dict]], panels: list[str], path: Path) -> N
     size = (4 * len(panels), 6.5)
     figure, axes = plt.subplots(2, len(panels), figsize=size, layout="constrained", sharey="col", squeeze=False)
     for column, metric in enumerate(panels):
-        for (name, rows), colour in zip(runs.items(), colours(runs).values(), strict=True):
-            begin = rows[0]["time"]
-            places = [row.get("rl_step", row["step"]) for row in rows]
-            drawn = [(place, row) for place, row in zip(places, rows, strict=True) if metric in row]
-            points = [(place, row["time"] - begin, row[metric]) for place, row in drawn]
+        for name, colour in colours(runs).items():
+            logged = [row for row in runs[name] if metric in row]
+            begin = runs[name][0]["time"]
+            points = [(row.get("rl_step", row["step"]), row["time"] - begin, row[metric]) for row in logged]
             if points:
                 steps, seconds, values = zip(*points, strict=True)
-                axes[0, column].plot(steps, values, colour, linewidth=1.1, label=name)
+                axes[0, column].plot(steps, values, colour, linewidth=1.1)
                 axes[1, column].plot(seconds, values, colour, linewidth=1.1)
         axes[0, column].set(title=TITLES.get(metric, metric), xlabel="step")
         axes[0, column].set_ylim(bottom=0)
@@ -87,8 +86,8 @@ def draw_curves(runs: dict[str, list[dict]], panels: list[str], path: Path) -> N
 def draw_covariance(runs: dict[str, list[dict]], path: Path) -> None:
     """Fig. 3 of CW-GRPO: the share of sum |c| that the tokens of largest |c| make up, mean over a run's steps."""
     figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
-    for (name, rows), colour in zip(runs.items(), colours(runs).values(), strict=True):
-        rows = [row for row in rows if "covariance/cumulative@1%" in row]
+    for name, colour in colours(runs).items():
+        rows = [row for row in runs[name] if "covariance/cumulative@1%" in row]
         if not rows:
             raise SystemExit(f"{name}: logged no covariance; cwgrpo.py does")
         keys = [key for key in rows[0] if key.startswith("covariance/cumulative@")]
@@ -129,12 +128,12 @@ def draw_pass(questions: dict[str, list[dict]], path: Path) -> None:
     sets = list(dict.fromkeys(row["set"] for rows in questions.values() for row in rows))
     figure, axes = plt.subplots(1, len(sets), figsize=(5 * len(sets), 4), layout="constrained", squeeze=False)
     for axis, name in zip(axes[0], sets, strict=True):
-        for (run, rows), colour in zip(questions.items(), colours(questions).values(), strict=True):
-            rows = [row for row in rows if row["set"] == name]
+        for run, colour in colours(questions).items():
+            rows = [row for row in questions[run] if row["set"] == name]
             for row, style in ((rows[0], "k--"), (rows[-1], f"{colour}-")):
                 outcomes = [[1] * int(right) + [0] * (row["n"] - int(right)) for right in row["right"]]
                 ks = range(1, row["n"] + 1)
-                axis.plot(ks, [pass_at_k(outcomes, k) for k in ks], style, linewidth=1.1, label=run)
+                axis.plot(ks, [pass_at_k(outcomes, k) for k in ks], style, linewidth=1.1)
         axis.set(title=f"{name} (dashed: before training)", xscale="log", xlabel="k", ylabel="pass@k")
         axis.grid(alpha=0.3)
     legend(axes[0, 0], questions)
