@@ -93,12 +93,13 @@ def test_ratio_is_one_before_the_first_step(alone):
 
 
 def test_clip_cov_draws_the_same_tokens_on_any_number_of_ranks(tiny, tmp_path):
-    """Means, candidates and the draw span the whole update, dead groups included, which are not trained."""
-    options = {"reweight": "clip-cov", "clip_cov_share": 0.2, "clip_cov_low": -5.0, "kl_coef": 0.0}
-    one, three = (update(tiny, tmp_path, "cwgrpo", ranks, 60, args=options) for ranks in (1, 3))
-    assert 0.1 < one["metrics"]["weight_removed"] < 0.3  # a fifth of all tokens; a dead group has its share
-    assert three["metrics"]["weight_removed"] == one["metrics"]["weight_removed"]
-    assert largest_difference(three["gradient"], one["gradient"]) < 1e-5
+    """Means, candidates and the draw span the whole update, dead groups included, with and without KL."""
+    for kl in (0.04, 0.0):
+        options = {"reweight": "clip-cov", "clip_cov_share": 0.2, "clip_cov_low": -5.0, "kl_coef": kl}
+        one, three = (update(tiny, tmp_path, "cwgrpo", ranks, 60, args=options) for ranks in (1, 3))
+        assert 0.1 < one["metrics"]["weight_removed"] < 0.3  # a fifth of all tokens; a dead group has its share
+        assert three["metrics"]["weight_removed"] == one["metrics"]["weight_removed"]
+        assert largest_difference(three["gradient"], one["gradient"]) < 1e-5
 
 
 def test_cwgrpo_with_nothing_but_dead_groups(tiny, tmp_path):

@@ -21,9 +21,9 @@ OWN = {  # with these the position in the data depends on what was drawn
     "sspo": ["--valid-share", 0.75],
     "gpg": ["--beta-th", 1, "--carry-surplus", "--prompts-per-step", 6],
     "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # and its reference must be the model that the run began with
-    "sps": ["--rl-steps", 1, "--irl-steps", 2, "--irl-batch", 6, "--demonstrations", 1, "--irl-lr", 1e-4],
+    "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 6, "--demonstrations", 1, "--irl-lr", 1e-4],
 }
-STOPS = {"sps": 2}  # between the stages, inside an IRL stage
+STOPS = {"sps": 3}  # inside an RL stage, between the stages, inside an IRL stage
 
 
 def rows(folder: Path) -> list[dict]:
@@ -81,7 +81,7 @@ def stop_and_resume(script: str, folder: Path) -> Path:
 @pytest.mark.parametrize("script", OWN)
 def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, whole, tmp_path):
     whole, stopped = whole / script, stop_and_resume(script, tmp_path / "run")
-    assert [row["step"] for row in rows(stopped)] == list(range(13 if script == "sps" else 5))
+    assert [row["step"] for row in rows(stopped)] == list(range(9 if script == "sps" else 5))
     assert rows(stopped) == rows(whole)
     if script in ("sspo", "gpg"):
         assert len({row["draws"] for row in rows(whole)[1:]}) > 1, "every step drew as often: the position is no news"
@@ -89,13 +89,13 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, whole, tmp_
     assert progress == [path.read_text() for path in sorted(whole.glob("checkpoints/*/progress.json"))]
     assert json.loads(progress[-1])["position"] == sum(row.get("prompts_drawn", 0) for row in rows(whole)[1:])
     if script == "sps":
-        assert [row["rl_step"] for row in rows(whole)[1:]] == [n for n in range(1, 5) for _ in range(3)]
-        assert [row["step"] for row in rows(whole) if "irl/loss" in row] == [2, 3, 5, 6, 8, 9, 11, 12]
-        assert rows(whole)[2]["irl/response_length"] != rows(whole)[3]["irl/response_length"]
+        assert [row["rl_step"] for row in rows(whole)[1:]] == [1, 2, 2, 2, 3, 4, 4, 4]
+        assert [row["step"] for row in rows(whole) if "irl/loss" in row] == [3, 4, 7, 8]
+        assert rows(whole)[3]["irl/response_length"] != rows(whole)[4]["irl/response_length"]
         kept = [sorted(path.name for path in (folder / "rollouts").iterdir()) for folder in (stopped, whole)]
-        last = [held_moments(folder / "checkpoints" / "step-00012") for folder in (stopped, whole)]
+        last = [held_moments(folder / "checkpoints" / "step-00008") for folder in (stopped, whole)]
         assert last == [{"optimizer"}] * 2, "the IRL stage's moments are gone with it"
-        assert kept[0] == kept[1] == ["step-00010.npz"], "the rounds that a checkpoint needs"
+        assert kept[0] == kept[1] == ["step-00005.npz", "step-00006.npz"], "the rounds that a checkpoint needs"
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (stopped, whole))
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
