@@ -251,6 +251,7 @@ def learn(policy, reference, optimizer, batch, reward_PG, seed: int, args: Args,
     if args.kl_coef > 0 or valid_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
+            finite = True
             for responses in plan:
                 micro = batch.pack(responses, world.device)
                 vectors = (old_logp_T, ref_logp_T, advantage_T, kernel_T, weight_T)
@@ -258,10 +259,14 @@ def learn(policy, reference, optimizer, batch, reward_PG, seed: int, args: Args,
                 logp, _ = policy(micro)
                 loss, _ = policy_loss(logp, old, ref, advantage, kernel, weight, args.kl_coef)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            grad_norms.append(norm.full_tensor().item())
-            optimizer.step()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
+            inputs = {"old_logp_T": old_logp_T, "ref_logp_T": ref_logp_T, "advantage_T": advantage_T}
+            inputs |= {"kernel_T": kernel_T, "weight_T": weight_T, "kl_coef": args.kl_coef}
+            if common.sound(finite, norm, inputs, policy, batch, plan, record, world):
+                optimizer.step()
+                grad_norms.append(norm)
 
     # ---- metrics: the same functions on the whole step
     vectors = (world.sum(logp_T), old_logp_T, ref_logp_T, advantage_T, kernel_T, weight_T)

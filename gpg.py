@@ -163,6 +163,7 @@ def learn(policy, optimizer, batch, reward_PG, args: Args, world, record) -> dic
     if cost_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
+            finite = True
             for responses in plan:
                 micro = batch.pack(responses, world.device)
                 vectors = (batch.sampler_logp_T, advantage_T, weight_T)
@@ -171,10 +172,13 @@ def learn(policy, optimizer, batch, reward_PG, args: Args, world, record) -> dic
                 weight = weight * common.truncated_ratio(logp.detach(), sampled, args.tis_cap)
                 loss, _ = policy_loss(logp, advantage, weight)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T], entropy_T[micro.token_T] = logp.detach().cpu(), entropy.cpu()
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            grad_norms.append(norm.full_tensor().item())
-            optimizer.step()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
+            inputs = {"advantage_T": advantage_T, "weight_T": weight_T}
+            if common.sound(finite, norm, inputs, policy, batch, plan, record, world):
+                optimizer.step()
+                grad_norms.append(norm)
 
     # ---- metrics: the same functions on the whole step
     trained_T = advantage_T != 0

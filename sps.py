@@ -207,6 +207,7 @@ def learn(policy, reference, optimizer, batch, reward_PG, args: Args, world, rec
     if cost_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
+            finite = True
             for responses in plan:
                 micro = batch.pack(responses, world.device)
                 vectors = (batch.sampler_logp_T, ref_logp_T, advantage_T, weight_T)
@@ -216,10 +217,14 @@ def learn(policy, reference, optimizer, batch, reward_PG, args: Args, world, rec
                 advantage = advantage * common.truncated_ratio(old, sampled, args.tis_cap)
                 loss, _ = policy_loss(logp, old, ref, advantage, weight, *CLIP, args.kl_coef)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T], entropy_T[micro.token_T] = old.cpu(), entropy.cpu()
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            grad_norms.append(norm.full_tensor().item())
-            optimizer.step()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
+            inputs = {"ref_logp_T": ref_logp_T, "advantage_T": advantage_T, "weight_T": weight_T}
+            inputs |= {"low": CLIP[0], "high": CLIP[1], "kl_coef": args.kl_coef}
+            if common.sound(finite, norm, inputs, policy, batch, plan, record, world):
+                optimizer.step()
+                grad_norms.append(norm)
 
     # ---- metrics: the same functions on the whole step
     trained_T = trained_R[batch.response_T]
@@ -249,20 +254,23 @@ def learn_irl(policy, optimizer, batch, args: Args, world, record) -> dict[str, 
     plan = common.plan(batch.total_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
     logp_T, before = torch.zeros(len(weight_T)), [weights.to("cpu", copy=True) for weights in shards(policy)]
     optimizer.zero_grad()
+    finite = True
     for responses in plan:
         micro = batch.pack(responses, world.device)
         logp, _ = policy(micro)
         loss, _ = irl_loss(logp, weight_T[micro.token_T].to(world.device))
         (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+        finite &= bool(loss.isfinite() & logp.isfinite().all())
         logp_T[micro.token_T] = logp.detach().cpu()
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-    optimizer.step()
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
+    if common.sound(finite, norm, {"weight_T": weight_T}, policy, batch, plan, record, world):
+        optimizer.step()
     loss, means = irl_loss(world.sum(logp_T), weight_T)
     record.tokens |= {"irl": batch.total_R.sum().item()}
     return {
         "irl/loss": loss.item(),
         **{f"irl/{name}": value.item() for name, value in means.items()},
-        "irl/grad_norm": norm.full_tensor().item(),
+        "irl/grad_norm": norm,
         "irl/lr": optimizer.param_groups[0]["lr"],
         "irl/moved_share": moved_share(before, shards(policy), torch.float32, world),
         "irl/moved_share_bf16": moved_share(before, shards(policy), torch.bfloat16, world),

@@ -182,8 +182,8 @@ def step_segments(batch, advantage_R, tokenizer, delimiter: str) -> tuple[torch.
         numbers = [0] * len(rollout.ids)
         if advantage:
             numbers = segments([pieces[token] for token in rollout.ids.tolist()], delimiter)
-        segment_T.append(torch.tensor(numbers))
-        segments_R.append(numbers[-1] + 1)
+        segment_T.append(torch.tensor(numbers, dtype=torch.long))
+        segments_R.append(max(numbers, default=-1) + 1)
     first_R = torch.tensor(segments_R).cumsum(0) - torch.tensor(segments_R)
     return torch.cat(segment_T) + first_R[batch.response_T], torch.tensor(segments_R)
 
@@ -221,6 +221,7 @@ def learn(policy, optimizer, batch, reward_PG, tokenizer, args: Args, world, rec
             continue  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
+            finite = True
             for responses in plan:
                 micro = batch.pack(responses, world.device)
                 vectors = (old_logp_T, advantage_T, segment_T, weight_T)
@@ -228,10 +229,14 @@ def learn(policy, optimizer, batch, reward_PG, tokenizer, args: Args, world, rec
                 logp, _ = policy(micro)
                 loss, _ = policy_loss(logp, old, advantage, segment, low, high, weight)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            grad_norms.append(norm.full_tensor().item())
-            optimizer.step()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
+            inputs = {"old_logp_T": old_logp_T, "advantage_T": advantage_T, "segment_T": segment_T}
+            inputs |= {"low_S": low_S, "high_S": high_S, "weight_T": weight_T}
+            if common.sound(finite, norm, inputs, policy, batch, plan, record, world):
+                optimizer.step()
+                grad_norms.append(norm)
 
     # ---- metrics: the same functions on the whole step
     trained_T = advantage_T != 0
