@@ -630,16 +630,14 @@ def without_unit(text: str) -> tuple[str, str]:
     """Split a text into value and unit. A label that is no known unit goes too: 14 \\text{ triangles}."""
     unit = "$" if r"\$" in text else ""
     text = text.replace(r"\$", "").strip()
-    for _ in range(3):  # 5 \text{ square cm} has one; a thousand % signs are no answer
-        if not (match := UNIT.fullmatch(text)):
-            break
-        value, label, bare, sign = match.groups()
-        known = [UNITS[word] for word in (label or bare or sign or "").lower().split() if word in UNITS]
-        degrees_of_a_function = sign == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value)
-        if not re.search(r"\d|\\pi", value) or (bare and not known) or degrees_of_a_function:
-            break
-        text, unit = value, unit or " ".join(known)
-    return text, unit
+    if not (match := UNIT.fullmatch(text)):
+        return text, unit
+    value, label, bare, sign = match.groups()
+    known = [UNITS[word] for word in (label or bare or sign or "").lower().split() if word in UNITS]
+    degrees_of_a_function = sign == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value)
+    if not re.search(r"\d|\\pi", value) or (bare and not known) or degrees_of_a_function:
+        return text, unit
+    return value, unit or " ".join(known)
 
 
 def enclosed(text: str) -> bool:
@@ -742,7 +740,7 @@ def _verifier_worker(seconds: float, memory: int):
         limit = int(statm.read().split()[0]) * resource.getpagesize() + memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     relation = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|in|equiv|sim)(?![a-z])")
-    config = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+    config = NormalizationConfig(malformed_operators=True)
     boxes = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)]
 
     @functools.lru_cache(maxsize=1 << 12)
@@ -763,7 +761,7 @@ def _verifier_worker(seconds: float, memory: int):
             return alike and len(parts) == len(gold_parts) and all(map(same, parts, gold_parts))
         if text == gold_text:
             return True
-        if gold_kind == "number" or "word" in (kind, gold_kind) or gold_parts or kind == "list":
+        if gold_kind == "number" or "word" in (kind, gold_kind) or gold_parts:
             return False
         if parts and not relation.search(gold_text):  # an interval may answer an inequality, nothing else
             return False
@@ -771,7 +769,9 @@ def _verifier_worker(seconds: float, memory: int):
             gold_text = f"{gold_name}={gold_text}"
         if name and not gold_name and relation.search(gold_text):
             text = f"{name}={text}"
-        if len(relation.findall(text)) > len(relation.findall(gold_text)):
+        excess = len(relation.findall(text)) - len(relation.findall(gold_text))
+        capitals = [set(re.findall("[A-Z]", re.sub(r"\\[a-zA-Z]+", "", one))) for one in (text, gold_text)]
+        if excess > 0 or (excess == 0 and capitals[0] != capitals[1]):  # latex2sympy reads B as b
             return False
         wanted, given = read(gold_text), read(text)
         if all(one and getattr(one[0], "is_number", False) for one in (wanted, given)):  # verify simplifies at length

@@ -360,6 +360,14 @@ x > 5  ?  x < 5
 f(x)=2x  ?  g(x)=2x
 f(x)=2x  ?  f(x)=2x=3x
 f(x)=2x  ?  2x, 3x
+2x + y = 0  ?  2x+y=1, 2x+y=0
+2x + y = 0  ?  2x+y=0, 2x+y=1
+x > 5  ?  x > 5, x > 6
+x > 5  ?  x < 9, x > 5
+\frac{\sqrt{2}}{10^{20}}  ?  \frac{\sqrt{3}}{10^{20}}
+2b  ?  2B
+x+B  ?  b+x
+\sqrt{2}  ?  \frac{141421356237309504880}{100000000000000000000}
 """
 
 # verify_expr_pairs.jsonl, by the number of the row: where the verdict on a box differs from the label, and why

@@ -9,9 +9,10 @@ from conftest import ROOT, TOY, torchrun
 from transformers import AutoModelForCausalLM
 
 FLAGS = [
-    *("--template", "plain", "--dataset", TOY / "train.jsonl", "--eval", f"{TOY}/heldout.jsonl,{TOY}/harder.jsonl"),
-    *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--lr", 1e-4),
+    *("--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),
+    *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64),
 ]
+BOTH = ["--eval", f"{TOY}/heldout.jsonl,{TOY}/harder.jsonl"]
 OWN = {
     "sspo": {"clip_fraction", "ratio_min", "ratio_mean", "ratio_max", "segments_per_response"},
     "gpg": {"alpha", "logp_positive", "logp_negative"},
@@ -29,7 +30,7 @@ def start(script, tmp_path_factory, *flags):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return start("sspo", tmp_path_factory)
+    return start("sspo", tmp_path_factory, *BOTH)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,8 @@ def cwgrpo_run(tmp_path_factory):
 def sps_run(tmp_path_factory):
     """Two rounds of two RL and two IRL steps, and an RL step of a third; two samples of a held-out problem."""
     flags = ("--steps", 5, "--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 16, "--subset", 100, "--eval-every", 5)
-    return start("sps", tmp_path_factory, *flags, "--eval-samples", 2, "--eval-temperature", 1)
+    flags += ("--eval", TOY / "harder.jsonl", "--eval-samples", 2, "--eval-temperature", 1)
+    return start("sps", tmp_path_factory, *flags)
 
 
 @pytest.mark.parametrize("script", OWN)
@@ -106,16 +108,16 @@ def test_sps_alternates_as_printed(sps_run):
     assert ["seconds/sync" in row for row in rows[1:5]] == [True, True, False, True], "the engine wakes inside a stage"
     assert 100 * rows[3]["irl/moved_share"] == pytest.approx(float(said[1]), abs=5)
     assert "'not in the subset': 3996" in output
-    assert [row["step"] for row in rows if "eval/heldout/greedy_logp" in row] == [0, 2, 4, 6, 8, 9]
-    assert all(-0.5 < row["eval/heldout/greedy_logp"] < 0 for row in rows if "eval/heldout/greedy_logp" in row)
+    greedy_logp = {row["step"]: row["eval/harder/greedy_logp"] for row in rows if "eval/harder/greedy_logp" in row}
+    assert list(greedy_logp) == [0, 2, 4, 6, 8, 9] and all(-1 < value < 0 for value in greedy_logp.values())
 
 
 def test_questions_are_counted_one_by_one(sps_run):
     folder, _, rows = sps_run
     lines = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
-    assert len(lines) == 2 * 6 and {line["set"] for line in lines} == {"heldout", "harder"}
+    assert len(lines) == 6 and {line["set"] for line in lines} == {"harder"}
     for line in lines:
-        assert line["n"] == 2 and len(line["right"]) == (200 if line["set"] == "heldout" else 100)
+        assert line["n"] == 2 and len(line["right"]) == 100
         accuracy = sum(line["right"]) / (2 * len(line["right"]))
         assert accuracy == pytest.approx(rows[line["step"]][f"eval/{line['set']}/avg@2"])
 
@@ -146,7 +148,7 @@ def test_the_saved_model_is_what_was_evaluated_last(run, tmp_path):
     taught = AutoModelForCausalLM.from_pretrained(TOY / "model", dtype=torch.float32)
     moved = [(a - b).abs().max() for a, b in zip(model.parameters(), taught.parameters(), strict=True)]
     assert all(0 < m < 1e-2 for m in moved)
-    flags = [*FLAGS, "--steps", 0, "--run-dir", tmp_path / "evaluated"]
+    flags = [*FLAGS, *BOTH, "--steps", 0, "--run-dir", tmp_path / "evaluated"]
     torchrun("sspo.py", "--model", folder / "model", *flags, plain=True)
     (row,) = [json.loads(line) for line in (tmp_path / "evaluated" / "metrics.jsonl").read_text().splitlines()]
     for name in ("eval/heldout/avg@1", "eval/harder/avg@1", "eval/heldout/length"):
@@ -173,8 +175,8 @@ def test_plot_draws_several_runs(run, tmp_path):
     assert re.search(r"two  heldout/avg@1 +[01]\.\d{3} before, [01]\.\d{3} after 3 steps", output)
 
 
-def test_plot_draws_questions_and_covariance(sps_run, cwgrpo_run, tmp_path):
-    for figure, runs in (("accuracy", [sps_run, cwgrpo_run]), ("pass", [sps_run]), ("covariance", [cwgrpo_run])):
+def test_plot_draws_questions_and_covariance(run, sps_run, cwgrpo_run, tmp_path):
+    for figure, runs in (("accuracy", [sps_run, run]), ("pass", [sps_run]), ("covariance", [cwgrpo_run])):
         folders = [folder for folder, *_ in runs]
         torchrun("tools/plot.py", *folders, "--figure", figure, "-o", tmp_path / f"{figure}.png", plain=True)
         assert (tmp_path / f"{figure}.png").read_bytes()[:4] == b"\x89PNG"
