@@ -8,6 +8,7 @@ a paper defines is then a pure function of the whole step, the same on 1 rank or
 sharded.
 """
 
+import ctypes
 import functools
 import hashlib
 import heapq
@@ -246,12 +247,29 @@ class World:
         return x
 
 
+LOST = ("gloo/transport", "remote process exited")  # what gloo and NCCL say when the other end is gone
+PR_SET_PDEATHSIG = 1  # Linux: the signal for when the parent ends
+
+
 def _refuse(kind: type, error: BaseException, trace) -> None:
-    """Show a setting that cannot work as one line, not as a traceback of every rank; anything else as ever."""
+    """Show a setting that cannot work as one line, not as a traceback of every rank; anything else as `_end` does."""
     if not issubclass(kind, ValueError):
-        sys.__excepthook__(kind, error, trace)
+        _end(kind, error, trace)
     elif os.environ["LOCAL_RANK"] == "0":
         print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr, flush=True)
+
+
+def _end(kind: type, error: BaseException, trace) -> None:
+    """Show a lost rank, or updates that were not finite, as one line; anything else with its traceback."""
+    name, rank = Path(sys.argv[0]).name, os.environ["RANK"]
+    if issubclass(kind, FloatingPointError):
+        if rank == "0":
+            print(f"\n{name}: {error}\n", file=sys.stderr, flush=True)
+    elif issubclass(kind, RuntimeError) and any(words in str(error) for words in LOST):
+        why = str(error).splitlines()[0]
+        print(f"{name}, rank {rank}: another rank is gone, and says why ({why})", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def init_world() -> World:
@@ -262,6 +280,10 @@ def init_world() -> World:
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    else:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # without torchrun nothing would end the ranks
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it may be gone by now; joining would wait for it
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
     rank, size, local_rank, local_size = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
@@ -346,13 +368,17 @@ def load_model_folder(args: Args, world: World) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"--model {args.model}: no config.json in it")
     checkpoint_names(folder)
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(f"--model {args.model}: transformers cannot read it, and no code in it is run") from error
     layers = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
     soft_caps = [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(config, name, None)]
     if layers or soft_caps:
         raise ValueError(f"--model {args.model}: has {layers + soft_caps}; only plain causal attention is supported")
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
+        lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head, decoder = getattr(lm, "lm_head", None), getattr(lm, "model", None)
     if not hasattr(decoder, "layers") or not hasattr(decoder, "embed_tokens") or getattr(head, "bias", 0) is not None:
         raise ValueError(
@@ -1235,7 +1261,7 @@ def load_policy(folder: Path, args: Args, world: World) -> Policy:
     policy.to_empty(device=world.device)
     weights, buffers = {}, {}
     if world.rank == 0:
-        source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
         names = {name for name, _ in policy.named_parameters()}
         weights = {name: tensor for name, tensor in source.state_dict().items() if name in names}
         buffers = dict(source.named_buffers())
@@ -1376,7 +1402,7 @@ class Sampler:
     """
 
     def __init__(self, folder: Path, tokenizer, args: Args, world: World):
-        sys.excepthook = sys.__excepthook__  # from here on an error is no setting's
+        sys.excepthook = _end  # from here on an error is no setting's
         cuda = world.device.type == "cuda"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -1596,16 +1622,17 @@ def save_checkpoint(policy: Policy, optimizers: dict, step: int, progress: dict,
 def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record", args: Args, world) -> tuple[int, dict]:
     """Load the newest complete checkpoint of the run; return its step and progress; 0 and `progress` without --resume.
 
-    A damaged or half-written one is named and passed over; an optimiser that it does not hold stays as it is. Raises
-    ValueError when no checkpoint is left.
+    A damaged or half-written one is named and passed over; an optimiser that it does not hold stays as it is. A run
+    that never completed one starts over. Raises ValueError when all that it completed are damaged.
     """
     if not args.resume:
         return 0, progress
-    for folder in world.gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]:
+    found = world.gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]
+    for folder in found:
         manifest = folder / "manifest.json"
         expected = json.loads(manifest.read_text()) if manifest.is_file() else {"files": "not complete"}
         if folder.suffix == ".partial" or digests(folder, world) != expected["files"]:
-            record.say(f"{folder}: half-written or damaged; trying the one before")
+            record.say(f"{folder}: half-written or damaged; passed over")
             continue
         held = {key.partition(".")[0] for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata}
         state = training_state(policy, {name: one for name, one in optimizers.items() if name in held})
@@ -1618,8 +1645,11 @@ def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record", a
         if expected["step"] >= record.steps:
             record.say(f"nothing is left to do: the run has its {record.steps} steps")
         return expected["step"], json.loads((folder / "progress.json").read_text())
-    folder = record.folder / "checkpoints"
-    raise ValueError(f"--resume: no complete checkpoint in {folder}; delete the run folder to start over")
+    if any(folder.suffix != ".partial" for folder in found):
+        raise ValueError(f"--resume: every checkpoint in {found[0].parent} is damaged; a new --run-dir starts over")
+    record.rewind(-1)
+    record.say("the run had not come to a checkpoint: it starts over")
+    return 0, progress
 
 
 # ------------------------------------------------------------------------------------------------- evaluation, record
@@ -1729,7 +1759,7 @@ class Record:
         self.metrics = open(file, "a", buffering=1)  # noqa: SIM115
         self.board.close()
         self.board = SummaryWriter(str(self.folder), purge_step=step + 1)
-        self.started = time.time() - json.loads(rows[-1])["time"]
+        self.started = time.time() - (json.loads(rows[-1])["time"] if rows else 0)
 
     def stop_asked(self, world: World) -> bool:
         """Say whether a file named `stop` lies in the run folder, and take it away."""

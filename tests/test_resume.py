@@ -1,41 +1,34 @@
-"""A run that was stopped and resumed gives the metrics and weights of one that never was, bit for bit."""
+"""A run that was stopped or killed gives, resumed, the metrics and weights of one that never was, bit for bit.
+
+tools/faults.py kills runs at random moments; here it is one moment.
+"""
 
 import json
+import random
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import faults
 import pytest
-from conftest import TOY, torchrun
-from safetensors.torch import load_file
+from conftest import torchrun
+from faults import FLAGS, OWN, differences, rows
 from torch.distributed.checkpoint import FileSystemReader
 
 import common
 
-FLAGS = [
-    *("--model", TOY / "model", "--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),
-    *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--checkpoint-every", 2),
-    *("--group-size", 2, "--lr-floor", 0.1, "--checkpoints-kept", 2),
-]
-OWN = {  # with these the position in the data depends on what was drawn
-    "sspo": ["--valid-share", 0.75],
-    "gpg": ["--beta-th", 1, "--carry-surplus", "--prompts-per-step", 6],
-    "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # and its reference must be the model that the run began with
-    "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 6, "--demonstrations", 1, "--irl-lr", 1e-4],
+STOPS = 3  # of SPS: inside an RL stage, between the stages, inside an IRL stage
+KILLS = {  # after which checkpoint, and how
+    "sspo": (0, "SIGTERM of torchrun"),
+    "gpg": (2, "SIGKILL of one rank"),
+    "cwgrpo": (2, "SIGKILL of torchrun"),
 }
-STOPS = {"sps": 3}  # inside an RL stage, between the stages, inside an IRL stage
-
-
-def rows(folder: Path) -> list[dict]:
-    """The metrics without those that measure time or memory."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in row.items() if k not in ("time", "peak_memory_gib") and "second" not in k} for row in lines
-    ]
+STEPS = ["--steps", 4, "--checkpoint-every", 2]
 
 
 def go(script: str, folder: Path, *more) -> str:
-    return torchrun(f"{script}.py", *FLAGS, *OWN[script], "--steps", 4, "--run-dir", folder, *more)
+    return torchrun(f"{script}.py", *FLAGS, *OWN[script], *STEPS, "--run-dir", folder, *more)
 
 
 @pytest.fixture(scope="module")
@@ -53,41 +46,60 @@ def held_moments(checkpoint: Path) -> set[str]:
     return {key.partition(".")[0] for key in keys} - {"policy"}
 
 
-def stop_and_resume(script: str, folder: Path) -> Path:
-    """End a run by a stop file after one step, and again after the next if so told; then resume it to the end."""
-    folder.mkdir()
-    stops = STOPS.get(script, 1)
-    for stop in range(stops):
+def stop(script: str, folder: Path) -> None:
+    """End a run by a stop file after one step, three times."""
+    for number in range(STOPS):
         (folder / "stop").touch()
-        output = go(script, folder, *(["--resume"] if stop else []))
-        assert "a stop file" in output and [row["step"] for row in rows(folder)] == list(range(stop + 2))
-    checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    if script == "sps":
-        moments = [held_moments(folder / "checkpoints" / name) for name in checkpoints]
-        assert moments == [{"optimizer"}, {"optimizer", "irl_optimizer"}], "inside an IRL stage there are two"
-    assert checkpoints == [f"step-{step:05d}" for step in range(1, stops + 1)][-2:]
-    progress = json.loads((folder / "checkpoints" / checkpoints[-1] / "progress.json").read_text())
-    assert progress.get("carried", True), "no group is left over: the checkpoint is not put to the test"
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(
-            f'{{"step": {stops + 1}, "time": 9, "reward": 0.123}}\n{{"step": {stops + 2}, "ti'
-        )  # a row after the checkpoint, and half of one
-    assert "resumed from" in go(script, folder, "--resume")
-    about = json.loads((folder / "run.json").read_text())
-    assert [again["args"]["resume"] for again in about["resumed"]] == [True] * stops and not about["args"]["resume"]
-    return folder
+        output = go(script, folder, *(["--resume"] if number else []))
+        assert "a stop file" in output and [row["step"] for row in rows(folder)] == list(range(number + 2))
+    moments = [held_moments(path) for path in sorted((folder / "checkpoints").iterdir())]
+    assert moments == [{"optimizer"}, {"optimizer", "irl_optimizer"}], "inside an IRL stage there are two"
+
+
+def kill(script: str, folder: Path) -> None:
+    """Kill a run in the step after a checkpoint, or in its second step: nothing stays alive, and the other rank says why
+    it ended."""
+    checkpoint, how = KILLS[script]
+    running = faults.Launch(faults.torchrun(script, *STEPS, "--run-dir", folder), folder.with_suffix(".log"))
+    while not (folder / f"checkpoints/step-{checkpoint:05d}").is_dir() if checkpoint else not rows(folder)[1:]:
+        assert running.process.poll() is None, running.log.read_text()[-6000:]
+        time.sleep(0.05)
+    assert sorted(running.processes().values()) == ["agent", "trainer", "trainer", "worker", "worker"]
+    faults.kill(running, how, random.Random(0))
+    try:
+        assert running.gone_within(60) is not None, running.processes()
+    finally:
+        running.end()
+    if "one rank" in how:
+        output = running.log.read_text()
+        assert output.count("another rank is gone") == 1 and output.count("Traceback") == 1, "torchrun's own"
 
 
 @pytest.mark.parametrize("script", OWN)
 def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, whole, tmp_path):
-    whole, stopped = whole / script, stop_and_resume(script, tmp_path / "run")
+    whole, stopped = whole / script, tmp_path / "run"
+    stopped.mkdir()
+    (kill if script in KILLS else stop)(script, stopped)
+    step, _ = KILLS.get(script, (STOPS, "a stop file"))
+    with open(stopped / "metrics.jsonl", "a") as file:  # a row after the checkpoint, and half of one
+        file.write(f'{{"step": {step + 1}, "time": 9, "reward": 0.123}}\n{{"step": {step + 2}, "ti')
+    if step:
+        newest = stopped / "checkpoints" / f"step-{step:05d}"
+        carried = json.loads((newest / "progress.json").read_text()).get("carried", True)
+        assert carried, "no group is left over: the checkpoint is not put to the test"
+        assert f"resumed from {newest}" in go(script, stopped, "--resume")
+    else:
+        (stopped / "checkpoints" / "step-00002.partial").mkdir(parents=True)
+        assert "it starts over" in go(script, stopped, "--resume")
+    about = json.loads((stopped / "run.json").read_text())
+    assert all(again["args"]["resume"] for again in about["resumed"]) and not about["args"]["resume"]
+    assert len(about["resumed"]) == (1 if script in KILLS else STOPS)
     assert [row["step"] for row in rows(stopped)] == list(range(9 if script == "sps" else 5))
-    assert rows(stopped) == rows(whole)
+    assert differences(stopped, whole) == []
     if script in ("sspo", "gpg"):
         assert len({row["draws"] for row in rows(whole)[1:]}) > 1, "every step drew as often: the position is no news"
-    progress = [path.read_text() for path in sorted(stopped.glob("checkpoints/*/progress.json"))]
-    assert progress == [path.read_text() for path in sorted(whole.glob("checkpoints/*/progress.json"))]
-    assert json.loads(progress[-1])["position"] == sum(row.get("prompts_drawn", 0) for row in rows(whole)[1:])
+    progress = max((whole / "checkpoints").iterdir()) / "progress.json"
+    assert json.loads(progress.read_text())["position"] == sum(row.get("prompts_drawn", 0) for row in rows(whole)[1:])
     if script == "sps":
         assert [row["rl_step"] for row in rows(whole)[1:]] == [1, 2, 2, 2, 3, 4, 4, 4]
         assert [row["step"] for row in rows(whole) if "irl/loss" in row] == [3, 4, 7, 8]
@@ -96,8 +108,6 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, whole, tmp_
         last = [held_moments(folder / "checkpoints" / "step-00008") for folder in (stopped, whole)]
         assert last == [{"optimizer"}] * 2, "the IRL stage's moments are gone with it"
         assert kept[0] == kept[1] == ["step-00005.npz", "step-00006.npz"], "the rounds that a checkpoint needs"
-    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (stopped, whole))
-    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path):

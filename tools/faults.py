@@ -1,36 +1,65 @@
-"""Watch what a long run holds: memory, open files and processes of trainers, verifier workers and torchrun.
+"""Kill runs at random moments and resume them, feed runs what may break them, watch what a long run holds.
 
-    python tools/faults.py --steps 500
+    python tools/faults.py kills --count 25      25 kills of each script; what was lost against undisturbed runs
+    python tools/faults.py growth --steps 500    memory, open files and processes of the embedded default
 
-Runs the embedded default and writes a line to growth.jsonl of --folder every two seconds; prints what grew. Linux only.
+Everything is written to --folder, a line for each kill to kills.jsonl; the same command goes on where it was ended.
+Nothing is simulated: torchrun with two processes on a CPU, signals, and what then lies in the run folder. Linux only.
 """
 
 import json
 import os
+import random
 import shutil
+import signal
+import socket
 import subprocess
+import sys
 import time
-import uuid
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tyro
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
+TOY = ROOT / "tools" / "toy"
 MARK = "CLEANRLVR_TRIAL"  # in the environment of everything that a trial starts
+FLAGS = [
+    *("--model", TOY / "model", "--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),
+    *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--group-size", 2),
+    *("--lr-floor", 0.1, "--checkpoints-kept", 2),
+]
+OWN = {  # with these the position in the data depends on what was drawn
+    "sspo": ["--valid-share", 0.75],
+    "gpg": ["--beta-th", 1, "--carry-surplus", "--prompts-per-step", 6],
+    "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # and its reference must be the model that the run began with
+    "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 6, "--demonstrations", 1, "--irl-lr", 1e-4],
+}
+STEPS = {"sspo": 10, "gpg": 10, "cwgrpo": 10, "sps": 6}  # as many again are SPS's IRL steps
+WAYS = ("SIGKILL of one rank", "SIGKILL of all ranks", "SIGKILL of torchrun", "SIGTERM of torchrun")
+
+
+# ------------------------------------------------------------------------------------------------------------ launches
 
 
 class Launch:
-    """A command with all the processes that it starts, those it leaves behind included."""
+    """A command with all the processes that it starts, those it leaves behind included, and what they print.
+
+    The folder of the log is their mark: whatever an earlier launch left there is ended first.
+    """
 
     def __init__(self, command: list, log: Path):
-        self.mark, self.log = uuid.uuid4().hex, log
+        self.mark, self.log = f"{MARK}={log.parent.resolve()}", log
+        self.end()
         with open(log, "w") as output:
             self.process = subprocess.Popen(
                 [str(word) for word in command],
                 cwd=ROOT,
-                env=os.environ | {MARK: self.mark},
+                env=os.environ | dict([self.mark.split("=", 1)]),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -40,20 +69,207 @@ class Launch:
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if f"{MARK}={self.mark}".encode() not in (folder / "environ").read_bytes():
+                if self.mark.encode() not in (folder / "environ").read_bytes().split(b"\0"):
                     continue
                 words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except OSError:  # gone meanwhile, or another user's
                 continue
             role = "other"
-            if "torch.distributed.run" in words:
+            if "torch.distributed.run" in words or any(word.endswith("/torchrun") for word in words):
                 role = "agent"
             elif "_verifier_worker" in "".join(words):
                 role = "worker"
-            elif "sspo.py" in words:
+            elif any(word.removesuffix(".py") in OWN for word in words):
                 role = "trainer"
             found[int(folder.name)] = role
         return found
+
+    def pids(self, role: str) -> list[int]:
+        return sorted(pid for pid, each in self.processes().items() if each == role)
+
+    def gone_within(self, seconds: float) -> float | None:
+        """Return after how many seconds nothing was left; None if something was."""
+        start = time.monotonic()
+        while time.monotonic() - start < seconds:
+            self.process.poll()
+            if not self.processes():
+                return time.monotonic() - start
+            time.sleep(0.1)
+        return None
+
+    def end(self) -> None:
+        """Kill whatever is alive."""
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:  # gone meanwhile
+                continue
+
+
+def torchrun(script: str, *flags) -> list:
+    """Return the command of two processes, on a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", port]
+    return [*agent, f"{script}.py", *FLAGS, *OWN[script], *flags]
+
+
+def kill(running: Launch, how: str, rng: random.Random) -> None:
+    """Send the signal; a rank or torchrun that has just ended by itself needs none."""
+    agents, ranks = running.pids("agent"), running.pids("trainer")
+    if "torchrun" in how or not ranks:  # before it has started ranks there is only torchrun
+        victims = agents
+    else:
+        victims = ranks if "all" in how else [rng.choice(ranks)]
+    for pid in victims:
+        try:
+            os.kill(pid, signal.SIGTERM if "SIGTERM" in how else signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+# --------------------------------------------------------------------------------------------------------------- kills
+
+
+def rows(folder: Path) -> list[dict]:
+    """Return the metrics without those that measure time or memory."""
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [
+        {k: v for k, v in row.items() if k not in ("time", "peak_memory_gib") and "second" not in k} for row in lines
+    ]
+
+
+def differences(ours: Path, theirs: Path) -> list[str]:
+    """Return in what a run folder differs from that of an undisturbed run; times, memory and logs are not compared."""
+    found = []
+    if rows(ours) != rows(theirs):
+        found.append("metrics.jsonl")
+    for pattern in ("questions.jsonl", "checkpoints/*/progress.json", "samples/*", "rollouts/*"):
+        for file in sorted(theirs.glob(pattern)):
+            name = file.relative_to(theirs)
+            if not (ours / name).is_file() or (ours / name).read_bytes() != file.read_bytes():
+                found.append(str(name))
+    weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (ours, theirs))
+    if weights.keys() != expected.keys() or not all(weights[name].equal(expected[name]) for name in expected):
+        found.append("model")
+    return found
+
+
+def command(script: str, folder: Path, run: Path) -> list:
+    """Return the command of a run that is to be killed: a checkpoint after every step, two evaluations."""
+    held_out = folder / "heldout.jsonl"
+    flags = ["--steps", STEPS[script], "--checkpoint-every", 1, "--eval", held_out, "--eval-every", STEPS[script] // 2]
+    return torchrun(script, *flags, "--run-dir", run, *(["--resume"] if (run / "run.json").exists() else []))
+
+
+def wait_for_step(running: Launch) -> bool:
+    """Wait for the first line of a step after step 0; False if the run ended before."""
+    while running.process.poll() is None:
+        if any(line.startswith("step ") and "/" in line.split()[1] for line in running.log.read_text().splitlines()):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def undisturbed(script: str, folder: Path) -> tuple[float, float]:
+    """Run the script to its end, once; return the seconds to its first step's line and from there to its end."""
+    run, file = folder / "whole" / script, folder / "whole" / f"{script}.json"
+    if not file.is_file():
+        shutil.rmtree(run, ignore_errors=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        running = Launch(command(script, folder, run), folder / "whole" / f"{script}.log")
+        wait_for_step(running)
+        first = time.monotonic()
+        if running.process.wait():
+            raise RuntimeError(f"an undisturbed run ended with {running.process.returncode}; see {running.log}")
+        file.write_text(json.dumps([first - start, time.monotonic() - first]))
+    return tuple(json.loads(file.read_text()))
+
+
+def trial(script: str, folder: Path, number: int, seed: int, last: bool) -> dict:
+    """Start or resume the script's present run, kill it at a random moment unless it is the `last` time; return what
+    happened. A run that came to its end is compared with the undisturbed one, and the next trial begins a new run."""
+    starting, running_on = undisturbed(script, folder)
+    rng = random.Random(f"{seed} {script} {number}")
+    run, log = folder / "killed" / script / "run", folder / "killed" / script / "log.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    early, how = rng.random() < 0.25, rng.choice(WAYS)
+    delay = rng.uniform(0, starting if early else running_on / 2)
+    resumed = (run / "run.json").exists()
+    running = Launch(command(script, folder, run), log)
+    result = {"script": script, "number": number, "resumed": resumed}
+    if early or wait_for_step(running):
+        try:
+            running.process.wait(None if last else delay)
+        except subprocess.TimeoutExpired:
+            result |= {"how": how, "moment": "start" if early else "steps", "delay": round(delay, 2)}
+            kill(running, how, rng)
+    gone = running.gone_within(60)
+    result["gone"] = None if gone is None else round(gone, 1)
+    result["left"] = running.processes()
+    running.end()
+    text = log.read_text()
+    if "how" in result:
+        result["said"] = "another rank is gone" in text
+        result["lost"] = [] if gone is not None else ["processes left behind"]
+    elif running.process.returncode:
+        result["lost"] = [f"ended with {running.process.returncode}"]
+    else:
+        result["lost"] = differences(run, folder / "whole" / script)
+    if result["lost"]:
+        shutil.copytree(run.parent, folder / "lost" / f"{script}-{number}", dirs_exist_ok=True)
+    if "how" not in result:
+        shutil.rmtree(run, ignore_errors=True)
+    return result
+
+
+def kills(folder: Path, count: int, seed: int) -> None:
+    """Kill each script `count` times in all, the earlier lines of kills.jsonl counted, each run to its end at last."""
+    file = folder / "kills.jsonl"
+    lines = (TOY / "heldout.jsonl").read_text().splitlines(keepends=True)
+    (folder / "heldout.jsonl").write_text("".join(lines[:16]))
+    while True:
+        results = read_kills(folder)
+        killed = {script: [one for one in results if one["script"] == script] for script in OWN}
+        counts = {script: sum("how" in one for one in ones) for script, ones in killed.items()}
+        open_runs = [script for script, ones in killed.items() if not ones or "how" in ones[-1]]
+        if not open_runs and min(counts.values()) >= count:
+            return
+        script = min(OWN, key=lambda script: (counts[script], script not in open_runs))
+        if counts[script] >= count:
+            script = open_runs[0]
+        result = trial(script, folder, len(killed[script]), seed, counts[script] >= count)
+        print(json.dumps(result), flush=True)
+        with open(file, "a") as lines:
+            lines.write(json.dumps(result) + "\n")
+
+
+def read_kills(folder: Path) -> list[dict]:
+    file = folder / "kills.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def report_kills(folder: Path) -> None:
+    """Print for each script how often it was killed, in which way and when, and what was lost."""
+    results = read_kills(folder)
+    print("script   kills  in start-up  runs that ended  as the undisturbed one  slowest to be gone  lost")
+    for script in OWN:
+        ours = [one for one in results if one["script"] == script]
+        killed, ended = [one for one in ours if "how" in one], [one for one in ours if "how" not in one]
+        slowest = max((one["gone"] or float("inf") for one in killed), default=0)
+        lost = [f"{one['number']}: {what}" for one in ours for what in one["lost"]]
+        print(
+            f"{script:<8}{len(killed):6}{sum(one['moment'] == 'start' for one in killed):13}{len(ended):17}"
+            f"{sum(not one['lost'] for one in ended):24}{slowest:18.1f} s  {'; '.join(lost) or 'nothing'}"
+        )
+    for way, times in sorted(Counter(one["how"] for one in results if "how" in one).items()):
+        print(f"  {way}: {times}")
+
+
+# -------------------------------------------------------------------------------------------------------------- growth
 
 
 def sizes(running: Launch) -> dict[str, dict[str, float]]:
@@ -76,9 +292,7 @@ def growth(folder: Path, steps: int) -> None:
     """Run the embedded default for many steps; write what its processes hold every two seconds to growth.jsonl."""
     run = folder / "growth"
     shutil.rmtree(run, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["./run.sh", "sspo-toy", "--steps", steps, "--run-dir", run]
-    running = Launch(command, folder / "growth.log")
+    running = Launch(["./run.sh", "sspo-toy", "--steps", steps, "--run-dir", run], folder / "growth.log")
     with open(folder / "growth.jsonl", "w") as file:
         while running.process.poll() is None:
             time.sleep(2)
@@ -105,15 +319,27 @@ def report_growth(folder: Path, warm_up: int = 50) -> None:
 
 @dataclass
 class Args:
-    """How long, and where to."""
+    """What to do, how often, and where to."""
 
+    what: tyro.conf.Positional[Literal["kills", "growth"]]
+    """kills of running scripts, or growth of a long run."""
+    count: int = 25
+    """Kills of each script."""
     steps: int = 500
-    """Steps of the run."""
+    """Steps of the long run."""
+    seed: int = 0
+    """Draws the moments and the ways of the kills."""
     folder: Path = Path("runs/faults")
-    """The run and growth.jsonl; what it holds from before is overwritten."""
+    """Run folders, kills.jsonl and growth.jsonl."""
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    growth(args.folder.resolve(), args.steps)
-    report_growth(args.folder.resolve())
+    here = args.folder.resolve()
+    here.mkdir(parents=True, exist_ok=True)
+    if args.what == "kills":
+        kills(here, args.count, args.seed)
+        report_kills(here)
+    else:
+        growth(here, args.steps)
+        report_growth(here)
