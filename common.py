@@ -474,6 +474,7 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
     verl = "reward_model" in table.column_names
     if answer_column:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns([problem_column, answer_column])
+    vocabulary = AutoConfig.from_pretrained(tokenizer.name_or_path).vocab_size
     problems, left_out, seen, no_answer = [], {"no answer": 0, "prompt too long": 0}, set(), []
     if verl:
         left_out["repeated"] = 0
@@ -491,6 +492,9 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
             text = text.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
         answer = reference_answer(row[answer_column], answer_column) if answer_column else "(graded by --reward)"
         prompt_ids = tokenizer.encode(prompt_of(text, args.template, tokenizer), add_special_tokens=False)
+        if not 0 <= max(prompt_ids, default=-1) < vocabulary:
+            unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= vocabulary])
+            raise ValueError(f"{flag} {source}, row {number}: no tokens, or not of the model's {vocabulary}: {unknown}")
         if not answer:
             left_out["no answer"] += 1
             no_answer.append(number)
@@ -1545,6 +1549,9 @@ def verify(verifier: Verifier, problems: list[Problem], rollouts: list[Rollout],
     mine = range(world.rank, len(rollouts), world.size)
     if verifier.reward:
         scores = [float(verifier.reward(rollouts[r].text, problems[r // n].row)) for r in mine]
+        for r, score in zip(mine, scores, strict=True):
+            if not math.isfinite(score):
+                raise ValueError(f"--reward: {score} for row {problems[r // n].row}, completion {rollouts[r].text!r}")
     else:
         scores = verifier.grade([rollouts[r].text for r in mine], [problems[r // n].answer for r in mine])
     everyone = world.gather((scores, verifier.counts - before))
@@ -1685,6 +1692,9 @@ def evaluate(held_out: list[Data], sampler, verifier, args: Args, world, record,
     return metrics
 
 
+SAY_IDLE = 10  # steps
+
+
 class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples, log.txt, and
     in questions.jsonl how many completions of each held-out problem were right."""
@@ -1697,7 +1707,7 @@ class Record:
         self.seconds: dict[str, float] = {}
         self.tokens: dict[str, int] = {}
         self.phases: list[dict[str, float]] = []
-        self.skipped = self.skips_in_a_row = 0
+        self.skipped = self.skips_in_a_row = self.idle = 0
         if not self.first:
             return
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
@@ -1837,6 +1847,13 @@ class Record:
         evaluation = "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
         if evaluation:
             self.say(f"step {step}: {evaluation}")
+        if "zero_advantage_share" in metrics:
+            self.idle = self.idle + 1 if metrics["zero_advantage_share"] == 1 else 0
+            if self.idle and self.idle % SAY_IDLE == 0:
+                self.say(
+                    f"{self.idle} steps in a row without a group whose rewards differ (mean {metrics['reward']:g}): "
+                    "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
+                )
         if step:
             recent = [sum(phases.values()) for phases in self.phases[-20:]]
             left = (self.steps - step) * sum(recent) / len(recent)

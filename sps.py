@@ -172,12 +172,13 @@ def similarity(responses_PG: list[list[np.ndarray]]) -> float:
     """
     per_group = []
     for group in responses_PG:
-        n, bigrams = len(group), [np.append(0, ids[:-1] + 1) << 32 | ids for ids in group]
-        _, column = np.unique(np.concatenate(bigrams), return_inverse=True)
-        counts = np.zeros((n, column.max() + 1))
+        n, bigrams = len(group), [np.append(0, ids[:-1] + 1)[: len(ids)] << 32 | ids for ids in group]
+        kinds, column = np.unique(np.concatenate(bigrams), return_inverse=True)
+        counts = np.zeros((n, len(kinds)))
         np.add.at(counts, (np.repeat(np.arange(n), [len(ids) for ids in group]), column), 1)
-        summed = (counts / np.linalg.norm(counts, axis=1, keepdims=True)).sum(0)
-        per_group.append((summed @ summed - n) / (n * (n - 1)))
+        unit = counts / np.maximum(1, np.linalg.norm(counts, axis=1, keepdims=True))  # an empty one is like no other
+        summed = unit.sum(0)
+        per_group.append((summed @ summed - (unit**2).sum()) / (n * (n - 1)))
     return 100 * float(np.mean(per_group))
 
 

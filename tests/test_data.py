@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TOY, torchrun
-from toy import make_tokenizer, problems, question, teach, write_problems
+from toy import problems, question, teach, write_problems
+from transformers import AutoTokenizer
 
 import common
 
@@ -20,8 +21,8 @@ SHARED = ROOT.parent / "shared" / "data"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TOY / "model")
 
 
 def write(path: Path, rows: list[dict]) -> str:
@@ -31,6 +32,37 @@ def write(path: Path, rows: list[dict]) -> str:
 
 def load(source, tokenizer, **settings) -> common.Data:
     return common.load_problems(str(source), tokenizer, common.Args(template="plain", **settings), "--dataset")
+
+
+CODE = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
+
+
+@pytest.mark.parametrize("model_type, readable", [("qwen2", True), ("unheard_of", False)])
+def test_code_in_a_model_folder_is_not_run(tmp_path, model_type, readable):
+    folder = tmp_path / "model"
+    shutil.copytree(TOY / "model", folder)
+    names = "Qwen2Config as C, Qwen2ForCausalLM as M, Qwen2Tokenizer as T"
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nfrom transformers import {names}\n")
+    for name, more in (("config.json", {"model_type": model_type}), ("tokenizer_config.json", {})):
+        settings = json.loads((folder / name).read_text()) | more | {"auto_map": CODE}
+        (folder / name).write_text(json.dumps(settings))
+    args = common.Args(model=str(folder), max_prompt_tokens=32, max_response_tokens=64)
+    world = SimpleNamespace(local_rank=0)
+    if readable:
+        assert common.load_model_folder(args, world) == folder
+        AutoTokenizer.from_pretrained(folder)  # as the scripts do
+    else:
+        with pytest.raises(ValueError, match=r"--model .*: transformers cannot read it, and no code in it is run"):
+            common.load_model_folder(args, world)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prompt_that_the_model_has_no_tokens_for(tokenizer, tmp_path):
+    longer = copy.deepcopy(tokenizer)
+    longer.add_tokens(["pi"])
+    rows = [{"problem": "1+1=?", "answer": "2"}, {"problem": "2pi=?", "answer": "2"}]
+    with pytest.raises(ValueError, match=r"--dataset .*a\.jsonl, row 1: .* not of the model's \d+: \['pi'\]"):
+        load(write(tmp_path / "a.jsonl", rows), longer)
 
 
 def test_formats_and_aliases(tokenizer, tmp_path):

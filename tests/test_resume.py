@@ -4,15 +4,19 @@ tools/faults.py kills runs at random moments; here it is one moment.
 """
 
 import json
+import os
 import random
 import shutil
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import faults
 import pytest
-from conftest import torchrun
+from conftest import ROOT, torchrun
 from faults import FLAGS, OWN, differences, rows
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -57,22 +61,19 @@ def stop(script: str, folder: Path) -> None:
 
 
 def kill(script: str, folder: Path) -> None:
-    """Kill a run in the step after a checkpoint, or in its second step: nothing stays alive, and the other rank says why
-    it ended."""
+    """Kill a run in the step after a checkpoint, or in its second step; nothing stays alive."""
     checkpoint, how = KILLS[script]
     running = faults.Launch(faults.torchrun(script, *STEPS, "--run-dir", folder), folder.with_suffix(".log"))
     while not (folder / f"checkpoints/step-{checkpoint:05d}").is_dir() if checkpoint else not rows(folder)[1:]:
         assert running.process.poll() is None, running.log.read_text()[-6000:]
         time.sleep(0.05)
-    assert sorted(running.processes().values()) == ["agent", "trainer", "trainer", "worker", "worker"]
+    assert {"agent", "trainer", "worker"} <= set(running.processes().values())
     faults.kill(running, how, random.Random(0))
     try:
         assert running.gone_within(60) is not None, running.processes()
     finally:
         running.end()
-    if "one rank" in how:
-        output = running.log.read_text()
-        assert output.count("another rank is gone") == 1 and output.count("Traceback") == 1, "torchrun's own"
+    assert running.log.read_text().count("Traceback") <= 1, "more than torchrun's own"
 
 
 @pytest.mark.parametrize("script", OWN)
@@ -108,6 +109,27 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, whole, tmp_
         last = [held_moments(folder / "checkpoints" / "step-00008") for folder in (stopped, whole)]
         assert last == [{"optimizer"}] * 2, "the IRL stage's moments are gone with it"
         assert kept[0] == kept[1] == ["step-00005.npz", "step-00006.npz"], "the rounds that a checkpoint needs"
+
+
+def test_a_lost_rank_is_said_in_one_line(tmp_path):
+    source = "import os, common; w = common.init_world(); w.gather(0); w.rank and os._exit(9); w.gather(0)"
+    (tmp_path / "two.py").write_text(source)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "two.py"],
+            env=os.environ | place | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    (_, lost), (_, quiet) = (rank.communicate(timeout=120) for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [1, 9] and "Traceback" not in lost + quiet
+    assert lost.count("two.py, rank 0: another rank is gone") == 1
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path):

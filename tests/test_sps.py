@@ -158,6 +158,8 @@ def test_similarity():
     assert sps.similarity([[a, b]]) == pytest.approx(0)
     assert sps.similarity([[a, a], [a, b]]) == pytest.approx(50)
     assert sps.similarity([[np.array([7]), np.array([7])]]) == pytest.approx(100)  # nothing but a stop token
+    empty = np.empty(0, np.int64)
+    assert sps.similarity([[a, empty]]) == sps.similarity([[empty, empty]]) == 0
     rng = np.random.default_rng(0)
     group = [rng.integers(0, 4, rng.integers(1, 20)) for _ in range(5)]
 

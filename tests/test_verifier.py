@@ -134,3 +134,13 @@ def test_orphaned_workers_end():
     worker.stdin.close()
     assert worker.wait(timeout=30) == 0
     worker.stdout.close()
+
+
+def test_answers_are_never_run_as_code(verifier, tmp_path):
+    there = tmp_path / "there"
+    code = [f"__import__('os').system('touch {there}')", f"open('{there}', 'w')", f"exec(\"open('{there}','w')\")"]
+    code += [rf"\text{{{code[0]}}}", rf"\immediate\write18{{touch {there}}}", f"x = {code[1]}", f"[{code[1]}, 1]"]
+    golds = ["12", "x+1", "x = 5", "[1, 2]", r"\text{yes}"]
+    pairs = [(rf"\boxed{{{answer}}}", gold) for answer in code for gold in golds]
+    assert not any(verifier.grade([answer for answer, _ in pairs], [gold for _, gold in pairs]))
+    assert not there.exists()

@@ -1,10 +1,11 @@
 """Kill runs at random moments and resume them, feed runs what may break them, watch what a long run holds.
 
     python tools/faults.py kills --count 25      25 kills of each script; what was lost against undisturbed runs
+    python tools/faults.py inputs                models, rewards and data that may break a run
     python tools/faults.py growth --steps 500    memory, open files and processes of the embedded default
 
-Everything is written to --folder, a line for each kill to kills.jsonl; the same command goes on where it was ended.
-Nothing is simulated: torchrun with two processes on a CPU, signals, and what then lies in the run folder. Linux only.
+Everything is written to --folder, a line for each trial to kills.jsonl or inputs.jsonl; the same command goes on where
+it was ended. Nothing is simulated: torchrun with two processes, real signals, what then lies in the run folder. Linux.
 """
 
 import json
@@ -17,13 +18,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 import tyro
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
 TOY = ROOT / "tools" / "toy"
@@ -269,6 +273,146 @@ def report_kills(folder: Path) -> None:
         print(f"  {way}: {times}")
 
 
+# -------------------------------------------------------------------------------------------------------------- inputs
+
+REWARDS = """
+def zero(completion, row):
+    return 0.0
+
+
+def nan(completion, row):
+    return float("nan")
+"""
+
+
+@dataclass
+class Input:
+    """What is fed to a run, and what must come of it."""
+
+    name: str
+    flags: list
+    goes_on: bool = True
+    says: str = ""
+    every_step: Callable[[dict], bool] = lambda row: True  # holds of the metrics
+    scripts: tuple[str, ...] = tuple(OWN)
+
+
+def only_stop_tokens(folder: Path) -> Path:
+    """Save a model that answers everything with its stop token; return its folder."""
+    shutil.copytree(TOY / "model", folder, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(folder)
+    config.tie_word_embeddings = False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            weights.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
+        model.lm_head.weight[config.eos_token_id] = 1.0
+    model.save_pretrained(folder)
+    return folder
+
+
+def larger_vocabulary(folder: Path) -> Path:
+    """Save the embedded model with a tokenizer that has a token more; return its folder."""
+    shutil.copytree(TOY / "model", folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["pi"])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_inputs(folder: Path) -> list[Input]:
+    """Write models, rewards and data; return the trials with them."""
+    folder.mkdir(exist_ok=True)
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"problem": problem, "answer": "2"} for problem in ("1+1=?", "2pi=?", "1+" * 99)]
+    for name, chosen in (("pi", rows[:2]), ("long", rows[::2])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    zero = ["--reward", f"{folder}/rewards.py:zero"]
+    overflow = ["--lr", 1e38, "--lr-floor", 1, "--steps", 10]
+    return [
+        Input(
+            "every response is a single stop token",
+            ["--model", only_stop_tokens(folder / "only-stop-tokens")],
+            every_step=lambda row: row["response_length"] == 1 and row["truncated_share"] == 0,
+        ),
+        Input(
+            "every response is cut off",
+            ["--max-response-tokens", 2],
+            every_step=lambda row: row["truncated_share"] == 1 and row["reward"] == 0,
+        ),
+        Input(
+            "every reward is 0, 200 steps",
+            [*zero, "--steps", 200, "--prompts-per-step", 4, "--max-response-tokens", 16],
+            says="200 steps in a row without a group whose rewards differ",
+            every_step=lambda row: row["zero_advantage_share"] == 1 and row["optimizer_steps"] == 0,
+        ),
+        Input(
+            "no group is ever valid",
+            [*zero, "--max-draws", 3],
+            says="0 valid groups in 3 draws; going on with the rest",
+            every_step=lambda row: row["draws"] == 3 and row["optimizer_steps"] == 0,
+            scripts=("sspo", "gpg"),
+        ),
+        Input(
+            "weights overflow", overflow, False, "updates in a row had a loss, gradient or log-prob that is not finite"
+        ),
+        Input("a reward is NaN", ["--reward", f"{folder}/rewards.py:nan"], False, "--reward: nan for row"),
+        Input(
+            "a prompt in tokens that the model has not",
+            ["--dataset", folder / "pi.jsonl", "--model", larger_vocabulary(folder / "larger-vocabulary")],
+            False,
+            "pi.jsonl, row 1: ",
+        ),
+        Input("a prompt is too long", ["--dataset", folder / "long.jsonl"], says="'prompt too long': 1"),
+    ]
+
+
+def without_redraws(script: str, one: Input) -> list:
+    """Return flags that let a step be one draw, and nothing but rewards make an update."""
+    off = {"sspo": ["--valid-share", 0], "gpg": ["--beta-th", 0], "cwgrpo": ["--kl-coef", 0], "sps": ["--irl-steps", 0]}
+    return [] if "valid" in one.name else off[script]
+
+
+def inputs(folder: Path) -> None:
+    """Run every script with every input that inputs.jsonl does not have yet; add a line for each."""
+    file = folder / "inputs.jsonl"
+    file.touch()
+    done = [(line["input"], line["script"]) for line in map(json.loads, file.read_text().splitlines())]
+    for one in make_inputs(folder / "inputs"):
+        for script in one.scripts:
+            if (one.name, script) in done:
+                continue
+            run = folder / "inputs" / script
+            shutil.rmtree(run, ignore_errors=True)
+            flags = ["--steps", 4, *without_redraws(script, one), *one.flags, "--run-dir", run]
+            running = Launch(torchrun(script, *flags), folder / "inputs" / "log.txt")
+            code, text, steps = running.process.wait(), running.log.read_text(), rows(run)[1:]
+            expected = {
+                "exit code": (code == 0) == one.goes_on,
+                "what is said": one.says in text,
+                "processes": running.gone_within(60) is not None,
+                "metrics": all(map(one.every_step, steps)) and (bool(steps) or not one.goes_on),
+            }
+            running.end()
+            wrong = [name for name, holds in expected.items() if not holds]
+            result = {"input": one.name, "script": script, "exit": code, "steps": len(steps), "wrong": wrong}
+            if wrong:
+                shutil.copy(running.log, folder / "inputs" / f"{one.name} {script}.txt".replace(" ", "-"))
+            print(json.dumps(result), flush=True)
+            with open(file, "a") as lines:
+                lines.write(json.dumps(result) + "\n")
+
+
+def report_inputs(folder: Path) -> None:
+    """Print for each input with which scripts the run went on or ended as it must."""
+    results = [json.loads(line) for line in (folder / "inputs.jsonl").read_text().splitlines()]
+    for name in dict.fromkeys(one["input"] for one in results):
+        ours = [one for one in results if one["input"] == name]
+        wrong = "; ".join(f"{one['script']}: {', '.join(one['wrong'])}" for one in ours if one["wrong"])
+        ended = "ended with a message" if any(one["exit"] for one in ours) else "went on"
+        print(f"{name}: {ended} ({', '.join(one['script'] for one in ours)}); not as it must: {wrong or 'nothing'}")
+
+
 # -------------------------------------------------------------------------------------------------------------- growth
 
 
@@ -321,8 +465,8 @@ def report_growth(folder: Path, warm_up: int = 50) -> None:
 class Args:
     """What to do, how often, and where to."""
 
-    what: tyro.conf.Positional[Literal["kills", "growth"]]
-    """kills of running scripts, or growth of a long run."""
+    what: tyro.conf.Positional[Literal["kills", "inputs", "growth"]]
+    """kills of running scripts, inputs that may break them, or growth of a long run."""
     count: int = 25
     """Kills of each script."""
     steps: int = 500
@@ -330,7 +474,7 @@ class Args:
     seed: int = 0
     """Draws the moments and the ways of the kills."""
     folder: Path = Path("runs/faults")
-    """Run folders, kills.jsonl and growth.jsonl."""
+    """Run folders, kills.jsonl, inputs.jsonl and growth.jsonl."""
 
 
 if __name__ == "__main__":
@@ -340,6 +484,9 @@ if __name__ == "__main__":
     if args.what == "kills":
         kills(here, args.count, args.seed)
         report_kills(here)
+    elif args.what == "inputs":
+        inputs(here)
+        report_inputs(here)
     else:
         growth(here, args.steps)
         report_growth(here)
