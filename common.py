@@ -857,7 +857,7 @@ class Verifier:
     Several values must be all of them, in any order; those of a tuple and ends of an interval in theirs.
     """
 
-    def __init__(self, workers: int, reward=None, seconds: float = 1.0, memory: int = 1 << 30, longest: int = 2000):
+    def __init__(self, workers: int, reward=None, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
         self.reward = reward
         self.seconds, self.memory, self.longest = seconds, memory, longest
         self.counts = Counter()
@@ -1337,7 +1337,7 @@ def sound(finite: bool, norm: float, inputs: dict, policy, batch, plan, record, 
     if record.skips_in_a_row == SKIPS_IN_A_ROW:
         raise FloatingPointError(
             f"{SKIPS_IN_A_ROW} updates in a row had a loss, gradient or log-prob that is not finite; "
-            f"python tools/replay.py {here} shows where. The last checkpoint is sound; a smaller --lr may help"
+            f"python tools/replay.py {here} shows where. None of them was applied; a smaller --lr may help"
         )
     return False
 
@@ -1528,7 +1528,8 @@ def sample(
     """Sample n responses to each problem on all engines; return them problem by problem on every rank.
 
     The seed of a response is a hash of (--seed, stream, problem number, response number), so samples do not repeat
-    across prompts and seeds do not depend on the number of ranks. Problems are dealt out one by one.
+    across prompts and seeds do not depend on the number of ranks. Problems are dealt out one by one. Raises
+    FloatingPointError when no log-prob is finite.
     """
     engines, engine = world.size // args.tensor_parallel, world.rank // args.tensor_parallel
     mine = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
@@ -1536,7 +1537,13 @@ def sample(
     seeds = [seed_of(args.seed, *stream, p, g) for p, g in mine]
     rollouts = sampler.generate(prompts, seeds, temperature, args.max_response_tokens, top_p)
     everyone = world.gather(rollouts)[:: args.tensor_parallel]
-    return [everyone[p % engines][p // engines * n + g] for p in range(len(problems)) for g in range(n)]
+    rollout_R = [everyone[p % engines][p // engines * n + g] for p in range(len(problems)) for g in range(n)]
+    if not any(np.isfinite(rollout.logp).all() for rollout in rollout_R):
+        raise FloatingPointError(
+            "no response has finite log-probs: the weights have diverged, and the last checkpoint may hold them, too; "
+            "a smaller --lr may help"
+        )
+    return rollout_R
 
 
 def verify(verifier: Verifier, problems: list[Problem], rollouts: list[Rollout], world: World):

@@ -87,12 +87,12 @@ setup() {
   touch "$ready"
 }
 
-launch() {  # all GPUs if there are some, otherwise 2 CPU processes
+launch() {  # all GPUs if there are some, otherwise 2 CPU processes; instead of this shell, so that signals reach torchrun
   local ranks; ranks=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((ranks - 1 + $(nproc)) / ranks))} TORCH_CPP_LOG_LEVEL=ERROR
   case " $* " in *" --help "*) exec "$python" "$1" --help ;; esac
   echo "torchrun --nproc-per-node $ranks $*"
-  "$python" -m torch.distributed.run --nproc-per-node "$ranks" "$@"
+  exec "$python" -m torch.distributed.run --nproc-per-node "$ranks" "$@"
 }
 
 method() {  # the script and the flags that make it this method
@@ -190,7 +190,7 @@ case $word in
   default)
     method sspo; size toy; setup
     run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)
-    launch sspo.py "${flags[@]}" --run-dir "$run"
+    (launch sspo.py "${flags[@]}" --run-dir "$run")
     "$python" tools/plot.py "$run" -o "$run/curve.png"
     echo "samples  $run/samples/"
     echo "model    $run/model/" ;;

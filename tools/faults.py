@@ -276,12 +276,19 @@ def report_kills(folder: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- inputs
 
 REWARDS = """
+import os
+
+
 def zero(completion, row):
     return 0.0
 
 
 def nan(completion, row):
     return float("nan")
+
+
+def uneven(completion, row):
+    return float(os.environ["RANK"])  # two ranks, two responses to a prompt: one for each
 """
 
 
@@ -293,22 +300,33 @@ class Input:
     flags: list
     goes_on: bool = True
     says: str = ""
-    every_step: Callable[[dict], bool] = lambda row: True  # holds of the metrics
+    every_step: Callable[[dict], bool] = lambda row: True  # holds of the metrics of what was sampled
     scripts: tuple[str, ...] = tuple(OWN)
 
 
-def only_stop_tokens(folder: Path) -> Path:
-    """Save a model that answers everything with its stop token; return its folder."""
+def changed_model(folder: Path, change: Callable) -> Path:
+    """Save the embedded model, with a head of its own, after change(model, tokenizer); return its folder."""
     shutil.copytree(TOY / "model", folder, dirs_exist_ok=True)
-    config = AutoConfig.from_pretrained(folder)
-    config.tie_word_embeddings = False
+    weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    config = AutoConfig.from_pretrained(folder, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(weights)
     with torch.no_grad():
-        for name, weights in model.named_parameters():
-            weights.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
-        model.lm_head.weight[config.eos_token_id] = 1.0
+        change(model, AutoTokenizer.from_pretrained(folder))
     model.save_pretrained(folder)
     return folder
+
+
+def only_stop_tokens(model, tokenizer) -> None:
+    """Let the model answer everything with its stop token."""
+    for name, weights in model.named_parameters():
+        weights.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
+    model.lm_head.weight[tokenizer.eos_token_id] = 1.0
+
+
+def seven_is_nan(model, tokenizer) -> None:
+    """Let everything that follows a 7 be NaN."""
+    model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("7")] = float("nan")
 
 
 def larger_vocabulary(folder: Path) -> Path:
@@ -325,14 +343,17 @@ def make_inputs(folder: Path) -> list[Input]:
     folder.mkdir(exist_ok=True)
     (folder / "rewards.py").write_text(REWARDS)
     rows = [{"problem": problem, "answer": "2"} for problem in ("1+1=?", "2pi=?", "1+" * 99)]
-    for name, chosen in (("pi", rows[:2]), ("long", rows[::2])):
+    numbers = [n for n in range(100, 1000) if n % 2 == ("7" in str(n))]
+    sevens = [{"problem": f"{n}+0=?", "answer": str(n)} for n in numbers]
+    for name, chosen in (("pi", rows[:2]), ("long", rows[::2]), ("sevens", sevens)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
     zero = ["--reward", f"{folder}/rewards.py:zero"]
-    overflow = ["--lr", 1e38, "--lr-floor", 1, "--steps", 10]
+    met = ["--dataset", folder / "sevens.jsonl", "--reward", f"{folder}/rewards.py:uneven", "--steps", 10]
+    overflow = ["--lr", 1e30, "--lr-floor", 1, "--steps", 10]
     return [
         Input(
             "every response is a single stop token",
-            ["--model", only_stop_tokens(folder / "only-stop-tokens")],
+            ["--model", changed_model(folder / "only-stop-tokens", only_stop_tokens)],
             every_step=lambda row: row["response_length"] == 1 and row["truncated_share"] == 0,
         ),
         Input(
@@ -354,8 +375,12 @@ def make_inputs(folder: Path) -> list[Input]:
             scripts=("sspo", "gpg"),
         ),
         Input(
-            "weights overflow", overflow, False, "updates in a row had a loss, gradient or log-prob that is not finite"
+            "a weight is NaN that some prompts meet",
+            ["--model", changed_model(folder / "seven-is-nan", seven_is_nan), *met],
+            False,
+            "5 updates in a row had a loss, gradient or log-prob that is not",
         ),
+        Input("weights overflow", overflow, False, "no response has finite log-probs: the weights have diverged"),
         Input("a reward is NaN", ["--reward", f"{folder}/rewards.py:nan"], False, "--reward: nan for row"),
         Input(
             "a prompt in tokens that the model has not",
@@ -368,8 +393,10 @@ def make_inputs(folder: Path) -> list[Input]:
 
 
 def without_redraws(script: str, one: Input) -> list:
-    """Return flags that let a step be one draw, and nothing but rewards make an update."""
-    off = {"sspo": ["--valid-share", 0], "gpg": ["--beta-th", 0], "cwgrpo": ["--kl-coef", 0], "sps": ["--irl-steps", 0]}
+    """Return flags that let a step be one draw, and nothing but rewards make an RL update."""
+    no_kl = ["--kl-coef", 0]
+    sspo = ["--valid-share", 0, "--updates-per-step", 1]
+    off = {"sspo": sspo, "gpg": ["--beta-th", 0], "cwgrpo": no_kl, "sps": no_kl}
     return [] if "valid" in one.name else off[script]
 
 
@@ -387,11 +414,12 @@ def inputs(folder: Path) -> None:
             flags = ["--steps", 4, *without_redraws(script, one), *one.flags, "--run-dir", run]
             running = Launch(torchrun(script, *flags), folder / "inputs" / "log.txt")
             code, text, steps = running.process.wait(), running.log.read_text(), rows(run)[1:]
+            sampled = [row for row in steps if "reward" in row]  # SPS's IRL steps sample nothing
             expected = {
                 "exit code": (code == 0) == one.goes_on,
                 "what is said": one.says in text,
                 "processes": running.gone_within(60) is not None,
-                "metrics": all(map(one.every_step, steps)) and (bool(steps) or not one.goes_on),
+                "metrics": all(map(one.every_step, sampled)) and (bool(steps) or not one.goes_on),
             }
             running.end()
             wrong = [name for name, holds in expected.items() if not holds]
