@@ -883,7 +883,7 @@ class Verifier:
             worker.stdin.flush()
         except BrokenPipeError:
             return ""
-        return self._line(worker, self.seconds + 3)
+        return self._line(worker, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
 
     def _serve(self, number: int, tasks: deque, verdicts: dict, failures: list) -> None:
         """Feed tasks to one worker until none is left, replacing it when it dies or is late."""
