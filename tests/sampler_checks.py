@@ -63,6 +63,14 @@ found["greedy at the sampling temperature"] = gap(greedy)
 policy.temperature = 1.0
 found["greedy at temperature 1"] = gap(greedy)
 found["samples changed"] = [r.ids.tolist() for r in after] != found["texts"]
+with torch.no_grad():
+    for parameter in policy.parameters():
+        parameter.to_local().mul_(1e30)
+sync()
+try:
+    rollouts("a")
+except FloatingPointError as error:
+    found["overflow"] = str(error)
 try:
     sync(keep=lambda name: name != "model.layers.1.self_attn.k_proj.bias")
 except RuntimeError as error:

@@ -33,6 +33,10 @@ def test_a_stream_that_misses_a_name_is_refused(found):
     )
 
 
+def test_samples_without_a_finite_log_prob_are_refused(found):
+    assert found["overflow"].startswith("no response has finite log-probs: the weights have diverged")
+
+
 def test_seeds(found):
     assert found["repeatable"] and found["streams differ"]
     samples = list(map(tuple, found["texts"]))
