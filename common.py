@@ -267,7 +267,7 @@ def _end(kind: type, error: BaseException, trace) -> None:
             print(f"\n{name}: {error}\n", file=sys.stderr, flush=True)
     elif issubclass(kind, RuntimeError) and any(words in str(error) for words in LOST):
         why = str(error).splitlines()[0]
-        print(f"{name}, rank {rank}: another rank is gone, and says why ({why})", file=sys.stderr, flush=True)
+        print(f"{name}, rank {rank}: another rank is gone; its output says why ({why})", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)
 
@@ -372,7 +372,7 @@ def load_model_folder(args: Args, world: World) -> Path:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
-        raise ValueError(f"--model {args.model}: transformers cannot read it, and no code in it is run") from error
+        raise ValueError(f"--model {args.model}: cannot be read, and no code in it is run ({error})") from error
     layers = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
     soft_caps = [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(config, name, None)]
     if layers or soft_caps:
@@ -1549,7 +1549,8 @@ def sample(
 def verify(verifier: Verifier, problems: list[Problem], rollouts: list[Rollout], world: World):
     """Grade n responses to each problem, dealt out over ranks.
 
-    Returns reward_PG (float64, one row for each problem) and {"verifier/…": count} of this call.
+    Returns reward_PG (float64, one row for each problem) and {"verifier/…": count} of this call. Raises ValueError for
+    a reward of one's own that is not finite.
     """
     before = verifier.counts.copy()
     n = len(rollouts) // len(problems)
