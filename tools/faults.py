@@ -263,7 +263,7 @@ def report_kills(folder: Path) -> None:
     for script in OWN:
         ours = [one for one in results if one["script"] == script]
         killed, ended = [one for one in ours if "how" in one], [one for one in ours if "how" not in one]
-        slowest = max((one["gone"] or float("inf") for one in killed), default=0)
+        slowest = max((float("inf") if one["gone"] is None else one["gone"] for one in killed), default=0)
         lost = [f"{one['number']}: {what}" for one in ours for what in one["lost"]]
         print(
             f"{script:<8}{len(killed):6}{sum(one['moment'] == 'start' for one in killed):13}{len(ended):17}"
