@@ -28,6 +28,26 @@ def torchrun(script: str | Path, *arguments, ranks: int = 2, plain: bool = False
     return done.stdout
 
 
+def flags_of(script: str) -> list:
+    """Return the flags of the runs that tests stop and kill: tools/faults.py's, fewer steps."""
+    from faults import FLAGS, OWN
+
+    return [*FLAGS, *OWN[script], "--steps", 4, "--checkpoint-every", 2]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """Return a function from a script's name to the folder of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+
+    def run(script: str) -> Path:
+        if not (folder / script).exists():
+            torchrun(f"{script}.py", *flags_of(script), "--run-dir", folder / script)
+        return folder / script
+
+    return run
+
+
 def central_differences(value, logp, step: float = 1e-6) -> torch.Tensor:
     """Return the gradient of value() with respect to each number of the nested lists logp[p][i][t], in their order."""
     slopes = []

@@ -16,32 +16,22 @@ from types import SimpleNamespace
 
 import faults
 import pytest
-from conftest import ROOT, torchrun
-from faults import FLAGS, OWN, differences, rows
+from conftest import ROOT, flags_of, torchrun
+from faults import differences, rows
 from torch.distributed.checkpoint import FileSystemReader
 
 import common
 
-STOPS = 3  # of SPS: inside an RL stage, between the stages, inside an IRL stage
-KILLS = {  # after which checkpoint, and how
+KILLS = {  # after which checkpoint, and how; sps is stopped inside an IRL stage
     "sspo": (0, "SIGTERM of torchrun"),
     "gpg": (2, "SIGKILL of one rank"),
     "cwgrpo": (2, "SIGKILL of torchrun"),
+    "sps": (2, "a stop file"),
 }
-STEPS = ["--steps", 4, "--checkpoint-every", 2]
 
 
 def go(script: str, folder: Path, *more) -> str:
-    return torchrun(f"{script}.py", *FLAGS, *OWN[script], *STEPS, "--run-dir", folder, *more)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run of each script that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
-    for script in OWN:
-        go(script, folder / script)
-    return folder
+    return torchrun(f"{script}.py", *flags_of(script), "--run-dir", folder, *more)
 
 
 def held_moments(checkpoint: Path) -> set[str]:
@@ -50,25 +40,21 @@ def held_moments(checkpoint: Path) -> set[str]:
     return {key.partition(".")[0] for key in keys} - {"policy"}
 
 
-def stop(script: str, folder: Path) -> None:
-    """End a run by a stop file after one step, three times."""
-    for number in range(STOPS):
-        (folder / "stop").touch()
-        output = go(script, folder, *(["--resume"] if number else []))
-        assert "a stop file" in output and [row["step"] for row in rows(folder)] == list(range(number + 2))
-    moments = [held_moments(path) for path in sorted((folder / "checkpoints").iterdir())]
-    assert moments == [{"optimizer"}, {"optimizer", "irl_optimizer"}], "inside an IRL stage there are two"
-
-
-def kill(script: str, folder: Path) -> None:
-    """Kill a run in the step after a checkpoint, or in its second step; nothing stays alive."""
+def disturb(script: str, folder: Path) -> None:
+    """Kill or stop a run in the step after a checkpoint, or kill it in its second step; nothing stays alive."""
     checkpoint, how = KILLS[script]
-    running = faults.Launch(faults.torchrun(script, *STEPS, "--run-dir", folder), folder.with_suffix(".log"))
+    command = faults.torchrun(script, *flags_of(script), "--run-dir", folder)
+    running = faults.Launch(command, folder.with_suffix(".log"))
     while not (folder / f"checkpoints/step-{checkpoint:05d}").is_dir() if checkpoint else not rows(folder)[1:]:
         assert running.process.poll() is None, running.log.read_text()[-6000:]
-        time.sleep(0.05)
-    assert {"agent", "trainer", "worker"} <= set(running.processes().values())
-    faults.kill(running, how, random.Random(0))
+        time.sleep(0.01)
+    if how == "a stop file":
+        (folder / "stop").touch()
+        assert running.process.wait(120) == 0 and not (folder / "stop").exists()
+        assert "a stop file: ending with a checkpoint" in running.log.read_text()
+    else:
+        assert {"agent", "trainer", "worker"} <= set(running.processes().values())
+        faults.kill(running, how, random.Random(0))
     try:
         assert running.gone_within(60) is not None, running.processes()
     finally:
@@ -76,12 +62,15 @@ def kill(script: str, folder: Path) -> None:
     assert running.log.read_text().count("Traceback") <= 1, "more than torchrun's own"
 
 
-@pytest.mark.parametrize("script", OWN)
-def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, whole, tmp_path):
-    whole, stopped = whole / script, tmp_path / "run"
+@pytest.mark.parametrize("script", KILLS)
+def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, undisturbed, tmp_path):
+    whole, stopped = undisturbed(script), tmp_path / "run"
     stopped.mkdir()
-    (kill if script in KILLS else stop)(script, stopped)
-    step, _ = KILLS.get(script, (STOPS, "a stop file"))
+    disturb(script, stopped)
+    step = rows(stopped)[-1]["step"] if script == "sps" else KILLS[script][0]
+    if script == "sps":
+        moments = [held_moments(path) for path in sorted((stopped / "checkpoints").iterdir())]
+        assert step == 3 and moments == [{"optimizer"}, {"optimizer", "irl_optimizer"}], "not inside an IRL stage"
     with open(stopped / "metrics.jsonl", "a") as file:  # a row after the checkpoint, and half of one
         file.write(f'{{"step": {step + 1}, "time": 9, "reward": 0.123}}\n{{"step": {step + 2}, "ti')
     if step:
@@ -93,8 +82,7 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, whole, tmp_
         (stopped / "checkpoints" / "step-00002.partial").mkdir(parents=True)
         assert "it starts over" in go(script, stopped, "--resume")
     about = json.loads((stopped / "run.json").read_text())
-    assert all(again["args"]["resume"] for again in about["resumed"]) and not about["args"]["resume"]
-    assert len(about["resumed"]) == (1 if script in KILLS else STOPS)
+    assert [again["args"]["resume"] for again in about["resumed"]] == [True] and not about["args"]["resume"]
     assert [row["step"] for row in rows(stopped)] == list(range(9 if script == "sps" else 5))
     assert differences(stopped, whole) == []
     if script in ("sspo", "gpg"):
@@ -132,8 +120,8 @@ def test_a_lost_rank_is_said_in_one_line(tmp_path):
     assert lost.count("two.py, rank 0: another rank is gone") == 1
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path):
-    whole, folder = whole / "sspo", tmp_path / "run"
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(undisturbed, tmp_path):
+    whole, folder = undisturbed("sspo"), tmp_path / "run"
     shutil.copytree(whole, folder)
     checkpoints = folder / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00002", "step-00004"]
@@ -148,8 +136,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_pat
     assert rows(folder) == rows(whole)
 
 
-def test_the_run_folder_and_the_flags_are_checked(whole, tmp_path):
-    whole = whole / "sspo"
+def test_the_run_folder_and_the_flags_are_checked(undisturbed, tmp_path):
+    whole = undisturbed("sspo")
     world = SimpleNamespace(rank=1, size=1, gather=lambda thing: [thing])
     about = json.loads((whole / "run.json").read_text())["args"]
     settings = {name: value for name, value in about.items() if hasattr(common.Args, name)}
