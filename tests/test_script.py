@@ -93,9 +93,8 @@ def test_gpg_draws_until_enough_groups_are_valid(gpg_run):
 def test_cwgrpo_starts_at_its_reference_and_leaves_it(cwgrpo_run):
     *_, rows = cwgrpo_run
     assert rows[1]["kl"] < 1e-9 < 1e-6 < rows[3]["kl"]
-    assert [row["lr"] for row in rows[1:]] == pytest.approx(
-        [5e-5, 1e-4, 5.5e-5, 1e-5]
-    )  # a warm-up of half, then a cosine to the floor
+    warm_up_and_cosine = [5e-5, 1e-4, 5.5e-5, 1e-5]
+    assert [row["lr"] for row in rows[1:]] == pytest.approx(warm_up_and_cosine)
 
 
 def test_sps_alternates_as_printed(sps_run):
