@@ -251,35 +251,32 @@ LOST = ("gloo/transport", "remote process exited")  # what gloo and NCCL say whe
 PR_SET_PDEATHSIG = 1  # Linux: the signal for when the parent ends
 
 
-def _refuse(kind: type, error: BaseException, trace) -> None:
-    """Show a setting that cannot work as one line, not as a traceback of every rank; anything else as `_end` does."""
-    if not issubclass(kind, ValueError):
-        _end(kind, error, trace)
-    elif os.environ["LOCAL_RANK"] == "0":
-        print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr, flush=True)
-
-
-def _end(kind: type, error: BaseException, trace) -> None:
-    """Show a lost rank, or updates that were not finite, as one line; anything else with its traceback."""
-    name, rank = Path(sys.argv[0]).name, os.environ["RANK"]
-    if issubclass(kind, FloatingPointError):
-        if rank == "0":
+def _report(one_line: tuple[type, ...], kind: type, error: BaseException, trace) -> None:
+    """Show an error of the kinds in `one_line`, which is the same on every rank, and the loss of a rank as one line;
+    anything else with its traceback. For sys.excepthook."""
+    name = Path(sys.argv[0]).name
+    if issubclass(kind, one_line):
+        if os.environ["LOCAL_RANK"] == "0":
             print(f"\n{name}: {error}\n", file=sys.stderr, flush=True)
     elif issubclass(kind, RuntimeError) and any(words in str(error) for words in LOST):
-        why = str(error).splitlines()[0]
-        print(f"{name}, rank {rank}: another rank is gone; its output says why ({why})", file=sys.stderr, flush=True)
+        line = f"{name}, rank {os.environ['RANK']}: another rank is gone; its output says why"
+        print(f"{line} ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def init_world() -> World:
     """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     else:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # without torchrun nothing would end the ranks
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it may be gone by now; joining would wait for it
@@ -289,7 +286,7 @@ def init_world() -> World:
     )
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    sys.excepthook = _refuse
+    sys.excepthook = functools.partial(_report, (ValueError, FloatingPointError))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -1406,7 +1403,7 @@ class Sampler:
     """
 
     def __init__(self, folder: Path, tokenizer, args: Args, world: World):
-        sys.excepthook = _end  # from here on an error is no setting's
+        sys.excepthook = functools.partial(_report, (FloatingPointError,))  # from here on a ValueError is no setting's
         cuda = world.device.type == "cuda"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -102,10 +101,8 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, undisturbed
 def test_a_lost_rank_is_said_in_one_line(tmp_path):
     source = "import os, common; w = common.init_world(); w.gather(0); w.rank and os._exit(9); w.gather(0)"
     (tmp_path / "two.py").write_text(source)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    port = str(common.free_port())
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
             [sys.executable, tmp_path / "two.py"],

@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+import common  # noqa: E402
+
 TOY = ROOT / "tools" / "toy"
 MARK = "CLEANRLVR_TRIAL"  # in the environment of everything that a trial starts
 FLAGS = [
@@ -110,12 +112,14 @@ class Launch:
                 continue
 
 
+def read(file: Path) -> list[dict]:
+    """Return the JSON lines of a file; none if there is no file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
 def torchrun(script: str, *flags) -> list:
     """Return the command of two processes, on a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", port]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", common.free_port()]
     return [*agent, f"{script}.py", *FLAGS, *OWN[script], *flags]
 
 
@@ -138,10 +142,9 @@ def kill(running: Launch, how: str, rng: random.Random) -> None:
 
 def rows(folder: Path) -> list[dict]:
     """Return the metrics without those that measure time or memory."""
-    file = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     return [
-        {k: v for k, v in row.items() if k not in ("time", "peak_memory_gib") and "second" not in k} for row in lines
+        {k: v for k, v in row.items() if k not in ("time", "peak_memory_gib") and "second" not in k}
+        for row in read(folder / "metrics.jsonl")
     ]
 
 
@@ -236,7 +239,7 @@ def kills(folder: Path, count: int, seed: int) -> None:
     lines = (TOY / "heldout.jsonl").read_text().splitlines(keepends=True)
     (folder / "heldout.jsonl").write_text("".join(lines[:16]))
     while True:
-        results = read_kills(folder)
+        results = read(file)
         killed = {script: [one for one in results if one["script"] == script] for script in OWN}
         counts = {script: sum("how" in one for one in ones) for script, ones in killed.items()}
         open_runs = [script for script, ones in killed.items() if not ones or "how" in ones[-1]]
@@ -251,14 +254,9 @@ def kills(folder: Path, count: int, seed: int) -> None:
             lines.write(json.dumps(result) + "\n")
 
 
-def read_kills(folder: Path) -> list[dict]:
-    file = folder / "kills.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-
 def report_kills(folder: Path) -> None:
     """Print for each script how often it was killed, in which way and when, and what was lost."""
-    results = read_kills(folder)
+    results = read(folder / "kills.jsonl")
     print("script   kills  in start-up  runs that ended  as the undisturbed one  slowest to be gone  lost")
     for script in OWN:
         ours = [one for one in results if one["script"] == script]
@@ -402,8 +400,7 @@ def without_redraws(script: str, one: Input) -> list:
 def inputs(folder: Path) -> None:
     """Run every script with every input that inputs.jsonl does not have yet; add a line for each."""
     file = folder / "inputs.jsonl"
-    file.touch()
-    done = [(line["input"], line["script"]) for line in map(json.loads, file.read_text().splitlines())]
+    done = [(line["input"], line["script"]) for line in read(file)]
     for one in make_inputs(folder / "inputs"):
         for script in one.scripts:
             if (one.name, script) in done:
@@ -432,7 +429,7 @@ def inputs(folder: Path) -> None:
 
 def report_inputs(folder: Path) -> None:
     """Print for each input with which scripts the run went on or ended as it must."""
-    results = [json.loads(line) for line in (folder / "inputs.jsonl").read_text().splitlines()]
+    results = read(folder / "inputs.jsonl")
     for name in dict.fromkeys(one["input"] for one in results):
         ours = [one for one in results if one["input"] == name]
         wrong = "; ".join(f"{one['script']}: {', '.join(one['wrong'])}" for one in ours if one["wrong"])
@@ -477,7 +474,7 @@ def growth(folder: Path, steps: int) -> None:
 
 def report_growth(folder: Path, warm_up: int = 50) -> None:
     """Print medians after the warm-up and at the end, role by role, and the growth between."""
-    samples = [json.loads(line) for line in (folder / "growth.jsonl").read_text().splitlines()]
+    samples = read(folder / "growth.jsonl")
     last = max(sample["step"] for sample in samples)
     early = [one for one in samples if warm_up < one["step"] <= warm_up + last // 10]
     late = [one for one in samples if last - last // 10 < one["step"] < last]
