@@ -1,0 +1,74 @@
+"""Processes under torchrun that start once and do one job after another: `Jobs` asks them, `serve` is the loop in them.
+
+Job n is FOLDER/n.json; what rank 0 makes of it goes to FOLDER/n.pt. They end when there is FOLDER/end.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parent.parent
+
+
+class Jobs:
+    """The side of the tests."""
+
+    def __init__(self, script: str, model: Path, folder: Path, ranks: int = 1, nodes: int = 1, port: int = 0):
+        folder.mkdir()
+        self.folder, self.asked, self.output = folder, 0, folder / "output.txt"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        if nodes > 1:
+            command += ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
+        with open(self.output, "w") as output:
+            self.agents = [
+                subprocess.Popen(
+                    [*command, *([str(node)] if nodes > 1 else []), ROOT / "tests" / script, model, folder],
+                    cwd=ROOT,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+                for node in range(nodes)
+            ]
+
+    def start(self, **job) -> Path:
+        """Hand in a job; return where its result will be."""
+        result = self.folder / f"{self.asked}.pt"
+        self.asked += 1
+        (self.folder / "job").write_text(json.dumps(job))
+        (self.folder / "job").rename(result.with_suffix(".json"))
+        return result
+
+    def result(self, file: Path):
+        """Wait for a job's result; fail with the output of processes that ended instead."""
+        while not file.exists():
+            assert all(agent.poll() is None for agent in self.agents), self.output.read_text()[-6000:]
+            time.sleep(0.02)
+        return torch.load(file)
+
+    def end(self) -> None:
+        (self.folder / "end").touch()
+        assert [agent.wait(timeout=60) for agent in self.agents] == [0] * len(self.agents), self.output.read_text()
+
+
+def serve(folder: Path, rank: int, do: Callable) -> None:
+    """Call do(**job) for every job, then end the process."""
+    for number in itertools.count():
+        job = folder / f"{number}.json"
+        while not job.exists():
+            if (folder / "end").exists():
+                dist.destroy_process_group()
+                os._exit(0)  # a gloo thread that still lets go of its last tensor would make Python's way out abort
+            time.sleep(0.02)
+        result = do(**json.loads(job.read_text()))
+        if rank == 0:
+            torch.save(result, folder / "partial")
+            (folder / "partial").rename(folder / f"{number}.pt")

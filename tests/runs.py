@@ -1,0 +1,48 @@
+"""Run whole scripts on one vLLM engine in each process: a job is {"script": "sspo", "flags": ["--steps", "3", ...]}.
+
+python -m torch.distributed.run --nproc-per-node 2 tests/runs.py MODEL FOLDER
+
+The process group and the engine stay; everything else is each run's own, the weights in the engine included.
+test_script.py holds the numbers of a run here against those of one that was started by itself.
+"""
+
+import contextlib
+import gc
+import importlib
+import io
+import sys
+from pathlib import Path
+
+import tyro
+from jobs import ROOT, serve
+from transformers import AutoTokenizer
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+import common
+
+model, folder = Path(sys.argv[1]), Path(sys.argv[2])
+world = common.init_world()
+args = common.Args(model=str(model), max_prompt_tokens=128, max_response_tokens=128)
+llm = common.Sampler(model, AutoTokenizer.from_pretrained(model), args, world).llm
+llm.llm_engine.engine_core.shutdown = lambda: None
+
+
+def same_engine(**settings):
+    """Stand in for the constructor of vllm.LLM."""
+    assert settings["max_model_len"] <= llm.llm_engine.model_config.max_model_len
+    return llm
+
+
+def run(script: str, flags: list[str]) -> str:
+    """Call the script's main as its command line would; return what rank 0 printed."""
+    module = importlib.import_module(script)
+    sys.argv = [f"{script}.py", *flags]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        module.main(tyro.cli(module.Args, args=flags))
+    gc.collect()  # no weights of this run beside those of the next one
+    return printed.getvalue()
+
+
+common.init_world = lambda: world
+sys.modules["vllm"].LLM = same_engine
+serve(folder, world.rank, run)
