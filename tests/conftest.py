@@ -1,26 +1,28 @@
-"""What the tests share: paths, a small random model on disk, and a way to run real processes under torchrun."""
+"""What the tests share: a small random model on disk, ways to run scripts, and the runs that several tests look at."""
 
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
+import faults
 import pytest
 import torch
+from jobs import ROOT, Jobs
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 TOY = ROOT / "tools" / "toy"
 
 
-def torchrun(script: str | Path, *arguments, ranks: int = 2, plain: bool = False, timeout: int = 420, **environment):
+def torchrun(script: str | Path, *arguments, ranks: int = 2, plain: bool = False, timeout: int = 420):
     """Run a script as `ranks` processes (or as plain `python`) from the repository root; return its output.
 
     Fails the test with the output when the exit code is not 0.
     """
     launcher = [] if plain else ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, str(script), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, text=True, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -28,24 +30,79 @@ def torchrun(script: str | Path, *arguments, ranks: int = 2, plain: bool = False
     return done.stdout
 
 
-def flags_of(script: str) -> list:
-    """Return the flags of the runs that tests stop and kill: tools/faults.py's, fewer steps."""
-    from faults import FLAGS, OWN
-
-    return [*FLAGS, *OWN[script], "--steps", 4, "--checkpoint-every", 2]
+@pytest.fixture
+def plain_python(monkeypatch):
+    """Lets a script's main run in this process, as in plain `python`; takes back what init_world leaves behind."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with mock.patch.dict(os.environ):
+        yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory):
-    """Return a function from a script's name to the folder of a run that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+def engine(tmp_path_factory) -> Jobs:
+    """Two processes, each with one vLLM engine, that run scripts with flags one after another."""
+    jobs = Jobs("runs.py", TOY / "model", tmp_path_factory.mktemp("engine") / "jobs", ranks=2)
+    yield jobs
+    jobs.end()
 
-    def run(script: str) -> Path:
-        if not (folder / script).exists():
-            torchrun(f"{script}.py", *flags_of(script), "--run-dir", folder / script)
-        return folder / script
 
-    return run
+@dataclass
+class Run:
+    """A run's folder and what it printed."""
+
+    folder: Path
+    output: str
+
+    @property
+    def rows(self) -> list[dict]:
+        return faults.read(self.folder / "metrics.jsonl")
+
+
+HELD_OUT = ["--eval", f"{TOY}/heldout.jsonl,{TOY}/harder.jsonl", "--eval-every", 3]
+OWN = {"sspo": HELD_OUT, "gpg": ["--max-draws", 2, "--format-reward"]}
+
+
+def flags_of(script: str, folder: Path) -> list:
+    """Return the flags of the runs that tests stop and kill: tools/faults.py's, fewer steps."""
+    own = [*faults.OWN[script], *OWN.get(script, [])]
+    return [*faults.FLAGS, *own, "--steps", 4, "--checkpoint-every", 2, "--run-dir", folder]
+
+
+@pytest.fixture(scope="session")
+def sspo_run(tmp_path_factory) -> Run:
+    """`torchrun sspo.py`, from nothing to a saved model."""
+    folder = tmp_path_factory.mktemp("runs") / "sspo"
+    return Run(folder, torchrun("sspo.py", *flags_of("sspo", folder)))
+
+
+@pytest.fixture(scope="session")
+def gpg_run(engine, tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("runs") / "gpg"
+    return Run(folder, engine(script="gpg", flags=flags_of("gpg", folder)))
+
+
+@pytest.fixture(scope="session")
+def cwgrpo_run(engine, tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("runs") / "cwgrpo"
+    return Run(folder, engine(script="cwgrpo", flags=flags_of("cwgrpo", folder)))
+
+
+@pytest.fixture(scope="session")
+def sps_run(engine, tmp_path_factory) -> Run:
+    """Two rounds of two RL and two IRL steps."""
+    folder = tmp_path_factory.mktemp("runs") / "sps"
+    return Run(folder, engine(script="sps", flags=flags_of("sps", folder)))
+
+
+@pytest.fixture(scope="session")
+def printed_sps_run(engine, tmp_path_factory) -> Run:
+    """The learning rates of the paper; an RL step of a third round; two samples of a held-out problem."""
+    folder = tmp_path_factory.mktemp("runs") / "printed-sps"
+    flags = ["--steps", 5, "--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 16, "--subset", 100, "--group-size", 8]
+    flags += ["--eval", TOY / "harder.jsonl", "--eval-samples", 2, "--eval-temperature", 1, "--eval-every", 5]
+    return Run(folder, engine(script="sps", flags=[*faults.FLAGS, *flags, "--run-dir", folder]))
 
 
 def central_differences(value, logp, step: float = 1e-6) -> torch.Tensor:

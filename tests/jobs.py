@@ -21,18 +21,18 @@ ROOT = Path(__file__).parent.parent
 class Jobs:
     """The side of the tests."""
 
-    def __init__(self, script: str, model: Path, folder: Path, ranks: int = 1, nodes: int = 1, port: int = 0):
+    def __init__(self, script: str, model: Path, folder: Path, ranks: int = 1, nodes: int = 1):
         folder.mkdir()
         self.folder, self.asked, self.output = folder, 0, folder / "output.txt"
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         if nodes > 1:
-            command += ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
+            command += ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", "29617", "--node-rank"]
         with open(self.output, "w") as output:
             self.agents = [
                 subprocess.Popen(
                     [*command, *([str(node)] if nodes > 1 else []), ROOT / "tests" / script, model, folder],
                     cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"},
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
@@ -43,16 +43,22 @@ class Jobs:
         """Hand in a job; return where its result will be."""
         result = self.folder / f"{self.asked}.pt"
         self.asked += 1
-        (self.folder / "job").write_text(json.dumps(job))
+        (self.folder / "job").write_text(json.dumps(job, default=str))
         (self.folder / "job").rename(result.with_suffix(".json"))
         return result
+
+    def running(self) -> bool:
+        return all(agent.poll() is None for agent in self.agents)
 
     def result(self, file: Path):
         """Wait for a job's result; fail with the output of processes that ended instead."""
         while not file.exists():
-            assert all(agent.poll() is None for agent in self.agents), self.output.read_text()[-6000:]
+            assert self.running(), self.output.read_text()[-6000:]
             time.sleep(0.02)
         return torch.load(file)
+
+    def __call__(self, **job):
+        return self.result(self.start(**job))
 
     def end(self) -> None:
         (self.folder / "end").touch()

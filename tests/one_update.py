@@ -2,23 +2,20 @@
 
 python -m torch.distributed.run --nproc-per-node N tests/one_update.py MODEL FOLDER
 
-Job n is FOLDER/n.json, such as {"script": "sspo", "budget": 60, "dead": [2]}; gradients, weights and metrics go to
-FOLDER/n.pt. It ends when there is FOLDER/end.
+A job is such as {"script": "sspo", "budget": 60, "dead": [2]}; its result holds gradients, weights and metrics.
 """
 
 import importlib
 import itertools
 import json
-import os
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from jobs import serve
 from transformers import AutoTokenizer
 
 import common
@@ -27,10 +24,12 @@ model, folder = sys.argv[1], Path(sys.argv[2])
 world = common.init_world()
 tokenizer = AutoTokenizer.from_pretrained(model)
 prompts, group = 6, 4
+numbers = itertools.count()
 
 
-def update(options: dict, out: Path) -> dict:
+def update(**options) -> dict:
     """Train one step of six prompts by four responses; return what it did."""
+    out = folder / f"update-{next(numbers)}"
     script = importlib.import_module(options["script"])
     args = script.Args(
         model=model,
@@ -112,15 +111,4 @@ def update(options: dict, out: Path) -> dict:
     }
 
 
-for number in itertools.count():
-    job = folder / f"{number}.json"
-    while not job.exists() and not (folder / "end").exists():
-        time.sleep(0.05)
-    if not job.exists():
-        break
-    result = update(json.loads(job.read_text()), folder / str(number))
-    if world.rank == 0:
-        torch.save(result, folder / "partial")
-        (folder / "partial").rename(folder / f"{number}.pt")
-dist.destroy_process_group()
-os._exit(0)  # a gloo thread that still lets go of its last tensor would make Python's own way out abort
+serve(folder, world.rank, update)

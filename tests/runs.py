@@ -14,12 +14,14 @@ import sys
 from pathlib import Path
 
 import tyro
-from jobs import ROOT, serve
+from jobs import serve
 from transformers import AutoTokenizer
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import common
 
+for name in ("sspo", "gpg", "cwgrpo", "sps"):
+    importlib.import_module(name)
+assert not {"vllm", "math_verify"} & sys.modules.keys(), "--help and refusals would wait for them"
 model, folder = Path(sys.argv[1]), Path(sys.argv[2])
 world = common.init_world()
 args = common.Args(model=str(model), max_prompt_tokens=128, max_response_tokens=128)
@@ -33,9 +35,9 @@ def same_engine(**settings):
     return llm
 
 
-def run(script: str, flags: list[str]) -> str:
+def run(script: str, flags: list) -> str:
     """Call the script's main as its command line would; return what rank 0 printed."""
-    module = importlib.import_module(script)
+    module, flags = importlib.import_module(script), list(map(str, flags))
     sys.argv = [f"{script}.py", *flags]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         module.main(tyro.cli(module.Args, args=flags))

@@ -7,7 +7,7 @@ import re
 import eval as evaluation
 import pytest
 import torch
-from conftest import TOY, torchrun
+from conftest import TOY
 
 import common
 
@@ -56,13 +56,13 @@ def test_the_step_of_best_average(tmp_path):
     assert evaluation.best_average_step(tmp_path / "none") is None
 
 
-def test_on_the_embedded_model(tmp_path):
+def test_on_the_embedded_model(engine, tmp_path):
     """A named set from a folder and a file of one's own, greedy and with seeds, on two processes."""
     lines = (TOY / "heldout.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "aime24.jsonl").write_text("".join(lines[:40]))
-    flags = ["--data-dir", tmp_path, "--sets", "aime24", TOY / "harder.jsonl", "--template", "plain"]
-    flags += ["--max-prompt-tokens", 32, "--max-response-tokens", 96, "--protocols"]
-    output = torchrun("tools/eval.py", TOY / "model", *flags, "sspo", "gpg-16", "--out", tmp_path / "eval.json")
+    flags = [TOY / "model", "--data-dir", tmp_path, "--sets", "aime24", TOY / "harder.jsonl", "--template", "plain"]
+    flags += ["--max-prompt-tokens", 32, "--max-response-tokens", 96, "--protocols", "sspo", "gpg-16"]
+    output = engine(script="eval", flags=[*flags, "--out", tmp_path / "eval.json"])
     found = json.loads((tmp_path / "eval.json").read_text())["rows"]
     assert [(row["protocol"], row["set"], row["problems"]) for row in found] == [
         ("sspo", "aime24", 40),
@@ -77,9 +77,13 @@ def test_on_the_embedded_model(tmp_path):
     assert re.search("aime24 +40 of 40 ", output) and "23.33" in output and re.search("amc83 +- +not run", output)
 
 
-def test_what_does_not_fit_is_said_to_be_not_run(tmp_path):
-    output = torchrun("tools/eval.py", TOY / "model", "--out", tmp_path / "eval.json", plain=True)
+def test_what_does_not_fit_is_said_to_be_not_run(plain_python, tmp_path, capsys):
+    evaluation.main(evaluation.Args(str(TOY / "model"), out=str(tmp_path / "eval.json")))
+    output = capsys.readouterr().out
     assert output.count("not run: prompt and response may have") == 6 and "the model's context holds 256" in output
     assert json.loads((tmp_path / "eval.json").read_text())["rows"] == []
-    with pytest.raises(AssertionError, match=r"--protocols \['ssp'\]: legal: sspo, open-rs"):
-        torchrun("tools/eval.py", TOY / "model", "--protocols", "ssp", plain=True)
+
+
+def test_an_unknown_protocol():
+    with pytest.raises(ValueError, match=r"--protocols \['ssp'\]: legal: sspo, open-rs"):
+        evaluation.main(evaluation.Args(str(TOY / "model"), protocols=("ssp",)))

@@ -1,75 +1,37 @@
 """One update does not depend on the number of processes, the micro-batch budget, the order or the packing."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+import replay
 import torch
-from conftest import ROOT, torchrun
+from jobs import Jobs
 
 import common
 
-SCRIPT = ROOT / "tests" / "one_update.py"
 BUDGET = 5000  # above the longest response the defaults allow; the rollouts here fit one micro-batch
 ONE_UPDATE = {"sspo": {"updates_per_step": 1}, "gpg": {}, "cwgrpo": {}, "sps": {}}
 
 
-class Processes:
-    """Processes under torchrun that train one step of six prompts by four responses, whenever they are asked."""
-
-    def __init__(self, model: Path, folder: Path, ranks: int = 1, nodes: int = 1):
-        folder.mkdir()
-        self.folder, self.jobs, self.output = folder, 0, folder / "output.txt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        if nodes > 1:
-            command += ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", "29617", "--node-rank"]
-        with open(self.output, "w") as output:
-            self.agents = [
-                subprocess.Popen(
-                    [*command, *([str(node)] if nodes > 1 else []), str(SCRIPT), str(model), str(folder)],
-                    cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": str(ROOT)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-                for node in range(nodes)
-            ]
-
-    def __call__(self, script: str, budget: int = BUDGET, **options) -> dict:
-        """Return what one step did."""
-        options = {"script": script, "budget": budget, "dead": [2], "args": ONE_UPDATE[script]} | options
-        result = self.folder / f"{self.jobs}.pt"
-        (self.folder / "job").write_text(json.dumps(options))
-        (self.folder / "job").rename(result.with_suffix(".json"))
-        self.jobs += 1
-        while not result.exists():
-            assert all(agent.poll() is None for agent in self.agents), self.output.read_text()[-6000:]
-            time.sleep(0.02)
-        return torch.load(result)
-
-    def end(self):
-        (self.folder / "end").touch()
-        assert [agent.wait(timeout=60) for agent in self.agents] == [0] * len(self.agents), self.output.read_text()
-
-
 @pytest.fixture(scope="module")
 def update(tiny, tmp_path_factory):
-    """update(ranks, script, ...): a step on that many processes, which stay for the next one."""
-    folder, started = tmp_path_factory.mktemp("updates"), {}
+    """update(ranks, script, ...): a step of six prompts by four responses on that many processes.
 
-    def ask(ranks: int, *args, **options) -> dict:
-        if ranks not in started:
-            started[ranks] = Processes(tiny, folder / str(ranks), ranks)
-        return started[ranks](*args, **options)
+    Two of them are two nodes of one each: sharded inside, replicated across. Three are sharded on one node.
+    """
+    folder = tmp_path_factory.mktemp("updates")
+    started = {
+        ranks: Jobs("one_update.py", tiny, folder / str(ranks), **shape)
+        for ranks, shape in ((1, {"ranks": 1}), (2, {"nodes": 2}), (3, {"ranks": 3}))
+    }
+
+    def ask(ranks: int, script: str, budget: int = BUDGET, **options) -> dict:
+        return started[ranks](**{"script": script, "budget": budget, "dead": [2], "args": ONE_UPDATE[script]} | options)
 
     yield ask
-    for processes in started.values():
-        processes.end()
+    for jobs in started.values():
+        jobs.end()
 
 
 def largest_difference(mine: dict, theirs: dict) -> float:
@@ -109,14 +71,9 @@ def test_activation_checkpointing_changes_nothing(update, alone):
 
 
 @pytest.mark.parametrize("alone", ["sspo"], indirect=True)
-def test_a_second_node_replicates(tiny, tmp_path, alone):
-    """Two torchruns of one process each, as two nodes: sharded inside, replicated across."""
+def test_the_second_node_replicates(update, alone):
     script, alone = alone
-    two = Processes(tiny, tmp_path / "nodes", nodes=2)
-    other = two(script, 60)
-    two.end()
-    assert other["mesh"] == (2, 1)
-    assert largest_difference(other["gradient"], alone["gradient"]) < 1e-5
+    assert update(2, script, 60)["mesh"] == (2, 1) and update(3, script, 60)["mesh"] == (3,)
 
 
 def test_several_updates_and_updates_without_anything_left(update):
@@ -225,15 +182,18 @@ def test_an_empty_response_is_part_of_its_group(update, script):
 @pytest.mark.parametrize(("script", "more"), [*((script, {}) for script in ONE_UPDATE), ("sps", {"irl": True})])
 def test_an_update_that_is_not_finite_is_left_out(update, script, more):
     """One token of one response on one rank: no rank steps, and the batch that is kept shows which response it was."""
-    result = update(2, script, 60, poison=True, **more)
+    result = update(3, script, 60, poison=True, **more)
     assert result["skipped"] == 1 and not any(moved.nan_to_num().any() for moved in result["moved"].values())
     assert not all(gradient.isfinite().all() for gradient in result["gradient"].values())
-    if script in ("sspo", "sps"):
-        output = torchrun("tools/replay.py", Path(result["folder"]) / "nonfinite" / "update-00001", plain=True)
-        assert re.search(
-            r"^response 0, \d+ tokens: \d+ log-probs not finite, .* loss nan, gradient norm nan", output, re.M
-        )
-        assert re.search(r"^1 of \d+ responses are not finite", output, re.M)
+
+
+@pytest.mark.parametrize(("script", "more"), [("sspo", {}), ("sps", {}), ("sps", {"irl": True})])
+def test_such_an_update_is_repeated(update, plain_python, capsys, script, more):
+    folder = Path(update(2, script, 60, poison=True, **more)["folder"])
+    replay.main(folder / "nonfinite" / "update-00001")
+    output = capsys.readouterr().out
+    line = r"^response 0, \d+ tokens: \d+ log-probs not finite, .* loss nan, gradient norm nan"
+    assert re.search(line, output, re.M) and re.search(r"^1 of \d+ responses are not finite", output, re.M)
 
 
 def test_a_number_of_such_updates_in_a_row_ends_the_run(update):

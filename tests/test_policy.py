@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import torchrun
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import common
@@ -102,7 +104,35 @@ def test_an_empty_micro_batch_reaches_every_parameter(tiny):
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
-def test_no_tensor_of_tokens_by_vocabulary_exists():
+class LargestLogits(TorchDispatchMode):
+    """Elements of the largest tensor over the vocabulary that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **kwargs or {})
+        logits = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor) and x.shape[-1:] == (263,)]
+        self.elements = max([self.elements, *(x.numel() for x in logits)])
+        return made
+
+
+def test_no_tensor_of_tokens_by_vocabulary_exists(tiny, monkeypatch):
+    """Nor do smaller ones wait for the backward pass."""
+    monkeypatch.setattr(common, "LOGITS_AT_ONCE", 100 * 263)
+    _, policy = model_and_policy(tiny)
+    micro = batch_of(0, 263, responses=70).pack(list(range(70)), CPU)
+    saved = []
+    with (
+        LargestLogits() as largest,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
+    ):
+        policy(micro)[0].sum().backward()
+    assert largest.elements == 100 * 263 < len(micro.target_T) * 263 / 5
+    assert saved and not any(x.shape[-1:] == (263,) for x in saved)
+
+
+@pytest.mark.slow
+def test_the_peak_of_memory():
     output = torchrun("tools/bench.py", "memory", plain=True)
     assert float(re.search(r"([\d.]+) GiB over the start", output).group(1)) < 1.5, "full float32 logits would take 4.6"
 

@@ -21,17 +21,6 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import common
 
-KILLS = {  # after which checkpoint, and how; sps is stopped inside an IRL stage
-    "sspo": (0, "SIGTERM of torchrun"),
-    "gpg": (2, "SIGKILL of one rank"),
-    "cwgrpo": (2, "SIGKILL of torchrun"),
-    "sps": (2, "a stop file"),
-}
-
-
-def go(script: str, folder: Path, *more) -> str:
-    return torchrun(f"{script}.py", *flags_of(script), "--run-dir", folder, *more)
-
 
 def held_moments(checkpoint: Path) -> set[str]:
     """Which optimisers have moments in a checkpoint."""
@@ -39,21 +28,20 @@ def held_moments(checkpoint: Path) -> set[str]:
     return {key.partition(".")[0] for key in keys} - {"policy"}
 
 
-def disturb(script: str, folder: Path) -> None:
-    """Kill or stop a run in the step after a checkpoint, or kill it in its second step; nothing stays alive."""
-    checkpoint, how = KILLS[script]
-    command = faults.torchrun(script, *flags_of(script), "--run-dir", folder)
-    running = faults.Launch(command, folder.with_suffix(".log"))
-    while not (folder / f"checkpoints/step-{checkpoint:05d}").is_dir() if checkpoint else not rows(folder)[1:]:
-        assert running.process.poll() is None, running.log.read_text()[-6000:]
+def wait_for(moment, still_running, log: Path) -> None:
+    while not moment():
+        assert still_running(), log.read_text()[-6000:]
         time.sleep(0.01)
-    if how == "a stop file":
-        (folder / "stop").touch()
-        assert running.process.wait(120) == 0 and not (folder / "stop").exists()
-        assert "a stop file: ending with a checkpoint" in running.log.read_text()
-    else:
-        assert {"agent", "trainer", "worker"} <= set(running.processes().values())
-        faults.kill(running, how, random.Random(0))
+
+
+def kill(script: str, folder: Path, how: str, moment) -> None:
+    """Start a run and kill it once `moment` has come; nothing stays alive."""
+    folder.mkdir()
+    command = faults.torchrun(script, *flags_of(script, folder))
+    running = faults.Launch(command, folder.with_suffix(".log"))
+    wait_for(moment, lambda: running.process.poll() is None, running.log)
+    assert {"agent", "trainer", "worker"} <= set(running.processes().values())
+    faults.kill(running, how, random.Random(0))
     try:
         assert running.gone_within(60) is not None, running.processes()
     finally:
@@ -61,43 +49,122 @@ def disturb(script: str, folder: Path) -> None:
     assert running.log.read_text().count("Traceback") <= 1, "more than torchrun's own"
 
 
-@pytest.mark.parametrize("script", KILLS)
-def test_metrics_and_weights_are_those_of_an_undisturbed_run(script, undisturbed, tmp_path):
-    whole, stopped = undisturbed(script), tmp_path / "run"
-    stopped.mkdir()
-    disturb(script, stopped)
-    step = rows(stopped)[-1]["step"] if script == "sps" else KILLS[script][0]
-    if script == "sps":
-        moments = [held_moments(path) for path in sorted((stopped / "checkpoints").iterdir())]
-        assert step == 3 and moments == [{"optimizer"}, {"optimizer", "irl_optimizer"}], "not inside an IRL stage"
-    with open(stopped / "metrics.jsonl", "a") as file:  # a row after the checkpoint, and half of one
+def stop(engine, script: str, folder: Path) -> None:
+    """Stop a run with a file in the step after its first checkpoint."""
+    result = engine.start(script=script, flags=flags_of(script, folder))
+    wait_for((folder / "checkpoints" / "step-00002").is_dir, engine.running, engine.output)
+    (folder / "stop").touch()
+    assert "a stop file: ending with a checkpoint" in engine.result(result) and not (folder / "stop").exists()
+    assert rows(folder)[-1]["step"] == 3
+
+
+def spoil_metrics(folder: Path, step: int) -> None:
+    """Add a row after the checkpoint, and half of one."""
+    with open(folder / "metrics.jsonl", "a") as file:
         file.write(f'{{"step": {step + 1}, "time": 9, "reward": 0.123}}\n{{"step": {step + 2}, "ti')
-    if step:
-        newest = stopped / "checkpoints" / f"step-{step:05d}"
-        carried = json.loads((newest / "progress.json").read_text()).get("carried", True)
-        assert carried, "no group is left over: the checkpoint is not put to the test"
-        assert f"resumed from {newest}" in go(script, stopped, "--resume")
-    else:
-        (stopped / "checkpoints" / "step-00002.partial").mkdir(parents=True)
-        assert "it starts over" in go(script, stopped, "--resume")
-    about = json.loads((stopped / "run.json").read_text())
+
+
+def check_resumed(folder: Path, run) -> None:
+    """Whether a resumed run is what it would have been, and run.json says that it was resumed."""
+    assert differences(folder, run.folder) == []
+    about = json.loads((folder / "run.json").read_text())
     assert [again["args"]["resume"] for again in about["resumed"]] == [True] and not about["args"]["resume"]
-    assert [row["step"] for row in rows(stopped)] == list(range(9 if script == "sps" else 5))
-    assert differences(stopped, whole) == []
-    if script in ("sspo", "gpg"):
-        assert len({row["draws"] for row in rows(whole)[1:]}) > 1, "every step drew as often: the position is no news"
-    progress = max((whole / "checkpoints").iterdir()) / "progress.json"
-    assert json.loads(progress.read_text())["position"] == sum(row.get("prompts_drawn", 0) for row in rows(whole)[1:])
-    if script == "sps":
-        assert [row["rl_step"] for row in rows(whole)[1:]] == [1, 2, 2, 2, 3, 4, 4, 4]
-        assert [row["step"] for row in rows(whole) if "irl/loss" in row] == [3, 4, 7, 8]
-        assert rows(whole)[3]["irl/response_length"] != rows(whole)[4]["irl/response_length"]
-        kept = [sorted(path.name for path in (folder / "rollouts").iterdir()) for folder in (stopped, whole)]
-        last = [held_moments(folder / "checkpoints" / "step-00008") for folder in (stopped, whole)]
-        assert last == [{"optimizer"}] * 2, "the IRL stage's moments are gone with it"
-        assert kept[0] == kept[1] == ["step-00005.npz", "step-00006.npz"], "the rounds that a checkpoint needs"
+    progress = max((run.folder / "checkpoints").iterdir()) / "progress.json"
+    assert json.loads(progress.read_text())["position"] == sum(row.get("prompts_drawn", 0) for row in run.rows)
 
 
+def stop_and_resume(engine, script: str, folder: Path, run) -> None:
+    stop(engine, script, folder)
+    spoil_metrics(folder, 3)
+    output = engine(script=script, flags=[*flags_of(script, folder), "--resume"])
+    assert f"resumed from {folder}/checkpoints/step-00003, written by 2 ranks" in output
+    check_resumed(folder, run)
+
+
+def test_sspo_killed_and_resumed(sspo_run, tmp_path):
+    """A real kill and a real start."""
+    folder = tmp_path / "run"
+    kill("sspo", folder, "SIGKILL of one rank", (folder / "checkpoints" / "step-00002").is_dir)
+    spoil_metrics(folder, 2)
+    output = torchrun("sspo.py", *flags_of("sspo", folder), "--resume")
+    assert f"resumed from {folder}/checkpoints/step-00002, written by 2 ranks" in output
+    check_resumed(folder, sspo_run)
+    assert len({row["draws"] for row in sspo_run.rows[1:]}) > 1, "every step drew as often: the position is no news"
+
+
+def test_gpg_stopped_and_resumed(engine, gpg_run, tmp_path):
+    stop_and_resume(engine, "gpg", tmp_path / "run", gpg_run)
+    assert len({row["draws"] for row in gpg_run.rows[1:]}) > 1, "every step drew as often: the position is no news"
+
+
+def test_cwgrpo_stopped_and_resumed(engine, cwgrpo_run, tmp_path):
+    stop_and_resume(engine, "cwgrpo", tmp_path / "run", cwgrpo_run)
+
+
+def test_sps_stopped_inside_an_irl_stage_and_resumed(engine, sps_run, tmp_path):
+    stopped, whole = tmp_path / "run", sps_run.folder
+    stop(engine, "sps", stopped)
+    moments = [held_moments(path) for path in sorted((stopped / "checkpoints").iterdir())]
+    assert moments == [{"optimizer"}, {"optimizer", "irl_optimizer"}], "not inside an IRL stage"
+    engine(script="sps", flags=[*flags_of("sps", stopped), "--resume"])
+    check_resumed(stopped, sps_run)
+    assert [row["rl_step"] for row in rows(whole)[1:]] == [1, 2, 2, 2, 3, 4, 4, 4]
+    assert [row["step"] for row in rows(whole) if "irl/loss" in row] == [3, 4, 7, 8]
+    assert rows(whole)[3]["irl/response_length"] != rows(whole)[4]["irl/response_length"]
+    kept = [sorted(path.name for path in (folder / "rollouts").iterdir()) for folder in (stopped, whole)]
+    last = [held_moments(folder / "checkpoints" / "step-00008") for folder in (stopped, whole)]
+    assert last == [{"optimizer"}] * 2, "the IRL stage's moments are gone with it"
+    assert kept[0] == kept[1] == ["step-00005.npz", "step-00006.npz"], "the rounds that a checkpoint needs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [("gpg", "SIGTERM of torchrun"), ("cwgrpo", "SIGKILL of torchrun"), ("sps", "SIGKILL of all ranks")],
+)
+def test_other_kills(script, how, request, tmp_path):
+    folder = tmp_path / "run"
+    kill(script, folder, how, (folder / "checkpoints" / "step-00002").is_dir)
+    assert "step-00002, written by 2 ranks" in torchrun(f"{script}.py", *flags_of(script, folder), "--resume")
+    check_resumed(folder, request.getfixturevalue(f"{script}_run"))
+
+
+@pytest.mark.slow
+def test_a_kill_before_the_first_checkpoint(sspo_run, tmp_path):
+    folder = tmp_path / "run"
+    kill("sspo", folder, "SIGTERM of torchrun", lambda: rows(folder)[1:])
+    (folder / "checkpoints" / "step-00002.partial").mkdir(parents=True, exist_ok=True)
+    assert "it starts over" in torchrun("sspo.py", *flags_of("sspo", folder), "--resume")
+    check_resumed(folder, sspo_run)
+
+
+def test_a_run_without_a_checkpoint_starts_over(engine, cwgrpo_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(cwgrpo_run.folder, folder)
+    (folder / "checkpoints" / "step-00002").rename(folder / "checkpoints" / "step-00002.partial")
+    shutil.rmtree(folder / "checkpoints" / "step-00004")
+    spoil_metrics(folder, 2)
+    assert "it starts over" in engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
+    check_resumed(folder, cwgrpo_run)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(engine, cwgrpo_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(cwgrpo_run.folder, folder)
+    checkpoints = folder / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00002", "step-00004"]
+    shard = max((checkpoints / "step-00004").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    shutil.copytree(checkpoints / "step-00002", checkpoints / "step-00005.partial")
+    output = engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
+    assert "step-00005.partial: half-written or damaged" in output
+    assert "step-00004: half-written or damaged" in output and "step-00002, written by 2 ranks" in output
+    check_resumed(folder, cwgrpo_run)
+
+
+@pytest.mark.slow
 def test_a_lost_rank_is_said_in_one_line(tmp_path):
     source = "import os, common; w = common.init_world(); w.gather(0); w.rank and os._exit(9); w.gather(0)"
     (tmp_path / "two.py").write_text(source)
@@ -117,26 +184,9 @@ def test_a_lost_rank_is_said_in_one_line(tmp_path):
     assert lost.count("two.py, rank 0: another rank is gone") == 1
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(undisturbed, tmp_path):
-    whole, folder = undisturbed("sspo"), tmp_path / "run"
-    shutil.copytree(whole, folder)
-    checkpoints = folder / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00002", "step-00004"]
-    shard = max((checkpoints / "step-00004").glob("*.distcp"), key=lambda file: file.stat().st_size)
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    shutil.copytree(checkpoints / "step-00002", checkpoints / "step-00005.partial")
-    output = go("sspo", folder, "--resume")
-    assert "step-00005.partial: half-written or damaged" in output
-    assert "step-00004: half-written or damaged" in output and "step-00002, written by 2 ranks" in output
-    assert rows(folder) == rows(whole)
-
-
-def test_the_run_folder_and_the_flags_are_checked(undisturbed, tmp_path):
-    whole = undisturbed("sspo")
+def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, tmp_path):
     world = SimpleNamespace(rank=1, size=1, gather=lambda thing: [thing])
-    about = json.loads((whole / "run.json").read_text())["args"]
+    about = json.loads((cwgrpo_run.folder / "run.json").read_text())["args"]
     settings = {name: value for name, value in about.items() if hasattr(common.Args, name)}
     settings["adam_betas"] = tuple(settings["adam_betas"])
 

@@ -7,7 +7,7 @@ from conftest import ROOT, torchrun
 from transformers import AutoTokenizer
 
 
-@pytest.fixture(scope="module", params=["tiny", "tiny_tied"])
+@pytest.fixture(scope="module", params=["tiny", pytest.param("tiny_tied", marks=pytest.mark.slow)])
 def found(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("sampler") / "found.json"
     torchrun(ROOT / "tests" / "sampler_checks.py", request.getfixturevalue(request.param), out)

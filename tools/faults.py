@@ -41,7 +41,7 @@ FLAGS = [
 ]
 OWN = {  # with these the position in the data depends on what was drawn
     "sspo": ["--valid-share", 0.75],
-    "gpg": ["--beta-th", 1, "--carry-surplus", "--prompts-per-step", 6],
+    "gpg": ["--beta-th", 1, "--prompts-per-step", 6],
     "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # and its reference must be the model that the run began with
     "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 6, "--demonstrations", 1, "--irl-lr", 1e-4],
 }
