@@ -67,7 +67,7 @@ OWN = {"sspo": HELD_OUT, "gpg": ["--max-draws", 2, "--format-reward"]}
 def flags_of(script: str, folder: Path) -> list:
     """Return the flags of the runs that tests stop and kill: tools/faults.py's, fewer steps."""
     own = [*faults.OWN[script], *OWN.get(script, [])]
-    return [*faults.FLAGS, *own, "--steps", 4, "--checkpoint-every", 2, "--run-dir", folder]
+    return [*faults.FLAGS, *own, "--steps", 4, "--checkpoint-every", 2, "--checkpoints-kept", 3, "--run-dir", folder]
 
 
 @pytest.fixture(scope="session")

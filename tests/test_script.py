@@ -163,6 +163,7 @@ def test_plot_draws_several_runs(sspo_run, gpg_run, tmp_path, monkeypatch, capsy
 
 
 def test_plot_draws_questions(sspo_run, printed_sps_run, tmp_path, monkeypatch):
+    """Of the sets that every run has."""
     draw(monkeypatch, printed_sps_run.folder, sspo_run.folder, "--figure", "accuracy", "-o", tmp_path / "a.png")
     draw(monkeypatch, printed_sps_run.folder, "--figure", "pass", "-o", tmp_path / "p.png")
     assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in ("a.png", "p.png"))

@@ -103,9 +103,18 @@ def draw_covariance(runs: dict[str, list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def shared_sets(questions: dict[str, list[dict]]) -> list[str]:
+    """Return the held-out sets of every run. Raises SystemExit when there is none."""
+    sets = list(dict.fromkeys(row["set"] for rows in questions.values() for row in rows))
+    shared = [name for name in sets if all(any(row["set"] == name for row in rows) for rows in questions.values())]
+    if not shared:
+        raise SystemExit(f"no held-out set is in every run; these are in some: {sets}")
+    return shared
+
+
 def draw_accuracy(questions: dict[str, list[dict]], path: Path) -> None:
     """Figs. 2 and 5 of SPS: how many questions have which share of right answers, before and after each run."""
-    sets = list(dict.fromkeys(row["set"] for rows in questions.values() for row in rows))
+    sets = shared_sets(questions)
     size = (3 * (len(questions) + 1), 2.8 * len(sets))
     figure, axes = plt.subplots(len(sets), len(questions) + 1, figsize=size, layout="constrained", squeeze=False)
     for line, name in zip(axes, sets, strict=True):
@@ -125,7 +134,7 @@ def draw_pass(questions: dict[str, list[dict]], path: Path) -> None:
     """pass@k of the last evaluation for every k up to n, and before training (dashed)."""
     from common import pass_at_k
 
-    sets = list(dict.fromkeys(row["set"] for rows in questions.values() for row in rows))
+    sets = shared_sets(questions)
     figure, axes = plt.subplots(1, len(sets), figsize=(5 * len(sets), 4), layout="constrained", squeeze=False)
     for axis, name in zip(axes[0], sets, strict=True):
         for run, colour in colours(questions).items():
