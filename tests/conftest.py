@@ -61,7 +61,7 @@ class Run:
 
 
 HELD_OUT = ["--eval", f"{TOY}/heldout.jsonl,{TOY}/harder.jsonl", "--eval-every", 3]
-OWN = {"sspo": HELD_OUT, "gpg": ["--max-draws", 2, "--format-reward"]}
+OWN = {"sspo": HELD_OUT, "gpg": ["--max-draws", 2, "--prompts-per-step", 5, "--beta-th", 0.8, "--format-reward"]}
 
 
 def flags_of(script: str, folder: Path) -> list:

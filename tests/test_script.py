@@ -40,18 +40,19 @@ def test_steps_of_sspo(sspo_run):
 
 
 def test_steps_of_gpg(gpg_run):
-    """It draws until every group is valid, twice at most; groups of 2 agree half the time."""
+    """It draws until 4 of 5 groups are valid, twice at most; groups of 2 agree half the time."""
     rows = gpg_run.rows
     assert [row["step"] for row in rows] == list(range(5))
     check_steps(rows[1:], {"alpha", "logp_positive", "logp_negative"})
-    assert max(row["draws"] for row in rows[1:]) == 2
     for row in rows[1:]:
-        assert row["prompts_drawn"] == 6 * row["draws"] and row["responses_drawn"] == 12 * row["draws"]
-        valid = round(6 / row["alpha"])
-        assert row["zero_advantage_share"] == pytest.approx(1 - valid / 6) and row["optimizer_steps"] == 1
+        assert row["prompts_drawn"] == 5 * row["draws"] and row["responses_drawn"] == 10 * row["draws"]
+        valid = round(5 / row["alpha"])
+        assert row["zero_advantage_share"] == pytest.approx(1 - valid / 5) and row["optimizer_steps"] == 1
+        assert row["draws"] == 2 if valid < 4 else row["draws"] in (1, 2)
         warning = f"step {row['step']}: {valid} valid groups in 2 draws; going on with the rest"
-        assert (warning in gpg_run.output) == (valid < 6)
-    assert json.loads((gpg_run.folder / "run.json").read_text())["args"]["beta_th"] == 1
+        assert (warning in gpg_run.output) == (valid < 4)
+    assert {row["draws"] for row in rows[1:]} == {1, 2} and "going on with the rest" in gpg_run.output
+    assert json.loads((gpg_run.folder / "run.json").read_text())["args"]["beta_th"] == 0.8
 
 
 def test_steps_of_cwgrpo(cwgrpo_run):
