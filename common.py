@@ -395,25 +395,20 @@ def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
     return data, held_out
 
 
-def read_table(source: str, args: Args, flag: str) -> tuple[str, datasets.Dataset]:
-    """Return name and rows of a set in `SETS`, a file, a `save_to_disk` folder or a hub id, with all its columns.
+def read_table(source: str, args: Args, flag: str) -> datasets.Dataset:
+    """Return the rows of a set in `SETS`, a file, a `save_to_disk` folder or a hub id, with all its columns.
 
     Raises ValueError naming the flag and what was looked for.
     """
     named = source in SETS
     where = f"{args.data_dir}/{source}.jsonl" if named and args.data_dir else SETS.get(source, source)
     place, _, split = where.partition(":")
-    path = Path(place)
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix)
-    if kind and not path.is_file():
-        raise ValueError(f"{flag} {source}: no such file as {where}")
-    if kind and not path.stat().st_size:
-        raise ValueError(f"{flag} {source}: the file is empty")
+    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(place).suffix)
     try:
         if kind:
             table = datasets.load_dataset(kind, data_files=place)
         else:
-            table = datasets.load_from_disk(place) if path.is_dir() else datasets.load_dataset(place)
+            table = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place)
     except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(
             f"{flag} {source}: {where} cannot be read as a .jsonl, .json or .parquet file, `save_to_disk` folder or "
@@ -421,12 +416,12 @@ def read_table(source: str, args: Args, flag: str) -> tuple[str, datasets.Datase
             f"{source if named else 'NAME'}.jsonl, rows with problem and answer, into a folder and name it with "
             "--data-dir, or give a file's own path"
         ) from error
-    if isinstance(table, datasets.DatasetDict):
-        split = split or (next(iter(table)) if len(table) == 1 else "")
-        if split not in table:
-            raise ValueError(f"{flag} {source}: name one of its splits, {place}:SPLIT; it has {list(table)}")
-        table = table[split]
-    return source if named else f"{path.stem}-{split}" if ":" in source else path.stem, table
+    if not isinstance(table, datasets.DatasetDict):
+        return table
+    split = split or (next(iter(table)) if len(table) == 1 else "")
+    if split not in table:
+        raise ValueError(f"{flag} {source}: name one of its splits, {place}:SPLIT; it has {list(table)}")
+    return table[split]
 
 
 def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
@@ -435,7 +430,7 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
     A set in verl's layout (prompt: chat turns, reward_model: {ground_truth}) may repeat its rows, as DAPO-Math-17k does
     a hundred times: each problem is kept once there.
     """
-    name, table = read_table(source, args, flag)
+    table = read_table(source, args, flag)
     columns = {}
     for role in ("problem", "answer") if args.reward == "math" else ("problem",):
         own = "" if source in SETS else getattr(args, f"{role}_column")
@@ -473,6 +468,7 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
             problems.append(Problem(problem, prompt_ids, answer, None if args.reward == "math" else row))
     if not problems:
         raise ValueError(f"{flag} {source}: no usable row among {len(table)}; left out: {dict(left_out)}")
+    name = source if source in SETS else Path(source.replace(":", "-")).stem
     return Data(name, problems, dict(left_out), no_answer)
 
 
@@ -803,11 +799,6 @@ def load_policy(folder: Path, args: Args, world: World) -> Policy:
     return policy
 
 
-def load_reference(folder: Path, args: Args, world: World) -> Policy:
-    """Return the initial policy, frozen; it waits in the host's memory."""
-    return load_policy(folder, args, world).requires_grad_(False).to("cpu")
-
-
 def adamw(policy: Policy, args: Args, lr: float) -> torch.optim.AdamW:
     """Return a fresh optimiser of all of the policy's weights."""
     return torch.optim.AdamW(policy.parameters(), lr, args.adam_betas, weight_decay=args.weight_decay)
@@ -826,22 +817,21 @@ def set_lr(optimizer, args: Args, step: int) -> None:
 
 @torch.no_grad()
 def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: World):
-    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
+    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response.
+
+    A policy that waits in the host's memory, such as a reference, goes back there.
+    """
+    home = next(policy.parameters()).device
+    policy.to(world.device)
     logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
     for responses in micro_batches:
         micro = batch.pack(responses, world.device)
         logp, entropy = policy(micro)
-        logp_T[micro.token_T], entropy_T[micro.token_T] = logp.cpu(), entropy.cpu()
+        logp_T[micro.token_T] = logp.cpu()
+        entropy_T[micro.token_T] = entropy.cpu()
     policy.reshard()  # without a backward pass the root would stay gathered, and the optimiser would move what it hides
+    policy.to(home)
     return world.sum(logp_T), world.sum(entropy_T)
-
-
-def reference_logp(reference: Policy, batch: Batch, micro_batches: list[list[int]], world: World) -> torch.Tensor:
-    """Return the reference's logp_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
-    reference.to(world.device)
-    logp_T, _ = score(reference, batch, micro_batches, world)
-    reference.to("cpu")
-    return logp_T
 
 
 def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: float) -> torch.Tensor:

@@ -210,7 +210,7 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
     ref_logp_T = old_logp_T
     if reference is not None:
         with record.phase("reference", tokens):
-            ref_logp_T = common.reference_logp(reference, batch, plan, world)
+            ref_logp_T, _ = common.score(reference, batch, plan, world)
     c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
     kernel_T = torch.ones_like(c_T)
     if args.reweight == "kernel":
@@ -287,7 +287,7 @@ def main(args: Args) -> None:
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    reference = common.load_reference(folder, args, world) if args.kl_coef else None
+    reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
     optimizer = common.adamw(policy, args, args.lr)
     start, progress = common.resume(policy, {"optimizer": optimizer}, {"position": 0}, record)
     position = progress["position"]

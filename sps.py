@@ -189,7 +189,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     ref_logp_T = batch.sampler_logp_T  # stands in where there is no KL
     if reference is not None:
         with record.phase("reference", tokens):
-            ref_logp_T = common.reference_logp(reference, batch, plan, world)
+            ref_logp_T, _ = common.score(reference, batch, plan, world)
     inputs = {
         "ref_logp_T": ref_logp_T,
         "advantage_T": advantage_R[batch.response_T],
@@ -390,7 +390,7 @@ def main(args: Args) -> None:
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    reference = common.load_reference(folder, args, world) if args.kl_coef else None
+    reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
     optimizer = common.adamw(policy, args, args.lr)
     irl_optimizer = common.adamw(policy, args, args.irl_lr)
     optimizers = {"optimizer": optimizer, "irl_optimizer": irl_optimizer}
