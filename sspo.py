@@ -10,40 +10,37 @@ the old policy in the segment sets how far the ratio may move before it is clipp
     H_ij = mean over the segment of the old policy's entropy                                          (12, 13)
 
     ./run.sh sspo-1.5b                     our reading of the paper's run, with its data and evaluation sets
-    torchrun --nproc-per-node 8 sspo.py    the same without evaluation, where the data lies at --dataset already
-    python sspo.py --help                  every flag
+    torchrun --nproc-per-node 8 sspo.py    the same without evaluation and recomputed activations; data at --dataset
 
 Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response tokens, _S segments.
 
-Settings of the same loss: GRPO is --delimiter token --clip fixed; with --clip-high 0.28 clip-high, with
---no-scale-advantage --normaliser constant Dr. GRPO. GSPO is --delimiter "" --clip fixed, with clip 0.2 or GSPO's own
-3e-4 / 4e-4. "+SIR" of Table 2 is --clip fixed. DAPO (arXiv 2503.14476) as arXiv 2604.16995 compares with it is
-clip-high with --normaliser token --valid-share 1 --overlong-buffer 2048. CLIP-Cov, the sixth row of Table 1, needs the
-covariance of log-probs and advantages: cwgrpo.py --reweight clip-cov.
+Settings: GRPO is --clip fixed --delimiter token; clip-high adds --clip-high 0.28, Dr. GRPO --no-scale-advantage
+--normaliser constant, DAPO (arXiv 2503.14476, as 2604.16995 compares with it) clip-high and --normaliser token
+--valid-share 1 --overlong-buffer 2048. GSPO is --clip fixed --delimiter "", with clip 0.2 or GSPO's own 3e-4 / 4e-4;
+"+SIR" of Table 2 is --clip fixed. CLIP-Cov, Table 1's fifth row, is cwgrpo.py --reweight clip-cov.
 
 Where the paper is silent, contradicts itself, or is departed from:
-- "Batch size 128" is read as 128 prompts per rollout. Updates per rollout are not given; Fig. 3b shows clipping, so
-  there were several: 4 of 32 prompts, one epoch (ours; as in verl's GSPO example).
-- Not given: learning rate 1e-6 constant without warm-up, decay 0.01, betas, gradient norm 1, temperature 1 (verl's
-  defaults, the paper's framework); prompts up to 1024 tokens, the number of steps, the fixed clip of "+SIR" (ours).
-- For 7B, section 5.2 prints alpha 0.1, but Table 5's 56.00 is alpha 0.15, which we take; the 54.85 of section 6.2.1
-  belongs to alpha 0.1. Table 2's 1.5B row averages 47.09, not the printed 46.72.
-- Segments are found on the text of the tokens, since BPE merges a delimiter into tokens such as ".\\n\\n". Blank text
-  after a delimiter belongs to the segment that it closed, so that none is empty; the stop token joins the last one.
-- std is unbiased and 1e-6 is added to it (Eq. 8 prints neither).
-- Eq. 16 prints A_i in one branch and A_ij in the other; Eq. 8 makes them equal.
+- "Batch size 128" is read as 128 prompts a rollout, in 4 updates of 32, one epoch. The number of updates is not given;
+  Fig. 3b shows clipping, so there were several (4 is ours, as in verl's GSPO example).
+- Not given, so verl's defaults, the paper's framework: learning rate 1e-6, constant without warm-up, decay 0.01, betas,
+  gradient norm 1, temperature 1. Not given and ours: prompts up to 1024 tokens, the steps, the clip of "+SIR".
+- For 7B section 5.2 prints alpha 0.1, but Table 5's 56.00 is alpha 0.15, which we take; the 54.85 of section 6.2.1 is
+  in no table. Table 2's 1.5B row averages 47.09, not the printed 46.72.
+- A delimiter is looked for in the text, since BPE merges it into tokens such as ".\\n\\n". Blank text after it belongs
+  to the segment that it closed, so that none is empty; the stop token joins the last one.
+- std is unbiased and 1e-6 is added to it (Eq. 8 prints neither). Eq. 16 has A_i and A_ij; by Eq. 8 they are equal.
 - Responses with A = 0 have no gradient and are left out of both passes, never out of the loss's denominators. So the
   entropy that is logged is that of the others; Fig. 2 does not say.
 - Two of the 8,523 problems have an empty answer and are left out.
 - The paper reports its best evaluation; here every evaluation is logged, the choice is the reader's.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import tyro
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from transformers import AutoTokenizer
 
 import common
@@ -53,7 +50,7 @@ import common
 class Args(common.Args):
     """SSPO on Qwen2.5-Math-1.5B (§5.2). The 7B run: --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2 (Table 5)."""
 
-    updates_per_step: int = 4
+    updates_per_step: PositiveInt = 4
     """Optimiser steps on one rollout batch, each on its own prompts. Not stated; verl's GSPO example has 4."""
     delimiter: str = r"\n\n"
     r"""Ends a segment: \n\n (§6.2.2), \n, . or any ASCII text; empty: one segment (GSPO); token: every token (GRPO)."""
@@ -65,20 +62,20 @@ class Args(common.Args):
     """Cap of the lower bound (Table 4)."""
     gamma: float = 1.75
     """Cap of the upper bound (Table 4)."""
-    clip_low: float = 0.2
+    clip_low: NonNegativeFloat = 0.2
     """With --clip fixed. Not given for "+SIR"; the usual PPO value."""
-    clip_high: float = 0.2
+    clip_high: NonNegativeFloat = 0.2
     """With --clip fixed. 0.28 is Table 1's clip-high."""
     scale_advantage: bool = True
     """Divide by the group's standard deviation (Eq. 8); Dr. GRPO does not."""
     normaliser: Literal["response", "token", "constant"] = "response"
     """response: 1/G 1/|y_i| (Eq. 16); token: 1 / the update's tokens (DAPO); constant: 1/G 1/max_response_tokens (Dr.
     GRPO)."""
-    valid_share: float = 0.0
+    valid_share: common.Share = 0.0
     """Draw prompts again until this share of the step's groups has 0 < number correct < G. 0: off; 1: DAPO."""
-    max_draws: int = 4
+    max_draws: PositiveInt = 4
     """Go on with what there is after so many draws: arXiv 2604.16995, Table 2, resamples at most 3 times."""
-    overlong_buffer: int = 0
+    overlong_buffer: NonNegativeInt = 0
     """Tokens before --max-response-tokens over which a reward falls by up to 1 (DAPO; 2604.16995: 2048). 0: off."""
 
 
@@ -90,8 +87,7 @@ def advantages(reward_PG: torch.Tensor, scale: bool = True) -> torch.Tensor:
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if scale:
         advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 8
-    dead_P1 = (reward_PG == reward_PG[:, :1]).all(1, keepdim=True)  # rounding of the mean must not revive a dead group
-    return advantage_PG.masked_fill(dead_P1, 0.0)
+    return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
 def segments(pieces: list[str], delimiter: str) -> list[int]:
@@ -105,7 +101,9 @@ def segments(pieces: list[str], delimiter: str) -> list[int]:
     numbers, number, text, closed = [], 0, "", False
     for piece in pieces:
         if closed and piece.strip():
-            number, text, closed = number + 1, "", False
+            number += 1
+            text = ""
+            closed = False
         text = text[-len(delimiter) :] + piece  # a delimiter may straddle tokens
         closed = closed or (delimiter != "" and delimiter in text)
         numbers.append(number)
@@ -114,10 +112,7 @@ def segments(pieces: list[str], delimiter: str) -> list[int]:
 
 def segment_mean(x_T: torch.Tensor, segment_T: torch.Tensor) -> torch.Tensor:
     """Return x_S, the mean of x over each segment (Eq. 13, and the exponent of Eq. 9); 0 for a number not in use."""
-    size = int(segment_T.max()) + 1 if len(segment_T) else 0
-    sum_S = x_T.new_zeros(size).index_add(0, segment_T, x_T)
-    count_S = x_T.new_zeros(size).index_add(0, segment_T, torch.ones_like(x_T))
-    return sum_S / count_S.clamp(min=1)
+    return common.mean_by(x_T, segment_T)
 
 
 def clip_bounds(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,79 +165,81 @@ def policy_loss(
 # ------------------------------------------------------------------------------------------------------------ one step
 
 
-def step_segments(batch, advantage_R, tokenizer, delimiter: str) -> tuple[torch.Tensor, torch.Tensor]:
+def step_segments(batch, trained_R, tokenizer, delimiter: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return segment_T, unique over the step, and the number of segments_R.
 
-    A response with A = 0 is left as one segment: none of its tokens is trained. The stop token has no text.
+    A response that is not trained is left as one segment. The stop token has no text.
     """
     used = {token for rollout in batch.rollout_R for token in rollout.ids.tolist()}
     pieces = {token: tokenizer.decode([token], skip_special_tokens=True) for token in used}
-    segment_T, segments_R = [], []
-    for rollout, advantage in zip(batch.rollout_R, advantage_R.tolist(), strict=True):
-        numbers = [0] * len(rollout.ids)
-        if advantage:
-            numbers = segments([pieces[token] for token in rollout.ids.tolist()], delimiter)
-        segment_T.append(torch.tensor(numbers, dtype=torch.long))
-        segments_R.append(max(numbers, default=-1) + 1)
-    first_R = torch.tensor(segments_R).cumsum(0) - torch.tensor(segments_R)
-    return torch.cat(segment_T) + first_R[batch.response_T], torch.tensor(segments_R)
+    numbers_R = [[0] * len(rollout.ids) for rollout in batch.rollout_R]
+    for r in trained_R.nonzero()[:, 0].tolist():
+        numbers_R[r] = segments([pieces[token] for token in batch.rollout_R[r].ids.tolist()], delimiter)
+    segments_R = torch.tensor([max(numbers, default=-1) + 1 for numbers in numbers_R])
+    first_R = segments_R.cumsum(0) - segments_R
+    segment_T = torch.tensor([number for numbers in numbers_R for number in numbers], dtype=torch.long)
+    return segment_T + first_R[batch.response_T], segments_R
 
 
-def learn(policy, optimizer, batch, reward_PG, tokenizer, args: Args, world, record) -> dict[str, float]:
+def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
+    args: Args = record.args
+    world = record.world
+
     # ---- advantages, and everything else that needs no log-probs
-    advantage_R = advantages(reward_PG, args.scale_advantage).flatten().float()
-    advantage_T = advantage_R[batch.response_T]
-    segment_T, segments_R = step_segments(batch, advantage_R, tokenizer, args.delimiter.replace("\\n", "\n"))
+    advantage_R = advantages(batch.reward_PG, args.scale_advantage).flatten().float()
+    trained_R = advantage_R != 0  # no gradient without an advantage
+    trained_T = trained_R[batch.response_T]
+    segment_T, segments_R = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     lengths = [batch.length_R[update_R == update] for update in range(args.updates_per_step)]
     weight_T = torch.cat([token_weights(each, args.normaliser, args.max_response_tokens) for each in lengths]).float()
-    plans = []
-    for update in range(args.updates_per_step):
-        cost_R = batch.total_R * (update_R == update) * (advantage_R != 0)  # no gradient without an advantage
-        dealt = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)
-        plans.append(dealt[world.rank] if cost_R.any() else [])
+    costs = [batch.total_R * (trained_R & (update_R == update)) for update in range(args.updates_per_step)]
+    plans = [common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank] for cost_R in costs]
 
     # ---- old log-probs and entropies, over the micro-batches that the updates will use
-    with record.phase("old_logp"):
-        micro_batches = [micro for plan in plans for micro in plan]
+    with record.phase("old_logp", tokens=sum(costs).sum().item()):
+        micro_batches = [responses for plan in plans for responses in plan]
         old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)  # Eq. 12
     entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
     low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
     if args.clip == "fixed":
-        low_S, high_S = torch.full_like(low_S, 1 - args.clip_low), torch.full_like(high_S, 1 + args.clip_high)
-    weight_T = weight_T * common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-    low, high = low_S.to(world.device), high_S.to(world.device)
+        low_S = torch.full_like(low_S, 1 - args.clip_low)
+        high_S = torch.full_like(high_S, 1 + args.clip_high)
+    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+    inputs = {
+        "old_logp_T": old_logp_T,
+        "advantage_T": advantage_R[batch.response_T] * truncated_T,
+        "segment_T": segment_T,
+        "low_S": low_S,
+        "high_S": high_S,
+        "weight_T": weight_T,
+    }
 
     # ---- updates
-    logp_T, grad_norms = torch.zeros_like(old_logp_T), []
-    for plan in plans:
-        if not plan:
+    logp_T = torch.zeros_like(old_logp_T)
+    grad_norms = []
+    for cost_R, plan in zip(costs, plans, strict=True):
+        if not cost_R.any():
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        with record.phase("update"):
+        with record.phase("update", tokens=cost_R.sum().item()):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
-                micro = batch.pack(responses, world.device)
-                vectors = (old_logp_T, advantage_T, segment_T, weight_T)
-                old, advantage, segment, weight = (x_T[micro.token_T].to(world.device) for x_T in vectors)
+                micro = batch.pack(responses, world.device, inputs)
                 logp, _ = policy(micro)
-                loss, _ = policy_loss(logp, old, advantage, segment, low, high, weight)
+                loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            inputs = {"old_logp_T": old_logp_T, "advantage_T": advantage_T, "segment_T": segment_T}
-            inputs |= {"low_S": low_S, "high_S": high_S, "weight_T": weight_T}
-            if common.sound(finite, norm, inputs, policy, batch, plan, record, world):
+            if common.update_is_finite(finite, norm, inputs, policy, batch, plan, record):
                 optimizer.step()
                 grad_norms.append(norm)
 
     # ---- metrics: the same functions on the whole step
-    trained_T = advantage_T != 0
-    vectors = (world.sum(logp_T), old_logp_T, advantage_T, segment_T, weight_T)
-    logp, old, advantage, segment, weight = (x_T[trained_T] for x_T in vectors)
-    loss, ratios = policy_loss(logp, old, advantage, segment, low_S, high_S, weight)
+    logp_T = world.sum(logp_T)[trained_T]
+    loss, ratios = policy_loss(logp_T, **common.cut(inputs, trained_T))
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "clip_fraction": ratios.pop("clipped_tokens").item() / len(trained_T),
@@ -251,13 +248,11 @@ def learn(policy, optimizer, batch, reward_PG, tokenizer, args: Args, world, rec
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        **common.sampler_gap(old, batch.sampler_logp_T[trained_T]),
+        **common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]),
     }
     if trained_T.any():
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
-        metrics["segments_per_response"] = segments_R[advantage_R != 0].double().mean().item()
-    trained_tokens = batch.total_R[advantage_R != 0].sum().item()
-    record.tokens |= {"old_logp": trained_tokens, "update": trained_tokens}
+        metrics["segments_per_response"] = segments_R[trained_R].double().mean().item()
     return metrics
 
 
@@ -269,80 +264,75 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    if args.updates_per_step < 1 or args.prompts_per_step % args.updates_per_step:
+    if args.prompts_per_step % args.updates_per_step:
         legal = [u for u in range(1, args.prompts_per_step + 1) if args.prompts_per_step % u == 0]
         raise ValueError(f"--updates-per-step {args.updates_per_step} must divide --prompts-per-step: one of {legal}")
-    if not 0 <= args.valid_share <= 1 or args.max_draws < 1:
-        raise ValueError(f"--valid-share {args.valid_share} --max-draws {args.max_draws}: 0 to 1, and at least 1 draw")
-    if not 0 <= args.overlong_buffer <= (longest := args.max_response_tokens):
-        raise ValueError(f"--overlong-buffer {args.overlong_buffer}: 0 to --max-response-tokens {longest}")
+    if args.overlong_buffer > args.max_response_tokens:
+        limit = args.max_response_tokens
+        raise ValueError(f"--overlong-buffer {args.overlong_buffer}: 0 to --max-response-tokens {limit}")
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    problems, held_out = common.load_data(args, tokenizer)
-    reward = common.load_reward(args.reward)
+    data, held_out = common.load_data(args, tokenizer)
+    verifier = common.Verifier(args, world)
     record = common.Record(args, "sspo", world)
-    record.data(problems, held_out, tokenizer)
+    record.data([data, *held_out], tokenizer)
 
-    verifier = common.Verifier(max(1, os.cpu_count() // world.local_size), reward)
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay
-    )
-    start, progress = common.resume(policy, {"optimizer": optimizer}, {"position": 0}, record, args, world)
+    optimizer = common.adamw(policy, args, args.lr)
+    start, progress = common.resume(policy, {"optimizer": optimizer}, {"position": 0}, record)
     position = progress["position"]
-    sampler.load(common.full_weights(policy, sampler.dtype))
+    sampler.load(policy)
     if not start:
-        record.step(0, common.evaluate(held_out, sampler, verifier, args, world, record, 0))
+        record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify, once or until enough groups are valid
-        draws = common.Draws(args.prompts_per_step)
-        while draws.short(args.valid_share, args.max_draws):
-            with record.phase("sample"):
-                asked, stream = common.problems_from(problems.rows, args, position), ("train", position)
-                rollouts = common.sample(sampler, asked, args.group_size, args.temperature, args, world, stream)
+        drawn, valid_P, draws = [], [], 0
+        while draws == 0 or (sum(valid_P) / args.prompts_per_step < args.valid_share and draws < args.max_draws):
+            with record.phase("sample") as phase:
+                problems = common.problems_from(data.problems, args, position)
+                groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+                phase["tokens"] += sum(group.tokens for group in groups)
             with record.phase("verify"):
-                correct_PG, verdicts = common.verify(verifier, asked, rollouts, world)
-            length_R = torch.tensor([len(rollout.ids) for rollout in rollouts])
-            penalty_R = overlong_penalty(length_R, args.max_response_tokens, args.overlong_buffer)
-            valid_P = (correct_PG != correct_PG[:, :1]).any(1)  # DAPO: 0 < number correct < G, whatever the penalty
-            reward_PG = correct_PG + penalty_R.view_as(correct_PG)
-            draws.add(position, asked, rollouts, reward_PG, correct_PG, valid_P, verdicts)
-            position += len(asked)
-        if len(draws.valid) / args.prompts_per_step < args.valid_share:
-            record.say(f"step {step}: {len(draws.valid)} valid groups in {draws.count} draws; going on with the rest")
+                common.verify(verifier, groups)
+            for group in groups:
+                valid_P.append(common.valid(group.correct_G[None]).item())  # DAPO: whatever the penalty
+                length_G = torch.tensor([len(rollout.ids) for rollout in group.rollouts])
+                group.reward_G += overlong_penalty(length_G, args.max_response_tokens, args.overlong_buffer)
+            drawn += groups
+            draws += 1
+            position += len(groups)
+        if sum(valid_P) / args.prompts_per_step < args.valid_share:
+            record.say(f"step {step}: {sum(valid_P)} valid groups in {draws} draws; going on with the rest")
         sampler.sleep()
-        asked, rollouts, reward_PG = draws.chosen()
-        batch = common.Batch(asked, rollouts)
-        record.tokens = {"sample": draws.tokens}
+        batch = common.Batch(common.first_valid(drawn, valid_P, args.prompts_per_step))
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = draws.metrics() | learn(policy, optimizer, batch, reward_PG, tokenizer, args, world, record)
+        metrics = common.drawn_metrics(drawn, draws) | learn(policy, optimizer, batch, tokenizer, record)
 
         # ---- sync
         with record.phase("sync"):
             optimizer.zero_grad()  # gradients need not lie beside the engine
-            sampler.load(common.full_weights(policy, sampler.dtype))
+            sampler.load(policy)
 
         # ---- evaluate, log
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
-                metrics |= common.evaluate(held_out, sampler, verifier, args, world, record, step)
-            record.samples(f"train-step{step:05d}", asked, rollouts, reward_PG)
+                metrics |= common.evaluate(held_out, sampler, verifier, record, step)
+            record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)
 
         # ---- checkpoint
-        stopping = record.stop_asked(world)
+        stopping = record.stop_asked()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
-            progress = {"position": position}
-            common.save_checkpoint(policy, {"optimizer": optimizer}, step, progress, record, args, world)
+            common.save_checkpoint(policy, {"optimizer": optimizer}, step, {"position": position}, record)
         if stopping:
             break
 
     if args.steps:
-        common.save_model(policy, record.folder / "model", folder, world)
+        common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
     record.close()
     verifier.close()
     sampler.close()
