@@ -26,53 +26,54 @@ policy = common.load_policy(model, args, world)
 found = {}
 
 
-def rollouts(stream):
-    return common.sample(sampler, problems, 3, args.temperature, args, world, stream)
+def sampled(stream, n=3, temperature=args.temperature):
+    return sampler.sample(problems, n, temperature, args, (stream,))
 
 
-def gap(sampled):
-    batch = common.Batch(problems, sampled)
+def ids(groups):
+    return [rollout.ids.tolist() for group in groups for rollout in group.rollouts]
+
+
+def gap(groups):
+    batch = common.Batch(groups)
     mine = common.plan(batch.total_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
     logp_T, _ = common.score(policy, batch, mine, world)
     return common.sampler_gap(logp_T, batch.sampler_logp_T)["gap_max"]
 
 
-def sync(keep=lambda name: True):
-    sampler.load((name, tensor) for name, tensor in common.full_weights(policy, sampler.dtype) if keep(name))
-
-
-sync()
-first = rollouts("a")
-found["texts"] = [rollout.ids.tolist() for rollout in first]
-found["stops"] = [[rollout.truncated, int(rollout.ids[-1]), len(rollout.ids)] for rollout in first]
+sampler.load(policy)
+first = sampled("a")
+found["texts"] = ids(first)
+found["stops"] = [[one.truncated, int(one.ids[-1]), len(one.ids)] for group in first for one in group.rollouts]
 found["gap after the first sync"] = gap(first)
-found["repeatable"] = [r.ids.tolist() for r in rollouts("a")] == found["texts"]
-found["streams differ"] = [r.ids.tolist() for r in rollouts("b")] != found["texts"]
-sync()
-found["gap after an unchanged sync"] = gap(rollouts("a"))
+found["repeatable"] = ids(sampled("a")) == found["texts"]
+found["streams differ"] = ids(sampled("b")) != found["texts"]
+sampler.load(policy)
+found["gap after an unchanged sync"] = gap(sampled("a"))
 with torch.no_grad():
     for parameter in policy.parameters():
         local = parameter.to_local()
         local += 0.1 * torch.randn(local.shape, generator=torch.Generator().manual_seed(world.rank))
-found["gap with stale weights"] = gap(rollouts("a"))
-sync()
-after = rollouts("a")
+found["gap with stale weights"] = gap(sampled("a"))
+sampler.load(policy)
+after = sampled("a")
 found["gap after a changed sync"] = gap(after)
-greedy = [rollout for rollout in common.sample(sampler, problems, 1, 0.0, args, world, "c") for _ in range(3)]
+found["samples changed"] = ids(after) != found["texts"]
+greedy = sampled("c", 1, 0.0)
 found["greedy at the sampling temperature"] = gap(greedy)
 policy.temperature = 1.0
 found["greedy at temperature 1"] = gap(greedy)
-found["samples changed"] = [r.ids.tolist() for r in after] != found["texts"]
 with torch.no_grad():
     for parameter in policy.parameters():
         parameter.to_local().mul_(1e30)
-sync()
+sampler.load(policy)
 try:
-    rollouts("a")
+    sampled("a")
 except FloatingPointError as error:
     found["overflow"] = str(error)
+weights = common.full_weights(policy, sampler.dtype)
 try:
-    sync(keep=lambda name: name != "model.layers.1.self_attn.k_proj.bias")
+    sampler.load(pair for pair in weights if pair[0] != "model.layers.1.self_attn.k_proj.bias")
 except RuntimeError as error:
     found["missing name"] = str(error)
 if world.rank == 0:

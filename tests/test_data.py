@@ -78,9 +78,9 @@ def test_formats_and_aliases(tokenizer, tmp_path):
     datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "splits")
     for source in (write(tmp_path / "a.jsonl", rows), *(tmp_path / n for n in ("a.parquet", "a.json", "folder"))):
         data = load(source, tokenizer)
-        assert [(p.text, p.answer) for p in data.rows] == [("1+1=?", "2"), ("1+2=?", "3")], source
-        assert tokenizer.decode(data.rows[0].prompt_ids) == "1+1=?\n"
-    assert len(load(f"{tmp_path / 'splits'}:test", tokenizer).rows) == 1
+        assert [(p.text, p.answer) for p in data.problems] == [("1+1=?", "2"), ("1+2=?", "3")], source
+        assert tokenizer.decode(data.problems[0].prompt_ids) == "1+1=?\n"
+    assert len(load(f"{tmp_path / 'splits'}:test", tokenizer).problems) == 1
     with pytest.raises(ValueError, match=r"name one of its splits.*\['train', 'test'\]"):
         load(tmp_path / "splits", tokenizer)
 
@@ -95,12 +95,12 @@ def test_the_layout_of_verl(tokenizer, tmp_path):
 
     source = write(tmp_path / "a.jsonl", [row("1+1=?", "2"), row("1+2=?", "3"), row("1+1=?", "2")])
     data = load(source, tokenizer)
-    assert [(p.text, p.answer) for p in data.rows] == [("1+1=?", "2"), ("1+2=?", "3")]
+    assert [(p.text, p.answer) for p in data.problems] == [("1+1=?", "2"), ("1+2=?", "3")]
     assert data.left_out["repeated"] == 1
-    own = load(source, tokenizer, reward="x").rows
+    own = load(source, tokenizer, reward="x").problems
     assert [p.text for p in own] == ["1+1=?", "1+2=?"] and own[1].row["reward_model"]["ground_truth"] == "3"
     bare = row("1+1=?", "2") | {"prompt": [{"content": "1+1=?", "role": "user"}]}
-    assert load(write(tmp_path / "b.jsonl", [bare]), tokenizer).rows[0].text == "1+1=?"
+    assert load(write(tmp_path / "b.jsonl", [bare]), tokenizer).problems[0].text == "1+1=?"
     with pytest.raises(ValueError, match=r"row 0: column 'prompt' holds None, not a text"):
         load(write(tmp_path / "c.jsonl", [bare | {"prompt": [{"content": "hi", "role": "system"}]}]), tokenizer)
 
@@ -108,7 +108,7 @@ def test_the_layout_of_verl(tokenizer, tmp_path):
 def test_rows_left_out_are_counted(tokenizer, tmp_path):
     rows = [{"problem": "1+1=?", "answer": a} for a in ("2", "", None, "  ")] + [{"problem": "9" * 50, "answer": "1"}]
     data = load(write(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_tokens=20)
-    assert len(data.rows) == 1 and data.left_out == {"no answer": 3, "prompt too long": 1}
+    assert len(data.problems) == 1 and data.left_out == {"no answer": 3, "prompt too long": 1}
     assert data.no_answer == [1, 2, 3]
 
 
@@ -158,7 +158,7 @@ def test_missing_sources(tokenizer, tmp_path, monkeypatch):
 def test_columns_of_ones_own(tokenizer, tmp_path):
     row = {"problem": "not this", "question": "nor this", "q": "1+1=?", "answer": "3", "a": "2"}
     source = write(tmp_path / "a.jsonl", [row])
-    (data,) = load(source, tokenizer, problem_column="q", answer_column="a").rows
+    (data,) = load(source, tokenizer, problem_column="q", answer_column="a").problems
     assert (data.text, data.answer) == ("1+1=?", "2")
     with pytest.raises(
         ValueError, match=r"no answer column; looked for \['b'\], saw .*; --answer-column names another"
@@ -179,7 +179,7 @@ def test_named_sets_from_a_folder(tokenizer, tmp_path):
         name: load(name, tokenizer, data_dir=str(tmp_path), answer_column="x")
         for name in ("olympiad", "openr1-46k", "math-lighteval", "hmmt_feb25")
     }
-    assert [(data.name, data.rows[0].text, data.rows[0].answer) for data in found.values()] == [
+    assert [(data.name, data.problems[0].text, data.problems[0].answer) for data in found.values()] == [
         ("olympiad", "q", "1"),
         ("openr1-46k", "p", "5"),
         ("math-lighteval", "p", "7"),
@@ -193,7 +193,7 @@ def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
 
     def drawn(subset, seed=1):
         args = common.Args(dataset=source, template="plain", subset=subset, seed=seed)
-        return [problem.text for problem in common.load_data(args, tokenizer)[0].rows]
+        return [problem.text for problem in common.load_data(args, tokenizer)[0].problems]
 
     assert len(drawn(50)) == 50 and drawn(50) == drawn(50) != drawn(50, seed=2) and len(set(drawn(50))) == 50
     assert drawn(0) == drawn(200) == [row["problem"] for row in rows]
@@ -304,12 +304,13 @@ def test_reward_functions(tmp_path, tokenizer):
     reward = common.load_reward(f"{tmp_path}/mine.py:length")
     source = write(tmp_path / "a.jsonl", [{"prompt": "say", "goal": 4}])
     data = common.load_problems(source, tokenizer, common.Args(template="plain", reward="x"), "--dataset")
-    world = SimpleNamespace(rank=0, size=1, gather=lambda thing: [thing])
+    world = SimpleNamespace(rank=0, size=1, local_size=1, union=lambda mine: mine)
     rollouts = [common.Rollout(None, None, text, False) for text in ("ab", "abcd")]
-    verifier = common.Verifier(1, reward)
-    assert verifier.workers == [] and data.rows[0].row == {"prompt": "say", "goal": 4}
-    reward_PG, verdicts = common.verify(verifier, data.rows, rollouts, world)
-    assert reward_PG.tolist() == [[0.5, 1.0]] and verdicts["verifier/graded"] == 0
+    verifier = common.Verifier(common.Args(reward=f"{tmp_path}/mine.py:length"), world)
+    assert verifier.workers == [] and data.problems[0].row == {"prompt": "say", "goal": 4}
+    group = common.Group(data.problems[0], rollouts)
+    common.verify(verifier, [group])
+    assert group.correct_G.tolist() == group.reward_G.tolist() == [0.5, 1.0] and "graded" not in group.verdicts
     for spec, message in (("nowhere.py:f", "neither math nor"), (f"{tmp_path}/mine.py:g", "no function 'g'")):
         with pytest.raises(ValueError, match=f"--reward {spec}: {message}"):
             common.load_reward(spec)
@@ -369,7 +370,7 @@ def test_real_problems(tokenizer, tmp_path):
     for name, (file, rows) in expected.items():
         (tmp_path / f"{name}.jsonl").symlink_to(SHARED / f"{file}.jsonl")
         data = load(name, tokenizer, data_dir=str(tmp_path), max_prompt_tokens=10**6)
-        assert len(data.rows) == rows and data.name == name
+        assert len(data.problems) == rows and data.name == name
         assert data.no_answer == ([5054, 5158] if name == "math-lvl3to5" else [])
 
 

@@ -182,14 +182,14 @@ def test_an_empty_response_is_part_of_its_group(update, script):
 @pytest.mark.parametrize(("script", "more"), [*((script, {}) for script in ONE_UPDATE), ("sps", {"irl": True})])
 def test_an_update_that_is_not_finite_is_left_out(update, script, more):
     """One token of one response on one rank: no rank steps, and the batch that is kept shows which response it was."""
-    result = update(3, script, 60, poison=True, **more)
+    result = update(3, script, 60, poisoned=True, **more)
     assert result["skipped"] == 1 and not any(moved.nan_to_num().any() for moved in result["moved"].values())
     assert not all(gradient.isfinite().all() for gradient in result["gradient"].values())
 
 
 @pytest.mark.parametrize(("script", "more"), [("sspo", {}), ("sps", {}), ("sps", {"irl": True})])
 def test_such_an_update_is_repeated(update, plain_python, capsys, script, more):
-    folder = Path(update(2, script, 60, poison=True, **more)["folder"])
+    folder = Path(update(2, script, 60, poisoned=True, **more)["folder"])
     replay.main(folder / "nonfinite" / "update-00001")
     output = capsys.readouterr().out
     line = r"^response 0, \d+ tokens: \d+ log-probs not finite, .* loss nan, gradient norm nan"
@@ -197,7 +197,7 @@ def test_such_an_update_is_repeated(update, plain_python, capsys, script, more):
 
 
 def test_a_number_of_such_updates_in_a_row_ends_the_run(update):
-    result = update(2, "gpg", poison=True, repeat=9)
+    result = update(2, "gpg", poisoned=True, repeat=9)
     assert result["skipped"] == common.SKIPS_IN_A_ROW == 5
     assert result["said"].startswith("5 updates in a row had a loss, gradient or log-prob that is not finite; python")
     kept = sorted((Path(result["folder"]) / "nonfinite").iterdir())

@@ -18,13 +18,13 @@ CPU = torch.device("cpu")
 
 def batch_of(seed: int, vocabulary: int, responses: int = 7) -> common.Batch:
     rng = np.random.default_rng(seed)
-    problems, rollouts = [], []
+    groups = []
     for number in range(responses):
         prompt = rng.integers(0, vocabulary, rng.integers(1, 12)).tolist()
         ids = rng.integers(0, vocabulary, 1 if number == 2 else rng.integers(1, 20))
-        problems.append(common.Problem("", prompt, "0"))
-        rollouts.append(common.Rollout(ids, np.zeros(len(ids), np.float32), "", False))
-    return common.Batch(problems, rollouts)
+        rollout = common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)
+        groups.append(common.Group(common.Problem("", prompt, "0"), [rollout]))
+    return common.Batch(groups)
 
 
 def model_and_policy(folder, temperature=0.7):
@@ -83,16 +83,21 @@ def test_packing_and_order_do_not_change_a_response(tiny):
 
 
 def test_pack():
-    """Prompt, then response; positions restart; a target's index is the token before it."""
-    sequences = [([5, 6], [7, 8, 9]), ([1], [2])]
-    rollouts = [common.Rollout(np.array(ids), np.zeros(len(ids), np.float32), "", False) for _, ids in sequences]
-    batch = common.Batch([common.Problem("", prompt, "0") for prompt, _ in sequences], rollouts)
-    micro = batch.pack([1, 0], CPU)
+    """Prompt, then response; positions restart; a target's index is the token before it; a loss's inputs are cut."""
+    groups = []
+    for prompt, ids in (([5, 6], [7, 8, 9]), ([1], [2])):
+        rollout = common.Rollout(np.array(ids), np.zeros(len(ids), np.float32), "", False)
+        groups.append(common.Group(common.Problem("", prompt, "0"), [rollout]))
+    batch = common.Batch(groups)
+    inputs = {"advantage_T": torch.tensor([0.1, 0.2, 0.3, 0.4]), "low_S": torch.tensor([1.0, 2.0, 3.0]), "cap": 2}
+    micro = batch.pack([1, 0], CPU, inputs)
     assert micro.input_ids_N.tolist() == [1, 2, 5, 6, 7, 8, 9]
     assert micro.position_ids_N.tolist() == [0, 1, 0, 1, 2, 3, 4]
     assert micro.cu_seqlens.tolist() == [0, 2, 7] and micro.max_length == 5
     assert micro.index_T.tolist() == [0, 3, 4, 5] and micro.target_T.tolist() == [2, 7, 8, 9]
     assert micro.token_T.tolist() == [3, 0, 1, 2] and batch.response_T.tolist() == [0, 0, 0, 1]
+    assert micro.inputs["advantage_T"].equal(inputs["advantage_T"][[3, 0, 1, 2]])
+    assert micro.inputs["low_S"].equal(inputs["low_S"]) and micro.inputs["cap"] == 2
 
 
 def test_an_empty_micro_batch_reaches_every_parameter(tiny):

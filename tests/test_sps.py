@@ -192,25 +192,27 @@ def test_kept_rollouts_come_back_and_are_used_once(tmp_path, how):
     written, everything = {}, {}
     for step in range(1, 5):
         asked = common.problems_from(problems, args, 3 * (step - 1))
-        rollouts = []
-        for _ in range(12):
-            length = int(rng.integers(1, 8))
-            logp = rng.normal(-1, 0.5, length).astype(np.float32)
-            rollouts.append(common.Rollout(rng.integers(0, 10**6, length), logp, "", False))
         reward_PG = torch.from_numpy(rng.integers(0, 2, (3, 4)).astype(float))
-        sps.keep_rollouts(tmp_path, step, 3 * (step - 1), common.Batch(asked, rollouts), reward_PG)
-        mean_logp_PG = torch.tensor([one.logp.mean(dtype=np.float64) for one in rollouts]).view(3, 4)
+        groups = []
+        for p in range(3):
+            rollouts = []
+            for length in rng.integers(1, 8, 4):
+                logp = rng.normal(-1, 0.5, length).astype(np.float32)
+                rollouts.append(common.Rollout(rng.integers(0, 10**6, length), logp, "", False))
+            groups.append(common.Group(asked[p], rollouts, reward_PG[p], reward_PG[p]))
+        sps.keep_rollouts(tmp_path, step, 3 * (step - 1), common.Batch(groups))
+        mean_logp_PG = torch.tensor([[one.logp.mean(dtype=np.float64) for one in group.rollouts] for group in groups])
         l2te = sps.choose_demonstrations(mean_logp_PG, reward_PG, 2, "l2te")
         for p, g in ((p, g) for p in range(3) for g in range(4)):
-            key = asked[p].text, tuple(rollouts[p * 4 + g].ids.tolist())
+            key = asked[p].text, tuple(groups[p].rollouts[g].ids.tolist())
             everything[key] = reward_PG[p, g].item()
             if (p, g) in l2te:
                 written[key] = everything[key]
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"step-{n:05d}.npz" for n in range(1, 5)]
 
     def taken(place, seed=9):
-        asked, rollouts, wrong = sps.demonstrations(tmp_path, range(1, 5), place, problems, args, seed)
-        keys = [(problem.text, tuple(one.ids.tolist())) for problem, one in zip(asked, rollouts, strict=True)]
+        groups, wrong = sps.demonstrations(tmp_path, range(1, 5), place, problems, args, seed)
+        keys = [(group.problem.text, tuple(one.ids.tolist())) for group in groups for one in group.rollouts]
         assert wrong == sum(everything[key] == 0 for key in keys) / 6
         return keys
 
