@@ -1,11 +1,9 @@
 """What the four scripts share and no paper defines: arguments, data, batch, policy, sampler, record, verifier.
 
-Shape suffixes, the same in every file: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed
-tokens (prompts and responses), _T response tokens, _S segments, _V vocabulary.
-
-One idea holds it together: after sampling, every rank holds the whole step (token ids, rewards, log-probs). What a
-paper defines is then a pure function of the whole step, the same on any number of ranks; only forward and backward are
-sharded.
+Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens (prompts and
+responses), _T response tokens, _S segments, _V vocabulary. After sampling, every rank holds the whole step (token ids,
+rewards, log-probs). What a paper defines is then a pure function of the whole step, the same on any number of ranks;
+only forward and backward are sharded.
 """
 
 import ctypes
@@ -235,18 +233,11 @@ def _report(kind: type, error: BaseException, trace) -> None:
         sys.__excepthook__(kind, error, trace)
 
 
-def free_port() -> int:
-    """Return a TCP port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def init_world() -> World:
     """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free
     else:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # without torchrun nothing would end the ranks
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it may be gone by now; joining would wait for it
@@ -571,16 +562,15 @@ def drawn_metrics(groups: list[Group], draws: int = 1) -> dict[str, float]:
 
 @dataclass
 class MicroBatch:
-    """One packed row. Sequences lie end to end; `cu_seqlens` (int32) holds their borders, as in varlen attention."""
+    """Sequences end to end: `row` is what a transformers model takes, with their borders as varlen attention has them
+    (int32); index_T the hidden state that predicts response token t; target_T that token; token_T where it stands in
+    the whole step's vectors (on the CPU); `inputs` what the loss takes, for these tokens."""
 
-    input_ids_N: torch.Tensor
-    position_ids_N: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_length: int
-    index_T: torch.Tensor  # the hidden state that predicts response token t
+    row: dict
+    index_T: torch.Tensor
     target_T: torch.Tensor
-    token_T: torch.Tensor  # where token t stands in the whole step's vectors; on the CPU
-    inputs: dict  # what the loss takes, for these tokens
+    token_T: torch.Tensor
+    inputs: dict
 
 
 def ranges(first: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
@@ -622,16 +612,12 @@ class Batch:
         input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         index_T = ranges(end[: len(length)] - length - 1, length)
         token_T = ranges(self.offset_R[chosen_R], length)
-        return MicroBatch(
-            input_ids_N.to(device),
-            ranges(torch.zeros_like(total), total).to(device),
-            F.pad(end, (1, 0)).to(device, torch.int32),
-            int(total.max()),
-            index_T.to(device),
-            input_ids_N[index_T + 1].to(device),
-            token_T,
-            cut(inputs or {}, token_T, device),
-        )
+        row = {"input_ids": input_ids_N[None], "position_ids": ranges(torch.zeros_like(total), total)[None]}
+        row |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), F.pad(end, (1, 0)).int())
+        row = {name: x.to(device) for name, x in row.items()}
+        row |= dict.fromkeys(("max_length_q", "max_length_k"), int(total.max()))
+        target_T = input_ids_N[index_T + 1]
+        return MicroBatch(row, index_T.to(device), target_T.to(device), token_T, cut(inputs or {}, token_T, device))
 
 
 def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
@@ -720,15 +706,7 @@ class Policy(torch.nn.Module):
         Both at the sampling temperature. The head sees response positions only, a chunk at a time, and forgets its
         logits: the backward pass computes them again.
         """
-        hidden_NH = self.model(
-            input_ids=micro.input_ids_N[None],
-            position_ids=micro.position_ids_N[None],
-            use_cache=False,
-            cu_seq_lens_q=micro.cu_seqlens,
-            cu_seq_lens_k=micro.cu_seqlens,
-            max_length_q=micro.max_length,
-            max_length_k=micro.max_length,
-        ).last_hidden_state[0]
+        hidden_NH = self.model(**micro.row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
         size = max(1, LOGITS_AT_ONCE // len(weight_VH))
         chunks = zip(hidden_NH[micro.index_T].split(size), micro.target_T.split(size), strict=True)
@@ -1090,7 +1068,7 @@ def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record") -
     return manifest["step"], manifest["progress"]
 
 
-# --------------------------------------------------------------------------------------------------------- evaluation
+# ------------------------------------------------------------------------------------------------- evaluation, record
 
 
 def pass_at_k(correct_PN, k: int) -> float:
@@ -1125,9 +1103,6 @@ def evaluate(held_out: list[Data], sampler: Sampler, verifier: "Verifier", recor
         right = {"step": step, "set": data.name, "n": n, "right": correct_PN.sum(1).tolist()}
         record.write("questions.jsonl", json.dumps(right))
     return metrics
-
-
-# ------------------------------------------------------------------------------------------------------------- record
 
 
 def check_run_folder(folder: Path, args: Args, world: World) -> None:
