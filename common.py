@@ -1,11 +1,9 @@
 """What the four scripts share and no paper defines: arguments, data, batch, policy, sampler, record, verifier.
 
-Shape suffixes, the same in every file: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed
-tokens (prompts and responses), _T response tokens, _S segments, _V vocabulary.
-
-One idea holds it together: after sampling, every rank holds the whole step (token ids, rewards, log-probs). What a
-paper defines is then a pure function of the whole step, the same on any number of ranks; only forward and backward are
-sharded.
+Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens (prompts and
+responses), _T response tokens, _S segments, _V vocabulary. After sampling, every rank holds the whole step (token ids,
+rewards, log-probs). What a paper defines is then a pure function of the whole step, the same on any number of ranks;
+only forward and backward are sharded.
 """
 
 import ctypes
@@ -19,10 +17,10 @@ import json
 import logging
 import math
 import os
-import platform
 import re
 import resource
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -58,18 +56,16 @@ from transformers.masking_utils import AttentionMaskInterface
 
 # ---------------------------------------------------------------------------------------------------------- arguments
 
-TEMPLATES = {
+PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's own chat format
     "plain": "{problem}\n",
     "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
-        "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{{}}.<|im_end|>\n"
+        "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
         "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
     ),
     "qwen-boxed": (  # paper 2504.02546, B.4, for its 7B model
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
-        "Please reason step by step, and put your final answer within \\boxed{{}}.<|im_end|>\n<|im_start|>assistant\n"
+        "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
     ),
-}
-CHAT_TURNS = {  # system turn (none if empty) and user turn, in the tokenizer's own chat format
     "chat": ("", "{problem}"),
     "open-rs": (  # paper 2605.11538, Fig. 4, and the released recipe of 2504.02546, whose B.4 prints it without the box
         "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
@@ -90,8 +86,7 @@ class Args:
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id or folder with config.json and *.safetensors."""
     dataset: str = "math-lvl3to5"
-    """Training problems: a name of docs/evaluation.md's table, a .jsonl, .json or .parquet file, a `save_to_disk`
-    folder, or a hub id (`id:split`)."""
+    """Training problems: a name in docs/evaluation.md, a .jsonl, .json or .parquet file, a saved folder, a hub id."""
     eval: str = ""
     """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
     data_dir: str = ""
@@ -103,8 +98,7 @@ class Args:
     subset: NonNegativeInt = 0
     """Train on so many problems, drawn uniformly by --seed. 0: on all."""
     template: str = "qwen-math"
-    """Prompt around a problem: plain (the problem and a newline), qwen-math, qwen-boxed; in the tokenizer's own chat
-    format chat, open-rs; or a text file with {problem} in it."""
+    """Prompt: plain, qwen-math, qwen-boxed; in the tokenizer's own chat format chat, open-rs; a file with {problem}."""
     run_dir: str = ""
     """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
     seed: int = 1
@@ -121,8 +115,7 @@ class Args:
     max_response_tokens: PositiveInt = 3000
     """A response is cut here and scores as it stands."""
     reward: str = "math"
-    """math: 1 if the last \\boxed{} equals the answer, else 0; or FILE.py:FUNCTION, called as FUNCTION(completion, row)
-    with the row of the data as a dict, returning a float. What it raises ends the run."""
+    """math: 1 if the last \\boxed{} equals the answer, else 0; FILE.py:FUNCTION: a float of (completion, data row)."""
     temperature: PositiveFloat = 1.0  # verl's default
     """Divides the logits in the sampler and in the trainer alike; top-p and top-k are off."""
 
@@ -153,8 +146,8 @@ class Args:
     checkpoints_kept: PositiveInt = 2
     """The newest checkpoints that stay."""
     resume: bool = False
-    """Go on with the run in --run-dir from its last complete checkpoint. Flags that shape training must be those it was
-    started with; --steps may grow where the learning rate is constant; evaluation and checkpoints may change."""
+    """Go on from the last complete checkpoint in --run-dir. What shapes training must be as it was; --steps may grow
+    where the learning rate is constant."""
 
     micro_batch_tokens: PositiveInt = 16384
     """Packed tokens (prompts and responses) in one forward and backward on one rank. Changes memory, not gradients."""
@@ -166,36 +159,31 @@ class Args:
     """Share of a GPU that vLLM may fill while it samples; it sleeps while the policy trains."""
 
 
+def need(holds, message: str) -> None:
+    """Raise ValueError for what does not hold."""
+    if not holds:
+        raise ValueError(message)
+
+
 def validate(args: Args, world: "World") -> None:
     """Raise ValueError, naming the flag and its legal values, for a setting that cannot work."""
-
-    def need(holds, message: str):
-        if not holds:
-            raise ValueError(message)
-
     try:
         TypeAdapter(type(args)).validate_python(asdict(args))
     except ValidationError as error:
         wrong = error.errors()[0]
-        raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from error
+        need(False, f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}")
     own = Path(args.template)
-    names = [*TEMPLATES, *CHAT_TURNS]
-    need(
-        args.template in names or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8")),
-        f"--template {args.template}: legal: {', '.join(names)}, or a text file with {{problem}} in it",
-    )
+    fits = args.template in PROMPTS or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8"))
+    need(fits, f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it")
     need(args.steps or args.eval, "--steps 0 only evaluates: name the problems with --eval")
-    same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: greedy samples are all the same"
-    need(args.eval_temperature or args.eval_samples == 1, f"{same}; set a temperature above 0 or 1 sample")
+    same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set a temperature above 0"
+    need(args.eval_temperature or args.eval_samples == 1, same)
     most = world.local_size if world.device.type == "cuda" else 1
     legal = [n for n in range(1, most + 1) if world.local_size % n == 0]
     need(args.tensor_parallel in legal, f"--tensor-parallel {args.tensor_parallel}: legal with these ranks: {legal}")
     longest = args.max_prompt_tokens + args.max_response_tokens
-    need(
-        args.micro_batch_tokens >= longest,
-        f"--micro-batch-tokens {args.micro_batch_tokens}: one prompt and response may have {longest} tokens "
-        "(--max-prompt-tokens + --max-response-tokens), and no response is split",
-    )
+    small = f"--micro-batch-tokens {args.micro_batch_tokens}: no response is split, and with its prompt one may have"
+    need(args.micro_batch_tokens >= longest, f"{small} --max-prompt-tokens + --max-response-tokens = {longest}")
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
@@ -245,18 +233,11 @@ def _report(kind: type, error: BaseException, trace) -> None:
         sys.__excepthook__(kind, error, trace)
 
 
-def free_port() -> int:
-    """Return a TCP port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def init_world() -> World:
     """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free
     else:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # without torchrun nothing would end the ranks
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it may be gone by now; joining would wait for it
@@ -325,12 +306,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Data:
-    """A problem set; how many of its rows were left out and why; which of them have no answer."""
+    """A problem set, and how many of its rows were left out and why."""
 
     name: str
     problems: list[Problem]
     left_out: dict[str, int]
-    no_answer: list[int]
 
 
 def load_model_folder(args: Args, world: World) -> Path:
@@ -338,12 +318,8 @@ def load_model_folder(args: Args, world: World) -> Path:
 
     Raises ValueError for what is neither, for a model that `Policy` would compute wrongly, for a short context.
     """
-
-    def need(holds, message: str):
-        if not holds:
-            raise ValueError(f"--model {args.model}: {message}")
-
     folder = Path(args.model)
+    flag = f"--model {args.model}"
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
@@ -354,40 +330,38 @@ def load_model_folder(args: Args, world: World) -> Path:
             dist.barrier()
             folder = Path(snapshot_download(args.model, allow_patterns=patterns, local_files_only=True))
         except (OSError, ValueError) as error:
-            need(False, f"neither a folder here nor a model that the hub returns ({error})")
-    need((folder / "config.json").is_file(), "no config.json in it")
-    need(checkpoint_names(folder), "no *.safetensors in it")
+            need(False, f"{flag}: neither a folder here nor a model that the hub returns ({error})")
+    need((folder / "config.json").is_file() and checkpoint_names(folder), f"{flag}: no config.json or *.safetensors")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
-        need(False, f"cannot be read, and no code in it is run ({error})")
+        need(False, f"{flag}: cannot be read, and no code in it is run ({error})")
     other = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
     other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(config, name, None)]
-    need(not other, f"has {other}; only plain causal attention is supported")
+    need(not other, f"{flag}: has {other}; only plain causal attention is supported")
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     parts = [getattr(getattr(lm, "model", None), name, None) for name in ("embed_tokens", "layers")]
     known = None not in parts and getattr(getattr(lm, "lm_head", None), "bias", 0) is None
-    need(known, f"{type(lm).__name__} is not built as model.embed_tokens, model.layers and an lm_head without bias")
+    layout = "model.embed_tokens, model.layers and an lm_head without bias"
+    need(known, f"{flag}: {type(lm).__name__} is not built as {layout}")
     longest = args.max_prompt_tokens + args.max_response_tokens
     limit = config.max_position_embeddings
-    need(longest <= limit, f"--max-prompt-tokens + --max-response-tokens = {longest}, longer than its context, {limit}")
+    need(longest <= limit, f"{flag}: context {limit}, and --max-prompt-tokens + --max-response-tokens = {longest}")
     return folder
 
 
 def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
-    """Return the training problems of --dataset and the held-out ones of --eval."""
+    """Return the training problems of --dataset, or --subset of them, and the held-out ones of --eval."""
     held_out = [load_problems(source, tokenizer, args, "--eval") for source in args.eval.split(",") if source]
     names = [data.name for data in held_out]
-    if len(set(names)) < len(names):
-        raise ValueError(f"--eval {args.eval}: two sets of one name, {names}; their metrics would overwrite each other")
+    need(len(set(names)) == len(names), f"--eval {args.eval}: two sets of one name, {names}; their metrics would mix")
     if not args.steps:
-        return Data("none", [], {}, []), held_out
+        return Data("none", [], {}), held_out
     data = load_problems(args.dataset, tokenizer, args, "--dataset")
     count = len(data.problems)
-    if args.subset > count:
-        raise ValueError(f"--subset {args.subset}: --dataset {args.dataset} has {count} usable rows")
+    need(args.subset <= count, f"--subset {args.subset}: --dataset {args.dataset} has {count} usable rows")
     if args.subset:
         chosen = np.random.default_rng(seed_of(args.seed, "subset")).permutation(count)[: args.subset]
         left_out = data.left_out | {"not in the subset": count - args.subset}
@@ -396,12 +370,8 @@ def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
 
 
 def read_table(source: str, args: Args, flag: str) -> datasets.Dataset:
-    """Return the rows of a set in `SETS`, a file, a `save_to_disk` folder or a hub id, with all its columns.
-
-    Raises ValueError naming the flag and what was looked for.
-    """
-    named = source in SETS
-    where = f"{args.data_dir}/{source}.jsonl" if named and args.data_dir else SETS.get(source, source)
+    """Return the rows of a set in `SETS`, a file, a `save_to_disk` folder or a hub id. Raises ValueError naming it."""
+    where = f"{args.data_dir}/{source}.jsonl" if source in SETS and args.data_dir else SETS.get(source, source)
     place, _, split = where.partition(":")
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(place).suffix)
     try:
@@ -412,15 +382,13 @@ def read_table(source: str, args: Args, flag: str) -> datasets.Dataset:
     except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(
             f"{flag} {source}: {where} cannot be read as a .jsonl, .json or .parquet file, `save_to_disk` folder or "
-            f"hub id ({type(error).__name__}: {error}). Other names: {', '.join(SETS)}. Without the hub: put "
-            f"{source if named else 'NAME'}.jsonl, rows with problem and answer, into a folder and name it with "
-            "--data-dir, or give a file's own path"
+            f"hub id ({type(error).__name__}: {error}). Names: {', '.join(SETS)}. Without the hub: put NAME.jsonl, "
+            "rows with problem and answer, into a folder and name it with --data-dir, or give a file's own path"
         ) from error
     if not isinstance(table, datasets.DatasetDict):
         return table
     split = split or (next(iter(table)) if len(table) == 1 else "")
-    if split not in table:
-        raise ValueError(f"{flag} {source}: name one of its splits, {place}:SPLIT; it has {list(table)}")
+    need(split in table, f"{flag} {source}: name one of its splits, {place}:SPLIT; it has {list(table)}")
     return table[split]
 
 
@@ -431,45 +399,43 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
     a hundred times: each problem is kept once there.
     """
     table = read_table(source, args, flag)
+    graded = args.reward == "math"
     columns = {}
-    for role in ("problem", "answer") if args.reward == "math" else ("problem",):
+    for role in ("problem", "answer") if graded else ("problem",):
         own = "" if source in SETS else getattr(args, f"{role}_column")
-        wanted = [own] if own else list(ALIASES[role])
+        wanted = [own] if own else ALIASES[role]
         columns[role] = next((column for column in wanted if column in table.column_names), None)
-        if not columns[role]:
-            looked = f"no {role} column; looked for {wanted}, saw {table.column_names}"
-            raise ValueError(f"{flag} {source}: {looked}; --{role}-column names another")
+        seen = f"looked for {list(wanted)}, saw {table.column_names}; --{role}-column names another"
+        need(columns[role], f"{flag} {source}: no {role} column; {seen}")
     verl = "reward_model" in table.column_names
-    if args.reward == "math":  # other columns may hold gigabytes of worked solutions
+    if graded:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns(list(columns.values()))
     vocabulary = AutoConfig.from_pretrained(tokenizer.name_or_path).vocab_size
-    problems, no_answer, seen, left_out = [], [], set(), Counter()
+    problems = []
+    left_out = Counter()
+    texts = set()
     for number, row in enumerate(table):
-        problem = problem_text(row[columns["problem"]])
-        if not problem:
-            raise ValueError(f"{flag} {source}, row {number}: column {columns['problem']!r} holds no text: {row}")
-        if verl and problem in seen:
+        where = f"{flag} {source}, row {number}"
+        text = problem_text(row[columns["problem"]])
+        if not text:
+            raise ValueError(f"{where}: column {columns['problem']!r} holds no text: {row}")
+        if verl and text in texts:
             left_out["repeated"] += 1
             continue
-        seen.add(problem)
-        prompt_ids = tokenizer.encode(prompt_of(problem, args.template, tokenizer), add_special_tokens=False)
-        if not 0 <= max(prompt_ids, default=-1) < vocabulary:
-            unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= vocabulary])
-            raise ValueError(f"{flag} {source}, row {number}: no tokens, or not of the model's {vocabulary}: {unknown}")
-        answer = "(graded by --reward)"
-        if args.reward == "math":
-            answer = reference_answer(row[columns["answer"]], columns["answer"])
+        texts.add(text)
+        prompt_ids = tokenizer.encode(prompt_of(text, args.template, tokenizer), add_special_tokens=False)
+        unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= vocabulary])
+        need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {vocabulary}: {unknown}")
+        answer = reference_answer(row[columns["answer"]], columns["answer"]) if graded else "(graded by --reward)"
         if not answer:
             left_out["no answer"] += 1
-            no_answer.append(number)
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(problem, prompt_ids, answer, None if args.reward == "math" else row))
-    if not problems:
-        raise ValueError(f"{flag} {source}: no usable row among {len(table)}; left out: {dict(left_out)}")
+            problems.append(Problem(text, prompt_ids, answer, None if graded else row))
+    need(problems, f"{flag} {source}: no usable row among {len(table)}; left out: {dict(left_out)}")
     name = source if source in SETS else Path(source.replace(":", "-")).stem
-    return Data(name, problems, dict(left_out), no_answer)
+    return Data(name, problems, dict(left_out))
 
 
 def problem_text(value) -> str:
@@ -482,13 +448,13 @@ def problem_text(value) -> str:
 
 def prompt_of(problem: str, template: str, tokenizer) -> str:
     """Return the prompt's text. Raises ValueError where the template needs a chat format that the tokenizer lacks."""
-    if template in TEMPLATES:
-        return TEMPLATES[template].format(problem=problem)
-    if template not in CHAT_TURNS:
-        return Path(template).read_text(encoding="utf-8").replace("{problem}", problem)
-    if not tokenizer.chat_template:
-        raise ValueError(f"--template {template}: the tokenizer of --model has no chat template to put it into")
-    system, user = CHAT_TURNS[template]
+    prompt = PROMPTS[template] if template in PROMPTS else Path(template).read_text(encoding="utf-8")
+    if isinstance(prompt, str):
+        return prompt.replace("{problem}", problem)
+    need(
+        tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template to put it into"
+    )
+    system, user = prompt
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": user.replace("{problem}", problem)})
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -535,13 +501,13 @@ class Rollout:
 
 @dataclass
 class Group:
-    """The responses to one problem; once `verify` has been over them each one's verdict, what was right (float64), and
-    the rewards to train with, which are that until a script changes them."""
+    """The responses to one problem; once `verify` has seen them each one's verdict, what was right (float64), and the
+    rewards to train with, which are that until a script changes them."""
 
     problem: Problem
     rollouts: list[Rollout]
-    correct_G: torch.Tensor | None = None
-    reward_G: torch.Tensor | None = None
+    correct_G: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    reward_G: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     verdicts: list[str] = field(default_factory=list)
 
     @property
@@ -596,16 +562,15 @@ def drawn_metrics(groups: list[Group], draws: int = 1) -> dict[str, float]:
 
 @dataclass
 class MicroBatch:
-    """One packed row. Sequences lie end to end; `cu_seqlens` (int32) holds their borders, as in varlen attention."""
+    """Sequences end to end: `row` is what a transformers model takes, with their borders as varlen attention has them
+    (int32); index_T the hidden state that predicts response token t; target_T that token; token_T where it stands in
+    the whole step's vectors (on the CPU); `inputs` what the loss takes, for these tokens."""
 
-    input_ids_N: torch.Tensor
-    position_ids_N: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_length: int
-    index_T: torch.Tensor  # the hidden state that predicts response token t
+    row: dict
+    index_T: torch.Tensor
     target_T: torch.Tensor
-    token_T: torch.Tensor  # where token t stands in the whole step's vectors; on the CPU
-    inputs: dict  # what the loss takes, for these tokens
+    token_T: torch.Tensor
+    inputs: dict
 
 
 def ranges(first: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
@@ -625,6 +590,7 @@ class Batch:
 
     def __init__(self, groups: list[Group]):
         self.groups = groups
+        self.reward_PG = torch.stack([group.reward_G for group in groups])
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         self.prompt_ids_R = [group.problem.prompt_ids for group in groups for _ in group.rollouts]
         self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
@@ -632,11 +598,6 @@ class Batch:
         self.offset_R = self.length_R.cumsum(0) - self.length_R
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-
-    @property
-    def reward_PG(self) -> torch.Tensor:
-        """The rewards to train with, float64."""
-        return torch.stack([group.reward_G for group in self.groups])
 
     def pack(self, responses: list[int], device: torch.device, inputs: dict | None = None) -> MicroBatch:
         """Lay some responses, prompts in front, end to end, and cut a loss's inputs to their tokens.
@@ -651,24 +612,19 @@ class Batch:
         input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         index_T = ranges(end[: len(length)] - length - 1, length)
         token_T = ranges(self.offset_R[chosen_R], length)
-        return MicroBatch(
-            input_ids_N.to(device),
-            ranges(torch.zeros_like(total), total).to(device),
-            F.pad(end, (1, 0)).to(device, torch.int32),
-            int(total.max()),
-            index_T.to(device),
-            input_ids_N[index_T + 1].to(device),
-            token_T,
-            cut(inputs or {}, token_T, device),
-        )
+        row = {"input_ids": input_ids_N[None], "position_ids": ranges(torch.zeros_like(total), total)[None]}
+        row |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), F.pad(end, (1, 0)).int())
+        row = {name: x.to(device) for name, x in row.items()}
+        row |= dict.fromkeys(("max_length_q", "max_length_k"), int(total.max()))
+        target_T = input_ids_N[index_T + 1]
+        return MicroBatch(row, index_T.to(device), target_T.to(device), token_T, cut(inputs or {}, token_T, device))
 
 
 def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
     """Deal responses out as plan[rank][micro-batch] = response numbers; the same number of micro-batches on each rank.
 
-    `cost_R` is in packed tokens; a response of cost 0 is left out, and without any other there is no micro-batch. None
-    costs more than `budget`; those that run at the same time cost about the same; some may be empty. Raises ValueError
-    for a response over the budget.
+    `cost_R` is in packed tokens; a response of cost 0 is left out. No micro-batch costs more than `budget`; those that
+    run at the same time cost about the same; some may be empty. Raises ValueError for a response over the budget.
     """
     order = sorted((r for r, cost in enumerate(cost_R) if cost), key=lambda r: -cost_R[r])
     if order and cost_R[order[0]] > budget:
@@ -750,15 +706,7 @@ class Policy(torch.nn.Module):
         Both at the sampling temperature. The head sees response positions only, a chunk at a time, and forgets its
         logits: the backward pass computes them again.
         """
-        hidden_NH = self.model(
-            input_ids=micro.input_ids_N[None],
-            position_ids=micro.position_ids_N[None],
-            use_cache=False,
-            cu_seq_lens_q=micro.cu_seqlens,
-            cu_seq_lens_k=micro.cu_seqlens,
-            max_length_q=micro.max_length,
-            max_length_k=micro.max_length,
-        ).last_hidden_state[0]
+        hidden_NH = self.model(**micro.row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
         size = max(1, LOGITS_AT_ONCE // len(weight_VH))
         chunks = zip(hidden_NH[micro.index_T].split(size), micro.target_T.split(size), strict=True)
@@ -768,10 +716,8 @@ class Policy(torch.nn.Module):
 
 
 def load_policy(folder: Path, args: Args, world: World) -> Policy:
-    """Return the policy, sharded over the ranks: float32 weights; on a GPU bf16 compute and float32 reductions.
-
-    Rank 0 reads the weights and broadcasts them, so a node holds one copy in its memory, not one per rank.
-    """
+    """Return the policy, sharded over the ranks, each of which reads its own part: float32 weights; on a GPU bf16
+    compute and float32 reductions."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed")
@@ -784,18 +730,8 @@ def load_policy(folder: Path, args: Args, world: World) -> Policy:
     for module in (*policy.model.layers, policy):  # the head belongs to the last: gathered per chunk it would deadlock
         fully_shard(module, mesh=world.mesh, mp_policy=mixed)
     policy.to_empty(device=world.device)
-    weights, buffers = {}, {}
-    if world.rank == 0:
-        source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-        names = {name for name, _ in policy.named_parameters()}
-        weights = {name: tensor for name, tensor in source.state_dict().items() if name in names}
-        buffers = dict(source.named_buffers())
-    options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    sharded.set_model_state_dict(policy, weights, options=options)
-    for name, buffer in policy.named_buffers():  # rotary frequencies: in no state dict
-        if world.rank == 0:
-            buffer.copy_(buffers[name])
-        dist.broadcast(buffer, 0)
+    policy.model.rotary_emb = type(lm.model.rotary_emb)(config).to(world.device)  # its buffers are in no checkpoint
+    dcp.load(sharded.get_model_state_dict(policy), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     return policy
 
 
@@ -817,11 +753,8 @@ def set_lr(optimizer, args: Args, step: int) -> None:
 
 @torch.no_grad()
 def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: World):
-    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response.
-
-    A policy that waits in the host's memory, such as a reference, goes back there.
-    """
-    home = next(policy.parameters()).device
+    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
+    home = next(policy.parameters()).device  # a reference waits in the host's memory
     policy.to(world.device)
     logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
     for responses in micro_batches:
@@ -844,33 +777,26 @@ def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: flo
 SKIPS_IN_A_ROW = 5  # updates
 
 
-def update_is_finite(finite: bool, norm: float, inputs: dict, policy, batch, plan, record) -> bool:
+def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, batch: Batch, record: "Record") -> bool:
     """Say whether an update may be applied: gradient norm, losses and log-probs (`finite`) are finite on every rank.
 
     One that may not is counted and kept in nonfinite/ of the run folder for tools/replay.py, the weights of the newest
     only. Raises FloatingPointError at the last of `SKIPS_IN_A_ROW`.
     """
-    world = record.world
-    if world.sum(torch.tensor(float(not finite))) == 0 and math.isfinite(norm):
+    if record.world.sum(torch.tensor(float(not finite))) == 0 and math.isfinite(norm):
         record.skips_in_a_row = 0
         return True
     record.skipped += 1
     record.skips_in_a_row += 1
     folder = record.folder / "nonfinite"
-    number = world.gather(len(list(folder.glob("update-?????.pt"))))[0] + 1
-    trained = sorted(r for part in world.gather(plan) for responses in part for r in responses)
-    weights = weights_on_rank_0(policy, torch.float32, world)
-    if world.rank == 0:
-        folder.mkdir(exist_ok=True)
-        torch.save({"groups": batch.groups, "trained": trained, "inputs": inputs}, folder / f"update-{number:05d}.pt")
-        torch.save({"update": number, "weights": weights}, folder / "weights.pt")
-    file = folder / f"update-{number:05d}.pt"
+    file = folder / f"update-{record.world.gather(len(list(folder.glob('update-*'))))[0] + 1:05d}.pt"
+    dcp.save(sharded.get_model_state_dict(policy), checkpoint_id=folder / "weights")
+    if record.world.rank == 0:
+        torch.save({"groups": batch.groups, "inputs": inputs}, file)
     record.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm}); kept in {file}")
     if record.skips_in_a_row == SKIPS_IN_A_ROW:
-        raise FloatingPointError(
-            f"{SKIPS_IN_A_ROW} updates in a row had a loss, gradient or log-prob that is not finite; "
-            f"python tools/replay.py {file} shows where. None of them was applied; a smaller --lr may help"
-        )
+        count = f"{SKIPS_IN_A_ROW} updates in a row had a loss, gradient or log-prob that is not finite"
+        raise FloatingPointError(f"{count}; python tools/replay.py {file} shows where. A smaller --lr may help")
     return False
 
 
@@ -880,18 +806,12 @@ def full_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torc
         yield name, parameter.detach().to(dtype).full_tensor()
 
 
-def weights_on_rank_0(policy: Policy, dtype: torch.dtype, world: World) -> dict[str, torch.Tensor]:
-    """Return the whole weights on rank 0, in the host's memory, and nothing elsewhere; every rank must call it."""
+def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, world: World) -> None:
+    """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
     weights = {}
     for name, tensor in full_weights(policy, dtype):
         if world.rank == 0:
             weights[name] = tensor.cpu()
-    return weights
-
-
-def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, world: World) -> None:
-    """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
-    weights = weights_on_rank_0(policy, dtype, world)
     if world.rank == 0:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
@@ -940,8 +860,9 @@ class Sampler:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
             torch._dynamo.config.disable = True  # else a small function is compiled for seconds before the first token
-        from vllm import LLM
+        from vllm import LLM, SamplingParams
 
+        self.params = SamplingParams
         self.world = world
         self.sleeps = cuda
         self.dtype = torch.bfloat16 if cuda else torch.float32
@@ -978,41 +899,32 @@ class Sampler:
         """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank.
 
         The seed of a response is a hash of (--seed, stream, problem number, response number), so samples do not repeat
-        across prompts, and seeds do not depend on the number of ranks. Problems are dealt out one by one. Raises
-        FloatingPointError when no log-prob is finite.
+        across prompts, and seeds do not depend on the number of ranks. Raises FloatingPointError when no log-prob is
+        finite.
         """
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         mine = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
-        seeds = [seed_of(args.seed, *stream, p, g) for p, g in mine]
-        rollouts = self._generate([problems[p].prompt_ids for p, _ in mine], seeds, temperature, top_p, args)
-        everyone = self.world.union(dict(zip(mine, rollouts, strict=True)))
-        if not any(np.isfinite(rollout.logp).all() for rollout in everyone.values()):
-            raise FloatingPointError(
-                "no response has finite log-probs: the weights have diverged, and the last checkpoint may hold them, "
-                "too; a smaller --lr may help"
-            )
-        return [Group(problem, [everyone[p, g] for g in range(n)]) for p, problem in enumerate(problems)]
-
-    def _generate(self, prompts: list[list[int]], seeds: list[int], temperature: float, top_p: float, args: Args):
-        from vllm import SamplingParams
-
         how = {"temperature": temperature, "top_p": top_p, "max_tokens": args.max_response_tokens}
         how |= {"stop_token_ids": self.stop, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
-        params = [SamplingParams(**how, seed=seed) for seed in seeds]
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        rollouts = []
-        for output in (output.outputs[0] for output in outputs):
-            text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
-            logp = np.array(output.logprobs.logprobs, np.float32)
-            rollouts.append(Rollout(np.array(output.token_ids, np.int64), logp, text, output.finish_reason == "length"))
-        return rollouts
+        params = [self.params(**how, seed=seed_of(args.seed, *stream, p, g)) for p, g in mine]
+        prompts = [{"prompt_token_ids": problems[p].prompt_ids} for p, _ in mine]
+        rollout_of = {}
+        for key, output in zip(mine, self.llm.generate(prompts, params, use_tqdm=False) if mine else [], strict=True):
+            best = output.outputs[0]
+            text = self.tokenizer.decode(best.token_ids, skip_special_tokens=True)
+            logp = np.array(best.logprobs.logprobs, np.float32)
+            rollout_of[key] = Rollout(np.array(best.token_ids, np.int64), logp, text, best.finish_reason == "length")
+        rollout_of = self.world.union(rollout_of)
+        if not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
+            diverged = "no response has finite log-probs: the weights have diverged, and the last checkpoint may hold"
+            raise FloatingPointError(f"{diverged} them, too; a smaller --lr may help")
+        return [Group(problem, [rollout_of[p, g] for g in range(n)]) for p, problem in enumerate(problems)]
 
     def load(self, weights: Policy | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget its cached prefixes.
 
-        Raises RuntimeError when the names sent are not those of the checkpoint: vLLM itself takes a stream that misses
-        a layer without a word. The engine is then unusable, as after any exception of its own.
+        Raises RuntimeError when the names sent are not the checkpoint's: vLLM misses a layer without a word.
         """
         sent: set[str] = set()
 
@@ -1036,13 +948,9 @@ class Sampler:
         self.awake = True
 
     def sleep(self) -> None:
-        """Give a GPU's memory back to the policy, until `load`; nothing to do on a CPU or while asleep.
-
-        Level 1 keeps a copy of the weights in the host's memory, 15 GB a rank for 7B; level 2 would not, but lost state
-        in several vLLM releases.
-        """
+        """Give a GPU's memory back to the policy, until `load`; the host keeps a copy of the weights, 15 GB for 7B."""
         if self.sleeps and self.awake:
-            self.llm.sleep(level=1)
+            self.llm.sleep(level=1)  # level 2 lost state in several vLLM releases
         self.awake = False
 
     def close(self) -> None:
@@ -1090,10 +998,7 @@ def digests(folder: Path, world: World) -> dict[str, str]:
 def write_whole(file: Path, text: str) -> None:
     """Write a text file that is complete or not there."""
     new = file.with_suffix(".new")
-    with open(new, "w") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
+    new.write_text(text)
     new.rename(file)
 
 
@@ -1108,15 +1013,14 @@ def save_checkpoint(policy: Policy, optimizers: dict, step: int, progress: dict,
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        (partial / "progress.json").write_text(json.dumps(progress))
     dist.barrier()
-    if not all(world.gather(partial.is_dir())):
-        raise ValueError(f"--run-dir {record.folder}: must lie on storage that all nodes share")
+    shared = all(world.gather(partial.is_dir()))
+    need(shared, f"--run-dir {record.folder}: must lie on storage that all nodes share")
     used = {name: optimizer for name, optimizer in optimizers.items() if optimizer.state}
     dcp.save(training_state(policy, used), checkpoint_id=str(partial))
-    manifest = {"step": step, "ranks": world.size, "files": digests(partial, world)}
+    manifest = {"step": step, "ranks": world.size, "progress": progress, "files": digests(partial, world)}
     if world.rank == 0:
-        write_whole(partial / "manifest.json", json.dumps(manifest, indent=2))
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         for old in sorted(final.parent.glob("step-?????"))[: -record.args.checkpoints_kept]:
@@ -1124,21 +1028,18 @@ def save_checkpoint(policy: Policy, optimizers: dict, step: int, progress: dict,
     dist.barrier()
 
 
-def newest_checkpoint(record: "Record") -> tuple[Path | None, dict]:
-    """Return the run's newest whole checkpoint and its manifest; None where it never completed one.
-
-    A damaged or half-written one is named and passed over. Raises ValueError when all that it completed are damaged.
-    """
+def newest_checkpoint(record: "Record") -> Path | None:
+    """Return the run's newest whole checkpoint, None where it never completed one. Damaged ones are named and passed
+    over. Raises ValueError when all that it completed are damaged."""
     found = record.world.gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]
     for folder in found:
         file = folder / "manifest.json"
-        manifest = json.loads(file.read_text()) if file.is_file() else {"files": "not complete"}
-        if folder.suffix != ".partial" and digests(folder, record.world) == manifest["files"]:
-            return folder, manifest
+        if file.is_file() and digests(folder, record.world) == json.loads(file.read_text())["files"]:
+            return folder
         record.say(f"{folder}: half-written or damaged; passed over")
-    if any(folder.suffix != ".partial" for folder in found):
-        raise ValueError(f"--resume: every checkpoint in {found[0].parent} is damaged; a new --run-dir starts over")
-    return None, {}
+    whole = [folder for folder in found if folder.suffix != ".partial"]
+    need(not whole, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
+    return None
 
 
 def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record") -> tuple[int, dict]:
@@ -1148,7 +1049,7 @@ def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record") -
     """
     if not record.args.resume:
         return 0, progress
-    folder, manifest = newest_checkpoint(record)
+    folder = newest_checkpoint(record)
     if folder is None:
         record.rewind(-1)
         record.say("the run had not come to a checkpoint: it starts over")
@@ -1159,14 +1060,15 @@ def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record") -
     sharded.set_model_state_dict(policy, state.pop("policy"))
     for name, moments in state.items():
         sharded.set_optimizer_state_dict(policy, optimizers[name], moments)
+    manifest = json.loads((folder / "manifest.json").read_text())
     record.rewind(manifest["step"])
     record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
     if manifest["step"] >= record.steps:
         record.say(f"nothing is left to do: the run has its {record.steps} steps")
-    return manifest["step"], json.loads((folder / "progress.json").read_text())
+    return manifest["step"], manifest["progress"]
 
 
-# --------------------------------------------------------------------------------------------------------- evaluation
+# ------------------------------------------------------------------------------------------------- evaluation, record
 
 
 def pass_at_k(correct_PN, k: int) -> float:
@@ -1203,39 +1105,32 @@ def evaluate(held_out: list[Data], sampler: Sampler, verifier: "Verifier", recor
     return metrics
 
 
-# ------------------------------------------------------------------------------------------------------------- record
-
-
 def check_run_folder(folder: Path, args: Args, world: World) -> None:
     """Raise ValueError when the folder holds another run, or with --resume none, or one with other flags."""
     about = folder / "run.json"
     exists = world.gather(about.exists())[0]  # rank 0 writes it only after every rank has asked
-    if exists and not args.resume:
-        raise ValueError(f"--run-dir {folder}: holds another run; name a new folder, delete it or add --resume")
-    if args.resume and not exists:
-        raise ValueError(f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run")
-    before = json.loads(about.read_text())["args"] if args.resume else {}
+    if not args.resume:
+        return need(not exists, f"--run-dir {folder}: holds another run; name a new folder, delete it or add --resume")
+    need(exists, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run")
     scheduled = {"steps"} if args.lr_warmup or args.lr_floor < 1 else set()  # the schedule would bend
-    for name in before.keys() - (MAY_CHANGE - scheduled):
+    for name, before in json.loads(about.read_text())["args"].items():
         now = json.loads(json.dumps(getattr(args, name)))
-        if now != before[name]:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--resume with --{flag} {now}: the run was started with {before[name]}")
+        same = now == before or name in MAY_CHANGE - scheduled
+        need(same, f"--resume with --{name.replace('_', '-')} {now}: the run was started with {before}")
 
 
 def write_about(folder: Path, args: Args, script: str, world: World) -> None:
     """Write run.json, what a run is: command, arguments, hardware, versions, commit; of a resumed one each time."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     about = {
         "script": script,
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
         "args": asdict(args),
         "ranks": world.size,
-        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu",
-        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        "python": sys.version,
         "versions": {package.name: package.version for package in importlib.metadata.distributions()},
-        "commit": commit or "unknown",
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     file = folder / "run.json"
@@ -1261,7 +1156,6 @@ class Record:
         self.folder = Path(world.gather(args.run_dir or f"runs/{name}")[0])
         self.started = time.time()
         self.phases: dict[str, Counter] = {}  # seconds and tokens of the present step's
-        self.history: list[dict[str, float]] = []  # seconds of each step's
         self.skipped = 0
         self.skips_in_a_row = 0
         self.idle = 0
@@ -1288,13 +1182,12 @@ class Record:
         """Drop the metrics of later steps, which will be written again, and let `time` go on."""
         if self.world.rank:
             return
-        for name in ("questions.jsonl", "metrics.jsonl"):
-            file = self.folder / name
-            lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
-            rows = [json.loads(line) for line in lines if line.endswith("}\n")]  # the last may be half a line
-            kept = [row for row in rows if row["step"] <= step]
-            write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
-        self.started = time.time() - (kept[-1]["time"] if kept else 0)
+        for file in (self.folder / "questions.jsonl", self.folder / "metrics.jsonl"):
+            file.touch()
+            lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            write_whole(file, "".join(kept))
+        self.started = time.time() - (json.loads(kept[-1])["time"] if kept else 0)
         self.board.close()
         self.board = SummaryWriter(str(self.folder), purge_step=step + 1)
 
@@ -1309,10 +1202,8 @@ class Record:
 
     @contextmanager
     def phase(self, name: str, tokens: int = 0):
-        """Add a block's wall-clock seconds, GPU work included, and its tokens to a phase of the present step.
-
-        Yields the phase's counts, for a block that knows its tokens only at its end.
-        """
+        """Add a block's wall-clock seconds, GPU work included, and its tokens to a phase of the present step; yield the
+        phase's counts, for a block that knows its tokens only at its end."""
         phase = self.phases.setdefault(name, Counter())
         start = time.perf_counter()
         yield phase
@@ -1323,11 +1214,9 @@ class Record:
 
     def data(self, sets: list[Data], tokenizer) -> None:
         """Say what was read and what was left out, and show a whole prompt."""
-        sets = [data for data in sets if data.problems]
         for data in sets:
-            which = f"; rows without an answer: {data.no_answer}" if data.no_answer else ""
-            self.say(f"{len(data.problems)} problems in {data.name}; left out: {data.left_out}{which}")
-        self.say(f"the first prompt: {tokenizer.decode(sets[0].problems[0].prompt_ids)!r}")
+            self.say(f"{len(data.problems)} problems in {data.name}; left out: {data.left_out}")
+        self.say(f"the first prompt: {tokenizer.decode(sets[-1].problems[0].prompt_ids)!r}")
 
     def samples(self, name: str, groups: list[Group]) -> None:
         """Write groups to samples/<name>.txt."""
@@ -1335,8 +1224,7 @@ class Record:
         for p, group in enumerate(groups):
             parts.append(f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n")
             for g, rollout in enumerate(group.rollouts):
-                cut_off = ", cut off" if rollout.truncated else ""
-                about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens{cut_off}"
+                about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens{', cut off' * rollout.truncated}"
                 parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
         if self.world.rank == 0:
             (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
@@ -1352,45 +1240,26 @@ class Record:
             peak = torch.cuda.max_memory_allocated()
         metrics["peak_memory_gib"] = peak / 2**30
         metrics["skipped_updates"] = self.skipped
-        if step:
-            self.history.append({name: phase["seconds"] for name, phase in self.phases.items()})
+        seconds = sum(phase["seconds"] for phase in self.phases.values())
         self.phases = {}
         self.skipped = 0
         self.write("metrics.jsonl", json.dumps({"step": step, "time": round(time.time() - self.started, 2)} | metrics))
         if self.world.rank == 0:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
-        self._show(step, metrics)
-
-    def _show(self, step: int, metrics: dict[str, float]) -> None:
         evaluation = "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
         if evaluation:
             self.say(f"step {step}: {evaluation}")
+        if step:
+            values = "  ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
+            left = (self.steps - step) * seconds / 60
+            self.say(f"step {step}/{self.steps}  {values}  {seconds:.2f} s  left {left:.1f} min")
         if "zero_advantage_share" in metrics:
             self.idle = self.idle + 1 if metrics["zero_advantage_share"] == 1 else 0
             if self.idle and self.idle % SAY_IDLE == 0:
-                self.say(
-                    f"{self.idle} steps in a row without a group whose rewards differ (mean {metrics['reward']:g}): "
-                    "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
-                )
-        if step:
-            recent = [sum(seconds.values()) for seconds in self.history[-20:]]
-            left = (self.steps - step) * sum(recent) / len(recent)
-            values = "  ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
-            self.say(f"step {step}/{self.steps}  {values}  {recent[-1]:.2f} s  left {left / 60:.1f} min")
-
-    def close(self, warm_up: int = 5) -> None:
-        """Print the phase table, of the steps after the warm-up."""
-        history = self.history[warm_up:] or self.history
-        if history:
-            self.say(f"\nmedian seconds where a step has it, and share of the time, over the last {len(history)} steps")
-            whole = [sum(seconds.values()) for seconds in history]
-            for name in dict.fromkeys(name for seconds in history for name in seconds):
-                times = [seconds[name] for seconds in history if name in seconds]
-                self.say(f"  {name:<12}{np.median(times):8.3f}  {sum(times) / sum(whole):4.0%}")
-            self.say(f"  {'step':<12}{np.median(whole):8.3f}")
-        if self.world.rank == 0:
-            self.board.close()
+                why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
+                mean = f"(mean {metrics['reward']:g})"
+                self.say(f"{self.idle} steps in a row without a group whose rewards differ {mean}: {why}")
 
 
 # ----------------------------------------------------------------------------------------------------------- verifier

@@ -243,7 +243,7 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if common.update_is_finite(finite, norm, inputs, policy, batch, plan, record):
+            if common.update_is_finite(finite, norm, inputs, policy, batch, record):
                 optimizer.step()
                 grad_norms.append(norm)
 
@@ -335,7 +335,6 @@ def main(args: Args) -> None:
 
     if args.steps:
         common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
-    record.close()
     verifier.close()
     sampler.close()
 

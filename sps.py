@@ -217,7 +217,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
                 logp_T[micro.token_T] = old.cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if common.update_is_finite(finite, norm, inputs, policy, batch, plan, record):
+            if common.update_is_finite(finite, norm, inputs, policy, batch, record):
                 optimizer.step()
                 grad_norms.append(norm)
 
@@ -261,7 +261,7 @@ def learn_irl(policy, optimizer, batch, record) -> dict[str, float]:
         finite &= bool(loss.isfinite() & logp.isfinite().all())
         logp_T[micro.token_T] = logp.detach().cpu()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-    if common.update_is_finite(finite, norm, inputs, policy, batch, plan, record):
+    if common.update_is_finite(finite, norm, inputs, policy, batch, record):
         optimizer.step()
     loss, means = irl_loss(world.sum(logp_T), **inputs)
     return {
@@ -473,7 +473,6 @@ def main(args: Args) -> None:
 
     if args.steps:
         common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
-    record.close()
     verifier.close()
     sampler.close()
 

@@ -11,7 +11,6 @@ Nothing here is a test: timings are printed and compared within one run. `fit` i
 """
 
 import argparse
-import os
 import platform
 import re
 import resource
@@ -19,14 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import numpy as np
 import torch
+from plot import phases, read
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import common
@@ -53,8 +54,9 @@ def random_batch(vocabulary: int, prompt: int, response: int, count: int) -> com
     """Return `count` random responses of equal length."""
     rng = np.random.default_rng(0)
     zeros = np.zeros(response, np.float32)
-    rollouts = [common.Rollout(rng.integers(0, vocabulary, response), zeros, "", False) for _ in range(count)]
-    return common.Batch([common.Problem("", [0] * prompt, "0")] * count, rollouts)
+    problem = common.Problem("", [0] * prompt, "0")
+    ids = [rng.integers(0, vocabulary, response) for _ in range(count)]
+    return common.Batch([common.Group(problem, [common.Rollout(each, zeros, "", False)]) for each in ids])
 
 
 def memory(_args) -> None:
@@ -178,15 +180,18 @@ def fit(args) -> None:
 def verifier(_args) -> None:
     """Print answers/s of ordinary answers, and with 20 hostile ones; workers as a training script has them."""
     world = common.init_world()
-    made = common.Verifier(max(1, os.cpu_count() // world.local_size))
+    made = common.Verifier(common.Args(), world)
 
     def grade(cases: list[tuple[str, str]]):
-        problems = [common.Problem("", [0], gold) for _, gold in cases]
-        rollouts = [common.Rollout(None, None, f"\\boxed{{{answer}}}", False) for answer, _ in cases]
+        groups = [
+            common.Group(common.Problem("", [0], gold), [common.Rollout([], None, f"\\boxed{{{answer}}}", False)])
+            for answer, gold in cases
+        ]
         world.gather(None)
         start = time.perf_counter()
-        reward_PG, counts = common.verify(made, problems, rollouts, world)
-        return time.perf_counter() - start, int(reward_PG.sum()), {name[9:]: n for name, n in counts.items() if n}
+        common.verify(made, groups)
+        seconds = time.perf_counter() - start
+        return seconds, int(sum(group.correct_G for group in groups)), Counter(group.verdicts[0] for group in groups)
 
     warm_up = [(f"\\frac{{{n}\\sqrt{{3}}}}{{5}}", f"\\frac{{\\sqrt{{3}} {n}}}{{5}}") for n in range(2, 66)]
     seconds, *_ = grade(warm_up)
@@ -222,8 +227,8 @@ def step(args) -> None:
                 "--run-dir",
                 f"{folder}/run",
             ]
-            done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-        print(f"\n{method}: " + done.stdout[done.stdout.index("median seconds") :], end="")
+            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            print(f"\n{method}: {phases(read(Path(folder) / 'run'))}")
 
 
 def main():

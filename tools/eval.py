@@ -11,7 +11,6 @@ All figures are percent. docs/evaluation.md has the sources.
 
 import dataclasses
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +45,13 @@ def figures(sets: tuple[str, ...], text: str) -> dict[str, str]:
     return dict(zip(sets, text.split(), strict=True))
 
 
+common.PROMPTS["r1-eval"] = (  # LightEval's, with which 2504.02546 (Fig. 4) and Open-RS evaluate R1-distilled models
+    "",
+    "Solve the following math problem efficiently and clearly.  The last line of your response should be of the "
+    "following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without quotes) "
+    "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
+    "answering.\n\n{problem}",
+)
 SSPO = ("aime24", "amc83", "math500", "minerva", "olympiad")
 OPEN_RS = ("aime24", "math500", "amc23", "minerva", "olympiad")
 GPG_16 = ("aime24", "amc23", "math500", "minerva")
@@ -190,31 +196,32 @@ def best_average_step(run: Path) -> tuple[int, float] | None:
     return max(found, key=lambda pair: pair[1], default=None)
 
 
-def evaluate(
-    name: str, protocol: Protocol, sampler, verifier, data: list[common.Data], world, args: Args
-) -> list[dict]:
+def evaluate(name: str, protocol: Protocol, sampler, verifier, data: list[common.Data], args: Args) -> list[dict]:
     """Sample, grade and summarise a protocol's sets."""
     rows = []
     for problems in data:
-        correct_SPN, lengths, cut = [], [], []
+        correct_SPN, groups = [], []
         for seed in range(protocol.seeds):
             settings = common.Args(
                 seed=args.seed + seed,
                 max_response_tokens=protocol.max_response_tokens,
                 tensor_parallel=args.tensor_parallel,
             )
-            how = (protocol.temperature, settings, world, ("eval", problems.name), protocol.top_p)
-            rollouts = common.sample(sampler, problems.rows, protocol.samples, *how)
-            reward_PN, verdicts = common.verify(verifier, problems.rows, rollouts, world)
-            correct_SPN.append(reward_PN)
-            lengths += [len(rollout.ids) for rollout in rollouts]
-            cut += [rollout.truncated for rollout in rollouts]
+            how = (protocol.temperature, settings, ("eval", problems.name), protocol.top_p)
+            sampled = sampler.sample(problems.problems, protocol.samples, *how)
+            common.verify(verifier, sampled)
+            correct_SPN.append(torch.stack([group.correct_G for group in sampled]))
+            groups += sampled
+        drawn = common.drawn_metrics(groups)
+        found = {"length": drawn["response_length"], "truncated_share": drawn["truncated_share"]}
+        found |= {name: count for name, count in drawn.items() if name.startswith("verifier/")}
         rows.append(
-            {"protocol": name, "set": problems.name, "problems": len(problems.rows), "left_out": problems.left_out}
+            {"protocol": name, "set": problems.name, "problems": len(problems.problems)}
+            | {"left_out": problems.left_out}
             | {"samples": protocol.samples, "seeds": protocol.seeds, "temperature": protocol.temperature}
             | {"top_p": protocol.top_p, "template": protocol.template, "max_tokens": protocol.max_response_tokens}
             | summary(torch.stack(correct_SPN), protocol.ks)
-            | {"length": sum(lengths) / len(lengths), "truncated_share": sum(cut) / len(cut), **verdicts}
+            | found
         )
     return rows
 
@@ -285,7 +292,7 @@ def main(args: Args) -> None:
         longest = args.max_prompt_tokens + protocol.max_response_tokens
         if longest > context:
             why_not[name] = f"prompt and response may have {longest} tokens, the model's context holds {context}"
-        elif protocol.template in common.CHAT_TURNS and not tokenizer.chat_template:
+        elif isinstance(common.PROMPTS.get(protocol.template), tuple) and not tokenizer.chat_template:
             why_not[name] = f"prompt {protocol.template} needs a chat template, and the model's tokenizer has none"
         else:
             how = dataclasses.replace(settings, template=protocol.template)
@@ -293,12 +300,12 @@ def main(args: Args) -> None:
     rows = []
     if data:
         settings.max_response_tokens = max(chosen[name].max_response_tokens for name in data)
-        verifier = common.Verifier(max(1, os.cpu_count() // world.local_size))
+        verifier = common.Verifier(settings, world)
         sampler = common.Sampler(folder, tokenizer, settings, world)
         dtype = sampler.dtype
         sampler.load(checkpoint_weights(run, dtype) if is_checkpoint else weights_of(folder, dtype))
         for name, sets in data.items():
-            rows += evaluate(name, chosen[name], sampler, verifier, sets, world, args)
+            rows += evaluate(name, chosen[name], sampler, verifier, sets, args)
         verifier.close()
         sampler.close()
     if world.rank:

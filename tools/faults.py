@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,8 +30,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-import common  # noqa: E402
 
 TOY = ROOT / "tools" / "toy"
 MARK = "CLEANRLVR_TRIAL"  # in the environment of everything that a trial starts
@@ -112,6 +111,13 @@ class Launch:
                 continue
 
 
+def free_port() -> int:
+    """Return a TCP port of this machine that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def read(file: Path) -> list[dict]:
     """Return the JSON lines of a file; none if there is no file."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
@@ -119,7 +125,7 @@ def read(file: Path) -> list[dict]:
 
 def torchrun(script: str, *flags) -> list:
     """Return the command of two processes, on a port that is free now."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", common.free_port()]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     return [*agent, f"{script}.py", *FLAGS, *OWN[script], *flags]
 
 
@@ -148,16 +154,25 @@ def rows(folder: Path) -> list[dict]:
     ]
 
 
+def progress(manifest: Path) -> dict:
+    """Return what a checkpoint holds besides weights and moments."""
+    return json.loads(manifest.read_text())["progress"]
+
+
 def differences(ours: Path, theirs: Path) -> list[str]:
     """Return in what a run folder differs from that of an undisturbed run; times, memory and logs are not compared."""
     found = []
     if rows(ours) != rows(theirs):
         found.append("metrics.jsonl")
-    for pattern in ("questions.jsonl", "checkpoints/*/progress.json", "samples/*", "rollouts/*"):
+    for pattern in ("questions.jsonl", "samples/*", "rollouts/*"):
         for file in sorted(theirs.glob(pattern)):
             name = file.relative_to(theirs)
             if not (ours / name).is_file() or (ours / name).read_bytes() != file.read_bytes():
                 found.append(str(name))
+    for file in sorted(theirs.glob("checkpoints/*/manifest.json")):
+        name = file.relative_to(theirs)
+        if not (ours / name).is_file() or progress(ours / name) != progress(file):
+            found.append(str(name))
     weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (ours, theirs))
     if weights.keys() != expected.keys() or not all(weights[name].equal(expected[name]) for name in expected):
         found.append("model")

@@ -5,12 +5,13 @@ python tools/plot.py runs/A runs/B --panels reward all_right_share all_wrong_sha
 python tools/plot.py runs/A runs/B --figure pass        (or accuracy, covariance)
 
 Runs whose names differ only in a number at the end, their seed, share a colour. Prints the picture's path and, for each
-run, the reward and every held-out accuracy before and after.
+run, the reward and every held-out accuracy before and after, and where the time went.
 """
 
 import argparse
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -149,6 +150,19 @@ def draw_pass(questions: dict[str, list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def phases(rows: list[dict], warm_up: int = 5) -> str:
+    """Return a table of a run's phases: median seconds where a step has it, and share of the time, after a warm-up."""
+    steps = [row for row in rows if row["step"]]
+    steps = steps[warm_up:] or steps
+    seconds = [{name[8:]: row[name] for name in row if name.startswith("seconds/")} for row in steps]
+    whole = [sum(each.values()) for each in seconds]
+    lines = [f"median seconds where a step has it, and share of the time, over the last {len(steps)} steps"]
+    for name in dict.fromkeys(name for each in seconds for name in each):
+        times = [each[name] for each in seconds if name in each]
+        lines.append(f"  {name:<12}{statistics.median(times):8.3f}  {sum(times) / sum(whole):4.0%}")
+    return "\n".join([*lines, f"  {'step':<12}{statistics.median(whole):8.3f}"]) if steps else ""
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path)
@@ -184,6 +198,7 @@ def main():
             if "/avg@" in key or "/pass@" in key:
                 before, after = evaluated[0][key], evaluated[-1].get(key, float("nan"))
                 print(f"{name}  {key[5:]:<24} {before:.3f} before, {after:.3f} after {evaluated[-1]['step']} steps")
+        print(phases(rows))
 
 
 if __name__ == "__main__":
