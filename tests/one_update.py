@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from jobs import serve
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoTokenizer
 
 import common
@@ -47,8 +48,8 @@ def poison(policy, groups: list[common.Group]) -> None:
     """Give response 0, and nothing else, a token that the embedding knows nothing of."""
     embedding = policy.model.embed_tokens.weight.full_tensor().clone()
     embedding[262] = torch.nan
-    options = common.StateDictOptions(full_state_dict=True, strict=False)
-    common.set_model_state_dict(policy, {"model.embed_tokens.weight": embedding}, options=options)
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(policy, {"model.embed_tokens.weight": embedding}, options=options)
     for group in groups:
         group.problem.prompt_ids[:] = [i if i < 262 else 0 for i in group.problem.prompt_ids]
         for rollout in group.rollouts:

@@ -109,7 +109,6 @@ def test_rows_left_out_are_counted(tokenizer, tmp_path):
     rows = [{"problem": "1+1=?", "answer": a} for a in ("2", "", None, "  ")] + [{"problem": "9" * 50, "answer": "1"}]
     data = load(write(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_tokens=20)
     assert len(data.problems) == 1 and data.left_out == {"no answer": 3, "prompt too long": 1}
-    assert data.no_answer == [1, 2, 3]
 
 
 def test_reference_answers():
@@ -146,7 +145,7 @@ def test_missing_sources(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ValueError, match=r"--dataset no/such: cannot be read as .*Other names: math-lvl3to5, .*--data-d"
+        ValueError, match=r"--dataset no/such: no/such cannot be read as .*ames: math-lvl3to5, .*--data-d"
     ):
         load("no/such", tokenizer)
     with pytest.raises(
@@ -218,7 +217,7 @@ def test_order_of_the_data():
     [
         (
             {"template": "x"},
-            "--template x: legal: plain, qwen-math, qwen-boxed, chat, open-rs, or a text file with {problem}",
+            "--template x: legal: plain, qwen-math, qwen-boxed, chat, open-rs, .*or a text file with {problem}",
         ),
         ({"template": "LICENSE"}, "--template LICENSE: legal"),
         ({"group_size": 1}, "--group-size 1"),
@@ -229,7 +228,7 @@ def test_order_of_the_data():
         ({"checkpoint_every": 0}, "--checkpoint-every 0: Input should be greater than 0"),
         ({"lr_warmup": 1.5}, r"--lr-warmup 1\.5: Input should be less than or equal to 1"),
         ({"lr_floor": -0.1}, r"--lr-floor -0\.1: Input should be greater than or equal to 0"),
-        ({"micro_batch_tokens": 4000}, "--micro-batch-tokens 4000: .* 4024 tokens"),
+        ({"micro_batch_tokens": 4000}, "--micro-batch-tokens 4000: .* 4024"),
     ],
 )
 def test_flags_that_cannot_work(monkeypatch, settings, message):
@@ -271,7 +270,7 @@ def test_flags_of_sspo_that_cannot_work(plain_python, capsys, settings, message)
     [
         ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, r"has \['sliding_attention'\]"),
         ({"final_logit_softcapping": 30.0}, r"has \['final_logit_softcapping'\]"),
-        ({"max_position_embeddings": 90}, "= 96, longer than its context, 90"),
+        ({"max_position_embeddings": 90}, "context 90, and --max-prompt-tokens .* = 96"),
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not built as"),
     ],
 )
@@ -291,10 +290,10 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="--model no/such: neither a folder here nor a model that the hub returns"):
         common.load_model_folder(common.Args(model="no/such"), world)
-    with pytest.raises(ValueError, match=r"no config\.json in it"):
+    with pytest.raises(ValueError, match=r"no config\.json"):
         common.load_model_folder(common.Args(model=str(tmp_path)), world)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"no \*\.safetensors in it"):
+    with pytest.raises(ValueError, match=r"no .*\*\.safetensors"):
         common.load_model_folder(common.Args(model=str(tmp_path)), world)
 
 
@@ -335,16 +334,10 @@ def test_templates(tokenizer, tmp_path):
     assert prompt.endswith("Note that respond by English, NOT use other languages.[user]P {x}[assistant]")
     assert "final answer within \\boxed{} . The reasoning" in prompt and "tags, respectively, i.e., <think> r" in prompt
     assert common.prompt_of("P {x}", "chat", chat) == "[user]P {x}[assistant]"
-    assert common.prompt_of("P {x}", "r1-eval", chat) == (
-        "[user]Solve the following math problem efficiently and clearly.  The last line of your response should be of "
-        "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without "
-        "quotes) where ANSWER is just the final number or expression that solves the problem. Think step by step "
-        "before answering.\n\nP {x}[assistant]"
-    )
 
 
 def test_the_qwen_math_template():
-    assert common.TEMPLATES["qwen-math"].format(problem="P {x}") == (
+    assert common.prompt_of("P {x}", "qwen-math", None) == (
         "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
         "<|im_start|>user\nP {x}<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -369,7 +362,6 @@ def test_real_problems(tokenizer, tmp_path):
         (tmp_path / f"{name}.jsonl").symlink_to(SHARED / f"{file}.jsonl")
         data = load(name, tokenizer, data_dir=str(tmp_path), max_prompt_tokens=10**6)
         assert len(data.problems) == rows and data.name == name
-        assert data.no_answer == ([5054, 5158] if name == "math-lvl3to5" else [])
 
 
 def test_toy_problems_come_from_the_seed(tmp_path):

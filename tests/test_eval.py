@@ -8,6 +8,7 @@ import eval as evaluation
 import pytest
 import torch
 from conftest import TOY
+from transformers import AutoTokenizer
 
 import common
 
@@ -40,9 +41,20 @@ def test_table_16_has_the_spread_over_problems():
 def test_protocols_name_sets_that_exist():
     for protocol in evaluation.PROTOCOLS.values():
         assert set(protocol.sets) <= common.SETS.keys() and max(protocol.ks) <= protocol.samples
-        assert protocol.template in common.TEMPLATES or protocol.template in common.CHAT_TURNS
+        assert protocol.template in common.PROMPTS
         for _, row in protocol.papers:
             assert set(row) <= set(protocol.sets)
+
+
+def test_the_prompt_of_r1_eval():
+    chat = AutoTokenizer.from_pretrained(TOY / "model")
+    chat.chat_template = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"
+    assert common.prompt_of("P {x}", "r1-eval", chat) == (
+        "[user]Solve the following math problem efficiently and clearly.  The last line of your response should be of "
+        "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without "
+        "quotes) where ANSWER is just the final number or expression that solves the problem. Think step by step "
+        "before answering.\n\nP {x}[assistant]"
+    )
 
 
 def test_the_step_of_best_average(tmp_path):

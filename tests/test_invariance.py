@@ -190,7 +190,7 @@ def test_an_update_that_is_not_finite_is_left_out(update, script, more):
 @pytest.mark.parametrize(("script", "more"), [("sspo", {}), ("sps", {}), ("sps", {"irl": True})])
 def test_such_an_update_is_repeated(update, plain_python, capsys, script, more):
     folder = Path(update(2, script, 60, poisoned=True, **more)["folder"])
-    replay.main(folder / "nonfinite" / "update-00001")
+    replay.main(folder / "nonfinite" / "update-00001.pt")
     output = capsys.readouterr().out
     line = r"^response 0, \d+ tokens: \d+ log-probs not finite, .* loss nan, gradient norm nan"
     assert re.search(line, output, re.M) and re.search(r"^1 of \d+ responses are not finite", output, re.M)
@@ -200,8 +200,7 @@ def test_a_number_of_such_updates_in_a_row_ends_the_run(update):
     result = update(2, "gpg", poisoned=True, repeat=9)
     assert result["skipped"] == common.SKIPS_IN_A_ROW == 5
     assert result["said"].startswith("5 updates in a row had a loss, gradient or log-prob that is not finite; python")
-    kept = sorted((Path(result["folder"]) / "nonfinite").iterdir())
-    assert [folder.name for folder in kept] == [f"update-{n:05d}" for n in range(1, 6)]
-    assert [sorted(file.name for file in folder.iterdir()) for folder in kept] == [["batch.npz"]] * 4 + [
-        ["batch.npz", "weights.safetensors"]
-    ]
+    folder = Path(result["folder"]) / "nonfinite"
+    assert sorted(file.name for file in folder.iterdir()) == [*(f"update-{n:05d}.pt" for n in range(1, 6)), "weights"]
+    with pytest.raises(ValueError, match=r"only the newest update has its weights, .*update-00005\.pt"):
+        replay.main(folder / "update-00004.pt")

@@ -91,9 +91,9 @@ def test_pack():
     batch = common.Batch(groups)
     inputs = {"advantage_T": torch.tensor([0.1, 0.2, 0.3, 0.4]), "low_S": torch.tensor([1.0, 2.0, 3.0]), "cap": 2}
     micro = batch.pack([1, 0], CPU, inputs)
-    assert micro.input_ids_N.tolist() == [1, 2, 5, 6, 7, 8, 9]
-    assert micro.position_ids_N.tolist() == [0, 1, 0, 1, 2, 3, 4]
-    assert micro.cu_seqlens.tolist() == [0, 2, 7] and micro.max_length == 5
+    assert micro.row["input_ids"].tolist() == [[1, 2, 5, 6, 7, 8, 9]]
+    assert micro.row["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 4]]
+    assert micro.row["cu_seq_lens_q"].tolist() == [0, 2, 7] and micro.row["max_length_q"] == 5
     assert micro.index_T.tolist() == [0, 3, 4, 5] and micro.target_T.tolist() == [2, 7, 8, 9]
     assert micro.token_T.tolist() == [3, 0, 1, 2] and batch.response_T.tolist() == [0, 0, 0, 1]
     assert micro.inputs["advantage_T"].equal(inputs["advantage_T"][[3, 0, 1, 2]])

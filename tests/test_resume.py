@@ -20,6 +20,7 @@ from faults import differences, rows
 from torch.distributed.checkpoint import FileSystemReader
 
 import common
+import cwgrpo
 
 
 def held_moments(checkpoint: Path) -> set[str]:
@@ -69,8 +70,8 @@ def check_resumed(folder: Path, run) -> None:
     assert differences(folder, run.folder) == []
     about = json.loads((folder / "run.json").read_text())
     assert [again["args"]["resume"] for again in about["resumed"]] == [True] and not about["args"]["resume"]
-    progress = max((run.folder / "checkpoints").iterdir()) / "progress.json"
-    assert json.loads(progress.read_text())["position"] == sum(row.get("prompts_drawn", 0) for row in run.rows)
+    progress = faults.progress(max((run.folder / "checkpoints").iterdir()) / "manifest.json")
+    assert progress["position"] == sum(row.get("prompts_drawn", 0) for row in run.rows)
 
 
 def stop_and_resume(engine, script: str, folder: Path, run) -> None:
@@ -187,17 +188,16 @@ def test_a_lost_rank_is_said_in_one_line(tmp_path):
 def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, tmp_path):
     world = SimpleNamespace(rank=1, size=1, gather=lambda thing: [thing])
     about = json.loads((cwgrpo_run.folder / "run.json").read_text())["args"]
-    settings = {name: value for name, value in about.items() if hasattr(common.Args, name)}
-    settings["adam_betas"] = tuple(settings["adam_betas"])
+    about["adam_betas"] = tuple(about["adam_betas"])
 
     def record(**changes):
-        return common.Record(common.Args(**(settings | changes)), "sspo", world)
+        return common.Record(cwgrpo.Args(**(about | changes)), "cwgrpo", world)
 
     with pytest.raises(ValueError, match="holds another run; name a new folder, delete it or add --resume"):
         record()
     with pytest.raises(ValueError, match=r"--resume with --lr 0\.5: the run was started with 0\.0001"):
         record(resume=True, lr=0.5)
-    assert settings["steps"] == 4 and settings["lr_floor"] == 0.1
+    assert about["steps"] == 4 and about["lr_floor"] == 0.1
     with pytest.raises(ValueError, match="--resume with --steps 9: the run was started with 4"):
         record(resume=True, steps=9)  # the cosine would bend
     with pytest.raises(ValueError, match=r"no run\.json there"):
