@@ -55,7 +55,6 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.masking_utils import AttentionMaskInterface
 
 # ---------------------------------------------------------------------------------------------------------- arguments
-
 PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's own chat format
     "plain": "{problem}\n",
     "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
@@ -187,8 +186,6 @@ def validate(args: Args, world: "World") -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
-
-
 @dataclass(frozen=True)
 class World:
     """This process among the others. `mesh` shards inside a node and replicates across nodes."""
@@ -264,7 +261,6 @@ def seed_of(*parts) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- data
-
 ALIASES = {
     "problem": ("problem", "question", "prompt"),
     "answer": ("answer", "ground_truth", "final_answer", "solution", "reward_model"),
@@ -487,8 +483,6 @@ def problems_from(problems: list[Problem], args: Args, position: int) -> list[Pr
 
 
 # -------------------------------------------------------------------------------------------------------------- batch
-
-
 @dataclass
 class Rollout:
     """One response as it was sampled: token ids (the stop token included) and the sampler's log-probs, float32."""
@@ -645,8 +639,6 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- policy
-
-
 def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
     """Causal attention inside each sequence of a packed row; transformers' attention interface.
 
@@ -823,8 +815,6 @@ def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, w
 
 
 # ------------------------------------------------------------------------------------------------------------ sampler
-
-
 def checkpoint_names(folder: Path) -> set[str]:
     """Return the tensor names in a model folder's *.safetensors."""
     names: set[str] = set()
@@ -974,7 +964,6 @@ def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str,
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoint
-
 MAY_CHANGE = {"run_dir", "resume", "steps", "eval", "eval_every", "eval_samples", "eval_temperature"}
 MAY_CHANGE |= {"checkpoint_every", "checkpoints_kept", "gpu_memory_utilization"}
 
@@ -1002,10 +991,10 @@ def write_whole(file: Path, text: str) -> None:
     new.rename(file)
 
 
-def save_checkpoint(policy: Policy, optimizers: dict, step: int, progress: dict, record: "Record") -> None:
+def save_checkpoint(policy: Policy, optimizers: dict, step: int, position: int, record: "Record") -> None:
     """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest.
 
-    `optimizers` are named, and left out while they have no moments; `progress` is what else the loop needs, as JSON.
+    `optimizers` are named, and left out while they have no moments; `position` is how far the data are read.
     """
     world = record.world
     final = record.folder / "checkpoints" / f"step-{step:05d}"
@@ -1018,7 +1007,7 @@ def save_checkpoint(policy: Policy, optimizers: dict, step: int, progress: dict,
     need(shared, f"--run-dir {record.folder}: must lie on storage that all nodes share")
     used = {name: optimizer for name, optimizer in optimizers.items() if optimizer.state}
     dcp.save(training_state(policy, used), checkpoint_id=str(partial))
-    manifest = {"step": step, "ranks": world.size, "progress": progress, "files": digests(partial, world)}
+    manifest = {"step": step, "ranks": world.size, "position": position, "files": digests(partial, world)}
     if world.rank == 0:
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
         shutil.rmtree(final, ignore_errors=True)
@@ -1042,18 +1031,18 @@ def newest_checkpoint(record: "Record") -> Path | None:
     return None
 
 
-def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record") -> tuple[int, dict]:
-    """With --resume load the newest whole checkpoint and return its step and progress; else return 0 and `progress`.
+def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int]:
+    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0.
 
     An optimiser that it does not hold stays as it is. A run that never completed a checkpoint starts over.
     """
     if not record.args.resume:
-        return 0, progress
+        return 0, 0
     folder = newest_checkpoint(record)
     if folder is None:
         record.rewind(-1)
         record.say("the run had not come to a checkpoint: it starts over")
-        return 0, progress
+        return 0, 0
     held = {key.partition(".")[0] for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata}
     state = training_state(policy, {name: each for name, each in optimizers.items() if name in held})
     dcp.load(state, checkpoint_id=str(folder))
@@ -1065,12 +1054,10 @@ def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record") -
     record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
     if manifest["step"] >= record.steps:
         record.say(f"nothing is left to do: the run has its {record.steps} steps")
-    return manifest["step"], manifest["progress"]
+    return manifest["step"], manifest["position"]
 
 
 # ------------------------------------------------------------------------------------------------- evaluation, record
-
-
 def pass_at_k(correct_PN, k: int) -> float:
     """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
     correct = np.asarray(correct_PN)
@@ -1263,8 +1250,6 @@ class Record:
 
 
 # ----------------------------------------------------------------------------------------------------------- verifier
-
-
 def verify(verifier: "Verifier", groups: list[Group]) -> None:
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank.
 

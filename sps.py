@@ -90,9 +90,8 @@ class Args(common.Args):
 
 CLIP = {"low": 0.8, "high": 1.2}
 
+
 # ----------------------------------------------------------------------------------------------------------- the paper
-
-
 def advantages(reward_PG: torch.Tensor) -> torch.Tensor:
     """Return advantage_PG (Eq. 25): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
     advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 25
@@ -170,8 +169,6 @@ def similarity(responses_PG: list[list[np.ndarray]]) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-
-
 def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
     args: Args = record.args
@@ -293,8 +290,6 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype: torch.dtype, wo
 
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
-
-
 def keep_rollouts(folder: Path, step: int, position: int, batch) -> None:
     """Write an RL step's rollouts to step-<step>.npz: token ids end to end, lengths, mean log-probs, rewards."""
     folder.mkdir(exist_ok=True)
@@ -366,8 +361,6 @@ def greedy_logp(held_out: list[common.Data], sampler, args: Args) -> dict[str, f
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
-
-
 def main(args: Args) -> None:
     """Sample, verify, learn, sync, evaluate, log; see `learn` and `learn_irl` for the paper's part."""
     # ---- whatever can be wrong is found before an engine starts
@@ -394,8 +387,7 @@ def main(args: Args) -> None:
     optimizer = common.adamw(policy, args, args.lr)
     irl_optimizer = common.adamw(policy, args, args.irl_lr)
     optimizers = {"optimizer": optimizer, "irl_optimizer": irl_optimizer}
-    start, progress = common.resume(policy, optimizers, {"position": 0}, record)
-    position = progress["position"]
+    start, position = common.resume(policy, optimizers, record)
     share = movable_share(shards(policy), args.irl_lr, torch.float32, world)
     if irl_steps and share < 0.99:
         sampled = movable_share(shards(policy), args.irl_lr, torch.bfloat16, world)
@@ -465,7 +457,7 @@ def main(args: Args) -> None:
         # ---- checkpoint
         stopping = record.stop_asked()
         if stopping or step % args.checkpoint_every == 0 or step == record.steps:
-            common.save_checkpoint(policy, optimizers, step, {"position": position}, record)
+            common.save_checkpoint(policy, optimizers, step, position, record)
             if world.rank == 0:
                 forget_rollouts(rollout_folder, record.folder / "checkpoints", rl_steps + irl_steps)
         if stopping:
@@ -473,7 +465,6 @@ def main(args: Args) -> None:
 
     if args.steps:
         common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
-    verifier.close()
     sampler.close()
 
 
