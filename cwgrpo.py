@@ -61,7 +61,7 @@ class Args(common.Args):
     """CW-GRPO on DeepSeek-R1-Distill-Qwen-1.5B (Tables 2 and 5)."""
 
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
-    dataset: str = "open-rs"
+    dataset: str = "knoveleng/open-rs"
     template: str = "open-rs"  # Fig. 4
     steps: int = 300  # the schedule's length (released code); the paper's checkpoint is 100
     prompts_per_step: int = 12  # Table 5
@@ -274,10 +274,9 @@ def main(args: Args) -> None:
     common.need(ordered, f"--clip-cov-low {args.clip_cov_low}: at most --clip-cov-high, {args.clip_cov_high}")
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    data, held_out = common.load_data(args, tokenizer)
+    problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
     record = common.Record(args, "cwgrpo", world)
-    record.data([data, *held_out], tokenizer)
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
@@ -290,9 +289,9 @@ def main(args: Args) -> None:
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify
-        problems = common.problems_from(data.problems, args, position)
         with record.phase("sample") as phase:
-            groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+            prompts = common.problems_from(problems, args, position)
+            groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
             phase["tokens"] += sum(group.tokens for group in groups)
         with record.phase("verify"):
             common.verify(verifier, groups)
@@ -318,7 +317,7 @@ def main(args: Args) -> None:
                 metrics |= common.evaluate(held_out, sampler, verifier, record, step)
             record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)
-        stopping = record.stop_asked()
+        stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
             common.save_checkpoint(policy, {"optimizer": optimizer}, step, position, record)
         if stopping:

@@ -58,7 +58,7 @@ class Args(common.Args):
     """GPG-Zero-7B (B.1)."""
 
     model: str = "Qwen/Qwen2.5-Math-7B"
-    dataset: str = "dapo-17k"
+    dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"  # B.4
     steps: int = 1100
     prompts_per_step: PositiveInt = 144
@@ -193,10 +193,9 @@ def main(args: Args) -> None:
     common.validate(args, world)
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    data, held_out = common.load_data(args, tokenizer)
+    problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
     record = common.Record(args, "gpg", world)
-    record.data([data, *held_out], tokenizer)
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
@@ -210,9 +209,9 @@ def main(args: Args) -> None:
         # ---- sample and verify, until enough groups are valid (Algorithm 1, line 1)
         drawn: list[common.Group] = []
         for _ in range(args.max_draws):
-            problems = common.problems_from(data.problems, args, position)
             with record.phase("sample") as phase:
-                groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+                prompts = common.problems_from(problems, args, position)
+                groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
                 phase["tokens"] += sum(group.tokens for group in groups)
             with record.phase("verify"):
                 common.verify(verifier, groups)
@@ -245,7 +244,7 @@ def main(args: Args) -> None:
                 metrics |= common.evaluate(held_out, sampler, verifier, record, step)
             record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)
-        stopping = record.stop_asked()
+        stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
             common.save_checkpoint(policy, {"optimizer": optimizer}, step, position, record)
         if stopping:

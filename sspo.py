@@ -265,10 +265,9 @@ def main(args: Args) -> None:
     common.need(fits, f"--overlong-buffer {args.overlong_buffer}: at most --max-response-tokens")
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    data, held_out = common.load_data(args, tokenizer)
+    problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
     record = common.Record(args, "sspo", world)
-    record.data([data, *held_out], tokenizer)
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
@@ -282,9 +281,9 @@ def main(args: Args) -> None:
         # ---- sample and verify, once or until enough groups are valid
         drawn: list[common.Group] = []
         for _ in range(args.max_draws):
-            problems = common.problems_from(data.problems, args, position)
             with record.phase("sample") as phase:
-                groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+                prompts = common.problems_from(problems, args, position)
+                groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
                 phase["tokens"] += sum(group.tokens for group in groups)
             with record.phase("verify"):
                 common.verify(verifier, groups)
@@ -318,7 +317,7 @@ def main(args: Args) -> None:
                 metrics |= common.evaluate(held_out, sampler, verifier, record, step)
             record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)
-        stopping = record.stop_asked()
+        stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
             common.save_checkpoint(policy, {"optimizer": optimizer}, step, position, record)
         if stopping:
