@@ -351,8 +351,8 @@ def read_table(source: str, flag: str) -> datasets.Dataset:
 
 
 def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem]:
-    """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source, row
-    and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
+    """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
+    row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
     table = read_table(source, flag)
     graded = args.reward == "math"
     columns = {}
@@ -408,9 +408,7 @@ def prompt_of(problem: str, template: str, tokenizer) -> str:
     prompt = PROMPTS[template] if template in PROMPTS else Path(template).read_text(encoding="utf-8")
     if isinstance(prompt, str):
         return prompt.replace("{problem}", problem)
-    need(
-        tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template to put it into"
-    )
+    need(tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template")
     system, user = prompt
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": user.replace("{problem}", problem)})
@@ -715,9 +713,7 @@ def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: W
 
 def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: float) -> torch.Tensor:
     """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
-    if not cap:
-        return torch.ones_like(logp_T)
-    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
+    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap) if cap else torch.ones_like(logp_T)
 
 
 SKIPS_IN_A_ROW = 5  # updates
@@ -1084,9 +1080,8 @@ class Record:
         self.skipped = 0
         self.skips_in_a_row = 0
         self.idle = 0
+        self.board = None
         open_run(self.folder, args, script, world)
-        if world.rank == 0:
-            self.board = SummaryWriter(str(self.folder))
         self.say(f"run folder {self.folder}")
 
     def write(self, name: str, line: str) -> None:
@@ -1111,8 +1106,6 @@ class Record:
             kept = [line for line in lines if json.loads(line)["step"] <= step]
             write_whole(file, "".join(kept))
         self.started = time.time() - (json.loads(kept[-1])["time"] if kept else 0)
-        self.board.close()
-        self.board = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def stop_requested(self) -> bool:
         """Say whether a file named `stop` lies in the run folder, and take it away."""
@@ -1162,6 +1155,7 @@ class Record:
         self.skipped = 0
         self.write("metrics.jsonl", json.dumps({"step": step, "time": round(time.time() - self.started, 2)} | metrics))
         if self.world.rank == 0:
+            self.board = self.board or SummaryWriter(str(self.folder), purge_step=step)
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
         evaluation = "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
