@@ -32,7 +32,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
@@ -55,7 +55,6 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.masking_utils import AttentionMaskInterface
 
 # ---------------------------------------------------------------------------------------------------------- arguments
-
 PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's own chat format
     "plain": "{problem}\n",
     "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
@@ -85,16 +84,14 @@ class Args:
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id or folder with config.json and *.safetensors."""
-    dataset: str = "math-lvl3to5"
-    """Training problems: a name in docs/evaluation.md, a .jsonl, .json or .parquet file, a saved folder, a hub id."""
+    dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"  # run.sh fetches it
+    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id (`id:split`)."""
     eval: str = ""
     """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
-    data_dir: str = ""
-    """Folder with NAME.jsonl for the names of that table, where there is no hub."""
     problem_column: str = ""
-    """Column of the problem in sets that are not in the table. Empty: problem, question or prompt."""
+    """Column of the training problems. Empty: problem, question or prompt."""
     answer_column: str = ""
-    """Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model."""
+    """Column of their answers. Empty: answer, ground_truth, final_answer, solution or reward_model."""
     subset: NonNegativeInt = 0
     """Train on so many problems, drawn uniformly by --seed. 0: on all."""
     template: str = "qwen-math"
@@ -187,8 +184,6 @@ def validate(args: Args, world: "World") -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
-
-
 @dataclass(frozen=True)
 class World:
     """This process among the others. `mesh` shards inside a node and replicates across nodes."""
@@ -206,9 +201,9 @@ class World:
         dist.all_gather_object(things, thing)
         return things
 
-    def union(self, mine: dict) -> dict:
+    def union(self, part: dict) -> dict:
         """Return the entries of every rank's dict, on every rank."""
-        return {key: value for part in self.gather(mine) for key, value in part.items()}
+        return {key: value for each in self.gather(part) for key, value in each.items()}
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Add a CPU tensor over ranks, in place."""
@@ -264,28 +259,9 @@ def seed_of(*parts) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- data
-
 ALIASES = {
     "problem": ("problem", "question", "prompt"),
     "answer": ("answer", "ground_truth", "final_answer", "solution", "reward_model"),
-}
-SETS = {  # where --dataset takes a name from; run.sh fetches the first
-    "math-lvl3to5": "data/understand-r1-zero/datasets/train/math_lvl3to5_8k",
-    "open-rs": "knoveleng/open-rs",
-    "open-s1": "knoveleng/open-s1",
-    "dapo-17k": "BytedTsinghua-SIA/DAPO-Math-17k",
-    "openr1-46k": "Elliott/Openr1-Math-46k-8192",
-    "math-lighteval": "DigitalLearningGmbH/MATH-lighteval:train",
-    "aime24": "HuggingFaceH4/aime_2024",
-    "aime25": "math-ai/aime25",
-    "math500": "HuggingFaceH4/MATH-500",
-    "amc23": "knoveleng/AMC-23",
-    "amc83": "AI-MO/aimo-validation-amc",
-    "minerva": "knoveleng/Minerva-Math",
-    "olympiad": "knoveleng/OlympiadBench",
-    "brumo25": "MathArena/brumo_2025",
-    "hmmt_feb25": "MathArena/hmmt_feb_2025",
-    "hmmt_nov25": "MathArena/hmmt_nov_2025",
 }
 DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -304,20 +280,9 @@ class Problem:
     row: dict | None = None
 
 
-@dataclass(frozen=True)
-class Data:
-    """A problem set, and how many of its rows were left out and why."""
-
-    name: str
-    problems: list[Problem]
-    left_out: dict[str, int]
-
-
 def load_model_folder(args: Args, world: World) -> Path:
-    """Return the local folder of --model, fetching a hub id once per node; no code that lies in it is run.
-
-    Raises ValueError for what is neither, for a model that `Policy` would compute wrongly, for a short context.
-    """
+    """Return the local folder of --model, fetching a hub id once per node; no code that lies in it is run. Raises
+    ValueError for what is neither, for a model that `Policy` would compute wrongly, for a short context."""
     folder = Path(args.model)
     flag = f"--model {args.model}"
     if not folder.is_dir():
@@ -352,27 +317,23 @@ def load_model_folder(args: Args, world: World) -> Path:
     return folder
 
 
-def load_data(args: Args, tokenizer) -> tuple[Data, list[Data]]:
-    """Return the training problems of --dataset, or --subset of them, and the held-out ones of --eval."""
-    held_out = [load_problems(source, tokenizer, args, "--eval") for source in args.eval.split(",") if source]
-    names = [data.name for data in held_out]
-    need(len(set(names)) == len(names), f"--eval {args.eval}: two sets of one name, {names}; their metrics would mix")
-    if not args.steps:
-        return Data("none", [], {}), held_out
-    data = load_problems(args.dataset, tokenizer, args, "--dataset")
-    count = len(data.problems)
-    need(args.subset <= count, f"--subset {args.subset}: --dataset {args.dataset} has {count} usable rows")
-    if args.subset:
-        chosen = np.random.default_rng(seed_of(args.seed, "subset")).permutation(count)[: args.subset]
-        left_out = data.left_out | {"not in the subset": count - args.subset}
-        data = replace(data, problems=[data.problems[n] for n in sorted(chosen)], left_out=left_out)
-    return data, held_out
+def load_data(args: Args, tokenizer) -> tuple[list[Problem], dict[str, list[Problem]]]:
+    """Return the training problems of --dataset, or --subset of them, and the held-out ones of --eval by name."""
+    sources = [source for source in args.eval.split(",") if source]
+    held_out = {Path(source.replace(":", "-")).stem: source for source in sources}
+    need(len(held_out) == len(sources), f"--eval {args.eval}: two sets of one name; their metrics would mix")
+    held_out = {name: load_problems(source, tokenizer, args, "--eval") for name, source in held_out.items()}
+    problems = load_problems(args.dataset, tokenizer, args, "--dataset") if args.steps else []
+    if args.subset and args.steps:
+        need(args.subset <= len(problems), f"--subset {args.subset}: --dataset has {len(problems)} usable rows")
+        chosen = np.random.default_rng(seed_of(args.seed, "subset")).permutation(len(problems))[: args.subset]
+        problems = [problems[n] for n in sorted(chosen)]
+    return problems, held_out
 
 
-def read_table(source: str, args: Args, flag: str) -> datasets.Dataset:
-    """Return the rows of a set in `SETS`, a file, a `save_to_disk` folder or a hub id. Raises ValueError naming it."""
-    where = f"{args.data_dir}/{source}.jsonl" if source in SETS and args.data_dir else SETS.get(source, source)
-    place, _, split = where.partition(":")
+def read_table(source: str, flag: str) -> datasets.Dataset:
+    """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError naming flag and source."""
+    place, _, split = source.partition(":")
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(place).suffix)
     try:
         if kind:
@@ -380,11 +341,8 @@ def read_table(source: str, args: Args, flag: str) -> datasets.Dataset:
         else:
             table = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place)
     except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetGenerationError) as error:
-        raise ValueError(
-            f"{flag} {source}: {where} cannot be read as a .jsonl, .json or .parquet file, `save_to_disk` folder or "
-            f"hub id ({type(error).__name__}: {error}). Names: {', '.join(SETS)}. Without the hub: put NAME.jsonl, "
-            "rows with problem and answer, into a folder and name it with --data-dir, or give a file's own path"
-        ) from error
+        wanted = "a .jsonl, .json or .parquet file, `save_to_disk` folder or hub id"
+        need(False, f"{flag} {source}: cannot be read as {wanted} ({type(error).__name__}: {error})")
     if not isinstance(table, datasets.DatasetDict):
         return table
     split = split or (next(iter(table)) if len(table) == 1 else "")
@@ -392,17 +350,14 @@ def read_table(source: str, args: Args, flag: str) -> datasets.Dataset:
     return table[split]
 
 
-def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
-    """Read a problem set and apply the prompt template. Raises ValueError naming flag, file or id, row and columns.
-
-    A set in verl's layout (prompt: chat turns, reward_model: {ground_truth}) may repeat its rows, as DAPO-Math-17k does
-    a hundred times: each problem is kept once there.
-    """
-    table = read_table(source, args, flag)
+def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem]:
+    """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
+    row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
+    table = read_table(source, flag)
     graded = args.reward == "math"
     columns = {}
     for role in ("problem", "answer") if graded else ("problem",):
-        own = "" if source in SETS else getattr(args, f"{role}_column")
+        own = getattr(args, f"{role}_column") if flag == "--dataset" else ""
         wanted = [own] if own else ALIASES[role]
         columns[role] = next((column for column in wanted if column in table.column_names), None)
         seen = f"looked for {list(wanted)}, saw {table.column_names}; --{role}-column names another"
@@ -434,8 +389,10 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> Data:
         else:
             problems.append(Problem(text, prompt_ids, answer, None if graded else row))
     need(problems, f"{flag} {source}: no usable row among {len(table)}; left out: {dict(left_out)}")
-    name = source if source in SETS else Path(source.replace(":", "-")).stem
-    return Data(name, problems, dict(left_out))
+    if os.environ.get("RANK", "0") == "0":
+        prompt = tokenizer.decode(problems[0].prompt_ids)
+        print(f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; the first prompt: {prompt!r}")
+    return problems
 
 
 def problem_text(value) -> str:
@@ -451,9 +408,7 @@ def prompt_of(problem: str, template: str, tokenizer) -> str:
     prompt = PROMPTS[template] if template in PROMPTS else Path(template).read_text(encoding="utf-8")
     if isinstance(prompt, str):
         return prompt.replace("{problem}", problem)
-    need(
-        tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template to put it into"
-    )
+    need(tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template")
     system, user = prompt
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": user.replace("{problem}", problem)})
@@ -487,8 +442,6 @@ def problems_from(problems: list[Problem], args: Args, position: int) -> list[Pr
 
 
 # -------------------------------------------------------------------------------------------------------------- batch
-
-
 @dataclass
 class Rollout:
     """One response as it was sampled: token ids (the stop token included) and the sampler's log-probs, float32."""
@@ -600,10 +553,8 @@ class Batch:
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
 
     def pack(self, responses: list[int], device: torch.device, inputs: dict | None = None) -> MicroBatch:
-        """Lay some responses, prompts in front, end to end, and cut a loss's inputs to their tokens.
-
-        None at all gives a row of two tokens and no targets.
-        """
+        """Lay some responses, prompts in front, end to end, and cut a loss's inputs to their tokens. None at all gives
+        a row of two tokens and no targets."""
         chosen_R = torch.tensor(responses, dtype=torch.long)
         length = self.length_R[chosen_R]
         total = self.total_R[chosen_R] if responses else torch.tensor([2])
@@ -623,9 +574,8 @@ class Batch:
 def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
     """Deal responses out as plan[rank][micro-batch] = response numbers; the same number of micro-batches on each rank.
 
-    `cost_R` is in packed tokens; a response of cost 0 is left out. No micro-batch costs more than `budget`; those that
-    run at the same time cost about the same; some may be empty. Raises ValueError for a response over the budget.
-    """
+    `cost_R` is in packed tokens; a response of cost 0 is left out. No micro-batch costs more than `budget`, some may be
+    empty, and those that run at the same time cost about the same."""
     order = sorted((r for r, cost in enumerate(cost_R) if cost), key=lambda r: -cost_R[r])
     if order and cost_R[order[0]] > budget:
         raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
@@ -645,8 +595,6 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- policy
-
-
 def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
     """Causal attention inside each sequence of a packed row; transformers' attention interface.
 
@@ -681,10 +629,8 @@ LOGITS_AT_ONCE = 1 << 25  # elements: 128 MiB of float32 logits in one chunk of 
 
 
 class Policy(torch.nn.Module):
-    """A decoder and its language head whose forward gives log-probs and entropies, never the logits.
-
-    Parameter names are those of the checkpoint. Tied weights are one parameter that serves twice.
-    """
+    """A decoder and its language head whose forward gives log-probs and entropies, never the logits. Parameter names
+    are those of the checkpoint. Tied weights are one parameter that serves twice."""
 
     def __init__(self, lm, temperature: float):
         super().__init__()
@@ -701,11 +647,9 @@ class Policy(torch.nn.Module):
         return logp_T, entropy_T
 
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), both float32.
-
-        Both at the sampling temperature. The head sees response positions only, a chunk at a time, and forgets its
-        logits: the backward pass computes them again.
-        """
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), both float32, at
+        the sampling temperature. The head sees response positions only, a chunk at a time, and forgets its logits: the
+        backward pass computes them again."""
         hidden_NH = self.model(**micro.row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
         size = max(1, LOGITS_AT_ONCE // len(weight_VH))
@@ -769,9 +713,7 @@ def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: W
 
 def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: float) -> torch.Tensor:
     """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
-    if not cap:
-        return torch.ones_like(logp_T)
-    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
+    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap) if cap else torch.ones_like(logp_T)
 
 
 SKIPS_IN_A_ROW = 5  # updates
@@ -779,10 +721,8 @@ SKIPS_IN_A_ROW = 5  # updates
 
 def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, batch: Batch, record: "Record") -> bool:
     """Say whether an update may be applied: gradient norm, losses and log-probs (`finite`) are finite on every rank.
-
     One that may not is counted and kept in nonfinite/ of the run folder for tools/replay.py, the weights of the newest
-    only. Raises FloatingPointError at the last of `SKIPS_IN_A_ROW`.
-    """
+    only. Raises FloatingPointError at the last of `SKIPS_IN_A_ROW`."""
     if record.world.sum(torch.tensor(float(not finite))) == 0 and math.isfinite(norm):
         record.skips_in_a_row = 0
         return True
@@ -808,10 +748,7 @@ def full_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torc
 
 def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, world: World) -> None:
     """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
-    weights = {}
-    for name, tensor in full_weights(policy, dtype):
-        if world.rank == 0:
-            weights[name] = tensor.cpu()
+    weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
     if world.rank == 0:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
@@ -823,8 +760,6 @@ def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, w
 
 
 # ------------------------------------------------------------------------------------------------------------ sampler
-
-
 def checkpoint_names(folder: Path) -> set[str]:
     """Return the tensor names in a model folder's *.safetensors."""
     names: set[str] = set()
@@ -844,10 +779,8 @@ def stop_tokens(folder: Path, tokenizer) -> list[int]:
 
 
 class Sampler:
-    """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks.
-
-    It starts without weights, asleep: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU.
-    """
+    """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks. It starts
+    without weights, asleep: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU."""
 
     def __init__(self, folder: Path, tokenizer, args: Args, world: World):
         cuda = world.device.type == "cuda"
@@ -898,19 +831,18 @@ class Sampler:
     ) -> list[Group]:
         """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank.
 
-        The seed of a response is a hash of (--seed, stream, problem number, response number), so samples do not repeat
-        across prompts, and seeds do not depend on the number of ranks. Raises FloatingPointError when no log-prob is
-        finite.
-        """
+        A response's seed is a hash of (--seed, stream, problem number, response number): samples do not repeat across
+        prompts, and do not depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
-        mine = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
+        my_keys = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
         how = {"temperature": temperature, "top_p": top_p, "max_tokens": args.max_response_tokens}
         how |= {"stop_token_ids": self.stop, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
-        params = [self.params(**how, seed=seed_of(args.seed, *stream, p, g)) for p, g in mine]
-        prompts = [{"prompt_token_ids": problems[p].prompt_ids} for p, _ in mine]
+        params = [self.params(**how, seed=seed_of(args.seed, *stream, p, g)) for p, g in my_keys]
+        prompts = [{"prompt_token_ids": problems[p].prompt_ids} for p, _ in my_keys]
         rollout_of = {}
-        for key, output in zip(mine, self.llm.generate(prompts, params, use_tqdm=False) if mine else [], strict=True):
+        outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        for key, output in zip(my_keys, outputs, strict=True):
             best = output.outputs[0]
             text = self.tokenizer.decode(best.token_ids, skip_special_tokens=True)
             logp = np.array(best.logprobs.logprobs, np.float32)
@@ -923,9 +855,7 @@ class Sampler:
 
     def load(self, weights: Policy | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget its cached prefixes.
-
-        Raises RuntimeError when the names sent are not the checkpoint's: vLLM misses a layer without a word.
-        """
+        Raises RuntimeError when the names sent are not the checkpoint's: vLLM misses a layer without a word."""
         sent: set[str] = set()
 
         def stream():
@@ -974,7 +904,6 @@ def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str,
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoint
-
 MAY_CHANGE = {"run_dir", "resume", "steps", "eval", "eval_every", "eval_samples", "eval_temperature"}
 MAY_CHANGE |= {"checkpoint_every", "checkpoints_kept", "gpu_memory_utilization"}
 
@@ -988,11 +917,11 @@ def training_state(policy: Policy, optimizers: dict) -> dict:
 def digests(folder: Path, world: World) -> dict[str, str]:
     """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
     names = world.gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
-    mine = {}
+    digest = {}
     for name in names[world.rank :: world.size]:
         with open(folder / name, "rb") as opened:
-            mine[name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return world.union(mine)
+            digest[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return world.union(digest)
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -1002,11 +931,9 @@ def write_whole(file: Path, text: str) -> None:
     new.rename(file)
 
 
-def save_checkpoint(policy: Policy, optimizers: dict, step: int, progress: dict, record: "Record") -> None:
-    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest.
-
-    `optimizers` are named, and left out while they have no moments; `progress` is what else the loop needs, as JSON.
-    """
+def save_checkpoint(policy: Policy, optimizers: dict, step: int, position: int, record: "Record") -> None:
+    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest. `optimizers`
+    are named, and left out while they have no moments; `position` is how far the data are read."""
     world = record.world
     final = record.folder / "checkpoints" / f"step-{step:05d}"
     partial = final.with_suffix(".partial")
@@ -1018,7 +945,7 @@ def save_checkpoint(policy: Policy, optimizers: dict, step: int, progress: dict,
     need(shared, f"--run-dir {record.folder}: must lie on storage that all nodes share")
     used = {name: optimizer for name, optimizer in optimizers.items() if optimizer.state}
     dcp.save(training_state(policy, used), checkpoint_id=str(partial))
-    manifest = {"step": step, "ranks": world.size, "progress": progress, "files": digests(partial, world)}
+    manifest = {"step": step, "ranks": world.size, "position": position, "files": digests(partial, world)}
     if world.rank == 0:
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
         shutil.rmtree(final, ignore_errors=True)
@@ -1042,18 +969,16 @@ def newest_checkpoint(record: "Record") -> Path | None:
     return None
 
 
-def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record") -> tuple[int, dict]:
-    """With --resume load the newest whole checkpoint and return its step and progress; else return 0 and `progress`.
-
-    An optimiser that it does not hold stays as it is. A run that never completed a checkpoint starts over.
-    """
+def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int]:
+    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0. An
+    optimiser that it does not hold stays as it is. A run that never completed a checkpoint starts over."""
     if not record.args.resume:
-        return 0, progress
+        return 0, 0
     folder = newest_checkpoint(record)
     if folder is None:
         record.rewind(-1)
         record.say("the run had not come to a checkpoint: it starts over")
-        return 0, progress
+        return 0, 0
     held = {key.partition(".")[0] for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata}
     state = training_state(policy, {name: each for name, each in optimizers.items() if name in held})
     dcp.load(state, checkpoint_id=str(folder))
@@ -1065,12 +990,10 @@ def resume(policy: Policy, optimizers: dict, progress: dict, record: "Record") -
     record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
     if manifest["step"] >= record.steps:
         record.say(f"nothing is left to do: the run has its {record.steps} steps")
-    return manifest["step"], manifest["progress"]
+    return manifest["step"], manifest["position"]
 
 
 # ------------------------------------------------------------------------------------------------- evaluation, record
-
-
 def pass_at_k(correct_PN, k: int) -> float:
     """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
     correct = np.asarray(correct_PN)
@@ -1081,46 +1004,46 @@ def pass_at_k(correct_PN, k: int) -> float:
     return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong]))
 
 
-def evaluate(held_out: list[Data], sampler: Sampler, verifier: "Verifier", record: "Record", step: int) -> dict:
-    """Sample --eval-samples completions of every held-out problem; return avg@n, pass@k for k = 2, 4, … ≤ n, lengths.
-
-    The completions go to samples/ of the run folder. The seeds are the same in every evaluation of a run.
-    """
+def evaluate(held_out: dict[str, list[Problem]], sampler: Sampler, verifier: "Verifier", record: "Record", step: int):
+    """Sample --eval-samples completions of every held-out problem, with the same seeds each time; write them to
+    samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
     n = record.args.eval_samples
     metrics = {}
-    for data in held_out:
-        how = (record.args.eval_temperature, record.args, ("eval", data.name))
-        groups = sampler.sample(data.problems, n, *how)
+    for name, problems in held_out.items():
+        groups = sampler.sample(problems, n, record.args.eval_temperature, record.args, ("eval", name))
         verify(verifier, groups)
-        reward_PN = torch.stack([group.reward_G for group in groups])
-        correct_PN = reward_PN >= 1  # a reward of one's own may be a fraction
-        passed = {f"pass@{2**power}": pass_at_k(correct_PN, 2**power) for power in range(1, n.bit_length())}
         drawn = drawn_metrics(groups)
-        lengths = {"length": drawn["response_length"], "truncated_share": drawn["truncated_share"]}
-        found = {f"avg@{n}": reward_PN.mean().item()} | passed | lengths
-        metrics |= {f"eval/{data.name}/{name}": value for name, value in found.items()}
-        record.samples(f"{data.name}-step{step:05d}", groups)
-        right = {"step": step, "set": data.name, "n": n, "right": correct_PN.sum(1).tolist()}
+        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
+        metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
+        for k in (2**power for power in range(1, n.bit_length())):
+            metrics[f"eval/{name}/pass@{k}"] = pass_at_k(correct_PN, k)
+        metrics[f"eval/{name}/length"] = drawn["response_length"]
+        metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
+        record.samples(f"{name}-step{step:05d}", groups)
+        right = {"step": step, "set": name, "n": n, "right": correct_PN.sum(1).tolist()}
         record.write("questions.jsonl", json.dumps(right))
     return metrics
 
 
-def check_run_folder(folder: Path, args: Args, world: World) -> None:
-    """Raise ValueError when the folder holds another run, or with --resume none, or one with other flags."""
-    about = folder / "run.json"
-    exists = world.gather(about.exists())[0]  # rank 0 writes it only after every rank has asked
-    if not args.resume:
-        return need(not exists, f"--run-dir {folder}: holds another run; name a new folder, delete it or add --resume")
-    need(exists, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run")
+def open_run(folder: Path, args: Args, script: str, world: World) -> None:
+    """Make the run folder and write run.json, what a run is: command, arguments, versions, commit, each resumption.
+
+    Raises ValueError when the folder holds another run, or with --resume none, or one with other flags.
+    """
+    file = folder / "run.json"
+    exists = world.gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
+    need(
+        args.resume or not exists, f"--run-dir {folder}: holds another run; name a new folder, delete it or --resume it"
+    )
+    need(
+        exists or not args.resume, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run"
+    )
+    before = json.loads(file.read_text()) if args.resume else {"args": {}}
     scheduled = {"steps"} if args.lr_warmup or args.lr_floor < 1 else set()  # the schedule would bend
-    for name, before in json.loads(about.read_text())["args"].items():
+    for name, value in before["args"].items():
         now = json.loads(json.dumps(getattr(args, name)))
-        same = now == before or name in MAY_CHANGE - scheduled
-        need(same, f"--resume with --{name.replace('_', '-')} {now}: the run was started with {before}")
-
-
-def write_about(folder: Path, args: Args, script: str, world: World) -> None:
-    """Write run.json, what a run is: command, arguments, hardware, versions, commit; of a resumed one each time."""
+        same = now == value or name in MAY_CHANGE - scheduled
+        need(same, f"--resume with --{name.replace('_', '-')} {now}: the run was started with {value}")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     about = {
         "script": script,
@@ -1128,16 +1051,14 @@ def write_about(folder: Path, args: Args, script: str, world: World) -> None:
         "args": asdict(args),
         "ranks": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
-        "python": sys.version,
-        "versions": {package.name: package.version for package in importlib.metadata.distributions()},
+        "versions": {"python": sys.version} | {each.name: each.version for each in importlib.metadata.distributions()},
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    file = folder / "run.json"
-    if args.resume:
-        before = json.loads(file.read_text())
-        about = before | {"resumed": [*before.get("resumed", []), about]}
-    write_whole(file, json.dumps(about, indent=2) + "\n")
+    if world.rank == 0:
+        (folder / "samples").mkdir(parents=True, exist_ok=True)
+        about = before | {"resumed": [*before.get("resumed", []), about]} if args.resume else about
+        write_whole(file, json.dumps(about, indent=2) + "\n")
 
 
 SAY_IDLE = 10  # steps
@@ -1159,11 +1080,8 @@ class Record:
         self.skipped = 0
         self.skips_in_a_row = 0
         self.idle = 0
-        check_run_folder(self.folder, args, world)
-        if world.rank == 0:
-            (self.folder / "samples").mkdir(parents=True, exist_ok=True)
-            write_about(self.folder, args, script, world)
-            self.board = SummaryWriter(str(self.folder))
+        self.board = None
+        open_run(self.folder, args, script, world)
         self.say(f"run folder {self.folder}")
 
     def write(self, name: str, line: str) -> None:
@@ -1188,17 +1106,15 @@ class Record:
             kept = [line for line in lines if json.loads(line)["step"] <= step]
             write_whole(file, "".join(kept))
         self.started = time.time() - (json.loads(kept[-1])["time"] if kept else 0)
-        self.board.close()
-        self.board = SummaryWriter(str(self.folder), purge_step=step + 1)
 
-    def stop_asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Say whether a file named `stop` lies in the run folder, and take it away."""
         file = self.folder / "stop"
-        asked = self.world.gather(file.exists())[0]
-        if asked and self.world.rank == 0:
+        requested = self.world.gather(file.exists())[0]
+        if requested and self.world.rank == 0:
             file.unlink()
             self.say("a stop file: ending with a checkpoint; --resume goes on")
-        return asked
+        return requested
 
     @contextmanager
     def phase(self, name: str, tokens: int = 0):
@@ -1211,12 +1127,6 @@ class Record:
             torch.cuda.synchronize()
         phase["seconds"] += time.perf_counter() - start
         phase["tokens"] += tokens
-
-    def data(self, sets: list[Data], tokenizer) -> None:
-        """Say what was read and what was left out, and show a whole prompt."""
-        for data in sets:
-            self.say(f"{len(data.problems)} problems in {data.name}; left out: {data.left_out}")
-        self.say(f"the first prompt: {tokenizer.decode(sets[-1].problems[0].prompt_ids)!r}")
 
     def samples(self, name: str, groups: list[Group]) -> None:
         """Write groups to samples/<name>.txt."""
@@ -1245,6 +1155,7 @@ class Record:
         self.skipped = 0
         self.write("metrics.jsonl", json.dumps({"step": step, "time": round(time.time() - self.started, 2)} | metrics))
         if self.world.rank == 0:
+            self.board = self.board or SummaryWriter(str(self.folder), purge_step=step)
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
         evaluation = "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
@@ -1263,23 +1174,19 @@ class Record:
 
 
 # ----------------------------------------------------------------------------------------------------------- verifier
-
-
 def verify(verifier: "Verifier", groups: list[Group]) -> None:
-    """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank.
-
-    Raises ValueError for a reward of one's own that is not finite.
-    """
+    """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank. Raises
+    ValueError for a reward of one's own that is not finite."""
     world = verifier.world
-    numbers = [(p, g) for p, group in enumerate(groups) for g in range(len(group.rollouts))]
-    mine = numbers[world.rank :: world.size]
-    texts = [groups[p].rollouts[g].text for p, g in mine]
+    keys = [(p, g) for p, group in enumerate(groups) for g in range(len(group.rollouts))]
+    my_keys = keys[world.rank :: world.size]
+    texts = [groups[p].rollouts[g].text for p, g in my_keys]
     if verifier.reward:
-        rows = [groups[p].problem.row for p, _ in mine]
+        rows = [groups[p].problem.row for p, _ in my_keys]
         grades = [(float(verifier.reward(text, row)), "") for text, row in zip(texts, rows, strict=True)]
     else:
-        grades = verifier.judge(texts, [groups[p].problem.answer for p, _ in mine])
-    everyone = world.union(dict(zip(mine, grades, strict=True)))
+        grades = verifier.judge(texts, [groups[p].problem.answer for p, _ in my_keys])
+    everyone = world.union(dict(zip(my_keys, grades, strict=True)))
     for p, group in enumerate(groups):
         scores, group.verdicts = zip(*(everyone[p, g] for g in range(len(group.rollouts))), strict=True)
         group.correct_G = torch.tensor(scores, dtype=torch.float64)

@@ -61,7 +61,7 @@ class Args(common.Args):
     """CW-GRPO on DeepSeek-R1-Distill-Qwen-1.5B (Tables 2 and 5)."""
 
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
-    dataset: str = "open-rs"
+    dataset: str = "knoveleng/open-rs"
     template: str = "open-rs"  # Fig. 4
     steps: int = 300  # the schedule's length (released code); the paper's checkpoint is 100
     prompts_per_step: int = 12  # Table 5
@@ -90,8 +90,6 @@ class Args(common.Args):
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-
-
 def advantages(reward_PG: torch.Tensor) -> torch.Tensor:
     """Return advantage_PG: unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
     advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)
@@ -184,8 +182,6 @@ def covariance_summary(c_T: torch.Tensor) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-
-
 def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
     args: Args = record.args
@@ -269,28 +265,24 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
-
-
 def main(args: Args) -> None:
     """Sample, verify, learn, sync, evaluate, log; see `learn` for the paper's part."""
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    if args.clip_cov_low > args.clip_cov_high:
-        raise ValueError(f"--clip-cov-low {args.clip_cov_low}: at most --clip-cov-high {args.clip_cov_high}")
+    ordered = args.clip_cov_low <= args.clip_cov_high
+    common.need(ordered, f"--clip-cov-low {args.clip_cov_low}: at most --clip-cov-high, {args.clip_cov_high}")
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    data, held_out = common.load_data(args, tokenizer)
+    problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
     record = common.Record(args, "cwgrpo", world)
-    record.data([data, *held_out], tokenizer)
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
     optimizer = common.adamw(policy, args, args.lr)
-    start, progress = common.resume(policy, {"optimizer": optimizer}, {"position": 0}, record)
-    position = progress["position"]
+    start, position = common.resume(policy, {"optimizer": optimizer}, record)
     sampler.load(policy)
     if not start:
         record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
@@ -298,8 +290,8 @@ def main(args: Args) -> None:
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify
         with record.phase("sample") as phase:
-            problems = common.problems_from(data.problems, args, position)
-            groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+            prompts = common.problems_from(problems, args, position)
+            groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
             phase["tokens"] += sum(group.tokens for group in groups)
         with record.phase("verify"):
             common.verify(verifier, groups)
@@ -319,23 +311,20 @@ def main(args: Args) -> None:
             optimizer.zero_grad()  # gradients need not lie beside the engine
             sampler.load(policy)
 
-        # ---- evaluate, log
+        # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
                 metrics |= common.evaluate(held_out, sampler, verifier, record, step)
             record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)
-
-        # ---- checkpoint
-        stopping = record.stop_asked()
+        stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
-            common.save_checkpoint(policy, {"optimizer": optimizer}, step, {"position": position}, record)
+            common.save_checkpoint(policy, {"optimizer": optimizer}, step, position, record)
         if stopping:
             break
 
     if args.steps:
         common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
-    verifier.close()
     sampler.close()
 
 

@@ -58,7 +58,7 @@ class Args(common.Args):
     """GPG-Zero-7B (B.1)."""
 
     model: str = "Qwen/Qwen2.5-Math-7B"
-    dataset: str = "dapo-17k"
+    dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"  # B.4
     steps: int = 1100
     prompts_per_step: PositiveInt = 144
@@ -77,8 +77,6 @@ class Args(common.Args):
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-
-
 def advantages(reward_PG: torch.Tensor, norm: str = "none") -> torch.Tensor:
     """Return advantage_PG (Eq. 6): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
@@ -126,8 +124,6 @@ def policy_loss(
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-
-
 def learn(policy, optimizer, batch, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
     args: Args = record.args
@@ -190,8 +186,6 @@ def learn(policy, optimizer, batch, record) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
-
-
 def main(args: Args) -> None:
     """Sample, verify, learn, sync, evaluate, log; see `learn` for the paper's part."""
     # ---- whatever can be wrong is found before an engine starts
@@ -199,68 +193,65 @@ def main(args: Args) -> None:
     common.validate(args, world)
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    data, held_out = common.load_data(args, tokenizer)
+    problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
     record = common.Record(args, "gpg", world)
-    record.data([data, *held_out], tokenizer)
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     optimizer = common.adamw(policy, args, args.lr)
-    start, progress = common.resume(policy, {"optimizer": optimizer}, {"position": 0}, record)
-    position = progress["position"]
+    start, position = common.resume(policy, {"optimizer": optimizer}, record)
     sampler.load(policy)
     if not start:
         record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify, until enough groups are valid (Algorithm 1, line 1)
-        drawn, valid_P, draws = [], [], 0
-        while draws == 0 or (sum(valid_P) / args.prompts_per_step < args.beta_th and draws < args.max_draws):
+        drawn: list[common.Group] = []
+        for _ in range(args.max_draws):
             with record.phase("sample") as phase:
-                problems = common.problems_from(data.problems, args, position)
-                groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+                prompts = common.problems_from(problems, args, position)
+                groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
                 phase["tokens"] += sum(group.tokens for group in groups)
             with record.phase("verify"):
                 common.verify(verifier, groups)
-            for group in groups:
-                if args.format_reward:
-                    group.reward_G += torch.tensor([format_reward(rollout.text) for rollout in group.rollouts])
-                valid_P.append(common.valid(group.reward_G[None]).item())
+            for group in groups if args.format_reward else ():
+                group.reward_G += torch.tensor([format_reward(rollout.text) for rollout in group.rollouts])
             drawn += groups
-            draws += 1
             position += len(groups)
-        if sum(valid_P) / args.prompts_per_step < args.beta_th:
-            record.say(f"step {step}: {sum(valid_P)} valid groups in {draws} draws; going on with the rest")
+            valid_P = common.valid(torch.stack([group.reward_G for group in drawn]))
+            if valid_P.sum().item() / args.prompts_per_step >= args.beta_th:
+                break
+        else:
+            record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
         sampler.sleep()
         batch = common.Batch(common.first_valid(drawn, valid_P, args.prompts_per_step))
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = common.drawn_metrics(drawn, draws) | learn(policy, optimizer, batch, record)
+        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step) | learn(
+            policy, optimizer, batch, record
+        )
 
         # ---- sync
         with record.phase("sync"):
             optimizer.zero_grad()  # gradients need not lie beside the engine
             sampler.load(policy)
 
-        # ---- evaluate, log
+        # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
                 metrics |= common.evaluate(held_out, sampler, verifier, record, step)
             record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)
-
-        # ---- checkpoint
-        stopping = record.stop_asked()
+        stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
-            common.save_checkpoint(policy, {"optimizer": optimizer}, step, {"position": position}, record)
+            common.save_checkpoint(policy, {"optimizer": optimizer}, step, position, record)
         if stopping:
             break
 
     if args.steps:
         common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
-    verifier.close()
     sampler.close()
 
 

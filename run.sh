@@ -130,6 +130,23 @@ method() {  # the script and the flags that make it this method
   esac
 }
 
+sets() {  # hub ids of evaluation sets, as --eval takes them
+  local name ids=""
+  for name in "$@"; do
+    case $name in
+      aime24) ids+=,HuggingFaceH4/aime_2024 ;;
+      aime25) ids+=,math-ai/aime25 ;;
+      amc23) ids+=,knoveleng/AMC-23 ;;
+      amc83) ids+=,AI-MO/aimo-validation-amc ;;
+      math500) ids+=,HuggingFaceH4/MATH-500 ;;
+      minerva) ids+=,knoveleng/Minerva-Math ;;
+      olympiad) ids+=,knoveleng/OlympiadBench ;;
+      *) ids+=,MathArena/$name ;;
+    esac
+  done
+  echo "${ids#,}"
+}
+
 size() {  # model, data and evaluation
   case $script-$1 in
     *-toy) flags+=(--model tools/toy/model --template plain --dataset tools/toy/train.jsonl
@@ -146,7 +163,7 @@ size() {  # model, data and evaluation
       if [ "$word" = dapo-toy ]; then flags+=(--overlong-buffer 32); fi
       if [ $gpus = yes ]; then flags+=(--gpu-memory-utilization 0.1); fi ;;  # more cache than that only costs time
     sspo.py-1.5b | sspo.py-7b)
-      flags+=(--activation-checkpointing --eval aime24,amc83,math500,minerva,olympiad)
+      flags+=(--activation-checkpointing --eval "$(sets aime24 amc83 math500 minerva olympiad)")
       if [ "$1" = 7b ]; then flags+=(--model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2); fi
       if [ ! -d data/understand-r1-zero ]; then  # MATH levels 3-5 as Dr. GRPO and SSPO used it
         git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero
@@ -154,23 +171,24 @@ size() {  # model, data and evaluation
     cwgrpo.py-1.5b | cwgrpo.py-7b)
       flags+=(--activation-checkpointing)
       if [ "$1" = 7b ]; then flags+=(--model Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps 150); fi ;;
-    gpg.py-7b) flags+=(--activation-checkpointing --eval aime24,amc23,math500,minerva,olympiad) ;;
+    gpg.py-7b) flags+=(--activation-checkpointing --eval "$(sets aime24 amc23 math500 minerva olympiad)") ;;
     gpg.py-math)  # see gpg.py for what is ours; 117 draws of 64 prompts are one epoch of 7,500, a threshold takes more
-      flags+=(--activation-checkpointing --eval aime24,amc23,math500,minerva,olympiad --dataset math-lighteval
+      flags+=(--activation-checkpointing --eval "$(sets aime24 amc23 math500 minerva olympiad)"
+        --dataset DigitalLearningGmbH/MATH-lighteval:train
         --max-prompt-tokens 512 --max-response-tokens 1024 --prompts-per-step 64 --steps 117 --lr 2e-6 --lr-warmup 0.1) ;;
     gpg.py-rs1 | gpg.py-rs3)  # the recipe of Open-RS; its decay is TRL's default
       flags+=(--activation-checkpointing --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template open-rs
         --format-reward --group-size 6 --prompts-per-step 64 --max-prompt-tokens 512 --max-response-tokens 3584
         --temperature 0.7 --lr-warmup 0.1 --lr-floor 0.1 --weight-decay 0)
-      if [ "$1" = rs1 ]; then flags+=(--dataset open-s1 --steps 100); fi
-      if [ "$1" = rs3 ]; then flags+=(--dataset open-rs --steps 50); fi ;;
+      if [ "$1" = rs1 ]; then flags+=(--dataset knoveleng/open-s1 --steps 100); fi
+      if [ "$1" = rs3 ]; then flags+=(--dataset knoveleng/open-rs --steps 50); fi ;;
     sps.py-*-*k | sspo.py-*-*k)
       local subset; subset=$(sed 's/.*-//; s/k$/000/' <<<"$1")
       flags+=(--activation-checkpointing --model "Qwen/Qwen2.5-Math-$(tr b B <<<"${1%-*}")" --subset "$subset"
-        --eval aime24,aime25,brumo25,hmmt_feb25,hmmt_nov25
+        --eval "$(sets aime24 aime25 brumo_2025 hmmt_feb_2025 hmmt_nov_2025)"
         --eval-samples 128 --eval-temperature 0.7 --eval-every 100)
       if [ $script = sspo.py ]; then
-        flags+=(--dataset openr1-46k --max-response-tokens 3072 --lr 5e-7 --weight-decay 0.1
+        flags+=(--dataset Elliott/Openr1-Math-46k-8192 --max-response-tokens 3072 --lr 5e-7 --weight-decay 0.1
           --adam-betas 0.9 0.95 --steps 700 --prompts-per-step 16 --updates-per-step 1)
         case $word in gspo*) flags+=(--prompts-per-step 64 --updates-per-step 4 --steps 175 --eval-every 25) ;; esac
       fi

@@ -60,7 +60,7 @@ import common
 class Args(common.Args):
     """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2)."""
 
-    dataset: str = "openr1-46k"
+    dataset: str = "Elliott/Openr1-Math-46k-8192"
     subset: NonNegativeInt = 3000  # section 5.1: 3k, 5k, 10k
     steps: NonNegativeInt = 700  # section 5.2: RL steps; the IRL steps of complete RL stages come on top
     prompts_per_step: PositiveInt = 16  # 128 completions, section 5.1
@@ -90,9 +90,8 @@ class Args(common.Args):
 
 CLIP = {"low": 0.8, "high": 1.2}
 
+
 # ----------------------------------------------------------------------------------------------------------- the paper
-
-
 def advantages(reward_PG: torch.Tensor) -> torch.Tensor:
     """Return advantage_PG (Eq. 25): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
     advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 25
@@ -170,8 +169,6 @@ def similarity(responses_PG: list[list[np.ndarray]]) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-
-
 def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
     args: Args = record.args
@@ -293,8 +290,6 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype: torch.dtype, wo
 
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
-
-
 def keep_rollouts(folder: Path, step: int, position: int, batch) -> None:
     """Write an RL step's rollouts to step-<step>.npz: token ids end to end, lengths, mean log-probs, rewards."""
     folder.mkdir(exist_ok=True)
@@ -338,12 +333,12 @@ def demonstrations(folder: Path, steps: range, irl_step: int, problems: list[com
     groups = []
     for file, first in zip(files, range(0, len(mean_logp_PG), args.prompts_per_step), strict=True):
         with np.load(file) as arrays:
-            asked = common.problems_from(problems, args, int(arrays["position"]))
+            prompts = common.problems_from(problems, args, int(arrays["position"]))
             length_PG = arrays["length_PG"]
             responses = np.split(arrays["ids"].astype(np.int64), length_PG.cumsum()[:-1])
         for p, g in ((p - first, g) for p, g in drawn if first <= p < first + args.prompts_per_step):
             ids = responses[p * length_PG.shape[1] + g]
-            groups.append(common.Group(asked[p], [common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)]))
+            groups.append(common.Group(prompts[p], [common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)]))
     return groups, sum(reward_PG[p, g].item() < 1 for p, g in drawn) / len(drawn)
 
 
@@ -355,19 +350,17 @@ def forget_rollouts(folder: Path, checkpoints: Path, round_length: int) -> None:
             file.unlink()
 
 
-def greedy_logp(held_out: list[common.Data], sampler, args: Args) -> dict[str, float]:
+def greedy_logp(held_out: dict[str, list[common.Problem]], sampler, args: Args) -> dict[str, float]:
     """Return the mean over greedy answers to each held-out set of their mean token log-prob, nats, at temperature 1
     (Table 6, which does not say of what it is a mean)."""
     metrics = {}
-    for data in held_out:
-        groups = sampler.sample(data.problems, 1, 0.0, args, ("greedy", data.name))
-        metrics[f"eval/{data.name}/greedy_logp"] = float(np.mean([group.rollouts[0].logp.mean() for group in groups]))
+    for name, problems in held_out.items():
+        groups = sampler.sample(problems, 1, 0.0, args, ("greedy", name))
+        metrics[f"eval/{name}/greedy_logp"] = float(np.mean([group.rollouts[0].logp.mean() for group in groups]))
     return metrics
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
-
-
 def main(args: Args) -> None:
     """Sample, verify, learn, sync, evaluate, log; see `learn` and `learn_irl` for the paper's part."""
     # ---- whatever can be wrong is found before an engine starts
@@ -377,14 +370,13 @@ def main(args: Args) -> None:
         raise ValueError(f"--demonstrations {args.demonstrations}: 1 to --group-size {args.group_size}")
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    data, held_out = common.load_data(args, tokenizer)
-    rl_steps, irl_steps = stage_lengths(args, len(data.problems))
+    problems, held_out = common.load_data(args, tokenizer)
+    rl_steps, irl_steps = stage_lengths(args, len(problems))
     if irl_steps and 0 < args.steps < rl_steps:
         stage = f"an RL stage has {rl_steps}, so no IRL stage would come (--irl-steps 0?)"
         raise ValueError(f"--steps {args.steps}: {stage}")
     verifier = common.Verifier(args, world)
     record = common.Record(args, "sps", world)
-    record.data([data, *held_out], tokenizer)
     record.steps = args.steps + args.steps // rl_steps * irl_steps
     rollout_folder = record.folder / "rollouts"
 
@@ -394,8 +386,7 @@ def main(args: Args) -> None:
     optimizer = common.adamw(policy, args, args.lr)
     irl_optimizer = common.adamw(policy, args, args.irl_lr)
     optimizers = {"optimizer": optimizer, "irl_optimizer": irl_optimizer}
-    start, progress = common.resume(policy, optimizers, {"position": 0}, record)
-    position = progress["position"]
+    start, position = common.resume(policy, optimizers, record)
     share = movable_share(shards(policy), args.irl_lr, torch.float32, world)
     if irl_steps and share < 0.99:
         sampled = movable_share(shards(policy), args.irl_lr, torch.bfloat16, world)
@@ -414,8 +405,8 @@ def main(args: Args) -> None:
         if within < rl_steps:
             # ---- stage 1: sample and verify
             with record.phase("sample") as phase:
-                problems = common.problems_from(data.problems, args, position)
-                groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+                prompts = common.problems_from(problems, args, position)
+                groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
                 phase["tokens"] += sum(group.tokens for group in groups)
             with record.phase("verify"):
                 common.verify(verifier, groups)
@@ -437,7 +428,7 @@ def main(args: Args) -> None:
             with record.phase("irl") as phase:
                 steps = range(step - within, step - within + rl_steps)
                 seed = common.seed_of(args.seed, "irl", stage)
-                groups, wrong = demonstrations(rollout_folder, steps, within - rl_steps, data.problems, args, seed)
+                groups, wrong = demonstrations(rollout_folder, steps, within - rl_steps, problems, args, seed)
                 batch = common.Batch(groups)
                 metrics = learn_irl(policy, irl_optimizer, batch, record)
                 metrics["irl/wrong_share"] = wrong
@@ -463,9 +454,9 @@ def main(args: Args) -> None:
         record.step(step, metrics)
 
         # ---- checkpoint
-        stopping = record.stop_asked()
+        stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == record.steps:
-            common.save_checkpoint(policy, optimizers, step, {"position": position}, record)
+            common.save_checkpoint(policy, optimizers, step, position, record)
             if world.rank == 0:
                 forget_rollouts(rollout_folder, record.folder / "checkpoints", rl_steps + irl_steps)
         if stopping:
@@ -473,7 +464,6 @@ def main(args: Args) -> None:
 
     if args.steps:
         common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
-    verifier.close()
     sampler.close()
 
 

@@ -80,8 +80,6 @@ class Args(common.Args):
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-
-
 def advantages(reward_PG: torch.Tensor, scale: bool = True) -> torch.Tensor:
     """Return advantage_PG (Eq. 8): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
@@ -98,14 +96,14 @@ def segments(pieces: list[str], delimiter: str) -> list[int]:
     """
     if delimiter == "token":
         return list(range(len(pieces)))
-    numbers, number, text, closed = [], 0, "", False
+    numbers = []
+    number = 0
+    text = ""  # of the present segment, since a delimiter may straddle tokens
     for piece in pieces:
-        if closed and piece.strip():
+        if delimiter and delimiter in text and piece.strip():
             number += 1
             text = ""
-            closed = False
-        text = text[-len(delimiter) :] + piece  # a delimiter may straddle tokens
-        closed = closed or (delimiter != "" and delimiter in text)
+        text += piece
         numbers.append(number)
     return numbers
 
@@ -128,9 +126,10 @@ def token_weights(length_R: torch.Tensor, normaliser: str = "response", max_leng
     response: 1 / (R |y_i|), the mean over prompts, 1/G and 1/|y_i| of Eq. 16, where |y_ij| turns the sum over segments
     into one over tokens. token: 1 / sum |y_i|, DAPO. Both sum to 1. constant: 1 / (R max_length), Dr. GRPO.
     """
-    constants = {"token": length_R.double().mean(), "constant": torch.tensor(float(max_length))}
-    per_response_R = length_R if normaliser == "response" else constants[normaliser].expand(len(length_R))
-    return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)  # 1/G 1/|y_i| of Eq. 16
+    length_R = length_R.double()
+    tokens = {"response": length_R, "token": length_R.mean(), "constant": max_length}[normaliser]
+    weight_R = torch.ones_like(length_R) / (len(length_R) * tokens)  # 1/G 1/|y_i| of Eq. 16
+    return weight_R.repeat_interleave(length_R.long())
 
 
 def overlong_penalty(length_R: torch.Tensor, max_length: int, buffer: int) -> torch.Tensor:
@@ -163,8 +162,6 @@ def policy_loss(
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-
-
 def step_segments(batch, trained_R, tokenizer, delimiter: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return segment_T, unique over the step, and the number of segments_R.
 
@@ -257,83 +254,77 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
-
-
 def main(args: Args) -> None:
     """Sample, verify, learn, sync, evaluate, log; see `learn` for the paper's part."""
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    if args.prompts_per_step % args.updates_per_step:
-        legal = [u for u in range(1, args.prompts_per_step + 1) if args.prompts_per_step % u == 0]
-        raise ValueError(f"--updates-per-step {args.updates_per_step} must divide --prompts-per-step: one of {legal}")
-    if args.overlong_buffer > args.max_response_tokens:
-        limit = args.max_response_tokens
-        raise ValueError(f"--overlong-buffer {args.overlong_buffer}: 0 to --max-response-tokens {limit}")
+    divides = args.prompts_per_step % args.updates_per_step == 0
+    common.need(divides, f"--updates-per-step {args.updates_per_step}: must divide --prompts-per-step")
+    fits = args.overlong_buffer <= args.max_response_tokens
+    common.need(fits, f"--overlong-buffer {args.overlong_buffer}: at most --max-response-tokens")
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    data, held_out = common.load_data(args, tokenizer)
+    problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
     record = common.Record(args, "sspo", world)
-    record.data([data, *held_out], tokenizer)
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     optimizer = common.adamw(policy, args, args.lr)
-    start, progress = common.resume(policy, {"optimizer": optimizer}, {"position": 0}, record)
-    position = progress["position"]
+    start, position = common.resume(policy, {"optimizer": optimizer}, record)
     sampler.load(policy)
     if not start:
         record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify, once or until enough groups are valid
-        drawn, valid_P, draws = [], [], 0
-        while draws == 0 or (sum(valid_P) / args.prompts_per_step < args.valid_share and draws < args.max_draws):
+        drawn: list[common.Group] = []
+        for _ in range(args.max_draws):
             with record.phase("sample") as phase:
-                problems = common.problems_from(data.problems, args, position)
-                groups = sampler.sample(problems, args.group_size, args.temperature, args, ("train", position))
+                prompts = common.problems_from(problems, args, position)
+                groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
                 phase["tokens"] += sum(group.tokens for group in groups)
             with record.phase("verify"):
                 common.verify(verifier, groups)
             for group in groups:
-                valid_P.append(common.valid(group.correct_G[None]).item())  # DAPO: whatever the penalty
                 length_G = torch.tensor([len(rollout.ids) for rollout in group.rollouts])
                 group.reward_G += overlong_penalty(length_G, args.max_response_tokens, args.overlong_buffer)
             drawn += groups
-            draws += 1
             position += len(groups)
-        if sum(valid_P) / args.prompts_per_step < args.valid_share:
-            record.say(f"step {step}: {sum(valid_P)} valid groups in {draws} draws; going on with the rest")
+            valid_P = common.valid(torch.stack([group.correct_G for group in drawn]))  # DAPO: whatever the penalty
+            if valid_P.sum().item() / args.prompts_per_step >= args.valid_share:
+                break
+        else:
+            record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
         sampler.sleep()
         batch = common.Batch(common.first_valid(drawn, valid_P, args.prompts_per_step))
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = common.drawn_metrics(drawn, draws) | learn(policy, optimizer, batch, tokenizer, record)
+        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step) | learn(
+            policy, optimizer, batch, tokenizer, record
+        )
 
         # ---- sync
         with record.phase("sync"):
             optimizer.zero_grad()  # gradients need not lie beside the engine
             sampler.load(policy)
 
-        # ---- evaluate, log
+        # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
                 metrics |= common.evaluate(held_out, sampler, verifier, record, step)
             record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)
-
-        # ---- checkpoint
-        stopping = record.stop_asked()
+        stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:
-            common.save_checkpoint(policy, {"optimizer": optimizer}, step, {"position": position}, record)
+            common.save_checkpoint(policy, {"optimizer": optimizer}, step, position, record)
         if stopping:
             break
 
     if args.steps:
         common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
-    verifier.close()
     sampler.close()
 
 

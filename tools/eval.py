@@ -52,6 +52,18 @@ common.PROMPTS["r1-eval"] = (  # LightEval's, with which 2504.02546 (Fig. 4) and
     "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
     "answering.\n\n{problem}",
 )
+SETS = {  # where a name is on the hub
+    "aime24": "HuggingFaceH4/aime_2024",
+    "aime25": "math-ai/aime25",
+    "math500": "HuggingFaceH4/MATH-500",
+    "amc23": "knoveleng/AMC-23",
+    "amc83": "AI-MO/aimo-validation-amc",
+    "minerva": "knoveleng/Minerva-Math",
+    "olympiad": "knoveleng/OlympiadBench",
+    "brumo25": "MathArena/brumo_2025",
+    "hmmt_feb25": "MathArena/hmmt_feb_2025",
+    "hmmt_nov25": "MathArena/hmmt_nov_2025",
+}
 SSPO = ("aime24", "amc83", "math500", "minerva", "olympiad")
 OPEN_RS = ("aime24", "math500", "amc23", "minerva", "olympiad")
 GPG_16 = ("aime24", "amc23", "math500", "minerva")
@@ -133,7 +145,7 @@ class Args:
 def with_changes(protocol: Protocol, args: Args) -> Protocol:
     """Return the protocol with what the command line changes in it."""
     mine = tuple(name for name in args.sets if name in protocol.sets) if args.sets else protocol.sets
-    own = tuple(name for name in args.sets if name not in common.SETS)
+    own = tuple(name for name in args.sets if name not in SETS)
     samples = args.samples or protocol.samples
     return dataclasses.replace(
         protocol,
@@ -196,10 +208,15 @@ def best_average_step(run: Path) -> tuple[int, float] | None:
     return max(found, key=lambda pair: pair[1], default=None)
 
 
-def evaluate(name: str, protocol: Protocol, sampler, verifier, data: list[common.Data], args: Args) -> list[dict]:
-    """Sample, grade and summarise a protocol's sets."""
+def where(name: str, data_dir: str) -> str:
+    """Return the file or hub id of a set: of a name in `SETS` NAME.jsonl in a folder, if given."""
+    return f"{data_dir}/{name}.jsonl" if name in SETS and data_dir else SETS.get(name, name)
+
+
+def evaluate(name: str, protocol: Protocol, sampler, verifier, data: dict, args: Args) -> list[dict]:
+    """Sample, grade and summarise a protocol's sets, {name: problems}."""
     rows = []
-    for problems in data:
+    for shown, problems in data.items():
         correct_SPN, groups = [], []
         for seed in range(protocol.seeds):
             settings = common.Args(
@@ -207,8 +224,8 @@ def evaluate(name: str, protocol: Protocol, sampler, verifier, data: list[common
                 max_response_tokens=protocol.max_response_tokens,
                 tensor_parallel=args.tensor_parallel,
             )
-            how = (protocol.temperature, settings, ("eval", problems.name), protocol.top_p)
-            sampled = sampler.sample(problems.problems, protocol.samples, *how)
+            how = (protocol.temperature, settings, ("eval", Path(shown).stem), protocol.top_p)
+            sampled = sampler.sample(problems, protocol.samples, *how)
             common.verify(verifier, sampled)
             correct_SPN.append(torch.stack([group.correct_G for group in sampled]))
             groups += sampled
@@ -216,8 +233,7 @@ def evaluate(name: str, protocol: Protocol, sampler, verifier, data: list[common
         found = {"length": drawn["response_length"], "truncated_share": drawn["truncated_share"]}
         found |= {name: count for name, count in drawn.items() if name.startswith("verifier/")}
         rows.append(
-            {"protocol": name, "set": problems.name, "problems": len(problems.problems)}
-            | {"left_out": problems.left_out}
+            {"protocol": name, "set": Path(shown).stem, "problems": len(problems)}
             | {"samples": protocol.samples, "seeds": protocol.seeds, "temperature": protocol.temperature}
             | {"top_p": protocol.top_p, "template": protocol.template, "max_tokens": protocol.max_response_tokens}
             | summary(torch.stack(correct_SPN), protocol.ks)
@@ -246,8 +262,7 @@ def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
     table = [["set", "problems", *labels, *(label for label, _ in protocol.papers)]]
     for one in names:
         row, papers = ours.get(one), [figure.get(one, "-") for _, figure in protocol.papers]
-        asked = f"{row['problems']} of {row['problems'] + sum(row['left_out'].values())}" if row else "-"
-        table.append([one, asked, *(cell(row, label) for label in labels), *papers])
+        table.append([one, str(row["problems"]) if row else "-", *(cell(row, label) for label in labels), *papers])
     if rows and len(ours) == len(names):
         means = [f"{sum(row[label]['mean'] for row in rows) / len(rows):.2f}" for label in labels]
         complete = [[float(f.partition("/")[0]) for f in figure.values()] for _, figure in protocol.papers]
@@ -276,7 +291,6 @@ def main(args: Args) -> None:
     world = common.init_world()
     settings = common.Args(
         model=model,
-        data_dir=args.data_dir,
         seed=args.seed,
         max_prompt_tokens=args.max_prompt_tokens,
         max_response_tokens=1,
@@ -296,7 +310,8 @@ def main(args: Args) -> None:
             why_not[name] = f"prompt {protocol.template} needs a chat template, and the model's tokenizer has none"
         else:
             how = dataclasses.replace(settings, template=protocol.template)
-            data[name] = [common.load_problems(one, tokenizer, how, "--sets") for one in protocol.sets]
+            places = {one: where(one, args.data_dir) for one in protocol.sets}
+            data[name] = {one: common.load_problems(place, tokenizer, how, "--sets") for one, place in places.items()}
     rows = []
     if data:
         settings.max_response_tokens = max(chosen[name].max_response_tokens for name in data)

@@ -154,9 +154,9 @@ def rows(folder: Path) -> list[dict]:
     ]
 
 
-def progress(manifest: Path) -> dict:
-    """Return what a checkpoint holds besides weights and moments."""
-    return json.loads(manifest.read_text())["progress"]
+def position(manifest: Path) -> int:
+    """Return how far the data were read at a checkpoint."""
+    return json.loads(manifest.read_text())["position"]
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
@@ -171,7 +171,7 @@ def differences(ours: Path, theirs: Path) -> list[str]:
                 found.append(str(name))
     for file in sorted(theirs.glob("checkpoints/*/manifest.json")):
         name = file.relative_to(theirs)
-        if not (ours / name).is_file() or progress(ours / name) != progress(file):
+        if not (ours / name).is_file() or position(ours / name) != position(file):
             found.append(str(name))
     weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (ours, theirs))
     if weights.keys() != expected.keys() or not all(weights[name].equal(expected[name]) for name in expected):
