@@ -40,7 +40,7 @@ def test_table_16_has_the_spread_over_problems():
 
 def test_protocols_name_sets_that_exist():
     for protocol in evaluation.PROTOCOLS.values():
-        assert set(protocol.sets) <= common.SETS.keys() and max(protocol.ks) <= protocol.samples
+        assert set(protocol.sets) <= evaluation.SETS.keys() and max(protocol.ks) <= protocol.samples
         assert protocol.template in common.PROMPTS
         for _, row in protocol.papers:
             assert set(row) <= set(protocol.sets)

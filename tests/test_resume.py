@@ -70,8 +70,8 @@ def check_resumed(folder: Path, run) -> None:
     assert differences(folder, run.folder) == []
     about = json.loads((folder / "run.json").read_text())
     assert [again["args"]["resume"] for again in about["resumed"]] == [True] and not about["args"]["resume"]
-    progress = faults.progress(max((run.folder / "checkpoints").iterdir()) / "manifest.json")
-    assert progress["position"] == sum(row.get("prompts_drawn", 0) for row in run.rows)
+    last = max((run.folder / "checkpoints").iterdir()) / "manifest.json"
+    assert faults.position(last) == sum(row.get("prompts_drawn", 0) for row in run.rows)
 
 
 def stop_and_resume(engine, script: str, folder: Path, run) -> None:
@@ -142,6 +142,7 @@ def test_a_kill_before_the_first_checkpoint(sspo_run, tmp_path):
 def test_a_run_without_a_checkpoint_starts_over(engine, cwgrpo_run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(cwgrpo_run.folder, folder)
+    (folder / "checkpoints" / "step-00002" / "manifest.json").unlink()
     (folder / "checkpoints" / "step-00002").rename(folder / "checkpoints" / "step-00002.partial")
     shutil.rmtree(folder / "checkpoints" / "step-00004")
     spoil_metrics(folder, 2)
@@ -159,6 +160,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(engine, cwgrpo
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     shutil.copytree(checkpoints / "step-00002", checkpoints / "step-00005.partial")
+    (checkpoints / "step-00005.partial" / "manifest.json").unlink()
     output = engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
     assert "step-00005.partial: half-written or damaged" in output
     assert "step-00004: half-written or damaged" in output and "step-00002, written by 2 ranks" in output

@@ -80,7 +80,6 @@ def test_steps_of_sps(printed_sps_run):
     assert rows[3]["irl/response_length"] != rows[4]["irl/response_length"], "both steps have the same demonstrations"
     assert ["seconds/sync" in row for row in rows[1:5]] == [True, True, False, True], "the engine wakes inside a stage"
     assert 100 * rows[3]["irl/moved_share"] == pytest.approx(float(said[1]), abs=5)
-    assert "'not in the subset': 3996" in output
     greedy_logp = {row["step"]: row["eval/harder/greedy_logp"] for row in rows if "eval/harder/greedy_logp" in row}
     assert list(greedy_logp) == [0, 2, 4, 6, 8, 9] and all(-1 < value < 0 for value in greedy_logp.values())
 
@@ -108,8 +107,8 @@ def test_the_record(sspo_run):
     assert about["versions"]["torch"] == torch.__version__ and about["commit"]
     assert list(sspo_run.folder.glob("events.out.tfevents.*"))
     log = (sspo_run.folder / "log.txt").read_text()
-    for line in (r"step 2/4 .* reward 0\.\d+ .* left ", r"median seconds where a step has it", r"  update +\d"):
-        assert re.search(line, log) and re.search(line, sspo_run.output)
+    line = r"step 2/4 .* reward 0\.\d+ .* left "
+    assert re.search(line, log) and re.search(line, sspo_run.output)
 
 
 def check_evaluated(folder, run) -> None:
@@ -159,8 +158,13 @@ def draw(monkeypatch, *flags) -> None:
 def test_plot_draws_several_runs(sspo_run, gpg_run, tmp_path, monkeypatch, capsys):
     draw(monkeypatch, sspo_run.folder, gpg_run.folder, "-o", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
-    line = r"sspo  heldout/avg@1 +[01]\.\d{3} before, [01]\.\d{3} after 4 steps"
-    assert re.search(line, capsys.readouterr().out)
+    output = capsys.readouterr().out
+    for line in (
+        r"sspo  heldout/avg@1 +[01]\.\d{3} before, [01]\.\d{3} after 4 steps",
+        r"median seconds",
+        r"  update +\d",
+    ):
+        assert re.search(line, output), line
 
 
 def test_plot_draws_questions(sspo_run, printed_sps_run, tmp_path, monkeypatch):
