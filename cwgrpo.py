@@ -12,8 +12,6 @@ weigh less. Minimised, for one prompt (section 2.3; the paper numbers no equatio
     ./run.sh cwgrpo-1.5b                     R1-Distill-Qwen-1.5B of Table 2; also cwgrpo-7b, grpo-kl-..., clip-cov-...
     torchrun --nproc-per-node 4 cwgrpo.py    the same without activation checkpointing
 
-Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response tokens.
-
 Settings: the paper's baseline GRPO is --reweight none. Clip-Cov (arXiv 2505.22617), its other baseline and the fifth
 row of SSPO's Table 1, is --reweight clip-cov --normaliser token: of the tokens whose covariance, centred over the whole
 update, lies between 1 and 5, a random 2e-4 of all tokens get no gradient.
@@ -115,17 +113,7 @@ def kernel_weights(c_T: torch.Tensor, group_T: torch.Tensor) -> torch.Tensor:
     return w_T / common.mean_by(w_T, group_T)[group_T]  # normalisation
 
 
-def clip_cov_mask(
-    logp_T: torch.Tensor,
-    old_logp_T: torch.Tensor,
-    advantage_T: torch.Tensor,
-    low: float,
-    high: float,
-    share: float,
-    cov_low: float,
-    cov_high: float,
-    generator: torch.Generator,
-) -> torch.Tensor:
+def clip_cov_mask(logp_T, old_logp_T, advantage_T, low, high, share, cov_low, cov_high, generator) -> torch.Tensor:
     """Return keep_T over a whole update: 0.0 for max(1, int(share N)) random tokens, or all there are, with
     cov_low < covariance < cov_high whose ratio PPO would not have clipped to [low, high] (Clip-Cov); else 1.0."""
     cov_T = (advantage_T - advantage_T.mean()) * (logp_T - logp_T.mean())
@@ -144,15 +132,7 @@ def token_weights(length_R: torch.Tensor, normaliser: str = "response") -> torch
     return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)
 
 
-def policy_loss(
-    logp_T: torch.Tensor,
-    old_logp_T: torch.Tensor,
-    ref_logp_T: torch.Tensor,
-    advantage_T: torch.Tensor,
-    kernel_T: torch.Tensor,
-    weight_T: torch.Tensor,
-    kl_coef: float,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, kernel_T, weight_T, kl_coef: float):
     """Return the loss of these tokens and metrics: kl, its KL term without the coefficient (nats, weighted alike)."""
     ratio_T = (logp_T - old_logp_T).exp()
     kl_T = (ref_logp_T - logp_T).exp() - (ref_logp_T - logp_T) - 1  # k3

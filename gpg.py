@@ -14,8 +14,6 @@ drawn and the valid groups are kept (Algorithm 1).
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4 (also gpg-rs1, gpg-rs3, the ablations: ./run.sh help)
     torchrun --nproc-per-node 8 gpg.py    the same without evaluation and activation checkpointing
 
-Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response tokens.
-
 Settings: Table 15's row A is --norm group --no-accurate-gradient --beta-th 0, B --no-accurate-gradient --beta-th 0,
 C --beta-th 0, D the default. Table 13 adds --norm batch to B.
 
@@ -111,9 +109,7 @@ def format_reward(text: str) -> float:
     return float(bool(tagged) and not any(tag in inside for tag in ("<think>", "</think>", "<answer>", "</answer>")))
 
 
-def policy_loss(
-    logp_T: torch.Tensor, advantage_T: torch.Tensor, weight_T: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def policy_loss(logp_T, advantage_T, weight_T):
     """Return the loss (Eq. 8) and metrics of these tokens.
 
     Metrics: logp_positive and logp_negative, mean log-prob of tokens of responses above and below their group's mean.

@@ -11,8 +11,6 @@ for one prompt (Eqs. 23, 25; GRPO), and in an IRL stage (Eq. 4 without its minus
     ./run.sh sps-1.5b-3k                   Qwen2.5-Math-1.5B, 3,000 problems (Table 1); also 7b, 5k, 10k; sps-grpo-...
     torchrun --nproc-per-node 4 sps.py     the same without activation checkpointing and evaluation
 
-Shapes: _P prompts, _G responses of a prompt, _R responses, _T response tokens.
-
 Settings: GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-1.5b-3k, gspo-...).
 
 Where the paper is silent, contradicts itself, or is departed from:
@@ -107,16 +105,7 @@ def token_weights(length_R: torch.Tensor, normaliser: str = "response") -> torch
     return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)
 
 
-def policy_loss(
-    logp_T: torch.Tensor,
-    old_logp_T: torch.Tensor,
-    ref_logp_T: torch.Tensor,
-    advantage_T: torch.Tensor,
-    weight_T: torch.Tensor,
-    low: float,
-    high: float,
-    kl_coef: float,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, weight_T, low: float, high: float, kl_coef: float):
     """Return the RL loss of these tokens and metrics: kl, its KL term without coefficient (nats, weighted alike)."""
     ratio_T = (logp_T - old_logp_T).exp()
     surrogate_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low, high) * advantage_T)
@@ -269,6 +258,7 @@ def learn_irl(policy, optimizer, batch, record) -> dict[str, float]:
         "irl/moved_share": moved_share(before, shards(policy), torch.float32, world),
         "irl/moved_share_bf16": moved_share(before, shards(policy), torch.bfloat16, world),
         "irl/response_length": batch.length_R.double().mean().item(),
+        "irl/wrong_share": (batch.reward_PG < 1).double().mean().item(),
     }
 
 
@@ -290,20 +280,11 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype: torch.dtype, wo
 
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
-def keep_rollouts(folder: Path, step: int, position: int, batch) -> None:
-    """Write an RL step's rollouts to step-<step>.npz: token ids end to end, lengths, mean log-probs, rewards."""
+def keep_rollouts(folder: Path, step: int, groups: list[common.Group]) -> None:
+    """Write an RL step's groups to step-<step>.pt."""
     folder.mkdir(exist_ok=True)
-    mean_logp_R = [rollout.logp.mean(dtype=np.float64) for rollout in batch.rollout_R]
-    partial = folder / "partial.npz"
-    np.savez(
-        partial,
-        position=position,
-        ids=np.concatenate([rollout.ids for rollout in batch.rollout_R]).astype(np.int32),
-        length_PG=batch.length_R.view(batch.reward_PG.shape).numpy(),
-        mean_logp_PG=np.reshape(mean_logp_R, batch.reward_PG.shape),
-        reward_PG=batch.reward_PG.numpy(),
-    )
-    partial.rename(folder / f"step-{step:05d}.npz")
+    torch.save(groups, folder / "partial")
+    (folder / "partial").rename(folder / f"step-{step:05d}.pt")
 
 
 def stage_lengths(args: Args, problems: int) -> tuple[int, int]:
@@ -313,39 +294,32 @@ def stage_lengths(args: Args, problems: int) -> tuple[int, int]:
     return rl_steps, args.irl_steps or math.ceil(args.irl_passes * chosen / args.irl_batch)
 
 
-def demonstrations(folder: Path, steps: range, irl_step: int, problems: list[common.Problem], args: Args, seed: int):
-    """Return the demonstrations of a stage's IRL step (the first is 0), groups of one, and the share of wrong ones.
+def demonstrations(folder: Path, steps: range, irl_step: int, args: Args, seed: int) -> list[common.Group]:
+    """Return the demonstrations of a stage's IRL step (the first is 0), groups of one.
 
     They are a function of the rollouts kept in `steps` and of the seed. A stage draws without replacement while
     demonstrations last. Raises FileNotFoundError for rollouts that are gone.
     """
-    files = [folder / f"step-{step:05d}.npz" for step in steps]
-    kept = []
-    for file in files:
-        with np.load(file) as arrays:
-            kept.append((arrays["mean_logp_PG"], arrays["reward_PG"]))
-    mean_logp_PG, reward_PG = (torch.from_numpy(np.concatenate(part)) for part in zip(*kept, strict=True))
+    files = [folder / f"step-{step:05d}.pt" for step in steps]
+    groups = [group for file in files for group in torch.load(file, weights_only=False)]
+    mean_logp = [[rollout.logp.mean(dtype=np.float64) for rollout in group.rollouts] for group in groups]
+    reward_PG = torch.stack([group.reward_G for group in groups])
     generator = torch.Generator().manual_seed(seed)
+    mean_logp_PG = torch.tensor(mean_logp, dtype=torch.float64)
     chosen = choose_demonstrations(mean_logp_PG, reward_PG, args.demonstrations, args.choose, generator)
     passes = math.ceil((irl_step + 1) * args.irl_batch / len(chosen))
     order = torch.cat([torch.randperm(len(chosen), generator=generator) for _ in range(passes)])
     drawn = sorted(chosen[number] for number in order[irl_step * args.irl_batch :][: args.irl_batch].tolist())
-    groups = []
-    for file, first in zip(files, range(0, len(mean_logp_PG), args.prompts_per_step), strict=True):
-        with np.load(file) as arrays:
-            prompts = common.problems_from(problems, args, int(arrays["position"]))
-            length_PG = arrays["length_PG"]
-            responses = np.split(arrays["ids"].astype(np.int64), length_PG.cumsum()[:-1])
-        for p, g in ((p - first, g) for p, g in drawn if first <= p < first + args.prompts_per_step):
-            ids = responses[p * length_PG.shape[1] + g]
-            groups.append(common.Group(prompts[p], [common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)]))
-    return groups, sum(reward_PG[p, g].item() < 1 for p, g in drawn) / len(drawn)
+    return [
+        common.Group(groups[p].problem, [groups[p].rollouts[g]], reward_G=groups[p].reward_G[g : g + 1])
+        for p, g in drawn
+    ]
 
 
 def forget_rollouts(folder: Path, checkpoints: Path, round_length: int) -> None:
     """Delete the rollouts of rounds that were over at the oldest checkpoint: no resumed run comes back to them."""
     oldest = min(int(path.name[5:]) for path in checkpoints.glob("step-?????"))
-    for file in folder.glob("step-*.npz"):
+    for file in folder.glob("step-*.pt"):
         if int(file.stem[5:]) <= oldest // round_length * round_length:
             file.unlink()
 
@@ -366,15 +340,14 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    if args.demonstrations > args.group_size:
-        raise ValueError(f"--demonstrations {args.demonstrations}: 1 to --group-size {args.group_size}")
+    few = f"--demonstrations {args.demonstrations}: 1 to --group-size {args.group_size}"
+    common.need(args.demonstrations <= args.group_size, few)
     folder = common.load_model_folder(args, world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     rl_steps, irl_steps = stage_lengths(args, len(problems))
-    if irl_steps and 0 < args.steps < rl_steps:
-        stage = f"an RL stage has {rl_steps}, so no IRL stage would come (--irl-steps 0?)"
-        raise ValueError(f"--steps {args.steps}: {stage}")
+    short = f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage would come (--irl-steps 0?)"
+    common.need(not irl_steps or not 0 < args.steps < rl_steps, short)
     verifier = common.Verifier(args, world)
     record = common.Record(args, "sps", world)
     record.steps = args.steps + args.steps // rl_steps * irl_steps
@@ -390,10 +363,8 @@ def main(args: Args) -> None:
     share = movable_share(shards(policy), args.irl_lr, torch.float32, world)
     if irl_steps and share < 0.99:
         sampled = movable_share(shards(policy), args.irl_lr, torch.bfloat16, world)
-        record.say(
-            f"--irl-lr {args.irl_lr}: a step of that size moves {share:.1%} of the float32 weights, the others round "
-            f"it away; {sampled:.2%} as bfloat16 has them. See docs/sps.md"
-        )
+        moves = f"a step of that size moves {share:.1%} of the float32 weights, the others round it away"
+        record.say(f"--irl-lr {args.irl_lr}: {moves}; {sampled:.2%} as bfloat16 has them. See docs/sps.md")
     sampler.load(policy)
     if not start:
         metrics = common.evaluate(held_out, sampler, verifier, record, 0)
@@ -414,7 +385,7 @@ def main(args: Args) -> None:
             batch = common.Batch(groups)
             with record.phase("keep"):
                 if irl_steps and world.rank == 0:
-                    keep_rollouts(rollout_folder, step, position, batch)
+                    keep_rollouts(rollout_folder, step, groups)
                 alike = similarity([[rollout.ids for rollout in group.rollouts] for group in groups])
             position += len(groups)
 
@@ -428,10 +399,8 @@ def main(args: Args) -> None:
             with record.phase("irl") as phase:
                 steps = range(step - within, step - within + rl_steps)
                 seed = common.seed_of(args.seed, "irl", stage)
-                groups, wrong = demonstrations(rollout_folder, steps, within - rl_steps, problems, args, seed)
-                batch = common.Batch(groups)
+                batch = common.Batch(demonstrations(rollout_folder, steps, within - rl_steps, args, seed))
                 metrics = learn_irl(policy, irl_optimizer, batch, record)
-                metrics["irl/wrong_share"] = wrong
                 phase["tokens"] += batch.total_R.sum().item()
             if within == rl_steps + irl_steps - 1:
                 irl_optimizer.state.clear()  # the next stage starts afresh
@@ -444,7 +413,7 @@ def main(args: Args) -> None:
                 optimizer.zero_grad()  # gradients need not lie beside the engine
                 sampler.load(policy)
 
-        # ---- evaluate, log
+        # ---- evaluate, log, checkpoint
         if stage_ends or (within < rl_steps and (rl_step % args.eval_every == 0 or step == record.steps)):
             with record.phase("evaluate"):
                 metrics |= common.evaluate(held_out, sampler, verifier, record, step)
@@ -452,8 +421,6 @@ def main(args: Args) -> None:
             if within < rl_steps:
                 record.samples(f"train-step{step:05d}", groups)
         record.step(step, metrics)
-
-        # ---- checkpoint
         stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == record.steps:
             common.save_checkpoint(policy, optimizers, step, position, record)

@@ -12,8 +12,6 @@ the old policy in the segment sets how far the ratio may move before it is clipp
     ./run.sh sspo-1.5b                     our reading of the paper's run, with its data and evaluation sets
     torchrun --nproc-per-node 8 sspo.py    the same without evaluation and recomputed activations; data at --dataset
 
-Shapes: _P prompts, _G responses of a prompt, _R = P*G responses, _T response tokens, _S segments.
-
 Settings: GRPO is --clip fixed --delimiter token; clip-high adds --clip-high 0.28, Dr. GRPO --no-scale-advantage
 --normaliser constant, DAPO (arXiv 2503.14476, as 2604.16995 compares with it) clip-high and --normaliser token
 --valid-share 1 --overlong-buffer 2048. GSPO is --clip fixed --delimiter "", with clip 0.2 or GSPO's own 3e-4 / 4e-4;
@@ -69,8 +67,7 @@ class Args(common.Args):
     scale_advantage: bool = True
     """Divide by the group's standard deviation (Eq. 8); Dr. GRPO does not."""
     normaliser: Literal["response", "token", "constant"] = "response"
-    """response: 1/G 1/|y_i| (Eq. 16); token: 1 / the update's tokens (DAPO); constant: 1/G 1/max_response_tokens (Dr.
-    GRPO)."""
+    """response: 1/G 1/|y_i| (Eq. 16); token: 1 / the update's tokens (DAPO); constant: 1/G 1/max length (Dr. GRPO)."""
     valid_share: common.Share = 0.0
     """Draw prompts again until this share of the step's groups has 0 < number correct < G. 0: off; 1: DAPO."""
     max_draws: PositiveInt = 4
@@ -137,15 +134,7 @@ def overlong_penalty(length_R: torch.Tensor, max_length: int, buffer: int) -> to
     return (max_length - buffer - length_R.double()).clamp(max=0) / max(1, buffer)
 
 
-def policy_loss(
-    logp_T: torch.Tensor,
-    old_logp_T: torch.Tensor,
-    advantage_T: torch.Tensor,
-    segment_T: torch.Tensor,
-    low_S: torch.Tensor,
-    high_S: torch.Tensor,
-    weight_T: torch.Tensor,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weight_T):
     """Return -J (Eq. 16) and metrics of these tokens; segment_T must be unique over the vector, not per response.
 
     Metrics: clipped_tokens, whose clipped branch is strictly the smaller; ratio_min, ratio_mean, ratio_max over tokens.
