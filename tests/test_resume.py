@@ -115,7 +115,7 @@ def test_sps_stopped_inside_an_irl_stage_and_resumed(engine, sps_run, tmp_path):
     kept = [sorted(path.name for path in (folder / "rollouts").iterdir()) for folder in (stopped, whole)]
     last = [held_moments(folder / "checkpoints" / "step-00008") for folder in (stopped, whole)]
     assert last == [{"optimizer"}] * 2, "the IRL stage's moments are gone with it"
-    assert kept[0] == kept[1] == ["step-00005.npz", "step-00006.npz"], "the rounds that a checkpoint needs"
+    assert kept[0] == kept[1] == ["step-00005.pt", "step-00006.pt"], "the rounds that a checkpoint needs"
 
 
 @pytest.mark.slow

@@ -187,11 +187,9 @@ def test_stage_lengths():
 def test_kept_rollouts_come_back_and_are_used_once(tmp_path, how):
     """Four RL steps of 3 prompts by 4; the IRL steps take every demonstration once before any twice."""
     args = sps.Args(prompts_per_step=3, group_size=4, demonstrations=2, irl_batch=6, seed=3, choose=how)
-    problems = [common.Problem(str(n), [n], "0") for n in range(7)]
     rng = np.random.default_rng(1)
     written, everything = {}, {}
     for step in range(1, 5):
-        asked = common.problems_from(problems, args, 3 * (step - 1))
         reward_PG = torch.from_numpy(rng.integers(0, 2, (3, 4)).astype(float))
         groups = []
         for p in range(3):
@@ -199,21 +197,21 @@ def test_kept_rollouts_come_back_and_are_used_once(tmp_path, how):
             for length in rng.integers(1, 8, 4):
                 logp = rng.normal(-1, 0.5, length).astype(np.float32)
                 rollouts.append(common.Rollout(rng.integers(0, 10**6, length), logp, "", False))
-            groups.append(common.Group(asked[p], rollouts, reward_PG[p], reward_PG[p]))
-        sps.keep_rollouts(tmp_path, step, 3 * (step - 1), common.Batch(groups))
+            groups.append(common.Group(common.Problem(f"{step} {p}", [1], "0"), rollouts, reward_PG[p], reward_PG[p]))
+        sps.keep_rollouts(tmp_path, step, groups)
         mean_logp_PG = torch.tensor([[one.logp.mean(dtype=np.float64) for one in group.rollouts] for group in groups])
         l2te = sps.choose_demonstrations(mean_logp_PG, reward_PG, 2, "l2te")
         for p, g in ((p, g) for p in range(3) for g in range(4)):
-            key = asked[p].text, tuple(groups[p].rollouts[g].ids.tolist())
+            key = groups[p].problem.text, tuple(groups[p].rollouts[g].ids.tolist())
             everything[key] = reward_PG[p, g].item()
             if (p, g) in l2te:
                 written[key] = everything[key]
-    assert sorted(file.name for file in tmp_path.iterdir()) == [f"step-{n:05d}.npz" for n in range(1, 5)]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"step-{n:05d}.pt" for n in range(1, 5)]
 
     def taken(place, seed=9):
-        groups, wrong = sps.demonstrations(tmp_path, range(1, 5), place, problems, args, seed)
+        groups = sps.demonstrations(tmp_path, range(1, 5), place, args, seed)
         keys = [(group.problem.text, tuple(one.ids.tolist())) for group in groups for one in group.rollouts]
-        assert wrong == sum(everything[key] == 0 for key in keys) / 6
+        assert [group.reward_G.tolist() for group in groups] == [[everything[key]] for key in keys]
         return keys
 
     first_pass = [key for place in range(4) for key in taken(place)]
@@ -222,7 +220,7 @@ def test_kept_rollouts_come_back_and_are_used_once(tmp_path, how):
         assert sorted(first_pass) == sorted(written)
     assert taken(0) == taken(0) != taken(0, seed=8)
     assert set(taken(4)) <= set(first_pass)  # a second pass
-    (tmp_path / "step-00002.npz").unlink()
+    (tmp_path / "step-00002.pt").unlink()
     with pytest.raises(FileNotFoundError, match="step-00002"):
         taken(0)
 
@@ -232,7 +230,7 @@ def test_rollouts_are_forgotten_when_no_checkpoint_needs_them(tmp_path):
     folder, checkpoints = tmp_path / "rollouts", tmp_path / "checkpoints"
     folder.mkdir()
     for step in (1, 4, 7, 10, 13):
-        (folder / f"step-{step:05d}.npz").touch()
+        (folder / f"step-{step:05d}.pt").touch()
     for step in (8, 14):
         (checkpoints / f"step-{step:05d}").mkdir(parents=True)
     sps.forget_rollouts(folder, checkpoints, 6)
