@@ -342,7 +342,7 @@ def main(args: Args) -> None:
     common.validate(args, world)
     few = f"--demonstrations {args.demonstrations}: 1 to --group-size {args.group_size}"
     common.need(args.demonstrations <= args.group_size, few)
-    folder = common.load_model_folder(args, world)
+    folder = common.load_model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     rl_steps, irl_steps = stage_lengths(args, len(problems))
@@ -375,10 +375,10 @@ def main(args: Args) -> None:
         rl_step = stage * rl_steps + min(within + 1, rl_steps)
         if within < rl_steps:
             # ---- stage 1: sample and verify
-            with record.phase("sample") as phase:
+            with record.phase("sample"):
                 prompts = common.problems_from(problems, args, position)
                 groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
-                phase["tokens"] += sum(group.tokens for group in groups)
+                record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
             with record.phase("verify"):
                 common.verify(verifier, groups)
             sampler.sleep()
@@ -396,12 +396,12 @@ def main(args: Args) -> None:
         else:
             # ---- stage 2: demonstrations
             sampler.sleep()
-            with record.phase("irl") as phase:
+            with record.phase("irl"):
                 steps = range(step - within, step - within + rl_steps)
                 seed = common.seed_of(args.seed, "irl", stage)
                 batch = common.Batch(demonstrations(rollout_folder, steps, within - rl_steps, args, seed))
                 metrics = learn_irl(policy, irl_optimizer, batch, record)
-                phase["tokens"] += batch.total_R.sum().item()
+                record.tokens["irl"] += batch.total_R.sum().item()
             if within == rl_steps + irl_steps - 1:
                 irl_optimizer.state.clear()  # the next stage starts afresh
         metrics["rl_step"] = rl_step

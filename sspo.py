@@ -241,7 +241,7 @@ def main(args: Args) -> None:
     common.validate(args, world)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
     common.need(args.overlong_buffer <= args.max_response_tokens, "--overlong-buffer: at most --max-response-tokens")
-    folder = common.load_model_folder(args, world)
+    folder = common.load_model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
@@ -259,10 +259,10 @@ def main(args: Args) -> None:
         # ---- sample and verify, once or until enough groups are valid
         drawn: list[common.Group] = []
         for _ in range(args.max_draws):
-            with record.phase("sample") as phase:
+            with record.phase("sample"):
                 prompts = common.problems_from(problems, args, position)
                 groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
-                phase["tokens"] += sum(group.tokens for group in groups)
+                record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
             with record.phase("verify"):
                 common.verify(verifier, groups)
             for group in groups:
