@@ -11,7 +11,6 @@ import functools
 import hashlib
 import heapq
 import importlib.metadata
-import importlib.util
 import inspect
 import json
 import logging
@@ -19,6 +18,7 @@ import math
 import os
 import re
 import resource
+import runpy
 import select
 import shlex
 import shutil
@@ -26,12 +26,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -280,9 +280,9 @@ class Problem:
     row: dict | None = None
 
 
-def load_model_folder(args: Args, world: World) -> Path:
-    """Return the local folder of --model, fetching a hub id once per node; no code that lies in it is run. Raises
-    ValueError for what is neither, for a model that `Policy` would compute wrongly, for a short context."""
+def load_model_folder(args: Args) -> Path:
+    """Return the local folder of --model, fetching a hub id; no code that lies in it is run. Raises ValueError for what
+    is neither, for a model that `Policy` would compute wrongly, for a short context."""
     folder = Path(args.model)
     flag = f"--model {args.model}"
     if not folder.is_dir():
@@ -290,10 +290,7 @@ def load_model_folder(args: Args, world: World) -> Path:
 
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         try:
-            if world.local_rank == 0:
-                snapshot_download(args.model, allow_patterns=patterns)
-            dist.barrier()
-            folder = Path(snapshot_download(args.model, allow_patterns=patterns, local_files_only=True))
+            folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # one rank of a node, the others wait
         except (OSError, ValueError) as error:
             need(False, f"{flag}: neither a folder here nor a model that the hub returns ({error})")
     need((folder / "config.json").is_file() and checkpoint_names(folder), f"{flag}: no config.json or *.safetensors")
@@ -463,11 +460,6 @@ class Group:
     reward_G: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     verdicts: list[str] = field(default_factory=list)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all responses."""
-        return sum(len(rollout.ids) for rollout in self.rollouts)
-
 
 def first_valid(drawn: list[Group], valid_P: Iterable[bool], count: int) -> list[Group]:
     """Return `count` of the groups drawn, in their order: the valid ones that came first, filled up with invalid ones
@@ -496,7 +488,7 @@ def drawn_metrics(groups: list[Group], draws: int = 1) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     reward_PG = torch.stack([group.reward_G for group in groups])
     correct_PG = torch.stack([group.correct_G for group in groups])
-    tokens = sum(group.tokens for group in groups)
+    tokens = sum(len(rollout.ids) for rollout in rollouts)
     verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
     return {
         "reward": reward_PG.mean().item(),
@@ -573,7 +565,6 @@ class Batch:
 
 def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
     """Deal responses out as plan[rank][micro-batch] = response numbers; the same number of micro-batches on each rank.
-
     `cost_R` is in packed tokens; a response of cost 0 is left out. No micro-batch costs more than `budget`, some may be
     empty, and those that run at the same time cost about the same."""
     order = sorted((r for r, cost in enumerate(cost_R) if cost), key=lambda r: -cost_R[r])
@@ -687,10 +678,8 @@ def adamw(policy: Policy, args: Args, lr: float) -> torch.optim.AdamW:
 def set_lr(optimizer, args: Args, step: int) -> None:
     """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
     warm_up = args.lr_warmup * args.steps
-    share = min(1.0, step / warm_up) if warm_up else 1.0
-    if step > warm_up:
-        fallen = (1 - math.cos(math.pi * (step - warm_up) / (args.steps - warm_up))) / 2
-        share = 1 - (1 - args.lr_floor) * fallen
+    fallen = (1 - math.cos(math.pi * (step - warm_up) / (args.steps - warm_up or 1))) / 2
+    share = step / warm_up if step < warm_up else 1 - (1 - args.lr_floor) * fallen
     for group in optimizer.param_groups:
         group["lr"] = args.lr * share
 
@@ -829,10 +818,9 @@ class Sampler:
     def sample(
         self, problems: list[Problem], n: int, temperature: float, args: Args, stream: tuple, top_p: float = 1.0
     ) -> list[Group]:
-        """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank.
-
-        A response's seed is a hash of (--seed, stream, problem number, response number): samples do not repeat across
-        prompts, and do not depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
+        """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. A response's
+        seed is a hash of (--seed, stream, problem number, response number): samples do not repeat across prompts, nor
+        depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         my_keys = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
@@ -998,8 +986,7 @@ def pass_at_k(correct_PN, k: int) -> float:
     """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
     correct = np.asarray(correct_PN)
     n = correct.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs between 1 and n = {n} samples")
+    need(1 <= k <= n, f"pass@{k} needs between 1 and n = {n} samples")
     wrong = n - correct.sum(1).astype(int)
     return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong]))
 
@@ -1027,17 +1014,11 @@ def evaluate(held_out: dict[str, list[Problem]], sampler: Sampler, verifier: "Ve
 
 def open_run(folder: Path, args: Args, script: str, world: World) -> None:
     """Make the run folder and write run.json, what a run is: command, arguments, versions, commit, each resumption.
-
-    Raises ValueError when the folder holds another run, or with --resume none, or one with other flags.
-    """
+    Raises ValueError when the folder holds another run, or with --resume none, or one with other flags."""
     file = folder / "run.json"
     exists = world.gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
-    need(
-        args.resume or not exists, f"--run-dir {folder}: holds another run; name a new folder, delete it or --resume it"
-    )
-    need(
-        exists or not args.resume, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there, so no run"
-    )
+    need(args.resume or not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
+    need(exists or not args.resume, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
     before = json.loads(file.read_text()) if args.resume else {"args": {}}
     scheduled = {"steps"} if args.lr_warmup or args.lr_floor < 1 else set()  # the schedule would bend
     for name, value in before["args"].items():
@@ -1076,7 +1057,8 @@ class Record:
         self.steps = args.steps
         self.folder = Path(world.gather(args.run_dir or f"runs/{name}")[0])
         self.started = time.time()
-        self.phases: dict[str, Counter] = {}  # seconds and tokens of the present step's
+        self.seconds = Counter()  # of the present step's phases
+        self.tokens = Counter()
         self.skipped = 0
         self.skips_in_a_row = 0
         self.idle = 0
@@ -1118,15 +1100,13 @@ class Record:
 
     @contextmanager
     def phase(self, name: str, tokens: int = 0):
-        """Add a block's wall-clock seconds, GPU work included, and its tokens to a phase of the present step; yield the
-        phase's counts, for a block that knows its tokens only at its end."""
-        phase = self.phases.setdefault(name, Counter())
+        """Add a block's wall-clock seconds, GPU work included, and its tokens to a phase of the present step."""
         start = time.perf_counter()
-        yield phase
+        yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        phase["seconds"] += time.perf_counter() - start
-        phase["tokens"] += tokens
+        self.seconds[name] += time.perf_counter() - start
+        self.tokens[name] += tokens
 
     def samples(self, name: str, groups: list[Group]) -> None:
         """Write groups to samples/<name>.txt."""
@@ -1141,17 +1121,17 @@ class Record:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
-        for name, phase in self.phases.items():
-            metrics[f"seconds/{name}"] = phase["seconds"]
-            if phase["tokens"]:
-                metrics[f"tokens_per_second/{name}"] = phase["tokens"] / phase["seconds"]
+        metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
+        rates = {name: tokens / self.seconds[name] for name, tokens in self.tokens.items() if tokens}
+        metrics |= {f"tokens_per_second/{name}": rate for name, rate in rates.items()}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated()
         metrics["peak_memory_gib"] = peak / 2**30
         metrics["skipped_updates"] = self.skipped
-        seconds = sum(phase["seconds"] for phase in self.phases.values())
-        self.phases = {}
+        seconds = self.seconds.total()
+        self.seconds.clear()
+        self.tokens.clear()
         self.skipped = 0
         self.write("metrics.jsonl", json.dumps({"step": step, "time": round(time.time() - self.started, 2)} | metrics))
         if self.world.rank == 0:
@@ -1168,9 +1148,10 @@ class Record:
         if "zero_advantage_share" in metrics:
             self.idle = self.idle + 1 if metrics["zero_advantage_share"] == 1 else 0
             if self.idle and self.idle % SAY_IDLE == 0:
-                why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
-                mean = f"(mean {metrics['reward']:g})"
-                self.say(f"{self.idle} steps in a row without a group whose rewards differ {mean}: {why}")
+                same = f"{self.idle} steps in a row without a group whose rewards differ (mean {metrics['reward']:g})"
+                self.say(
+                    f"{same}: too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
+                )
 
 
 # ----------------------------------------------------------------------------------------------------------- verifier
@@ -1201,54 +1182,38 @@ VERDICTS = ("graded", "no answer", "too long", "timeout", "memory", "error", "cr
 
 def last_boxed(text: str) -> str | None:
     """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
-    start = None
-    for match in re.finditer(r"\\boxed\s*\{", text):
-        start = match.end()
-    if start is None:
+    starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", text)]
+    if not starts:
         return None
-    depth, at = 1, start
-    while at < len(text):
-        if text[at] == "\\":
-            at += 1
-        elif text[at] in "{}":
-            depth += 1 if text[at] == "{" else -1
-            if depth == 0:
-                return text[start:at]
-        at += 1
+    depth = 1
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, starts[-1]):
+        depth += (match[0] == "{") - (match[0] == "}")
+        if depth == 0:
+            return text[starts[-1] : match.start()]
     return None
 
 
-UNIT_NAMES = (
-    "% percent percentage pct|° degree degrees deg|radian radians rad|$ dollar dollars usd|cent cents|mm millimeters|"
-    "cm centimeter centimeters|m meter meters|km kilometer kilometers|inch inches|ft foot feet|yd yard yards|"
-    "mile miles|g gram grams gm|kg kilogram kilograms|lb pound pounds|s sec second seconds|min minute minutes|"
-    "h hr hour hours|day days|week weeks|month months|year years|am a.m. a.m|pm p.m. p.m"
-)
-UNITS = {spelling: unit.split()[0] for unit in UNIT_NAMES.split("|") for spelling in unit.split()}
-UNIT = re.compile(
-    r"(.+?) ?(?:(?:\\text\{([a-zA-Z./ ]*)\}|(?<=[\d}) ])([a-zA-Z]{2,}|[ap]\.m\.?))(?: ?\^ ?\{?\d\}?)?|([%°]))\.?"
-)
-REWRITES = [  # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
-    (r"\s+", " "),
-    (r"(?<!\\)\$", ""),
-    ("\u2212", "-"),
+SPELLINGS = [  # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
     (r"(?<=\d) ?(?:, ?\\!|\{ ?, ?\}(?:\\!)?) ?(?=\d{3})", ""),  # 10,\!080 and 1{,}008
-    (r"(?<!\\)\\[!,:;> ]|\\q?quad(?![a-zA-Z])|~|\\(?:displaystyle|textstyle|phantom)(?![a-zA-Z])", " "),
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])|(?<!\\)\\[!()]|\\?\$", ""),
     (r"\\(?:text(?:bf|it|rm|normal|sf)?|mbox|math(?:rm|bf|it|sf)|operatorname) ?\{", r"\\text{"),
-    (r"\\text\{[ ,]*(?:and|or)[ ,]*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
-    (r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![a-zA-Z])|\\degree(?![a-zA-Z])", "°"),
-    (r"\\%", "%"),
-    (r"<=|\\leq(?:slant)?(?![a-zA-Z])", r"\\le "),
-    (r">=|\\geq(?:slant)?(?![a-zA-Z])", r"\\ge "),
-    (r"!=|\\neq(?![a-zA-Z])", r"\\ne "),
+    (r",? ?\\text\{[ ,]*(?:and|or)[ ,]*\}|,? ?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
     (r"\\[dtc]?frac ?", r"\\frac"),
-    (r"\\frac(\d) ?(\d)", r"\\frac{\1}{\2}"),
-    (r"\\frac(\d) ?\{", r"\\frac{\1}{"),
-    (r"\\frac(\{[^{}]*\}) ?(\d)", r"\\frac\1{\2}"),
-    (r"np\.(?=[a-z])", r"\\"),  # np.arcsin, in Minerva
+    (r"\\frac(\d) ?(?=[\d{])", r"\\frac{\1}"),
+    (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),
+    (r"_ ?\{(\w)\}", r"_\1"),
+    (r"(^|c\{)([+-]?\d{1,3}),(\d{3})(?=/|\}\{|\\[a-z])", r"\1\2\3"),  # 20,000/\pi, but not (4,112\pi)
+    (r" ?(?:\^ ?\{? ?\\circ ?\}?|°|\\?%)", ""),
+    (r"np\.(?=arc)", r"\\"),  # in Minerva
+    (r"(?:(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
 ]
-REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in REWRITES]
+NAME = re.compile(  # of what an answer is the value: x, AB, x_1, f(x), \text{Area}, (p,q)
+    r"(?:^|(?<=,)) ?(\\?[A-Za-z]+(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?|\\text\{[^{}]*\}|\([a-zA-Z, ]+\))?"
+    r" ?(?:=|\\(?:approx|in)(?![a-zA-Z])) ?"
+)
+UNIT = re.compile(  # any will do: \text{ cm}^2, words after a space
+    r"(?<=[\d})i])(?: ?\\text\{[a-zA-Z./ ]*\}(?: ?\^ ?\{?\d\}?)?| [a-zA-Z.]{2,}(?:\^\{?\d\}?)?)+(?= ?,|$)"
+)
 THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+")
 DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
 NUMBER = re.compile(  # 12, -.5, 3., 3.83e35, 3.83 \cdot 10^{35} and 10^{35}
@@ -1256,132 +1221,62 @@ NUMBER = re.compile(  # 12, -.5, 3., 3.83e35, 3.83 \cdot 10^{35} and 10^{35}
     r"|(?<=\d)[eE]([+-]?\d{1,3}))?"
 )
 FRACTION = re.compile(rf"([+-]?)(\d*)\\frac\{{([+-]?{DECIMAL})\}}\{{({DECIMAL})\}}|([+-]?{DECIMAL})/({DECIMAL})")
-BASED = re.compile(r"(-?[\dA-Z]+(?:\.[\dA-Z]+)?) ?_ ?\{? ?(\d+) ?\}?")  # 25_6 and 0.0011_{2}
-WORDS = re.compile(r"(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+")
-NAME = re.compile(  # of what an answer is the value of: x, AB, x_{1}, f(x), (p,q)
-    r"((?:[A-Za-z]+|\\[a-z]+)(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?|\([A-Za-z](?:, ?[A-Za-z])+\))"
-    r" ?(?:=|\\in(?![a-z])|\\approx(?![a-z]))(.+)"
+WORDS = re.compile(  # words, letters to choose from and 52_8
+    r"(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+|-?[\dA-Z.]+_ ?\{?\d+\}?"
+)
+OPERATION = re.compile(  # what is left to compute
+    r"(?<=[\w)}\]])[-+]|!(?!=)|\^|(?<=\d)(?:\\cdot|\\times|\*) ?(?=[\d(])"
+    r"|\\(?:sqrt|arc|sin|cos|tan|cot|sec|csc|exp|log|ln|binom|sum|prod|int)"
 )
 
 
-def normalise(answer: str) -> str:
-    """Return an answer in one spelling of its LaTeX; value, order, units and words stay."""
-    for pattern, replacement in REWRITES:
-        answer = pattern.sub(replacement, answer)
-    return answer.strip().rstrip(" .,;:")
-
-
-def exact_number(text: str) -> str | None:
-    """Return a plain number in one spelling, an integer or a reduced fraction; None for what must be computed."""
-    text = re.sub(r"(?<![\d.]) | (?![\d.])", "", text)  # a space between digits does not go
-    if (match := NUMBER.fullmatch(text)) and any(match.groups()[1:]):
-        return str(Fraction(f"{match[1]}{match[2] or 1}e{match[3] or match[4] or match[5] or 0}"))
-    if not (match := FRACTION.fullmatch(text)) or not Fraction(match[4] or match[6]):
-        return None
-    value = Fraction(match[3] or match[5]) / Fraction(match[4] or match[6])
-    if match[2]:  # 1\frac{4}{5}
-        value += Fraction(match[2])
-    return str(-value if match[1] == "-" else value)
-
-
-def split_outside_brackets(text: str, separators: str) -> list[str]:
-    """Split a text at separators that no bracket encloses; empty pieces are left out."""
-    pieces, depth = [""], 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character in separators and depth == 0:
-            pieces.append("")
-        else:
-            pieces[-1] += character
-    return [piece.strip() for piece in pieces if piece.strip()]
-
-
-def without_unit(text: str) -> tuple[str, str]:
-    """Split a text into value and unit. A label that is no known unit goes too: 14 \\text{ triangles}."""
-    unit = "$" if r"\$" in text else ""
-    text = text.replace(r"\$", "").strip()
-    if not (match := UNIT.fullmatch(text)):
-        return text, unit
-    value, label, bare, sign = match.groups()
-    known = [UNITS[word] for word in (label or bare or sign or "").lower().split() if word in UNITS]
-    degrees_of_a_function = sign == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value)
-    if not re.search(r"\d|\\pi", value) or (bare and not known) or degrees_of_a_function:
-        return text, unit
-    return value, unit or " ".join(known)
-
-
-def enclosed(text: str) -> bool:
-    """Say whether the bracket that opens a text is the one that its last character closes."""
-    depth = 0
-    for at, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0 and character in ")]}":
-            return at == len(text) - 1
-    return False
-
-
-def tight(text: str) -> str:
-    """Leave out the spaces that mean nothing: all but those between letters or digits, as in `\\cot x` and `1 2`."""
-    return re.sub(r"(?<![a-zA-Z\d]) | (?![a-zA-Z\d])", "", text)
-
-
 @functools.lru_cache(maxsize=1 << 14)
-def read_answer(text: str, depth: int = 0) -> tuple:
-    """Return an answer as (kind, text, name, unit, parts), which `_verifier_worker` compares.
+def spell(text: str) -> tuple[str, str, Fraction | None]:
+    """Return an answer in one spelling, without its unit; where it is a plain number also its name and its value."""
+    text = " ".join(text.split())
+    for pattern, replacement in SPELLINGS:
+        text = re.sub(pattern, replacement, text)
+    text = UNIT.sub("", text.strip().rstrip(" .,;:"))
+    text = UNIT.sub("", " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split()))
+    name = NAME.match(text)
+    plain = re.sub(r"^(?:\\\{|\()([^,]*)(?:\\\}|\))$", r"\1", NAME.sub("", text, count=1))
+    plain = re.sub("[ ,]" if THOUSANDS.fullmatch(plain) else r"(?<![\d.]) | (?![\d.])", "", plain)
+    text = re.sub(r"(?<![a-zA-Z\d]) | (?![a-zA-Z\d])", "", text)
+    name, value = name[1] if name else None, None
+    if (match := NUMBER.fullmatch(plain)) and any(match.groups()[1:]):
+        value = Fraction(f"{match[1]}{match[2] or 1}e{match[3] or match[4] or match[5] or 0}")
+    elif (match := FRACTION.fullmatch(plain)) and (divisor := Fraction(match[4] or match[6])):
+        value = Fraction(match[2] or 0) + Fraction(match[3] or match[5]) / divisor  # 1\frac{4}{5}
+        value = -value if match[1] == "-" else value
+    return text, name, value
 
-    Kinds: "list" (of values in any order, in set braces or none), "()", "[)", … and ":" (parts in order), "number",
-    "word" (never a product of letters) and "math".
-    """
-    text, unit = without_unit(normalise(text))
-    text = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())
-    if not unit:
-        text, unit = without_unit(text)
-    if THOUSANDS.fullmatch(text):
-        text = re.sub("[ ,]", "", text)
-    if based := BASED.fullmatch(text):
-        return "word", f"{based[1]}_{based[2]}", "", unit, ()
-    if WORDS.fullmatch(text):
-        letters = re.sub(r"[\s.,;:()']", "", text)
-        return "word", letters.lower() if len(letters) > 1 else letters, "", unit, ()
-    for separators, kind in ((",;", "list"), (":", ":")):
-        pieces = split_outside_brackets(text, separators)
-        if len(pieces) > 1:
-            parts = [read_answer(piece, depth + 1) for piece in pieces]
-            if kind == "list":  # {1 \pm \sqrt{5}, -2} is a list of three
-                parts = [inner for part in parts for inner in (part[4] if part[0] == "list" else [part])]
-            return kind, tight(text), "", unit, tuple(parts)
-    if depth < 4:
-        if match := NAME.fullmatch(text):
-            kind, value, inner, _, parts = read_answer(match[2], depth + 1)
-            if kind != "word" and not inner:  # neither MR=SRMC nor x=y=5
-                return kind, value, re.sub(r"[ {}]", "", match[1]), unit, parts
-        if match := re.match(r"(.*?)\\approx(?![a-z])", text):  # 2/3 \approx 0.67: the exact value counts
-            return read_answer(match[1] or text[match.end() :], depth + 1)
-        opening = r"\{" if text.startswith(r"\{") else text[:1]
-        if opening in ("(", "[", "{", r"\{") and enclosed(text):
-            inside = text[len(opening) : -len(opening)].strip()
-            pieces = split_outside_brackets(inside, ",;")
-            if "{" in opening or (len(pieces) == 1 and opening + text[-1] == "()"):
-                kind, value, name, within, parts = read_answer(inside, depth + 1)
-                return kind, value, name, unit or within, parts
-            if len(pieces) > 1:
-                parts = tuple(read_answer(piece, depth + 1) for piece in pieces)
-                return opening + text[-1], tight(text), "", unit, parts
-        if text.count(r"\pm") == 1:
-            parts = tuple(read_answer(text.replace(r"\pm", sign), depth + 1) for sign in "+-")
-            return "list", tight(text), "", unit, parts
-    if number := exact_number(text):
-        return "number", number, "", unit, ()
-    text = re.sub(r"(\d*\.?\d+)°", r"(\\frac{\1\\pi}{180})", text)  # math_verify knows no degrees
-    text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"{{\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}}}", text)  # exact, too
-    return "math", tight(text.replace("°", r"^\circ ")), "", unit, ()
+
+def compare(answer: str, gold: str) -> bool | tuple[str, str]:
+    """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify."""
+    (answer, name, value), (gold, gold_name, gold_value) = spell(answer), spell(gold)
+    if gold_value is not None:  # a number must be written out
+        return value == gold_value and (not name or not gold_name or name == gold_name)
+    if answer == gold:
+        return True
+    if ":" in gold and r"\{" not in gold:  # 3:1 is no quotient
+        return answer.rpartition("=")[2].lstrip("0") == gold.rpartition("=")[2].lstrip("0")
+    if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):  # never a product of letters
+        answer, gold = (re.sub(r"[\s.,;()'{}]", "", text) for text in (answer, gold))
+        return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
+    if not ("=" in answer and "=" in gold):
+        answer, gold = NAME.sub("", answer), NAME.sub("", gold)
+    relation = re.search(r"[=<>]|\\(?:[lgn]e|[lgn]eq|[lg]eqslant|in|pm)(?![a-z])", gold)
+    more = re.compile("(?<![<>!])=" if relation else "(?<![<>!])=|[,;]")
+    capitals = [set(re.findall("[A-Z]", re.sub(r"\\[a-zA-Z]+", "", text))) for text in (answer, gold)]
+    if len(more.findall(answer)) > len(more.findall(gold)) or (capitals[0] != capitals[1] and not relation):
+        return False  # latex2sympy reads B as b, and the last of several equations
+    if not relation and len(OPERATION.findall(answer)) > 2 * len(OPERATION.findall(gold)):
+        return False  # the question's own expression
+    return answer, gold
 
 
 def _verifier_worker(seconds: float, memory: int):
-    """Answer lines [answer, gold] on stdin with lines [score, status] on stdout. Runs alone, in a bare interpreter.
-
-    Both come as `read_answer` returns them. math_verify sees only what needs mathematics: it takes 0.333333 for 1/3,
-    adds up what a question asks to add up, reads the last of several equations and knows `neve` as `even`.
+    """Answer lines [answer, gold] on stdin with lines [score, status] on stdout; alone, in a bare interpreter.
 
     `seconds` of processor time per answer raise inside Python; C code that does not return to Python is ended by the
     kernel a second later. `memory` bytes may be allocated on top of what the imports took.
@@ -1394,80 +1289,79 @@ def _verifier_worker(seconds: float, memory: int):
     import signal
     import sys
 
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    class Expired(BaseException):  # math_verify catches Exception
-        pass
-
-    def expire(*_):
-        raise Expired
-
-    signal.signal(signal.SIGVTALRM, expire)
-    with open("/proc/self/statm") as statm:
-        limit = int(statm.read().split()[0]) * resource.getpagesize() + memory
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    relation = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|in|equiv|sim)(?![a-z])")
-    config = NormalizationConfig(malformed_operators=True)
+    config = NormalizationConfig(malformed_operators=True)  # math_verify's own drops units such as m
     boxes = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)]
 
     @functools.lru_cache(maxsize=1 << 12)
     def read(text):
-        return parse("\\boxed{" + text + "}", boxes, fallback_mode="no_fallback", parsing_timeout=None)
+        text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
+        return parse(rf"\boxed{{{text}}}", boxes, fallback_mode="no_fallback", parsing_timeout=None)
 
-    def same(answer, gold):
-        kind, text, name, unit, parts = answer
-        gold_kind, gold_text, gold_name, gold_unit, gold_parts = gold
-        if any(a and b and a != b for a, b in ((unit, gold_unit), (name, gold_name))):
-            return False
-        if kind == gold_kind == "list":
-            parts, gold_parts = ([part for n, part in enumerate(x) if part not in x[:n]] for x in (parts, gold_parts))
-            alike = len(parts) == len(gold_parts)
-            return alike and all(any(same(part, wanted) for part in parts) for wanted in gold_parts)
-        if parts and gold_parts:
-            alike = kind == gold_kind or {kind, gold_kind} == {"list", "()"}
-            return alike and len(parts) == len(gold_parts) and all(map(same, parts, gold_parts))
-        if text == gold_text:
-            return True
-        if gold_kind == "number" or "word" in (kind, gold_kind) or gold_parts:
-            return False
-        if parts and not relation.search(gold_text):  # an interval may answer an inequality, nothing else
-            return False
-        if gold_name and not name and relation.search(text):
-            gold_text = f"{gold_name}={gold_text}"
-        if name and not gold_name and relation.search(gold_text):
-            text = f"{name}={text}"
-        excess = len(relation.findall(text)) - len(relation.findall(gold_text))
-        capitals = [set(re.findall("[A-Z]", re.sub(r"\\[a-zA-Z]+", "", one))) for one in (text, gold_text)]
-        if excess > 0 or (excess == 0 and capitals[0] != capitals[1]):  # latex2sympy reads B as b
-            return False
-        wanted, given = read(gold_text), read(text)
-        if all(one and getattr(one[0], "is_number", False) for one in (wanted, given)):  # verify simplifies at length
-            a, b = wanted[0].evalf(30), given[0].evalf(30)
-            return bool(a == b or ((a - b).is_finite and abs(a - b) < 1e-25 * abs(a)))
-        return verify(wanted, given, timeout_seconds=None)
+    def equal(answer, gold):
+        return verify(read(gold), read(answer), float_rounding=30, numeric_precision=30, timeout_seconds=None)
 
-    verify(read(r"x+\sqrt{12}"), read(r"2\sqrt{3}+x"), timeout_seconds=None)  # the first use of all is slow
-    replies.write("ready\n")
-    replies.flush()
+    signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
+    with open("/proc/self/statm") as statm:
+        limit = int(statm.read().split()[0]) * resource.getpagesize() + memory
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    equal(r"x+\sqrt{12}", r"2\sqrt{3}+x")  # the first use of all is slow
+    print("ready", file=replies)
     for line in sys.stdin:
         score, status = 0.0, "graded"
         try:
             try:
                 signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
                 signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-                score = float(same(*json.loads(line)))
+                score = float(equal(*json.loads(line)))
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
                 signal.setitimer(signal.ITIMER_PROF, 0)
-        except Expired:
+        except KeyboardInterrupt:
             status = "timeout"
         except Exception as error:
             status = "memory" if isinstance(error, MemoryError) else "error"
-        replies.write(json.dumps([score, status]) + "\n")
-        replies.flush()
+        print(json.dumps([score, status]), file=replies)
+
+
+class Worker(subprocess.Popen):
+    """A process of `_verifier_worker`, which may die or be late at any moment."""
+
+    def __init__(self, seconds: float, memory: int):
+        source = f"{inspect.getsource(_verifier_worker)}\n_verifier_worker({seconds}, {memory})"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        super().__init__([sys.executable, "-c", source], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        self.greeted = False
+
+    def line(self, seconds: float) -> str | None:
+        """Return the next line: "" when the process died, None when it is late."""
+        waiting = select.poll()
+        waiting.register(self.stdout, select.POLLIN)
+        return self.stdout.readline() if waiting.poll(seconds * 1000) else None
+
+    def ask(self, task: tuple[str, str], seconds: float) -> str | None:
+        """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
+        if not self.greeted and self.line(120) != "ready\n":
+            raise RuntimeError(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
+        self.greeted = True
+        try:
+            self.stdin.write(json.dumps(task) + "\n")
+            self.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self.line(seconds)
+
+    def end(self) -> None:
+        """Kill the process."""
+        self.kill()
+        self.wait()
+        self.stdout.close()
+        with suppress(BrokenPipeError):  # its last question may still be in the buffer
+            self.stdin.close()
 
 
 def load_reward(spec: str):
@@ -1475,129 +1369,73 @@ def load_reward(spec: str):
     if spec == "math":
         return None
     path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise ValueError(f"--reward {spec}: neither math nor FILE.py:FUNCTION with a file that is there")
-    module = importlib.util.spec_from_file_location("reward", path)
-    loaded = importlib.util.module_from_spec(module)
-    module.loader.exec_module(loaded)
-    if not callable(getattr(loaded, name, None)):
-        raise ValueError(f"--reward {spec}: no function {name!r} in {path}")
-    return getattr(loaded, name)
+    need(Path(path).is_file(), f"--reward {spec}: neither math nor FILE.py:FUNCTION with a file that is there")
+    function = runpy.run_path(path).get(name)
+    need(callable(function), f"--reward {spec}: no function {name!r} in {path}")
+    return function
 
 
 class Verifier:
     """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run.
 
-    An answer is what stands in the last box. Equal readings and pairs of plain numbers are decided here, everything
-    else by a worker; an answer that exceeds time, memory or length scores 0. `counts` says how often each thing
-    happened: graded, no answer, too long, timeout, memory, error (math_verify raised), crash.
-
-    Values are compared exactly: no tolerance, no rounding; a number must be written out (5, 5.0, 10/2, not 2+3). 5%
-    equals 5, not 0.05: of two answers only units that differ count, so 5 cm equals 5, not 5 m. `x = 5` equals 5.
-    Several values must be all of them, in any order; those of a tuple and ends of an interval in theirs.
+    An answer is what stands in the last box; docs/evaluation.md says what equals what. What needs no mathematics is
+    decided here, the rest by a worker. An answer that exceeds time, memory or length scores 0.
     """
 
     def __init__(self, args, world, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
-        self.world = world
         self.reward = load_reward(args.reward)
-        self.seconds, self.memory, self.longest = seconds, memory, longest
-        self.greeted: set[int] = set()
-        workers = max(1, os.cpu_count() // world.local_size)
-        self.workers = [] if self.reward else [self._start() for _ in range(workers)]
+        self.world = world
+        self.seconds = seconds
+        self.memory = memory
+        self.longest = longest
+        count = 0 if self.reward else max(1, os.cpu_count() // world.local_size)
+        self.workers = [Worker(seconds, memory) for _ in range(count)]
 
-    def _start(self) -> subprocess.Popen:
-        source = f"{inspect.getsource(_verifier_worker)}\n_verifier_worker({self.seconds}, {self.memory})"
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        command = [sys.executable, "-c", source]
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, text=True)
-
-    def _line(self, worker: subprocess.Popen, seconds: float) -> str | None:
-        """Return the worker's next line: "" when it died, None when it is late."""
-        waiting = select.poll()
-        waiting.register(worker.stdout, select.POLLIN)
-        return worker.stdout.readline() if waiting.poll(seconds * 1000) else None
-
-    def _ask(self, worker: subprocess.Popen, task: tuple[str, str]) -> str | None:
+    def _verdict(self, task: tuple[str, str]) -> tuple[float, str]:
+        """Return a free worker's verdict; a worker that died or is late is replaced."""
+        worker = self.workers.pop()  # there are no more threads than workers
         try:
-            worker.stdin.write(json.dumps([read_answer(text) for text in task]) + "\n")
-            worker.stdin.flush()
-        except BrokenPipeError:
-            return ""
-        return self._line(worker, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
-
-    def _serve(self, number: int, tasks: deque, verdicts: dict, failures: list) -> None:
-        """Feed tasks to one worker until none is left, replacing it when it dies or is late."""
-        while tasks and not failures:
-            worker = self.workers[number]
-            if worker.pid not in self.greeted:
-                if self._line(worker, 120) != "ready\n":
-                    failures.append(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
-                    return
-                self.greeted.add(worker.pid)
-            try:
-                task = tasks.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            reply = self._ask(worker, task)
+            reply = worker.ask(task, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
             if reply:
-                verdicts[task] = json.loads(reply)
-                continue
+                return tuple(json.loads(reply))
             if reply is None:
                 worker.kill()
             late = worker.wait() in (-signal.SIGKILL, -signal.SIGPROF)
-            verdicts[task] = 0.0, "timeout" if late else "crash"
-            self._discard(worker)
-            self.workers[number] = self._start()
+            worker.end()
+            worker = Worker(self.seconds, self.memory)
+            return 0.0, "timeout" if late else "crash"
+        finally:
+            self.workers.append(worker)
 
-    def _discard(self, worker: subprocess.Popen) -> None:
-        worker.kill()
-        worker.wait()
-        worker.stdout.close()
-        try:
-            worker.stdin.close()
-        except BrokenPipeError:  # its last question was still in the buffer
-            pass
-
-    def grade(self, completions, golds):
-        return [score for score, _ in self.judge(completions, golds)]
-
-    def judge(self, completions: list[str], golds: list[str]):
-        """Return 1.0 for each completion whose last box equals its gold answer, else 0.0.
-
-        Raises RuntimeError when workers cannot be started at all.
-        """
-        pairs, verdicts = [], {}
-        for completion, gold in zip(completions, golds, strict=True):
-            pair = answer, gold = (last_boxed(completion) or "").strip(), gold.strip()
-            pairs.append(pair)
+    def judge(self, completions: list[str], golds: list[str]) -> list[tuple[float, str]]:
+        """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict.
+        Raises RuntimeError when workers cannot be started at all."""
+        answers = [(last_boxed(completion) or "").strip() for completion in completions]
+        pairs = list(zip(answers, [gold.strip() for gold in golds], strict=True))
+        verdicts, tasks = {}, {}
+        for pair in dict.fromkeys(pairs):
+            answer, gold = pair
             if not answer:
                 verdicts[pair] = 0.0, "no answer"
             elif answer == gold:
                 verdicts[pair] = 1.0, "graded"
             elif max(len(answer), len(gold)) > self.longest:
                 verdicts[pair] = 0.0, "too long"
-            elif not (given := read_answer(answer))[1]:
+            elif not spell(answer)[0]:
                 verdicts[pair] = 0.0, "no answer"
-            elif given == (wanted := read_answer(gold)):
-                verdicts[pair] = 1.0, "graded"
-            elif given[0] == wanted[0] == "number" and given[1] != wanted[1]:
-                verdicts[pair] = 0.0, "graded"
-        tasks = deque(pair for pair in dict.fromkeys(pairs) if pair not in verdicts)
-        failures: list[str] = []
-        threads = [
-            threading.Thread(target=self._serve, args=(number, tasks, verdicts, failures))
-            for number in range(min(len(self.workers), len(tasks)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise RuntimeError(failures[0])
+            elif isinstance(decided := compare(answer, gold), bool):
+                verdicts[pair] = float(decided), "graded"
+            else:
+                tasks[pair] = decided
+        with ThreadPoolExecutor(max(1, len(self.workers))) as pool:
+            verdicts |= zip(tasks, pool.map(self._verdict, tasks.values()), strict=True)
         return [verdicts[pair] for pair in pairs]
+
+    def grade(self, completions: list[str], golds: list[str]) -> list[float]:
+        """Return the scores of `judge` alone."""
+        return [score for score, _ in self.judge(completions, golds)]
 
     def close(self) -> None:
         """End the workers."""
         for worker in self.workers:
-            self._discard(worker)
+            worker.end()

@@ -252,7 +252,7 @@ def main(args: Args) -> None:
     common.validate(args, world)
     ordered = args.clip_cov_low <= args.clip_cov_high
     common.need(ordered, f"--clip-cov-low {args.clip_cov_low}: at most --clip-cov-high, {args.clip_cov_high}")
-    folder = common.load_model_folder(args, world)
+    folder = common.load_model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
@@ -269,10 +269,10 @@ def main(args: Args) -> None:
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify
-        with record.phase("sample") as phase:
+        with record.phase("sample"):
             prompts = common.problems_from(problems, args, position)
             groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
-            phase["tokens"] += sum(group.tokens for group in groups)
+            record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
         with record.phase("verify"):
             common.verify(verifier, groups)
         for group in groups if args.format_reward else ():

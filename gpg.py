@@ -187,7 +187,7 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    folder = common.load_model_folder(args, world)
+    folder = common.load_model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
@@ -205,10 +205,10 @@ def main(args: Args) -> None:
         # ---- sample and verify, until enough groups are valid (Algorithm 1, line 1)
         drawn: list[common.Group] = []
         for _ in range(args.max_draws):
-            with record.phase("sample") as phase:
+            with record.phase("sample"):
                 prompts = common.problems_from(problems, args, position)
                 groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
-                phase["tokens"] += sum(group.tokens for group in groups)
+                record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
             with record.phase("verify"):
                 common.verify(verifier, groups)
             for group in groups if args.format_reward else ():

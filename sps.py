@@ -97,10 +97,8 @@ def advantages(reward_PG: torch.Tensor) -> torch.Tensor:
 
 
 def token_weights(length_R: torch.Tensor, normaliser: str = "response") -> torch.Tensor:
-    """Return weight_T, the factor in front of each token of these responses, which sums to 1.
-
-    response: 1/R 1/|y_i|, the mean over prompts, 1/G and 1/|y_i| of Eq. 23. token: 1 / sum |y_i|, Eq. 4.
-    """
+    """Return weight_T, the factor in front of each token of these responses, which sums to 1. response: 1/R 1/|y_i|,
+    the mean over prompts, 1/G and 1/|y_i| of Eq. 23. token: 1 / sum |y_i|, Eq. 4."""
     per_response_R = length_R if normaliser == "response" else length_R.double().mean().expand(len(length_R))
     return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)
 
@@ -118,10 +116,8 @@ def choose_demonstrations(
     mean_logp_PG: torch.Tensor, reward_PG: torch.Tensor, k: int, how: str, generator: torch.Generator | None = None
 ) -> list[tuple[int, int]]:
     """Return the (prompt, response) numbers of a stage's demonstrations, k for each prompt, in their order.
-
     l2te: the wrong responses of lowest mean log-prob, filled up with the right ones of lowest. uniform: k at random,
-    with `generator`. quantile: the k P responses of lowest mean log-prob, whatever their prompt. Of equals the first.
-    """
+    with `generator`. quantile: the k P responses of lowest mean log-prob of all prompts. Of equals the first."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
         chosen = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1
@@ -141,10 +137,8 @@ def irl_loss(logp_T: torch.Tensor, weight_T: torch.Tensor) -> tuple[torch.Tensor
 
 
 def similarity(responses_PG: list[list[np.ndarray]]) -> float:
-    """Return how alike responses to one question are, in percent (Table 4; its measure is not given, this one is ours).
-
-    The cosine between counts of token bigrams, mean over the pairs of a group, then over groups. 100: all the same.
-    """
+    """Return how alike responses to one question are, in percent (Table 4; its measure is not given, this one is ours):
+    the cosine between counts of token bigrams, mean over the pairs of a group, then over groups. 100: all the same."""
     per_group = []
     for group in responses_PG:
         n, bigrams = len(group), [np.append(0, ids[:-1] + 1)[: len(ids)] << 32 | ids for ids in group]
@@ -295,11 +289,9 @@ def stage_lengths(args: Args, problems: int) -> tuple[int, int]:
 
 
 def demonstrations(folder: Path, steps: range, irl_step: int, args: Args, seed: int) -> list[common.Group]:
-    """Return the demonstrations of a stage's IRL step (the first is 0), groups of one.
-
-    They are a function of the rollouts kept in `steps` and of the seed. A stage draws without replacement while
-    demonstrations last. Raises FileNotFoundError for rollouts that are gone.
-    """
+    """Return the demonstrations of a stage's IRL step (the first is 0), groups of one: a function of the rollouts kept
+    in `steps` and of the seed. A stage draws without replacement while they last. Raises FileNotFoundError for rollouts
+    that are gone."""
     files = [folder / f"step-{step:05d}.pt" for step in steps]
     groups = [group for file in files for group in torch.load(file, weights_only=False)]
     mean_logp = [[rollout.logp.mean(dtype=np.float64) for rollout in group.rollouts] for group in groups]
@@ -342,7 +334,7 @@ def main(args: Args) -> None:
     common.validate(args, world)
     few = f"--demonstrations {args.demonstrations}: 1 to --group-size {args.group_size}"
     common.need(args.demonstrations <= args.group_size, few)
-    folder = common.load_model_folder(args, world)
+    folder = common.load_model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     rl_steps, irl_steps = stage_lengths(args, len(problems))
@@ -375,10 +367,10 @@ def main(args: Args) -> None:
         rl_step = stage * rl_steps + min(within + 1, rl_steps)
         if within < rl_steps:
             # ---- stage 1: sample and verify
-            with record.phase("sample") as phase:
+            with record.phase("sample"):
                 prompts = common.problems_from(problems, args, position)
                 groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
-                phase["tokens"] += sum(group.tokens for group in groups)
+                record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
             with record.phase("verify"):
                 common.verify(verifier, groups)
             sampler.sleep()
@@ -396,12 +388,12 @@ def main(args: Args) -> None:
         else:
             # ---- stage 2: demonstrations
             sampler.sleep()
-            with record.phase("irl") as phase:
+            with record.phase("irl"):
                 steps = range(step - within, step - within + rl_steps)
                 seed = common.seed_of(args.seed, "irl", stage)
                 batch = common.Batch(demonstrations(rollout_folder, steps, within - rl_steps, args, seed))
                 metrics = learn_irl(policy, irl_optimizer, batch, record)
-                phase["tokens"] += batch.total_R.sum().item()
+                record.tokens["irl"] += batch.total_R.sum().item()
             if within == rl_steps + irl_steps - 1:
                 irl_optimizer.state.clear()  # the next stage starts afresh
         metrics["rl_step"] = rl_step

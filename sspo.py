@@ -86,11 +86,9 @@ def advantages(reward_PG: torch.Tensor, scale: bool = True) -> torch.Tensor:
 
 
 def segments(pieces: list[str], delimiter: str) -> list[int]:
-    """Return the 0-based segment of each token of one response, given each token's text.
-
-    A segment is closed once its text contains the delimiter; the next token with non-blank text opens another.
-    "" makes one segment, "token" one of every token.
-    """
+    """Return the 0-based segment of each token of one response, given each token's text. A segment is closed once its
+    text contains the delimiter; the next token with non-blank text opens another. "" makes one segment, "token" one of
+    every token."""
     if delimiter == "token":
         return list(range(len(pieces)))
     numbers = []
@@ -118,11 +116,9 @@ def clip_bounds(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: float
 
 
 def token_weights(length_R: torch.Tensor, normaliser: str = "response", max_length: int = 0) -> torch.Tensor:
-    """Return weight_T, the factor in front of each token of an update's responses, all of them, in tokens.
-
-    response: 1 / (R |y_i|), the mean over prompts, 1/G and 1/|y_i| of Eq. 16, where |y_ij| turns the sum over segments
-    into one over tokens. token: 1 / sum |y_i|, DAPO. Both sum to 1. constant: 1 / (R max_length), Dr. GRPO.
-    """
+    """Return weight_T, the factor in front of each token of all of an update's responses. response: 1 / (R |y_i|),
+    the mean over prompts, 1/G and 1/|y_i| of Eq. 16, where |y_ij| turns the sum over segments into one over tokens.
+    token: 1 / sum |y_i|, DAPO. Both sum to 1. constant: 1 / (R max_length), Dr. GRPO."""
     length_R = length_R.double()
     tokens = {"response": length_R, "token": length_R.mean(), "constant": max_length}[normaliser]
     weight_R = torch.ones_like(length_R) / (len(length_R) * tokens)  # 1/G 1/|y_i| of Eq. 16
@@ -136,9 +132,7 @@ def overlong_penalty(length_R: torch.Tensor, max_length: int, buffer: int) -> to
 
 def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weight_T):
     """Return -J (Eq. 16) and metrics of these tokens; segment_T must be unique over the vector, not per response.
-
-    Metrics: clipped_tokens, whose clipped branch is strictly the smaller; ratio_min, ratio_mean, ratio_max over tokens.
-    """
+    Metrics: clipped_tokens, whose clipped branch is strictly the smaller; least, mean and largest ratio of tokens."""
     ratio_S = segment_mean(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
     ratio_T = ratio_S[segment_T]
     free_T = ratio_T * advantage_T
@@ -152,12 +146,9 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
 
 # ------------------------------------------------------------------------------------------------------------ one step
 def step_segments(batch, trained_R, tokenizer, delimiter: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return segment_T, unique over the step, and the number of segments_R.
-
-    A response that is not trained is left as one segment. The stop token has no text.
-    """
+    """Return segment_T, unique over the step, and the number of segments_R; a response that is not trained is one."""
     used = {token for rollout in batch.rollout_R for token in rollout.ids.tolist()}
-    pieces = {token: tokenizer.decode([token], skip_special_tokens=True) for token in used}
+    pieces = {token: tokenizer.decode([token], skip_special_tokens=True) for token in used}  # a stop token has no text
     numbers_R = [[0] * len(rollout.ids) for rollout in batch.rollout_R]
     for r in trained_R.nonzero()[:, 0].tolist():
         numbers_R[r] = segments([pieces[token] for token in batch.rollout_R[r].ids.tolist()], delimiter)
@@ -205,10 +196,10 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     # ---- updates
     logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
-    for cost_R, plan in zip(costs, plans, strict=True):
-        if not cost_R.any():
+    for update, plan in enumerate(plans):
+        if not trained_R[update_R == update].any():
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        with record.phase("update", tokens=cost_R.sum().item()):
+        with record.phase("update", tokens=costs[update].sum().item()):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
@@ -248,11 +239,9 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    divides = args.prompts_per_step % args.updates_per_step == 0
-    common.need(divides, f"--updates-per-step {args.updates_per_step}: must divide --prompts-per-step")
-    fits = args.overlong_buffer <= args.max_response_tokens
-    common.need(fits, f"--overlong-buffer {args.overlong_buffer}: at most --max-response-tokens")
-    folder = common.load_model_folder(args, world)
+    common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
+    common.need(args.overlong_buffer <= args.max_response_tokens, "--overlong-buffer: at most --max-response-tokens")
+    folder = common.load_model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
@@ -270,10 +259,10 @@ def main(args: Args) -> None:
         # ---- sample and verify, once or until enough groups are valid
         drawn: list[common.Group] = []
         for _ in range(args.max_draws):
-            with record.phase("sample") as phase:
+            with record.phase("sample"):
                 prompts = common.problems_from(problems, args, position)
                 groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
-                phase["tokens"] += sum(group.tokens for group in groups)
+                record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
             with record.phase("verify"):
                 common.verify(verifier, groups)
             for group in groups:

@@ -297,7 +297,7 @@ def main(args: Args) -> None:
         tensor_parallel=args.tensor_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
-    folder = common.load_model_folder(dataclasses.replace(settings, max_prompt_tokens=1), world)
+    folder = common.load_model_folder(dataclasses.replace(settings, max_prompt_tokens=1))
     context = AutoConfig.from_pretrained(folder).max_position_embeddings
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chosen, data, why_not = {}, {}, {}

@@ -29,7 +29,7 @@ def main(file: Path) -> int:
     script = importlib.import_module(about["script"])
     args = script.Args(**about["args"])
     world = common.init_world()
-    policy = common.load_policy(common.load_model_folder(args, world), args, world)
+    policy = common.load_policy(common.load_model_folder(args), args, world)
     dcp.load(common.sharded.get_model_state_dict(policy), checkpoint_id=file.parent / "weights")
     saved = torch.load(file, weights_only=False)
     batch = common.Batch(saved["groups"])
