@@ -86,7 +86,7 @@ def test_on_the_embedded_model(engine, tmp_path):
     assert greedy["pass@1"]["mean"] > 90 and greedy["pass@1"]["over_seeds"] is None
     assert 50 < sampled["pass@1"]["mean"] < sampled["pass@3"]["mean"] < sampled["pass@5"]["mean"] <= 100
     assert sampled["seeds"] == 4 and sampled["pass@1"]["over_seeds"] > 0, "the seeds sampled the same"
-    assert re.search("aime24 +40 of 40 ", output) and "23.33" in output and re.search("amc83 +- +not run", output)
+    assert re.search("aime24 +40 ", output) and "23.33" in output and re.search("amc83 +- +not run", output)
 
 
 def test_what_does_not_fit_is_said_to_be_not_run(plain_python, tmp_path, capsys):
