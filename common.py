@@ -337,7 +337,7 @@ def read_table(source: str, flag: str) -> datasets.Dataset:
             table = datasets.load_dataset(kind, data_files=place)
         else:
             table = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place)
-    except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetGenerationError) as error:
+    except (OSError, ValueError, ConnectionError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
         wanted = "a .jsonl, .json or .parquet file, `save_to_disk` folder or hub id"
         need(False, f"{flag} {source}: cannot be read as {wanted} ({type(error).__name__}: {error})")
     if not isinstance(table, datasets.DatasetDict):
