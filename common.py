@@ -61,10 +61,6 @@ PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn 
         "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
         "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
     ),
-    "qwen-boxed": (  # paper 2504.02546, B.4, for its 7B model
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
-        "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
-    ),
     "chat": ("", "{problem}"),
     "open-rs": (  # paper 2605.11538, Fig. 4, and the released recipe of 2504.02546, whose B.4 prints it without the box
         "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
@@ -95,7 +91,7 @@ class Args:
     subset: NonNegativeInt = 0
     """Train on so many problems, drawn uniformly by --seed. 0: on all."""
     template: str = "qwen-math"
-    """Prompt: plain, qwen-math, qwen-boxed; in the tokenizer's own chat format chat, open-rs; a file with {problem}."""
+    """Prompt: plain, qwen-math; in the tokenizer's own chat format chat, open-rs; a text file with {problem} in it."""
     run_dir: str = ""
     """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
     seed: int = 1
@@ -812,7 +808,6 @@ class Sampler:
             # vLLM 0.32 leaves a tied head behind when weights are reloaded on a CPU: give the engine a head of its own
             hf_overrides={"tie_word_embeddings": False},
         )
-        self.awake = True
         self.sleep()
 
     def sample(
@@ -863,13 +858,11 @@ class Sampler:
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        self.awake = True
 
     def sleep(self) -> None:
         """Give a GPU's memory back to the policy, until `load`; the host keeps a copy of the weights, 15 GB for 7B."""
-        if self.sleeps and self.awake:
+        if self.sleeps:
             self.llm.sleep(level=1)  # level 2 lost state in several vLLM releases
-        self.awake = False
 
     def close(self) -> None:
         """End the engine, and with it the process group, which vLLM destroys."""

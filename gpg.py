@@ -50,6 +50,11 @@ from transformers import AutoTokenizer
 
 import common
 
+common.PROMPTS["qwen-boxed"] = (  # B.4, for the 7B model
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
+    "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
+)
+
 
 @dataclass
 class Args(common.Args):
@@ -57,7 +62,7 @@ class Args(common.Args):
 
     model: str = "Qwen/Qwen2.5-Math-7B"
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
-    template: str = "qwen-boxed"  # B.4
+    template: str = "qwen-boxed"
     steps: int = 1100
     prompts_per_step: PositiveInt = 144
     max_response_tokens: PositiveInt = 3072  # not given (ours)

@@ -332,8 +332,7 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    few = f"--demonstrations {args.demonstrations}: 1 to --group-size {args.group_size}"
-    common.need(args.demonstrations <= args.group_size, few)
+    common.need(args.demonstrations <= args.group_size, f"--demonstrations: 1 to --group-size, {args.group_size}")
     folder = common.load_model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
@@ -383,11 +382,12 @@ def main(args: Args) -> None:
 
             # ---- learn
             common.set_lr(optimizer, args, rl_step)
-            metrics = common.drawn_metrics(groups) | learn(policy, reference, optimizer, batch, record)
-            metrics["similarity"] = alike
+            metrics = {"similarity": alike} | common.drawn_metrics(groups)
+            metrics |= learn(policy, reference, optimizer, batch, record)
         else:
             # ---- stage 2: demonstrations
-            sampler.sleep()
+            if within == rl_steps or step == start + 1:
+                sampler.sleep()
             with record.phase("irl"):
                 steps = range(step - within, step - within + rl_steps)
                 seed = common.seed_of(args.seed, "irl", stage)

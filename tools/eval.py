@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
+import gpg  # noqa: F401  its prompt, qwen-boxed
 
 
 @dataclass(frozen=True)
