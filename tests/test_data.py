@@ -205,7 +205,7 @@ def test_order_of_the_data():
     [
         (
             {"template": "x"},
-            "--template x: legal: plain, qwen-math, qwen-boxed, chat, open-rs, .*or a text file with {problem}",
+            "--template x: legal: plain, qwen-math, .*or a text file with {problem}",
         ),
         ({"template": "LICENSE"}, "--template LICENSE: legal"),
         ({"group_size": 1}, "--group-size 1"),
