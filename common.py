@@ -29,11 +29,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -563,49 +563,35 @@ def last_boxed(text: str) -> str | None:
         start = match.end()
     if start is None:
         return None
-    depth, at = 1, start
-    while at < len(text):
-        if text[at] == "\\":
-            at += 1
-        elif text[at] in "{}":
-            depth += 1 if text[at] == "{" else -1
-            if depth == 0:
-                return text[start:at]
-        at += 1
+    depth = 1
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += (match[0] == "{") - (match[0] == "}")
+        if depth == 0:
+            return text[start : match.start()]
     return None
 
 
-UNIT_NAMES = (
-    "% percent percentage pct|° degree degrees deg|radian radians rad|$ dollar dollars usd|cent cents|mm millimeters|"
-    "cm centimeter centimeters|m meter meters|km kilometer kilometers|inch inches|ft foot feet|yd yard yards|"
-    "mile miles|g gram grams gm|kg kilogram kilograms|lb pound pounds|s sec second seconds|min minute minutes|"
-    "h hr hour hours|day days|week weeks|month months|year years|am a.m. a.m|pm p.m. p.m"
-)
-UNITS = {spelling: unit.split()[0] for unit in UNIT_NAMES.split("|") for spelling in unit.split()}
-UNIT = re.compile(
-    r"(.+?) ?(?:(?:\\text\{([a-zA-Z./ ]*)\}|(?<=[\d}) ])([a-zA-Z]{2,}|[ap]\.m\.?))(?: ?\^ ?\{?\d\}?)?|([%°]))\.?"
-)
-REWRITES = [  # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
-    (r"\s+", " "),
-    (r"(?<!\\)\$", ""),
-    ("\u2212", "-"),
+SPELLINGS = [  # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
     (r"(?<=\d) ?(?:, ?\\!|\{ ?, ?\}(?:\\!)?) ?(?=\d{3})", ""),  # 10,\!080 and 1{,}008
-    (r"(?<!\\)\\[!,:;> ]|\\q?quad(?![a-zA-Z])|~|\\(?:displaystyle|textstyle|phantom)(?![a-zA-Z])", " "),
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])|(?<!\\)\\[!()]|\\?\$", ""),
     (r"\\(?:text(?:bf|it|rm|normal|sf)?|mbox|math(?:rm|bf|it|sf)|operatorname) ?\{", r"\\text{"),
-    (r"\\text\{[ ,]*(?:and|or)[ ,]*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
-    (r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![a-zA-Z])|\\degree(?![a-zA-Z])", "°"),
-    (r"\\%", "%"),
-    (r"<=|\\leq(?:slant)?(?![a-zA-Z])", r"\\le "),
-    (r">=|\\geq(?:slant)?(?![a-zA-Z])", r"\\ge "),
-    (r"!=|\\neq(?![a-zA-Z])", r"\\ne "),
+    (r",? ?\\text\{[ ,]*(?:and|or)[ ,]*\}|,? ?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
     (r"\\[dtc]?frac ?", r"\\frac"),
-    (r"\\frac(\d) ?(\d)", r"\\frac{\1}{\2}"),
-    (r"\\frac(\d) ?\{", r"\\frac{\1}{"),
-    (r"\\frac(\{[^{}]*\}) ?(\d)", r"\\frac\1{\2}"),
-    (r"np\.(?=[a-z])", r"\\"),  # np.arcsin, in Minerva
+    (r"\\frac(\d) ?(?=[\d{])", r"\\frac{\1}"),
+    (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),
+    (r"_ ?\{(\w)\}", r"_\1"),
+    (r"(^|c\{)([+-]?\d{1,3}),(\d{3})(?=/|\}\{|\\[a-z])", r"\1\2\3"),  # 20,000/\pi, but not (4,112\pi)
+    (r" ?(?:\^ ?\{? ?\\circ ?\}?|°|\\?%)", ""),
+    (r"np\.(?=arc)", r"\\"),  # in Minerva
+    (r"(?:(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
 ]
-REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in REWRITES]
+NAME = re.compile(  # of what an answer is the value: x, AB, x_1, f(x), \text{Area}, (p,q)
+    r"(?:^|(?<=,)) ?(\\?[A-Za-z]+(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?|\\text\{[^{}]*\}|\([a-zA-Z, ]+\))?"
+    r" ?(?:=|\\(?:approx|in)(?![a-zA-Z])) ?"
+)
+UNIT = re.compile(  # any will do: \text{ cm}^2, words after a space
+    r"(?<=[\d})i])(?: ?\\text\{[a-zA-Z./ ]*\}(?: ?\^ ?\{?\d\}?)?| [a-zA-Z.]{2,}(?:\^\{?\d\}?)?)+(?= ?,|$)"
+)
 THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+")
 DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
 NUMBER = re.compile(  # 12, -.5, 3., 3.83e35, 3.83 \cdot 10^{35} and 10^{35}
@@ -613,132 +599,62 @@ NUMBER = re.compile(  # 12, -.5, 3., 3.83e35, 3.83 \cdot 10^{35} and 10^{35}
     r"|(?<=\d)[eE]([+-]?\d{1,3}))?"
 )
 FRACTION = re.compile(rf"([+-]?)(\d*)\\frac\{{([+-]?{DECIMAL})\}}\{{({DECIMAL})\}}|([+-]?{DECIMAL})/({DECIMAL})")
-BASED = re.compile(r"(-?[\dA-Z]+(?:\.[\dA-Z]+)?) ?_ ?\{? ?(\d+) ?\}?")  # 25_6 and 0.0011_{2}
-WORDS = re.compile(r"(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+")
-NAME = re.compile(  # of what an answer is the value of: x, AB, x_{1}, f(x), (p,q)
-    r"((?:[A-Za-z]+|\\[a-z]+)(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?|\([A-Za-z](?:, ?[A-Za-z])+\))"
-    r" ?(?:=|\\in(?![a-z])|\\approx(?![a-z]))(.+)"
+WORDS = re.compile(  # words, letters to choose from and 52_8
+    r"(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+|-?[\dA-Z.]+_ ?\{?\d+\}?"
+)
+OPERATION = re.compile(  # what is left to compute
+    r"(?<=[\w)}\]])[-+]|!(?!=)|\^|(?<=\d)(?:\\cdot|\\times|\*) ?(?=[\d(])"
+    r"|\\(?:sqrt|arc|sin|cos|tan|cot|sec|csc|exp|log|ln|binom|sum|prod|int)"
 )
 
 
-def normalise(answer: str) -> str:
-    """Return an answer in one spelling of its LaTeX; value, order, units and words stay."""
-    for pattern, replacement in REWRITES:
-        answer = pattern.sub(replacement, answer)
-    return answer.strip().rstrip(" .,;:")
-
-
-def exact_number(text: str) -> str | None:
-    """Return a plain number in one spelling, an integer or a reduced fraction; None for what must be computed."""
-    text = re.sub(r"(?<![\d.]) | (?![\d.])", "", text)  # a space between digits does not go
-    if (match := NUMBER.fullmatch(text)) and any(match.groups()[1:]):
-        return str(Fraction(f"{match[1]}{match[2] or 1}e{match[3] or match[4] or match[5] or 0}"))
-    if not (match := FRACTION.fullmatch(text)) or not Fraction(match[4] or match[6]):
-        return None
-    value = Fraction(match[3] or match[5]) / Fraction(match[4] or match[6])
-    if match[2]:  # 1\frac{4}{5}
-        value += Fraction(match[2])
-    return str(-value if match[1] == "-" else value)
-
-
-def split_outside_brackets(text: str, separators: str) -> list[str]:
-    """Split a text at separators that no bracket encloses; empty pieces are left out."""
-    pieces, depth = [""], 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character in separators and depth == 0:
-            pieces.append("")
-        else:
-            pieces[-1] += character
-    return [piece.strip() for piece in pieces if piece.strip()]
-
-
-def without_unit(text: str) -> tuple[str, str]:
-    """Split a text into value and unit. A label that is no known unit goes too: 14 \\text{ triangles}."""
-    unit = "$" if r"\$" in text else ""
-    text = text.replace(r"\$", "").strip()
-    if not (match := UNIT.fullmatch(text)):
-        return text, unit
-    value, label, bare, sign = match.groups()
-    known = [UNITS[word] for word in (label or bare or sign or "").lower().split() if word in UNITS]
-    degrees_of_a_function = sign == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value)
-    if not re.search(r"\d|\\pi", value) or (bare and not known) or degrees_of_a_function:
-        return text, unit
-    return value, unit or " ".join(known)
-
-
-def enclosed(text: str) -> bool:
-    """Say whether the bracket that opens a text is the one that its last character closes."""
-    depth = 0
-    for at, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0 and character in ")]}":
-            return at == len(text) - 1
-    return False
-
-
-def tight(text: str) -> str:
-    """Leave out the spaces that mean nothing: all but those between letters or digits, as in `\\cot x` and `1 2`."""
-    return re.sub(r"(?<![a-zA-Z\d]) | (?![a-zA-Z\d])", "", text)
-
-
 @functools.lru_cache(maxsize=1 << 14)
-def read_answer(text: str, depth: int = 0) -> tuple:
-    """Return an answer as (kind, text, name, unit, parts), which `_verifier_worker` compares.
+def spell(text: str) -> tuple[str, str, Fraction | None]:
+    """Return an answer in one spelling, without its unit; where it is a plain number also its name and its value."""
+    text = " ".join(text.split())
+    for pattern, replacement in SPELLINGS:
+        text = re.sub(pattern, replacement, text)
+    text = UNIT.sub("", text.strip().rstrip(" .,;:"))
+    text = UNIT.sub("", " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split()))
+    name = NAME.match(text)
+    plain = re.sub(r"^(?:\\\{|\()([^,]*)(?:\\\}|\))$", r"\1", NAME.sub("", text, count=1))
+    plain = re.sub("[ ,]" if THOUSANDS.fullmatch(plain) else r"(?<![\d.]) | (?![\d.])", "", plain)
+    text = re.sub(r"(?<![a-zA-Z\d]) | (?![a-zA-Z\d])", "", text)
+    name, value = name[1] if name else None, None
+    if (match := NUMBER.fullmatch(plain)) and any(match.groups()[1:]):
+        value = Fraction(f"{match[1]}{match[2] or 1}e{match[3] or match[4] or match[5] or 0}")
+    elif (match := FRACTION.fullmatch(plain)) and (divisor := Fraction(match[4] or match[6])):
+        value = Fraction(match[2] or 0) + Fraction(match[3] or match[5]) / divisor  # 1\frac{4}{5}
+        value = -value if match[1] == "-" else value
+    return text, name, value
 
-    Kinds: "list" (of values in any order, in set braces or none), "()", "[)", … and ":" (parts in order), "number",
-    "word" (never a product of letters) and "math".
-    """
-    text, unit = without_unit(normalise(text))
-    text = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())
-    if not unit:
-        text, unit = without_unit(text)
-    if THOUSANDS.fullmatch(text):
-        text = re.sub("[ ,]", "", text)
-    if based := BASED.fullmatch(text):
-        return "word", f"{based[1]}_{based[2]}", "", unit, ()
-    if WORDS.fullmatch(text):
-        letters = re.sub(r"[\s.,;:()']", "", text)
-        return "word", letters.lower() if len(letters) > 1 else letters, "", unit, ()
-    for separators, kind in ((",;", "list"), (":", ":")):
-        pieces = split_outside_brackets(text, separators)
-        if len(pieces) > 1:
-            parts = [read_answer(piece, depth + 1) for piece in pieces]
-            if kind == "list":  # {1 \pm \sqrt{5}, -2} is a list of three
-                parts = [inner for part in parts for inner in (part[4] if part[0] == "list" else [part])]
-            return kind, tight(text), "", unit, tuple(parts)
-    if depth < 4:
-        if match := NAME.fullmatch(text):
-            kind, value, inner, _, parts = read_answer(match[2], depth + 1)
-            if kind != "word" and not inner:  # neither MR=SRMC nor x=y=5
-                return kind, value, re.sub(r"[ {}]", "", match[1]), unit, parts
-        if match := re.match(r"(.*?)\\approx(?![a-z])", text):  # 2/3 \approx 0.67: the exact value counts
-            return read_answer(match[1] or text[match.end() :], depth + 1)
-        opening = r"\{" if text.startswith(r"\{") else text[:1]
-        if opening in ("(", "[", "{", r"\{") and enclosed(text):
-            inside = text[len(opening) : -len(opening)].strip()
-            pieces = split_outside_brackets(inside, ",;")
-            if "{" in opening or (len(pieces) == 1 and opening + text[-1] == "()"):
-                kind, value, name, within, parts = read_answer(inside, depth + 1)
-                return kind, value, name, unit or within, parts
-            if len(pieces) > 1:
-                parts = tuple(read_answer(piece, depth + 1) for piece in pieces)
-                return opening + text[-1], tight(text), "", unit, parts
-        if text.count(r"\pm") == 1:
-            parts = tuple(read_answer(text.replace(r"\pm", sign), depth + 1) for sign in "+-")
-            return "list", tight(text), "", unit, parts
-    if number := exact_number(text):
-        return "number", number, "", unit, ()
-    text = re.sub(r"(\d*\.?\d+)°", r"(\\frac{\1\\pi}{180})", text)  # math_verify knows no degrees
-    text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"{{\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}}}", text)  # exact, too
-    return "math", tight(text.replace("°", r"^\circ ")), "", unit, ()
+
+def compare(answer: str, gold: str) -> bool | tuple[str, str]:
+    """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify."""
+    (answer, name, value), (gold, gold_name, gold_value) = spell(answer), spell(gold)
+    if gold_value is not None:  # a number must be written out
+        return value == gold_value and (not name or not gold_name or name == gold_name)
+    if answer == gold:
+        return True
+    if ":" in gold and r"\{" not in gold:  # 3:1 is no quotient
+        return answer.rpartition("=")[2].lstrip("0") == gold.rpartition("=")[2].lstrip("0")
+    if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):  # never a product of letters
+        answer, gold = (re.sub(r"[\s.,;()'{}]", "", text) for text in (answer, gold))
+        return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
+    if not ("=" in answer and "=" in gold):
+        answer, gold = NAME.sub("", answer), NAME.sub("", gold)
+    relation = re.search(r"[=<>]|\\(?:[lgn]e|[lgn]eq|[lg]eqslant|in|pm)(?![a-z])", gold)
+    more = re.compile("(?<![<>!])=" if relation else "(?<![<>!])=|[,;]")
+    capitals = [set(re.findall("[A-Z]", re.sub(r"\\[a-zA-Z]+", "", text))) for text in (answer, gold)]
+    if len(more.findall(answer)) > len(more.findall(gold)) or (capitals[0] != capitals[1] and not relation):
+        return False  # latex2sympy reads B as b, and the last of several equations
+    if not relation and len(OPERATION.findall(answer)) > 2 * len(OPERATION.findall(gold)):
+        return False  # the question's own expression
+    return answer, gold
 
 
 def _verifier_worker(seconds: float, memory: int):
     """Answer lines [answer, gold] on stdin with lines [score, status] on stdout. Runs alone, in a bare interpreter.
-
-    Both come as `read_answer` returns them. math_verify sees only what needs mathematics: it takes 0.333333 for 1/3,
-    adds up what a question asks to add up, reads the last of several equations and knows `neve` as `even`.
 
     `seconds` of processor time per answer raise inside Python; C code that does not return to Python is ended by the
     kernel a second later. `memory` bytes may be allocated on top of what the imports took.
@@ -751,7 +667,7 @@ def _verifier_worker(seconds: float, memory: int):
     import signal
     import sys
 
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
@@ -762,60 +678,30 @@ def _verifier_worker(seconds: float, memory: int):
     def expire(*_):
         raise Expired
 
-    signal.signal(signal.SIGVTALRM, expire)
-    with open("/proc/self/statm") as statm:
-        limit = int(statm.read().split()[0]) * resource.getpagesize() + memory
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    relation = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|in|equiv|sim)(?![a-z])")
-    config = NormalizationConfig(malformed_operators=True)
+    config = NormalizationConfig(malformed_operators=True)  # math_verify's own drops units such as m
     boxes = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)]
 
     @functools.lru_cache(maxsize=1 << 12)
     def read(text):
-        return parse("\\boxed{" + text + "}", boxes, fallback_mode="no_fallback", parsing_timeout=None)
+        text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
+        return parse(rf"\boxed{{{text}}}", boxes, fallback_mode="no_fallback", parsing_timeout=None)
 
-    def same(answer, gold):
-        kind, text, name, unit, parts = answer
-        gold_kind, gold_text, gold_name, gold_unit, gold_parts = gold
-        if any(a and b and a != b for a, b in ((unit, gold_unit), (name, gold_name))):
-            return False
-        if kind == gold_kind == "list":
-            parts, gold_parts = ([part for n, part in enumerate(x) if part not in x[:n]] for x in (parts, gold_parts))
-            alike = len(parts) == len(gold_parts)
-            return alike and all(any(same(part, wanted) for part in parts) for wanted in gold_parts)
-        if parts and gold_parts:
-            alike = kind == gold_kind or {kind, gold_kind} == {"list", "()"}
-            return alike and len(parts) == len(gold_parts) and all(map(same, parts, gold_parts))
-        if text == gold_text:
-            return True
-        if gold_kind == "number" or "word" in (kind, gold_kind) or gold_parts:
-            return False
-        if parts and not relation.search(gold_text):  # an interval may answer an inequality, nothing else
-            return False
-        if gold_name and not name and relation.search(text):
-            gold_text = f"{gold_name}={gold_text}"
-        if name and not gold_name and relation.search(gold_text):
-            text = f"{name}={text}"
-        excess = len(relation.findall(text)) - len(relation.findall(gold_text))
-        capitals = [set(re.findall("[A-Z]", re.sub(r"\\[a-zA-Z]+", "", one))) for one in (text, gold_text)]
-        if excess > 0 or (excess == 0 and capitals[0] != capitals[1]):  # latex2sympy reads B as b
-            return False
-        wanted, given = read(gold_text), read(text)
-        if all(one and getattr(one[0], "is_number", False) for one in (wanted, given)):  # verify simplifies at length
-            a, b = wanted[0].evalf(30), given[0].evalf(30)
-            return bool(a == b or ((a - b).is_finite and abs(a - b) < 1e-25 * abs(a)))
-        return verify(wanted, given, timeout_seconds=None)
+    def equal(answer, gold):
+        return verify(read(gold), read(answer), float_rounding=30, numeric_precision=30, timeout_seconds=None)
 
-    verify(read(r"x+\sqrt{12}"), read(r"2\sqrt{3}+x"), timeout_seconds=None)  # the first use of all is slow
-    replies.write("ready\n")
-    replies.flush()
+    signal.signal(signal.SIGVTALRM, expire)
+    with open("/proc/self/statm") as statm:
+        limit = int(statm.read().split()[0]) * resource.getpagesize() + memory
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    equal(r"x+\sqrt{12}", r"2\sqrt{3}+x")  # the first use of all is slow
+    print("ready", file=replies)
     for line in sys.stdin:
         score, status = 0.0, "graded"
         try:
             try:
                 signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
                 signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-                score = float(same(*json.loads(line)))
+                score = float(equal(*json.loads(line)))
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
                 signal.setitimer(signal.ITIMER_PROF, 0)
@@ -823,8 +709,46 @@ def _verifier_worker(seconds: float, memory: int):
             status = "timeout"
         except Exception as error:
             status = "memory" if isinstance(error, MemoryError) else "error"
-        replies.write(json.dumps([score, status]) + "\n")
-        replies.flush()
+        print(json.dumps([score, status]), file=replies)
+
+
+class Worker(subprocess.Popen):
+    """A process of `_verifier_worker`, which may die or be late at any moment."""
+
+    def __init__(self, seconds: float, memory: int):
+        source = f"{inspect.getsource(_verifier_worker)}\n_verifier_worker({seconds}, {memory})"
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        command = [sys.executable, "-c", source]
+        super().__init__(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, text=True)
+        self.greeted = False
+
+    def line(self, seconds: float) -> str | None:
+        """Return the next line: "" when the process died, None when it is late."""
+        waiting = select.poll()
+        waiting.register(self.stdout, select.POLLIN)
+        return self.stdout.readline() if waiting.poll(seconds * 1000) else None
+
+    def ask(self, task: tuple[str, str], seconds: float) -> str | None:
+        """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
+        if not self.greeted and self.line(120) != "ready\n":
+            raise RuntimeError(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
+        self.greeted = True
+        try:
+            self.stdin.write(json.dumps(task) + "\n")
+            self.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self.line(seconds)
+
+    def end(self) -> None:
+        self.kill()
+        self.wait()
+        self.stdout.close()
+        try:
+            self.stdin.close()
+        except BrokenPipeError:  # its last question was still in the buffer
+            pass
 
 
 def load_reward(spec: str):
@@ -845,116 +769,74 @@ def load_reward(spec: str):
 class Verifier:
     """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run.
 
-    An answer is what stands in the last box. Equal readings and pairs of plain numbers are decided here, everything
-    else by a worker; an answer that exceeds time, memory or length scores 0. `counts` says how often each thing
-    happened: graded, no answer, too long, timeout, memory, error (math_verify raised), crash.
+    An answer is what stands in the last box. What needs no mathematics is decided here, the rest by a worker; an
+    answer that exceeds time, memory or length scores 0. The verdict (VERDICTS) says what happened: graded, no answer,
+    too long, timeout, memory, error (math_verify raised), crash.
 
-    Values are compared exactly: no tolerance, no rounding; a number must be written out (5, 5.0, 10/2, not 2+3). 5%
-    equals 5, not 0.05: of two answers only units that differ count, so 5 cm equals 5, not 5 m. `x = 5` equals 5.
-    Several values must be all of them, in any order; those of a tuple and ends of an interval in theirs.
+    Values are compared exactly: no tolerance, no rounding; a number must be written out (5, 5.0, 10/2, not 2+3). A
+    unit is not looked at: 5% and 5 cm equal 5, which 0.05 does not. `x = 5` equals 5. Several values must be all of
+    them, in any order; those of a tuple and ends of an interval in theirs.
     """
 
-    def __init__(self, workers: int, reward=None, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
-        self.reward = reward
+    def __init__(self, args, world, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
+        self.reward = load_reward(args.reward)
+        self.world = world
         self.seconds, self.memory, self.longest = seconds, memory, longest
-        self.counts = Counter()
-        self.greeted: set[int] = set()
-        self.workers = [] if reward else [self._start() for _ in range(workers)]
+        count = 0 if self.reward else max(1, os.cpu_count() // world.local_size)
+        self.workers = [Worker(seconds, memory) for _ in range(count)]
 
-    def _start(self) -> subprocess.Popen:
-        source = f"{inspect.getsource(_verifier_worker)}\n_verifier_worker({self.seconds}, {self.memory})"
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        command = [sys.executable, "-c", source]
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, text=True)
-
-    def _line(self, worker: subprocess.Popen, seconds: float) -> str | None:
-        """Return the worker's next line: "" when it died, None when it is late."""
-        waiting = select.poll()
-        waiting.register(worker.stdout, select.POLLIN)
-        return worker.stdout.readline() if waiting.poll(seconds * 1000) else None
-
-    def _ask(self, worker: subprocess.Popen, task: tuple[str, str]) -> str | None:
+    def _verdict(self, task: tuple[str, str]) -> tuple[float, str]:
+        """Return a free worker's verdict; a worker that died or is late is replaced."""
+        worker = self.workers.pop()  # there are no more threads than workers
         try:
-            worker.stdin.write(json.dumps([read_answer(text) for text in task]) + "\n")
-            worker.stdin.flush()
-        except BrokenPipeError:
-            return ""
-        return self._line(worker, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
-
-    def _serve(self, number: int, tasks: deque, verdicts: dict, failures: list) -> None:
-        """Feed tasks to one worker until none is left, replacing it when it dies or is late."""
-        while tasks and not failures:
-            worker = self.workers[number]
-            if worker.pid not in self.greeted:
-                if self._line(worker, 120) != "ready\n":
-                    failures.append(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
-                    return
-                self.greeted.add(worker.pid)
-            try:
-                task = tasks.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            reply = self._ask(worker, task)
+            reply = worker.ask(task, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
             if reply:
-                verdicts[task] = json.loads(reply)
-                continue
+                return tuple(json.loads(reply))
             if reply is None:
                 worker.kill()
             late = worker.wait() in (-signal.SIGKILL, -signal.SIGPROF)
-            verdicts[task] = 0.0, "timeout" if late else "crash"
-            self._discard(worker)
-            self.workers[number] = self._start()
+            worker.end()
+            worker = Worker(self.seconds, self.memory)
+            return 0.0, "timeout" if late else "crash"
+        finally:
+            self.workers.append(worker)
 
-    def _discard(self, worker: subprocess.Popen) -> None:
-        worker.kill()
-        worker.wait()
-        worker.stdout.close()
-        try:
-            worker.stdin.close()
-        except BrokenPipeError:  # its last question was still in the buffer
-            pass
-
-    def grade(self, completions: list[str], golds: list[str]) -> list[float]:
-        """Return 1.0 for each completion whose last box equals its gold answer, else 0.0.
+    def judge(self, completions: list[str], golds: list[str]) -> list[tuple[float, str]]:
+        """Return for each completion 1.0 when its last box equals its gold answer, else 0.0, and the verdict.
 
         Raises RuntimeError when workers cannot be started at all.
         """
-        pairs, verdicts = [], {}
-        for completion, gold in zip(completions, golds, strict=True):
-            pair = answer, gold = (last_boxed(completion) or "").strip(), gold.strip()
-            pairs.append(pair)
+        pairs = [
+            ((last_boxed(completion) or "").strip(), gold.strip())
+            for completion, gold in zip(completions, golds, strict=True)
+        ]
+        verdicts, tasks = {}, {}
+        for pair in dict.fromkeys(pairs):
+            answer, gold = pair
             if not answer:
                 verdicts[pair] = 0.0, "no answer"
             elif answer == gold:
                 verdicts[pair] = 1.0, "graded"
             elif max(len(answer), len(gold)) > self.longest:
                 verdicts[pair] = 0.0, "too long"
-            elif not (given := read_answer(answer))[1]:
+            elif not spell(answer)[0]:
                 verdicts[pair] = 0.0, "no answer"
-            elif given == (wanted := read_answer(gold)):
-                verdicts[pair] = 1.0, "graded"
-            elif given[0] == wanted[0] == "number" and given[1] != wanted[1]:
-                verdicts[pair] = 0.0, "graded"
-        tasks = deque(pair for pair in dict.fromkeys(pairs) if pair not in verdicts)
-        failures: list[str] = []
-        threads = [
-            threading.Thread(target=self._serve, args=(number, tasks, verdicts, failures))
-            for number in range(min(len(self.workers), len(tasks)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise RuntimeError(failures[0])
-        self.counts.update(verdicts[pair][1] for pair in pairs)
-        return [verdicts[pair][0] for pair in pairs]
+            elif isinstance(decided := compare(answer, gold), bool):
+                verdicts[pair] = float(decided), "graded"
+            else:
+                tasks[pair] = decided
+        with ThreadPoolExecutor(max(1, len(self.workers))) as pool:
+            verdicts |= zip(tasks, pool.map(self._verdict, tasks.values()), strict=True)
+        return [verdicts[pair] for pair in pairs]
+
+    def grade(self, completions: list[str], golds: list[str]) -> list[float]:
+        """Return the scores of `judge` alone."""
+        return [score for score, _ in self.judge(completions, golds)]
 
     def close(self) -> None:
         """End the workers."""
         for worker in self.workers:
-            self._discard(worker)
+            worker.end()
 
 
 # -------------------------------------------------------------------------------------------------------------- batch
