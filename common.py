@@ -653,30 +653,13 @@ def compare(answer: str, gold: str) -> bool | tuple[str, str]:
     return answer, gold
 
 
-def _verifier_worker(seconds: float, memory: int):
-    """Answer lines [answer, gold] on stdin with lines [score, status] on stdout. Runs alone, in a bare interpreter.
-
-    `seconds` of processor time per answer raise inside Python; C code that does not return to Python is ended by the
-    kernel a second later. `memory` bytes may be allocated on top of what the imports took.
-    """
+def _math_verify():
+    """Return math_verify's comparison of two texts. Runs in a worker, as the next function does."""
     import functools
-    import json
-    import os
     import re
-    import resource
-    import signal
-    import sys
 
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
-
-    class Expired(BaseException):  # math_verify catches Exception
-        pass
-
-    def expire(*_):
-        raise Expired
 
     config = NormalizationConfig(malformed_operators=True)  # math_verify's own drops units such as m
     boxes = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)]
@@ -686,8 +669,30 @@ def _verifier_worker(seconds: float, memory: int):
         text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
         return parse(rf"\boxed{{{text}}}", boxes, fallback_mode="no_fallback", parsing_timeout=None)
 
-    def equal(answer, gold):
-        return verify(read(gold), read(answer), float_rounding=30, numeric_precision=30, timeout_seconds=None)
+    return lambda answer, gold: verify(read(gold), read(answer), 30, 30, timeout_seconds=None)  # digits
+
+
+def _verifier_worker(seconds: float, memory: int):
+    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout. Runs alone, in a bare interpreter.
+
+    `seconds` of processor time per answer raise inside Python; C code that does not return to Python is ended by the
+    kernel a second later. `memory` bytes may be allocated on top of what the imports took.
+    """
+    import json
+    import os
+    import resource
+    import signal
+    import sys
+
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    equal = _math_verify()
+
+    class Expired(BaseException):  # math_verify catches Exception
+        pass
+
+    def expire(*_):
+        raise Expired
 
     signal.signal(signal.SIGVTALRM, expire)
     with open("/proc/self/statm") as statm:
@@ -696,7 +701,7 @@ def _verifier_worker(seconds: float, memory: int):
     equal(r"x+\sqrt{12}", r"2\sqrt{3}+x")  # the first use of all is slow
     print("ready", file=replies)
     for line in sys.stdin:
-        score, status = 0.0, "graded"
+        score, verdict = 0.0, "graded"
         try:
             try:
                 signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
@@ -706,21 +711,25 @@ def _verifier_worker(seconds: float, memory: int):
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
                 signal.setitimer(signal.ITIMER_PROF, 0)
         except Expired:
-            status = "timeout"
+            verdict = "timeout"
         except Exception as error:
-            status = "memory" if isinstance(error, MemoryError) else "error"
-        print(json.dumps([score, status]), file=replies)
+            verdict = "memory" if isinstance(error, MemoryError) else "error"
+        print(json.dumps([score, verdict]), file=replies)
 
 
 class Worker(subprocess.Popen):
     """A process of `_verifier_worker`, which may die or be late at any moment."""
 
     def __init__(self, seconds: float, memory: int):
-        source = f"{inspect.getsource(_verifier_worker)}\n_verifier_worker({seconds}, {memory})"
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        command = [sys.executable, "-c", source]
-        super().__init__(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, text=True)
+        functions = inspect.getsource(_math_verify) + inspect.getsource(_verifier_worker)
+        super().__init__(
+            [sys.executable, "-c", f"{functions}\n_verifier_worker({seconds}, {memory})"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            text=True,
+        )
         self.greeted = False
 
     def line(self, seconds: float) -> str | None:
@@ -806,16 +815,12 @@ class Verifier:
 
         Raises RuntimeError when workers cannot be started at all.
         """
-        pairs = [
-            ((last_boxed(completion) or "").strip(), gold.strip())
-            for completion, gold in zip(completions, golds, strict=True)
-        ]
+        answers = [(last_boxed(completion) or "").strip() for completion in completions]
+        pairs = list(zip(answers, map(str.strip, golds), strict=True))
         verdicts, tasks = {}, {}
         for pair in dict.fromkeys(pairs):
             answer, gold = pair
-            if not answer:
-                verdicts[pair] = 0.0, "no answer"
-            elif answer == gold:
+            if answer and answer == gold:
                 verdicts[pair] = 1.0, "graded"
             elif max(len(answer), len(gold)) > self.longest:
                 verdicts[pair] = 0.0, "too long"
