@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,15 @@ def undisturbed(tmp_path_factory):
         return folder / script
 
     return run
+
+
+def make_verifier(workers: int = 2, **options):
+    """Start a verifier with this many workers, whatever the machine."""
+    from common import Verifier
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: workers)
+        return Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=1), **options)
 
 
 def central_differences(value, logp, step: float = 1e-6) -> torch.Tensor:
