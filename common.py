@@ -1274,14 +1274,6 @@ def _verifier_worker(seconds: float, memory: int):
     `seconds` of processor time per answer raise inside Python; C code that does not return to Python is ended by the
     kernel a second later. `memory` bytes may be allocated on top of what the imports took.
     """
-    import functools
-    import json
-    import os
-    import re
-    import resource
-    import signal
-    import sys
-
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from latex2sympy2_extended import NormalizationConfig
@@ -1325,9 +1317,10 @@ class Worker(subprocess.Popen):
     """A process of `_verifier_worker`, which may die or be late at any moment."""
 
     def __init__(self, seconds: float, memory: int):
-        source = f"{inspect.getsource(_verifier_worker)}\n_verifier_worker({seconds}, {memory})"
+        source = f"import functools, json, os, re, resource, signal, sys\n{inspect.getsource(_verifier_worker)}"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        super().__init__([sys.executable, "-c", source], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        command = [sys.executable, "-c", f"{source}\n_verifier_worker({seconds}, {memory})"]
+        super().__init__(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
         self.greeted = False
 
     def line(self, seconds: float) -> str | None:
@@ -1408,9 +1401,7 @@ class Verifier:
         verdicts, tasks = {}, {}
         for pair in dict.fromkeys(pairs):
             answer, gold = pair
-            if not answer:
-                verdicts[pair] = 0.0, "no answer"
-            elif answer == gold:
+            if answer and answer == gold:
                 verdicts[pair] = 1.0, "graded"
             elif max(len(answer), len(gold)) > self.longest:
                 verdicts[pair] = 0.0, "too long"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import faults
@@ -103,6 +104,15 @@ def printed_sps_run(engine, tmp_path_factory) -> Run:
     flags = ["--steps", 5, "--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 16, "--subset", 100, "--group-size", 8]
     flags += ["--eval", TOY / "harder.jsonl", "--eval-samples", 2, "--eval-temperature", 1, "--eval-every", 5]
     return Run(folder, engine(script="sps", flags=[*faults.FLAGS, *flags, "--run-dir", folder]))
+
+
+def make_verifier(workers: int = 2, **options):
+    """Start a verifier with this many workers, whatever the machine."""
+    from common import Verifier
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: workers)
+        return Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=1), **options)
 
 
 def central_differences(value, logp, step: float = 1e-6) -> torch.Tensor:

@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from collections import Counter
 
 import pytest
+from conftest import make_verifier
 
-from common import Verifier, last_boxed
+from common import last_boxed
 
 HOSTILE = {
     "power tower": "5^{5^{5^{5^5}}}",
@@ -29,7 +31,7 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def verifier():
-    made = Verifier(workers=2, seconds=1.0)
+    made = make_verifier(seconds=1.0)
     yield made
     made.close()
 
@@ -78,9 +80,9 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     completions += ["x" * 20_000_000 + r"\boxed{" + "y" * 5_000_000 + "}", r"\boxed{3x/6}"]
     golds += ["7", r"\frac{x}{2}"]
     wanted += [0.0, 1.0]
-    before = verifier.counts.copy()
-    assert verifier.grade(completions, golds) == wanted
-    counts = verifier.counts - before
+    judged = verifier.judge(completions, golds)
+    assert [score for score, _ in judged] == wanted
+    counts = Counter(verdict for _, verdict in judged)
     assert counts["timeout"] >= 1 and counts["too long"] >= 1, counts
     assert all(worker.poll() is None for worker in verifier.workers)
     assert verifier.grade([r"\boxed{\frac{3x}{6}}"], [r"\frac{x}{2}"]) == [1.0]
@@ -88,9 +90,9 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
 
 def test_a_soft_timeout_keeps_the_worker(verifier):
     """Most hostile answers are interrupted inside Python: no second is lost to a new worker's imports."""
-    before = [worker.pid for worker in verifier.workers]
-    assert verifier.grade([f"\\boxed{{{HOSTILE['power tower']}}}"], [r"\sqrt{7}"]) == [0.0]
-    assert [worker.pid for worker in verifier.workers] == before
+    before = {worker.pid for worker in verifier.workers}
+    assert verifier.judge([f"\\boxed{{{HOSTILE['power tower']}}}"], [r"x^2+\sqrt{7}"]) == [(0.0, "timeout")]
+    assert {worker.pid for worker in verifier.workers} == before
 
 
 def test_a_worker_that_does_not_return_is_replaced(verifier):
@@ -99,10 +101,9 @@ def test_a_worker_that_does_not_return_is_replaced(verifier):
     stuck = [worker.pid for worker in verifier.workers]
     for pid in stuck:
         os.kill(pid, signal.SIGSTOP)
-    before = verifier.counts.copy()
     answers = [r"\boxed{\frac{2x}{4}}", r"\boxed{\frac{2x}{6}}", r"\boxed{\frac{2x}{8}}"]
-    scores = verifier.grade(answers, [r"\frac{x}{2}", r"\frac{x}{3}", r"\frac{x}{4}"])
-    assert sorted(scores) == [0.0, 0.0, 1.0] and (verifier.counts - before)["timeout"] == 2
+    judged = verifier.judge(answers, [r"\frac{x}{2}", r"\frac{x}{3}", r"\frac{x}{4}"])
+    assert sorted(judged) == [(0.0, "timeout"), (0.0, "timeout"), (1.0, "graded")]
     assert not set(stuck) & {worker.pid for worker in verifier.workers}
 
 
@@ -112,15 +113,16 @@ def test_a_killed_worker_is_replaced(verifier):
     for pid in old:
         os.kill(pid, signal.SIGSEGV)
     golds = [rf"\frac{{x}}{{{n}}}" for n in range(2, 10)]
-    scores = verifier.grade([rf"\boxed{{\frac{{2x}}{{{2 * n}}}}}" for n in range(2, 10)], golds)
-    assert sum(scores) >= 6 and verifier.counts["crash"] >= 1  # each dead worker costs the one answer it was given
+    judged = verifier.judge([rf"\boxed{{\frac{{2x}}{{{2 * n}}}}}" for n in range(2, 10)], golds)
+    counts = Counter(judged)  # each dead worker costs the one answer it was given
+    assert counts[1.0, "graded"] >= 6 and counts[0.0, "crash"] >= 1 and len(counts) == 2
     assert not set(old) & {worker.pid for worker in verifier.workers}
     assert verifier.grade([r"\boxed{\frac{3x}{6}}"], [r"\frac{x}{2}"]) == [1.0]
 
 
 def test_a_python_without_math_verify_is_an_error(monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
-    broken = Verifier(workers=1)
+    broken = make_verifier(1)
     with pytest.raises(RuntimeError, match="math_verify"):
         broken.grade([r"\boxed{1+x}"], ["x+1"])
     broken.close()
@@ -128,7 +130,7 @@ def test_a_python_without_math_verify_is_an_error(monkeypatch):
 
 def test_orphaned_workers_end():
     """When a trainer is killed its workers see the end of their input, or run into the kernel's deadline."""
-    lone = Verifier(workers=1, seconds=1.0)
+    lone = make_verifier(1, seconds=1.0)
     worker = lone.workers[0]
     assert lone.grade([r"\boxed{1+x}"], ["x+1"]) == [1.0]
     worker.stdin.close()
