@@ -195,7 +195,7 @@ def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, tmp_path):
     def record(**changes):
         return common.Record(cwgrpo.Args(**(about | changes)), "cwgrpo", world)
 
-    with pytest.raises(ValueError, match="--run-dir .*: holds another run; .*--resume"):
+    with pytest.raises(ValueError, match=r"--run-dir .*: holds another run; .*--resume"):
         record()
     with pytest.raises(ValueError, match=r"--resume with --lr 0\.5: the run was started with 0\.0001"):
         record(resume=True, lr=0.5)
