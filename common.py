@@ -44,7 +44,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
-from safetensors import safe_open
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -76,26 +75,22 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass
 class Args:
-    """The flags that every script has. A type is also a bound; a default without a source is ours."""
+    """The flags that every script has. A type is also a bound; a default without a source is ours. The help of a flag
+    stands below it, or beside it where no script sets it otherwise."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id or folder with config.json and *.safetensors."""
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"  # run.sh fetches it
     """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id (`id:split`)."""
-    eval: str = ""
-    """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
-    problem_column: str = ""
-    """Column of the training problems. Empty: problem, question or prompt."""
-    answer_column: str = ""
-    """Column of their answers. Empty: answer, ground_truth, final_answer, solution or reward_model."""
+    eval: str = ""  # Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation.
+    problem_column: str = ""  # Of the training problems. Empty: problem, question or prompt.
+    answer_column: str = ""  # Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model.
     subset: NonNegativeInt = 0
     """Train on so many problems, drawn uniformly by --seed. 0: on all."""
     template: str = "qwen-math"
     """Prompt: plain, qwen-math; in the tokenizer's own chat format chat, open-rs; a text file with {problem} in it."""
-    run_dir: str = ""
-    """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
-    seed: int = 1
-    """Seeds the order of the data and every sampled token."""
+    run_dir: str = ""  # Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
+    seed: int = 1  # Seeds the order of the data and every sampled token.
     steps: NonNegativeInt = 200
     """Rollout steps; 0 only evaluates."""
 
@@ -122,34 +117,25 @@ class Args:
     """AdamW's decay, on every parameter."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's moments."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global L2 norm."""
+    max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
     tis_cap: NonNegativeFloat = 0.0
     """Truncated importance sampling: multiply advantages by min(exp(old logp - sampler logp), cap). 0: off."""
 
-    eval_every: PositiveInt = 10
-    """Evaluate before training, every so many steps, and at the end."""
-    eval_samples: PositiveInt = 1
-    """Completions of each held-out problem (n of avg@n and pass@k)."""
-    eval_temperature: NonNegativeFloat = 0.0
-    """0: greedy."""
+    eval_every: PositiveInt = 10  # Evaluate before training, every so many steps, and at the end.
+    eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
+    eval_temperature: NonNegativeFloat = 0.0  # 0: greedy.
 
-    checkpoint_every: PositiveInt = 50
-    """Write a checkpoint every so many steps and at the end, to checkpoints/ of the run folder."""
+    checkpoint_every: PositiveInt = 50  # Write a checkpoint every so many steps and at the end.
     checkpoints_kept: PositiveInt = 2
     """The newest checkpoints that stay."""
     resume: bool = False
     """Go on from the last complete checkpoint in --run-dir. What shapes training must be as it was; --steps may grow
     where the learning rate is constant."""
 
-    micro_batch_tokens: PositiveInt = 16384
-    """Packed tokens (prompts and responses) in one forward and backward on one rank. Changes memory, not gradients."""
-    activation_checkpointing: bool = False
-    """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
-    tensor_parallel: PositiveInt = 1
-    """Ranks that share one vLLM engine, on GPUs."""
-    gpu_memory_utilization: PositiveFloat = 0.6
-    """Share of a GPU that vLLM may fill while it samples; it sleeps while the policy trains."""
+    micro_batch_tokens: PositiveInt = 16384  # Packed tokens in one pass on one rank: changes memory, not gradients.
+    activation_checkpointing: bool = False  # Recompute decoder layers in the backward pass: less memory, more time.
+    tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
+    gpu_memory_utilization: PositiveFloat = 0.6  # Share of a GPU that vLLM fills while the policy does not train.
 
 
 def need(holds, message: str) -> None:
@@ -214,12 +200,13 @@ PR_SET_PDEATHSIG = 1  # Linux: the signal for when the parent ends
 def _report(kind: type, error: BaseException, trace) -> None:
     """Show as one line an error that names a flag, which every rank raises, a divergence, and the loss of a rank."""
     name = Path(sys.argv[0]).name
-    if issubclass(kind, FloatingPointError) or (issubclass(kind, ValueError) and str(error).startswith("--")):
+    text = str(error)
+    if issubclass(kind, FloatingPointError) or (issubclass(kind, ValueError) and text.startswith("--")):
         if os.environ["LOCAL_RANK"] == "0":
-            print(f"\n{name}: {error}\n", file=sys.stderr, flush=True)
-    elif issubclass(kind, RuntimeError) and any(words in str(error) for words in LOST):
-        line = f"{name}, rank {os.environ['RANK']}: another rank is gone; its output says why"
-        print(f"{line} ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
+            print(f"\n{name}: {text}\n", file=sys.stderr, flush=True)
+    elif issubclass(kind, RuntimeError) and any(words in text for words in LOST):
+        gone = "another rank is gone; its output says why"
+        print(f"{name}, rank {os.environ['RANK']}: {gone} ({text.splitlines()[0]})", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)
 
@@ -289,7 +276,8 @@ def load_model_folder(args: Args) -> Path:
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # one rank of a node, the others wait
         except (OSError, ValueError) as error:
             need(False, f"{flag}: neither a folder here nor a model that the hub returns ({error})")
-    need((folder / "config.json").is_file() and checkpoint_names(folder), f"{flag}: no config.json or *.safetensors")
+    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    need(whole, f"{flag}: no config.json or no *.safetensors in it")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -666,11 +654,6 @@ def load_policy(folder: Path, args: Args, world: World) -> Policy:
     return policy
 
 
-def adamw(policy: Policy, args: Args, lr: float) -> torch.optim.AdamW:
-    """Return a fresh optimiser of all of the policy's weights."""
-    return torch.optim.AdamW(policy.parameters(), lr, args.adam_betas, weight_decay=args.weight_decay)
-
-
 def set_lr(optimizer, args: Args, step: int) -> None:
     """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
     warm_up = args.lr_warmup * args.steps
@@ -745,15 +728,6 @@ def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, w
 
 
 # ------------------------------------------------------------------------------------------------------------ sampler
-def checkpoint_names(folder: Path) -> set[str]:
-    """Return the tensor names in a model folder's *.safetensors."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names.update(opened.keys())
-    return names
-
-
 def stop_tokens(folder: Path, tokenizer) -> list[int]:
     """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
     ids = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
@@ -769,15 +743,16 @@ class Sampler:
 
     def __init__(self, folder: Path, tokenizer, args: Args, world: World):
         cuda = world.device.type == "cuda"
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        settings = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        }  # GiB
+        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        os.environ.update(settings | os.environ)
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its imports log before it reads that
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        if not cuda:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-            torch._dynamo.config.disable = True  # else a small function is compiled for seconds before the first token
+        torch._dynamo.config.disable = not cuda  # else a small function is compiled for seconds before the first token
         from vllm import LLM, SamplingParams
 
         self.params = SamplingParams
@@ -786,8 +761,10 @@ class Sampler:
         self.dtype = torch.bfloat16 if cuda else torch.float32
         self.tokenizer = tokenizer
         self.stop = stop_tokens(folder, tokenizer)
-        self.tied = AutoConfig.from_pretrained(folder).tie_word_embeddings
-        self.expected = checkpoint_names(folder) - ({"lm_head.weight"} if self.tied else set())
+        config = AutoConfig.from_pretrained(folder)
+        self.tied = config.tie_word_embeddings
+        with torch.device("meta"):
+            self.expected = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
         longest = args.max_prompt_tokens + args.max_response_tokens
         self.llm = LLM(
             model=str(folder),
@@ -838,7 +815,7 @@ class Sampler:
 
     def load(self, weights: Policy | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget its cached prefixes.
-        Raises RuntimeError when the names sent are not the checkpoint's: vLLM misses a layer without a word."""
+        Raises RuntimeError when the names sent are not the model's: vLLM misses a layer without a word."""
         sent: set[str] = set()
 
         def stream():
@@ -936,27 +913,22 @@ def save_checkpoint(policy: Policy, optimizers: dict, step: int, position: int, 
     dist.barrier()
 
 
-def newest_checkpoint(record: "Record") -> Path | None:
-    """Return the run's newest whole checkpoint, None where it never completed one. Damaged ones are named and passed
-    over. Raises ValueError when all that it completed are damaged."""
+def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int]:
+    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0. Damaged
+    ones are named and passed over. An optimiser that it does not hold stays as it is. A run that never completed one
+    starts over. Raises ValueError when all that it completed are damaged."""
+    if not record.args.resume:
+        return 0, 0
     found = record.world.gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]
     for folder in found:
         file = folder / "manifest.json"
-        if file.is_file() and digests(folder, record.world) == json.loads(file.read_text())["files"]:
-            return folder
+        manifest = json.loads(file.read_text()) if file.is_file() else {"files": "none"}
+        if digests(folder, record.world) == manifest["files"]:
+            break
         record.say(f"{folder}: half-written or damaged; passed over")
-    whole = [folder for folder in found if folder.suffix != ".partial"]
-    need(not whole, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
-    return None
-
-
-def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int]:
-    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0. An
-    optimiser that it does not hold stays as it is. A run that never completed a checkpoint starts over."""
-    if not record.args.resume:
-        return 0, 0
-    folder = newest_checkpoint(record)
-    if folder is None:
+    else:
+        damaged = [folder for folder in found if folder.suffix != ".partial"]
+        need(not damaged, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
         record.rewind(-1)
         record.say("the run had not come to a checkpoint: it starts over")
         return 0, 0
@@ -966,11 +938,10 @@ def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int
     sharded.set_model_state_dict(policy, state.pop("policy"))
     for name, moments in state.items():
         sharded.set_optimizer_state_dict(policy, optimizers[name], moments)
-    manifest = json.loads((folder / "manifest.json").read_text())
     record.rewind(manifest["step"])
-    record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
-    if manifest["step"] >= record.steps:
-        record.say(f"nothing is left to do: the run has its {record.steps} steps")
+    record.say(
+        f"resumed from {folder}, written by {manifest['ranks']} ranks, {record.steps - manifest['step']} steps left"
+    )
     return manifest["step"], manifest["position"]
 
 
@@ -1084,10 +1055,9 @@ class Record:
 
     def stop_requested(self) -> bool:
         """Say whether a file named `stop` lies in the run folder, and take it away."""
-        file = self.folder / "stop"
-        requested = self.world.gather(file.exists())[0]
+        requested = self.world.gather((self.folder / "stop").exists())[0]
         if requested and self.world.rank == 0:
-            file.unlink()
+            (self.folder / "stop").unlink()
             self.say("a stop file: ending with a checkpoint; --resume goes on")
         return requested
 
@@ -1117,9 +1087,8 @@ class Record:
         metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
         rates = {name: tokens / self.seconds[name] for name, tokens in self.tokens.items() if tokens}
         metrics |= {f"tokens_per_second/{name}": rate for name, rate in rates.items()}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated()
+        cuda = torch.cuda.is_available()
+        peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         metrics["peak_memory_gib"] = peak / 2**30
         metrics["skipped_updates"] = self.skipped
         seconds = self.seconds.total()
@@ -1350,17 +1319,6 @@ class Worker(subprocess.Popen):
             self.stdin.close()
 
 
-def load_reward(spec: str):
-    """Return the function of --reward FILE.py:FUNCTION, or None for "math". Raises ValueError naming the flag."""
-    if spec == "math":
-        return None
-    path, _, name = spec.rpartition(":")
-    need(Path(path).is_file(), f"--reward {spec}: neither math nor FILE.py:FUNCTION with a file that is there")
-    function = runpy.run_path(path).get(name)
-    need(callable(function), f"--reward {spec}: no function {name!r} in {path}")
-    return function
-
-
 class Verifier:
     """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run.
 
@@ -1369,7 +1327,15 @@ class Verifier:
     """
 
     def __init__(self, args, world, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
-        self.reward = load_reward(args.reward)
+        self.reward = None
+        if args.reward != "math":
+            path, _, name = args.reward.rpartition(":")
+            need(
+                Path(path).is_file(),
+                f"--reward {args.reward}: neither math nor FILE.py:FUNCTION with a file that is there",
+            )
+            self.reward = runpy.run_path(path).get(name)
+            need(callable(self.reward), f"--reward {args.reward}: no function {name!r} in {path}")
         self.world = world
         self.seconds = seconds
         self.memory = memory

@@ -261,7 +261,7 @@ def main(args: Args) -> None:
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
-    optimizer = common.adamw(policy, args, args.lr)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, weight_decay=args.weight_decay)
     start, position = common.resume(policy, {"optimizer": optimizer}, record)
     sampler.load(policy)
     if not start:
