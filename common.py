@@ -9,7 +9,6 @@ only forward and backward are sharded.
 import ctypes
 import functools
 import hashlib
-import heapq
 import importlib.metadata
 import inspect
 import json
@@ -20,7 +19,6 @@ import re
 import resource
 import runpy
 import select
-import shlex
 import shutil
 import signal
 import socket
@@ -61,22 +59,13 @@ PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn 
         "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
     ),
     "chat": ("", "{problem}"),
-    "open-rs": (  # paper 2605.11538, Fig. 4, and the released recipe of 2504.02546, whose B.4 prints it without the box
-        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
-        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
-        "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
-        "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
-        "answer here </answer>. Note that respond by English, NOT use other languages.",
-        "{problem}",
-    ),
 }
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass
 class Args:
-    """The flags that every script has. A type is also a bound; a default without a source is ours. The help of a flag
-    stands below it, or beside it where no script sets it otherwise."""
+    """The flags of every script. A type is also a bound. A default without a source is ours."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id or folder with config.json and *.safetensors."""
@@ -88,7 +77,7 @@ class Args:
     subset: NonNegativeInt = 0
     """Train on so many problems, drawn uniformly by --seed. 0: on all."""
     template: str = "qwen-math"
-    """Prompt: plain, qwen-math; in the tokenizer's own chat format chat, open-rs; a text file with {problem} in it."""
+    """Prompt: plain, qwen-math; in the tokenizer's own chat format chat; a text file with {problem} in it."""
     run_dir: str = ""  # Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
     seed: int = 1  # Seeds the order of the data and every sampled token.
     steps: NonNegativeInt = 200
@@ -288,10 +277,9 @@ def load_model_folder(args: Args) -> Path:
     need(not other, f"{flag}: has {other}; only plain causal attention is supported")
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    parts = [getattr(getattr(lm, "model", None), name, None) for name in ("embed_tokens", "layers")]
-    known = None not in parts and getattr(getattr(lm, "lm_head", None), "bias", 0) is None
-    layout = "model.embed_tokens, model.layers and an lm_head without bias"
-    need(known, f"{flag}: {type(lm).__name__} is not built as {layout}")
+    decoder = getattr(lm, "model", None)
+    known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
+    need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
     longest = args.max_prompt_tokens + args.max_response_tokens
     limit = config.max_position_embeddings
     need(longest <= limit, f"{flag}: context {limit}, and --max-prompt-tokens + --max-response-tokens = {longest}")
@@ -322,8 +310,8 @@ def read_table(source: str, flag: str) -> datasets.Dataset:
         else:
             table = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place)
     except (OSError, ValueError, ConnectionError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
-        wanted = "a .jsonl, .json or .parquet file, `save_to_disk` folder or hub id"
-        need(False, f"{flag} {source}: cannot be read as {wanted} ({type(error).__name__}: {error})")
+        kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
+        need(False, f"{flag} {source}: cannot be read, {kinds} ({type(error).__name__}: {error})")
     if not isinstance(table, datasets.DatasetDict):
         return table
     split = split or (next(iter(table)) if len(table) == 1 else "")
@@ -491,9 +479,8 @@ def drawn_metrics(groups: list[Group], draws: int = 1) -> dict[str, float]:
 
 @dataclass
 class MicroBatch:
-    """Sequences end to end: `row` is what a transformers model takes, with their borders as varlen attention has them
-    (int32); index_T the hidden state that predicts response token t; target_T that token; token_T where it stands in
-    the whole step's vectors (on the CPU); `inputs` what the loss takes, for these tokens."""
+    """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T; token_T
+    where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes, for these tokens."""
 
     row: dict
     index_T: torch.Tensor
@@ -524,13 +511,11 @@ class Batch:
         self.prompt_ids_R = [group.problem.prompt_ids for group in groups for _ in group.rollouts]
         self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
         self.total_R = self.length_R + torch.tensor([len(ids) for ids in self.prompt_ids_R])
-        self.offset_R = self.length_R.cumsum(0) - self.length_R
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
 
     def pack(self, responses: list[int], device: torch.device, inputs: dict | None = None) -> MicroBatch:
-        """Lay some responses, prompts in front, end to end, and cut a loss's inputs to their tokens. None at all gives
-        a row of two tokens and no targets."""
+        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. Of none: a row of two tokens."""
         chosen_R = torch.tensor(responses, dtype=torch.long)
         length = self.length_R[chosen_R]
         total = self.total_R[chosen_R] if responses else torch.tensor([2])
@@ -538,7 +523,7 @@ class Batch:
         ids = [part for r in responses for part in (self.prompt_ids_R[r], self.rollout_R[r].ids)] or [[0, 0]]
         input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         index_T = ranges(end[: len(length)] - length - 1, length)
-        token_T = ranges(self.offset_R[chosen_R], length)
+        token_T = ranges((self.length_R.cumsum(0) - self.length_R)[chosen_R], length)
         row = {"input_ids": input_ids_N[None], "position_ids": ranges(torch.zeros_like(total), total)[None]}
         row |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), F.pad(end, (1, 0)).int())
         row = {name: x.to(device) for name, x in row.items()}
@@ -556,13 +541,13 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
         raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
     rounds = math.ceil(sum(cost_R) / (ranks * budget))
     while True:
-        bins: list[list[int]] = [[] for _ in range(rounds * ranks)]
-        heap = [(0, number) for number in range(len(bins))]
+        loads = [0] * (rounds * ranks)
+        bins: list[list[int]] = [[] for _ in loads]
         for r in order:  # longest first, into the emptiest
-            load, number = heapq.heappop(heap)
+            number = loads.index(min(loads))
             bins[number].append(r)
-            heapq.heappush(heap, (load + cost_R[r], number))
-        if max((load for load, _ in heap), default=0) <= budget:
+            loads[number] += cost_R[r]
+        if max(loads, default=0) <= budget:
             break
         rounds += 1
     bins.sort(key=lambda responses: -sum(cost_R[r] for r in responses))
@@ -571,19 +556,17 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
 
 # ------------------------------------------------------------------------------------------------------------- policy
 def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
-    """Causal attention inside each sequence of a packed row; transformers' attention interface.
-
-    query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none,
-    so the sequences are laid out as rows of equal width, and the padding stays behind each row's end.
-    """
+    """Causal attention inside each sequence of a packed row; transformers' attention interface. query (1, H, N, D), key
+    and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none, so the sequences are laid
+    out as rows of equal width, and the padding stays behind each row's end."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
     if query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
         borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        causal = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
-        return varlen_attn(query, key, value, *borders, **causal)[None], None
+        how = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
+        return varlen_attn(query, key, value, *borders, **how)[None], None
     lengths = cu_seq_lens_q.diff().long()
     rows = len(lengths)
     position_N = ranges(torch.arange(rows) * max_length_q, lengths)
@@ -600,6 +583,7 @@ def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_
 AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
+SKIPS_IN_A_ROW = 5  # updates
 LOGITS_AT_ONCE = 1 << 25  # elements: 128 MiB of float32 logits in one chunk of the language head
 
 
@@ -622,9 +606,8 @@ class Policy(torch.nn.Module):
         return logp_T, entropy_T
 
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), both float32, at
-        the sampling temperature. The head sees response positions only, a chunk at a time, and forgets its logits: the
-        backward pass computes them again."""
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), float32, both at the
+        sampling temperature. The head sees response positions only, a chunk at a time; the backward pass repeats it."""
         hidden_NH = self.model(**micro.row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
         size = max(1, LOGITS_AT_ONCE // len(weight_VH))
@@ -635,17 +618,15 @@ class Policy(torch.nn.Module):
 
 
 def load_policy(folder: Path, args: Args, world: World) -> Policy:
-    """Return the policy, sharded over the ranks, each of which reads its own part: float32 weights; on a GPU bf16
-    compute and float32 reductions."""
+    """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed")
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
-    mixed = MixedPrecisionPolicy()
-    if world.device.type == "cuda":
-        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    mixed = MixedPrecisionPolicy(**bf16 if world.device.type == "cuda" else {})
     for module in (*policy.model.layers, policy):  # the head belongs to the last: gathered per chunk it would deadlock
         fully_shard(module, mesh=world.mesh, mp_policy=mixed)
     policy.to_empty(device=world.device)
@@ -682,9 +663,6 @@ def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: W
 def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: float) -> torch.Tensor:
     """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
     return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap) if cap else torch.ones_like(logp_T)
-
-
-SKIPS_IN_A_ROW = 5  # updates
 
 
 def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, batch: Batch, record: "Record") -> bool:
@@ -743,13 +721,9 @@ class Sampler:
 
     def __init__(self, folder: Path, tokenizer, args: Args, world: World):
         cuda = world.device.type == "cuda"
-        settings = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-        }  # GiB
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-        os.environ.update(settings | os.environ)
+        os.environ.update(settings | {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ)  # GiB
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its imports log before it reads that
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         torch._dynamo.config.disable = not cuda  # else a small function is compiled for seconds before the first token
@@ -992,7 +966,7 @@ def open_run(folder: Path, args: Args, script: str, world: World) -> None:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     about = {
         "script": script,
-        "command": shlex.join(sys.argv),
+        "command": " ".join(sys.argv),
         "args": asdict(args),
         "ranks": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
@@ -1006,7 +980,6 @@ def open_run(folder: Path, args: Args, script: str, world: World) -> None:
         write_whole(file, json.dumps(about, indent=2) + "\n")
 
 
-SAY_IDLE = 10  # steps
 SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "irl/moved_share")
 
 
@@ -1109,7 +1082,7 @@ class Record:
             self.say(f"step {step}/{self.steps}  {values}  {seconds:.2f} s  left {left:.1f} min")
         if "zero_advantage_share" in metrics:
             self.idle = self.idle + 1 if metrics["zero_advantage_share"] == 1 else 0
-            if self.idle and self.idle % SAY_IDLE == 0:
+            if self.idle and self.idle % 10 == 0:
                 same = f"{self.idle} steps in a row without a group whose rewards differ (mean {metrics['reward']:g})"
                 self.say(
                     f"{same}: too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
@@ -1238,11 +1211,9 @@ def compare(answer: str, gold: str) -> bool | tuple[str, str]:
 
 
 def _verifier_worker(seconds: float, memory: int):
-    """Answer lines [answer, gold] on stdin with lines [score, status] on stdout; alone, in a bare interpreter.
-
+    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout; alone, in a bare interpreter.
     `seconds` of processor time per answer raise inside Python; C code that does not return to Python is ended by the
-    kernel a second later. `memory` bytes may be allocated on top of what the imports took.
-    """
+    kernel a second later. `memory` bytes may be allocated on top of what the imports took."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from latex2sympy2_extended import NormalizationConfig
@@ -1320,11 +1291,9 @@ class Worker(subprocess.Popen):
 
 
 class Verifier:
-    """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run.
-
-    An answer is what stands in the last box; docs/evaluation.md says what equals what. What needs no mathematics is
-    decided here, the rest by a worker. An answer that exceeds time, memory or length scores 0.
-    """
+    """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run. An answer is
+    what stands in the last box; docs/evaluation.md says what equals what. What needs no mathematics is decided here,
+    the rest by a worker. An answer that exceeds time, memory or length scores 0."""
 
     def __init__(self, args, world, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
         self.reward = None
