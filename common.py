@@ -9,7 +9,6 @@ only forward and backward are sharded.
 import ctypes
 import functools
 import hashlib
-import heapq
 import importlib.metadata
 import inspect
 import json
@@ -20,7 +19,6 @@ import re
 import resource
 import runpy
 import select
-import shlex
 import shutil
 import signal
 import socket
@@ -44,7 +42,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
-from safetensors import safe_open
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -62,40 +59,27 @@ PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn 
         "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
     ),
     "chat": ("", "{problem}"),
-    "open-rs": (  # paper 2605.11538, Fig. 4, and the released recipe of 2504.02546, whose B.4 prints it without the box
-        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
-        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
-        "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
-        "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
-        "answer here </answer>. Note that respond by English, NOT use other languages.",
-        "{problem}",
-    ),
 }
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass
 class Args:
-    """The flags that every script has. A type is also a bound; a default without a source is ours."""
+    """The flags of every script. A type is also a bound. A default without a source is ours."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id or folder with config.json and *.safetensors."""
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"  # run.sh fetches it
     """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id (`id:split`)."""
-    eval: str = ""
-    """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
-    problem_column: str = ""
-    """Column of the training problems. Empty: problem, question or prompt."""
-    answer_column: str = ""
-    """Column of their answers. Empty: answer, ground_truth, final_answer, solution or reward_model."""
+    eval: str = ""  # Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation.
+    problem_column: str = ""  # Of the training problems. Empty: problem, question or prompt.
+    answer_column: str = ""  # Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model.
     subset: NonNegativeInt = 0
     """Train on so many problems, drawn uniformly by --seed. 0: on all."""
     template: str = "qwen-math"
-    """Prompt: plain, qwen-math; in the tokenizer's own chat format chat, open-rs; a text file with {problem} in it."""
-    run_dir: str = ""
-    """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
-    seed: int = 1
-    """Seeds the order of the data and every sampled token."""
+    """Prompt: plain, qwen-math; in the tokenizer's own chat format chat; a text file with {problem} in it."""
+    run_dir: str = ""  # Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
+    seed: int = 1  # Seeds the order of the data and every sampled token.
     steps: NonNegativeInt = 200
     """Rollout steps; 0 only evaluates."""
 
@@ -122,34 +106,25 @@ class Args:
     """AdamW's decay, on every parameter."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's moments."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global L2 norm."""
+    max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
     tis_cap: NonNegativeFloat = 0.0
     """Truncated importance sampling: multiply advantages by min(exp(old logp - sampler logp), cap). 0: off."""
 
-    eval_every: PositiveInt = 10
-    """Evaluate before training, every so many steps, and at the end."""
-    eval_samples: PositiveInt = 1
-    """Completions of each held-out problem (n of avg@n and pass@k)."""
-    eval_temperature: NonNegativeFloat = 0.0
-    """0: greedy."""
+    eval_every: PositiveInt = 10  # Evaluate before training, every so many steps, and at the end.
+    eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
+    eval_temperature: NonNegativeFloat = 0.0  # 0: greedy.
 
-    checkpoint_every: PositiveInt = 50
-    """Write a checkpoint every so many steps and at the end, to checkpoints/ of the run folder."""
+    checkpoint_every: PositiveInt = 50  # Write a checkpoint every so many steps and at the end.
     checkpoints_kept: PositiveInt = 2
     """The newest checkpoints that stay."""
     resume: bool = False
     """Go on from the last complete checkpoint in --run-dir. What shapes training must be as it was; --steps may grow
     where the learning rate is constant."""
 
-    micro_batch_tokens: PositiveInt = 16384
-    """Packed tokens (prompts and responses) in one forward and backward on one rank. Changes memory, not gradients."""
-    activation_checkpointing: bool = False
-    """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
-    tensor_parallel: PositiveInt = 1
-    """Ranks that share one vLLM engine, on GPUs."""
-    gpu_memory_utilization: PositiveFloat = 0.6
-    """Share of a GPU that vLLM may fill while it samples; it sleeps while the policy trains."""
+    micro_batch_tokens: PositiveInt = 16384  # Packed tokens in one pass on one rank: changes memory, not gradients.
+    activation_checkpointing: bool = False  # Recompute decoder layers in the backward pass: less memory, more time.
+    tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
+    gpu_memory_utilization: PositiveFloat = 0.6  # Share of a GPU that vLLM fills while the policy does not train.
 
 
 def need(holds, message: str) -> None:
@@ -214,12 +189,13 @@ PR_SET_PDEATHSIG = 1  # Linux: the signal for when the parent ends
 def _report(kind: type, error: BaseException, trace) -> None:
     """Show as one line an error that names a flag, which every rank raises, a divergence, and the loss of a rank."""
     name = Path(sys.argv[0]).name
-    if issubclass(kind, FloatingPointError) or (issubclass(kind, ValueError) and str(error).startswith("--")):
+    text = str(error)
+    if issubclass(kind, FloatingPointError) or (issubclass(kind, ValueError) and text.startswith("--")):
         if os.environ["LOCAL_RANK"] == "0":
-            print(f"\n{name}: {error}\n", file=sys.stderr, flush=True)
-    elif issubclass(kind, RuntimeError) and any(words in str(error) for words in LOST):
-        line = f"{name}, rank {os.environ['RANK']}: another rank is gone; its output says why"
-        print(f"{line} ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
+            print(f"\n{name}: {text}\n", file=sys.stderr, flush=True)
+    elif issubclass(kind, RuntimeError) and any(words in text for words in LOST):
+        gone = "another rank is gone; its output says why"
+        print(f"{name}, rank {os.environ['RANK']}: {gone} ({text.splitlines()[0]})", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)
 
@@ -289,7 +265,8 @@ def load_model_folder(args: Args) -> Path:
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # one rank of a node, the others wait
         except (OSError, ValueError) as error:
             need(False, f"{flag}: neither a folder here nor a model that the hub returns ({error})")
-    need((folder / "config.json").is_file() and checkpoint_names(folder), f"{flag}: no config.json or *.safetensors")
+    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    need(whole, f"{flag}: no config.json or no *.safetensors in it")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -300,10 +277,9 @@ def load_model_folder(args: Args) -> Path:
     need(not other, f"{flag}: has {other}; only plain causal attention is supported")
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    parts = [getattr(getattr(lm, "model", None), name, None) for name in ("embed_tokens", "layers")]
-    known = None not in parts and getattr(getattr(lm, "lm_head", None), "bias", 0) is None
-    layout = "model.embed_tokens, model.layers and an lm_head without bias"
-    need(known, f"{flag}: {type(lm).__name__} is not built as {layout}")
+    decoder = getattr(lm, "model", None)
+    known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
+    need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
     longest = args.max_prompt_tokens + args.max_response_tokens
     limit = config.max_position_embeddings
     need(longest <= limit, f"{flag}: context {limit}, and --max-prompt-tokens + --max-response-tokens = {longest}")
@@ -334,8 +310,8 @@ def read_table(source: str, flag: str) -> datasets.Dataset:
         else:
             table = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place)
     except (OSError, ValueError, ConnectionError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
-        wanted = "a .jsonl, .json or .parquet file, `save_to_disk` folder or hub id"
-        need(False, f"{flag} {source}: cannot be read as {wanted} ({type(error).__name__}: {error})")
+        kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
+        need(False, f"{flag} {source}: cannot be read, {kinds} ({type(error).__name__}: {error})")
     if not isinstance(table, datasets.DatasetDict):
         return table
     split = split or (next(iter(table)) if len(table) == 1 else "")
@@ -503,9 +479,8 @@ def drawn_metrics(groups: list[Group], draws: int = 1) -> dict[str, float]:
 
 @dataclass
 class MicroBatch:
-    """Sequences end to end: `row` is what a transformers model takes, with their borders as varlen attention has them
-    (int32); index_T the hidden state that predicts response token t; target_T that token; token_T where it stands in
-    the whole step's vectors (on the CPU); `inputs` what the loss takes, for these tokens."""
+    """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T; token_T
+    where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes, for these tokens."""
 
     row: dict
     index_T: torch.Tensor
@@ -536,13 +511,11 @@ class Batch:
         self.prompt_ids_R = [group.problem.prompt_ids for group in groups for _ in group.rollouts]
         self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
         self.total_R = self.length_R + torch.tensor([len(ids) for ids in self.prompt_ids_R])
-        self.offset_R = self.length_R.cumsum(0) - self.length_R
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
 
     def pack(self, responses: list[int], device: torch.device, inputs: dict | None = None) -> MicroBatch:
-        """Lay some responses, prompts in front, end to end, and cut a loss's inputs to their tokens. None at all gives
-        a row of two tokens and no targets."""
+        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. Of none: a row of two tokens."""
         chosen_R = torch.tensor(responses, dtype=torch.long)
         length = self.length_R[chosen_R]
         total = self.total_R[chosen_R] if responses else torch.tensor([2])
@@ -550,7 +523,7 @@ class Batch:
         ids = [part for r in responses for part in (self.prompt_ids_R[r], self.rollout_R[r].ids)] or [[0, 0]]
         input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         index_T = ranges(end[: len(length)] - length - 1, length)
-        token_T = ranges(self.offset_R[chosen_R], length)
+        token_T = ranges((self.length_R.cumsum(0) - self.length_R)[chosen_R], length)
         row = {"input_ids": input_ids_N[None], "position_ids": ranges(torch.zeros_like(total), total)[None]}
         row |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), F.pad(end, (1, 0)).int())
         row = {name: x.to(device) for name, x in row.items()}
@@ -568,13 +541,13 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
         raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
     rounds = math.ceil(sum(cost_R) / (ranks * budget))
     while True:
-        bins: list[list[int]] = [[] for _ in range(rounds * ranks)]
-        heap = [(0, number) for number in range(len(bins))]
+        loads = [0] * (rounds * ranks)
+        bins: list[list[int]] = [[] for _ in loads]
         for r in order:  # longest first, into the emptiest
-            load, number = heapq.heappop(heap)
+            number = loads.index(min(loads))
             bins[number].append(r)
-            heapq.heappush(heap, (load + cost_R[r], number))
-        if max((load for load, _ in heap), default=0) <= budget:
+            loads[number] += cost_R[r]
+        if max(loads, default=0) <= budget:
             break
         rounds += 1
     bins.sort(key=lambda responses: -sum(cost_R[r] for r in responses))
@@ -583,19 +556,17 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
 
 # ------------------------------------------------------------------------------------------------------------- policy
 def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
-    """Causal attention inside each sequence of a packed row; transformers' attention interface.
-
-    query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none,
-    so the sequences are laid out as rows of equal width, and the padding stays behind each row's end.
-    """
+    """Causal attention inside each sequence of a packed row; transformers' attention interface. query (1, H, N, D), key
+    and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none, so the sequences are laid
+    out as rows of equal width, and the padding stays behind each row's end."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
     if query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
         borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        causal = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
-        return varlen_attn(query, key, value, *borders, **causal)[None], None
+        how = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
+        return varlen_attn(query, key, value, *borders, **how)[None], None
     lengths = cu_seq_lens_q.diff().long()
     rows = len(lengths)
     position_N = ranges(torch.arange(rows) * max_length_q, lengths)
@@ -612,6 +583,7 @@ def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_
 AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
+SKIPS_IN_A_ROW = 5  # updates
 LOGITS_AT_ONCE = 1 << 25  # elements: 128 MiB of float32 logits in one chunk of the language head
 
 
@@ -634,9 +606,8 @@ class Policy(torch.nn.Module):
         return logp_T, entropy_T
 
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), both float32, at
-        the sampling temperature. The head sees response positions only, a chunk at a time, and forgets its logits: the
-        backward pass computes them again."""
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), float32, both at the
+        sampling temperature. The head sees response positions only, a chunk at a time; the backward pass repeats it."""
         hidden_NH = self.model(**micro.row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
         size = max(1, LOGITS_AT_ONCE // len(weight_VH))
@@ -647,28 +618,21 @@ class Policy(torch.nn.Module):
 
 
 def load_policy(folder: Path, args: Args, world: World) -> Policy:
-    """Return the policy, sharded over the ranks, each of which reads its own part: float32 weights; on a GPU bf16
-    compute and float32 reductions."""
+    """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed")
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
-    mixed = MixedPrecisionPolicy()
-    if world.device.type == "cuda":
-        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    mixed = MixedPrecisionPolicy(**bf16 if world.device.type == "cuda" else {})
     for module in (*policy.model.layers, policy):  # the head belongs to the last: gathered per chunk it would deadlock
         fully_shard(module, mesh=world.mesh, mp_policy=mixed)
     policy.to_empty(device=world.device)
     policy.model.rotary_emb = type(lm.model.rotary_emb)(config).to(world.device)  # its buffers are in no checkpoint
     dcp.load(sharded.get_model_state_dict(policy), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     return policy
-
-
-def adamw(policy: Policy, args: Args, lr: float) -> torch.optim.AdamW:
-    """Return a fresh optimiser of all of the policy's weights."""
-    return torch.optim.AdamW(policy.parameters(), lr, args.adam_betas, weight_decay=args.weight_decay)
 
 
 def set_lr(optimizer, args: Args, step: int) -> None:
@@ -699,9 +663,6 @@ def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: W
 def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: float) -> torch.Tensor:
     """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
     return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap) if cap else torch.ones_like(logp_T)
-
-
-SKIPS_IN_A_ROW = 5  # updates
 
 
 def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, batch: Batch, record: "Record") -> bool:
@@ -745,15 +706,6 @@ def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, w
 
 
 # ------------------------------------------------------------------------------------------------------------ sampler
-def checkpoint_names(folder: Path) -> set[str]:
-    """Return the tensor names in a model folder's *.safetensors."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names.update(opened.keys())
-    return names
-
-
 def stop_tokens(folder: Path, tokenizer) -> list[int]:
     """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
     ids = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
@@ -769,15 +721,12 @@ class Sampler:
 
     def __init__(self, folder: Path, tokenizer, args: Args, world: World):
         cuda = world.device.type == "cuda"
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        os.environ.update(settings | {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ)  # GiB
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its imports log before it reads that
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        if not cuda:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-            torch._dynamo.config.disable = True  # else a small function is compiled for seconds before the first token
+        torch._dynamo.config.disable = not cuda  # else a small function is compiled for seconds before the first token
         from vllm import LLM, SamplingParams
 
         self.params = SamplingParams
@@ -786,8 +735,10 @@ class Sampler:
         self.dtype = torch.bfloat16 if cuda else torch.float32
         self.tokenizer = tokenizer
         self.stop = stop_tokens(folder, tokenizer)
-        self.tied = AutoConfig.from_pretrained(folder).tie_word_embeddings
-        self.expected = checkpoint_names(folder) - ({"lm_head.weight"} if self.tied else set())
+        config = AutoConfig.from_pretrained(folder)
+        self.tied = config.tie_word_embeddings
+        with torch.device("meta"):
+            self.expected = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
         longest = args.max_prompt_tokens + args.max_response_tokens
         self.llm = LLM(
             model=str(folder),
@@ -838,7 +789,7 @@ class Sampler:
 
     def load(self, weights: Policy | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget its cached prefixes.
-        Raises RuntimeError when the names sent are not the checkpoint's: vLLM misses a layer without a word."""
+        Raises RuntimeError when the names sent are not the model's: vLLM misses a layer without a word."""
         sent: set[str] = set()
 
         def stream():
@@ -936,27 +887,22 @@ def save_checkpoint(policy: Policy, optimizers: dict, step: int, position: int, 
     dist.barrier()
 
 
-def newest_checkpoint(record: "Record") -> Path | None:
-    """Return the run's newest whole checkpoint, None where it never completed one. Damaged ones are named and passed
-    over. Raises ValueError when all that it completed are damaged."""
+def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int]:
+    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0. Damaged
+    ones are named and passed over. An optimiser that it does not hold stays as it is. A run that never completed one
+    starts over. Raises ValueError when all that it completed are damaged."""
+    if not record.args.resume:
+        return 0, 0
     found = record.world.gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]
     for folder in found:
         file = folder / "manifest.json"
-        if file.is_file() and digests(folder, record.world) == json.loads(file.read_text())["files"]:
-            return folder
+        manifest = json.loads(file.read_text()) if file.is_file() else {"files": "none"}
+        if digests(folder, record.world) == manifest["files"]:
+            break
         record.say(f"{folder}: half-written or damaged; passed over")
-    whole = [folder for folder in found if folder.suffix != ".partial"]
-    need(not whole, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
-    return None
-
-
-def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int]:
-    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0. An
-    optimiser that it does not hold stays as it is. A run that never completed a checkpoint starts over."""
-    if not record.args.resume:
-        return 0, 0
-    folder = newest_checkpoint(record)
-    if folder is None:
+    else:
+        damaged = [folder for folder in found if folder.suffix != ".partial"]
+        need(not damaged, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
         record.rewind(-1)
         record.say("the run had not come to a checkpoint: it starts over")
         return 0, 0
@@ -966,11 +912,10 @@ def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int
     sharded.set_model_state_dict(policy, state.pop("policy"))
     for name, moments in state.items():
         sharded.set_optimizer_state_dict(policy, optimizers[name], moments)
-    manifest = json.loads((folder / "manifest.json").read_text())
     record.rewind(manifest["step"])
-    record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
-    if manifest["step"] >= record.steps:
-        record.say(f"nothing is left to do: the run has its {record.steps} steps")
+    record.say(
+        f"resumed from {folder}, written by {manifest['ranks']} ranks, {record.steps - manifest['step']} steps left"
+    )
     return manifest["step"], manifest["position"]
 
 
@@ -1021,7 +966,7 @@ def open_run(folder: Path, args: Args, script: str, world: World) -> None:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     about = {
         "script": script,
-        "command": shlex.join(sys.argv),
+        "command": " ".join(sys.argv),
         "args": asdict(args),
         "ranks": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
@@ -1035,7 +980,6 @@ def open_run(folder: Path, args: Args, script: str, world: World) -> None:
         write_whole(file, json.dumps(about, indent=2) + "\n")
 
 
-SAY_IDLE = 10  # steps
 SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "irl/moved_share")
 
 
@@ -1084,10 +1028,9 @@ class Record:
 
     def stop_requested(self) -> bool:
         """Say whether a file named `stop` lies in the run folder, and take it away."""
-        file = self.folder / "stop"
-        requested = self.world.gather(file.exists())[0]
+        requested = self.world.gather((self.folder / "stop").exists())[0]
         if requested and self.world.rank == 0:
-            file.unlink()
+            (self.folder / "stop").unlink()
             self.say("a stop file: ending with a checkpoint; --resume goes on")
         return requested
 
@@ -1117,9 +1060,8 @@ class Record:
         metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
         rates = {name: tokens / self.seconds[name] for name, tokens in self.tokens.items() if tokens}
         metrics |= {f"tokens_per_second/{name}": rate for name, rate in rates.items()}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated()
+        cuda = torch.cuda.is_available()
+        peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         metrics["peak_memory_gib"] = peak / 2**30
         metrics["skipped_updates"] = self.skipped
         seconds = self.seconds.total()
@@ -1140,7 +1082,7 @@ class Record:
             self.say(f"step {step}/{self.steps}  {values}  {seconds:.2f} s  left {left:.1f} min")
         if "zero_advantage_share" in metrics:
             self.idle = self.idle + 1 if metrics["zero_advantage_share"] == 1 else 0
-            if self.idle and self.idle % SAY_IDLE == 0:
+            if self.idle and self.idle % 10 == 0:
                 same = f"{self.idle} steps in a row without a group whose rewards differ (mean {metrics['reward']:g})"
                 self.say(
                     f"{same}: too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
@@ -1269,11 +1211,9 @@ def compare(answer: str, gold: str) -> bool | tuple[str, str]:
 
 
 def _verifier_worker(seconds: float, memory: int):
-    """Answer lines [answer, gold] on stdin with lines [score, status] on stdout; alone, in a bare interpreter.
-
+    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout; alone, in a bare interpreter.
     `seconds` of processor time per answer raise inside Python; C code that does not return to Python is ended by the
-    kernel a second later. `memory` bytes may be allocated on top of what the imports took.
-    """
+    kernel a second later. `memory` bytes may be allocated on top of what the imports took."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from latex2sympy2_extended import NormalizationConfig
@@ -1350,26 +1290,21 @@ class Worker(subprocess.Popen):
             self.stdin.close()
 
 
-def load_reward(spec: str):
-    """Return the function of --reward FILE.py:FUNCTION, or None for "math". Raises ValueError naming the flag."""
-    if spec == "math":
-        return None
-    path, _, name = spec.rpartition(":")
-    need(Path(path).is_file(), f"--reward {spec}: neither math nor FILE.py:FUNCTION with a file that is there")
-    function = runpy.run_path(path).get(name)
-    need(callable(function), f"--reward {spec}: no function {name!r} in {path}")
-    return function
-
-
 class Verifier:
-    """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run.
-
-    An answer is what stands in the last box; docs/evaluation.md says what equals what. What needs no mathematics is
-    decided here, the rest by a worker. An answer that exceeds time, memory or length scores 0.
-    """
+    """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run. An answer is
+    what stands in the last box; docs/evaluation.md says what equals what. What needs no mathematics is decided here,
+    the rest by a worker. An answer that exceeds time, memory or length scores 0."""
 
     def __init__(self, args, world, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
-        self.reward = load_reward(args.reward)
+        self.reward = None
+        if args.reward != "math":
+            path, _, name = args.reward.rpartition(":")
+            need(
+                Path(path).is_file(),
+                f"--reward {args.reward}: neither math nor FILE.py:FUNCTION with a file that is there",
+            )
+            self.reward = runpy.run_path(path).get(name)
+            need(callable(self.reward), f"--reward {args.reward}: no function {name!r} in {path}")
         self.world = world
         self.seconds = seconds
         self.memory = memory

@@ -53,6 +53,15 @@ from transformers import AutoTokenizer
 
 import common
 
+common.PROMPTS["open-rs"] = (  # Fig. 4
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
+    "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
+    "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
+    "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
+    "answer here </answer>. Note that respond by English, NOT use other languages.",
+    "{problem}",
+)
+
 
 @dataclass
 class Args(common.Args):
@@ -60,7 +69,7 @@ class Args(common.Args):
 
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
     dataset: str = "knoveleng/open-rs"
-    template: str = "open-rs"  # Fig. 4
+    template: str = "open-rs"
     steps: int = 300  # the schedule's length (released code); the paper's checkpoint is 100
     prompts_per_step: int = 12  # Table 5
     group_size: int = 12  # Table 5
@@ -261,7 +270,7 @@ def main(args: Args) -> None:
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
-    optimizer = common.adamw(policy, args, args.lr)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, weight_decay=args.weight_decay)
     start, position = common.resume(policy, {"optimizer": optimizer}, record)
     sampler.load(policy)
     if not start:

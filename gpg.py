@@ -54,6 +54,14 @@ common.PROMPTS["qwen-boxed"] = (  # B.4, for the 7B model
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
     "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
 )
+common.PROMPTS["open-rs"] = (  # of the released R1 recipe; B.4 prints it without the box
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
+    "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
+    "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
+    "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
+    "answer here </answer>. Note that respond by English, NOT use other languages.",
+    "{problem}",
+)
 
 
 @dataclass
@@ -200,7 +208,7 @@ def main(args: Args) -> None:
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    optimizer = common.adamw(policy, args, args.lr)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, weight_decay=args.weight_decay)
     start, position = common.resume(policy, {"optimizer": optimizer}, record)
     sampler.load(policy)
     if not start:

@@ -347,8 +347,8 @@ def main(args: Args) -> None:
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
-    optimizer = common.adamw(policy, args, args.lr)
-    irl_optimizer = common.adamw(policy, args, args.irl_lr)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, weight_decay=args.weight_decay)
+    irl_optimizer = torch.optim.AdamW(policy.parameters(), args.irl_lr, args.adam_betas, weight_decay=args.weight_decay)
     optimizers = {"optimizer": optimizer, "irl_optimizer": irl_optimizer}
     start, position = common.resume(policy, optimizers, record)
     share = movable_share(shards(policy), args.irl_lr, torch.float32, world)

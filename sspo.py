@@ -249,7 +249,7 @@ def main(args: Args) -> None:
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    optimizer = common.adamw(policy, args, args.lr)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, weight_decay=args.weight_decay)
     start, position = common.resume(policy, {"optimizer": optimizer}, record)
     sampler.load(policy)
     if not start:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-ROOT = Path(__file__).parent.parent
+from faults import ROOT, free_port
 
 
 class Jobs:
@@ -37,7 +36,8 @@ class Jobs:
         self.output = self.folder / "output.txt"
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         if nodes > 1:
-            command += ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", "29617", "--node-rank"]
+            command += ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+            command += ["--node-rank"]
         with open(self.output, "w") as output:
             self.agents = [
                 subprocess.Popen(

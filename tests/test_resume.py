@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(engine, cwgrpo
 def test_a_lost_rank_is_said_in_one_line(tmp_path):
     source = "import os, common; w = common.init_world(); w.gather(0); w.rank and os._exit(9); w.gather(0)"
     (tmp_path / "two.py").write_text(source)
-    port = str(common.free_port())
+    port = str(faults.free_port())
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
