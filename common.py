@@ -113,13 +113,11 @@ class Args:
     eval_every: PositiveInt = 10  # Evaluate before training, every so many steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: NonNegativeFloat = 0.0  # 0: greedy.
-
     checkpoint_every: PositiveInt = 50  # Write a checkpoint every so many steps and at the end.
     checkpoints_kept: PositiveInt = 2
     """The newest checkpoints that stay."""
     resume: bool = False
-    """Go on from the last complete checkpoint in --run-dir. What shapes training must be as it was; --steps may grow
-    where the learning rate is constant."""
+    """Go on from the last whole checkpoint in --run-dir; of what shapes training --steps may grow, at constant lr."""
 
     micro_batch_tokens: PositiveInt = 16384  # Packed tokens in one pass on one rank: changes memory, not gradients.
     activation_checkpointing: bool = False  # Recompute decoder layers in the backward pass: less memory, more time.
@@ -183,7 +181,6 @@ class World:
 
 
 LOST = ("gloo/transport", "remote process exited")  # what gloo and NCCL say when the other end is gone
-PR_SET_PDEATHSIG = 1  # Linux: the signal for when the parent ends
 
 
 def _report(kind: type, error: BaseException, trace) -> None:
@@ -206,7 +203,7 @@ def init_world() -> World:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free
     else:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # without torchrun nothing would end the ranks
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing else would end the ranks
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it may be gone by now; joining would wait for it
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -265,8 +262,7 @@ def load_model_folder(args: Args) -> Path:
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # one rank of a node, the others wait
         except (OSError, ValueError) as error:
             need(False, f"{flag}: neither a folder here nor a model that the hub returns ({error})")
-    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-    need(whole, f"{flag}: no config.json or no *.safetensors in it")
+    need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), f"{flag}: no config.json or weights")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -479,8 +475,8 @@ def drawn_metrics(groups: list[Group], draws: int = 1) -> dict[str, float]:
 
 @dataclass
 class MicroBatch:
-    """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T; token_T
-    where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes, for these tokens."""
+    """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T;
+    token_T where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes for them."""
 
     row: dict
     index_T: torch.Tensor
@@ -515,7 +511,7 @@ class Batch:
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
 
     def pack(self, responses: list[int], device: torch.device, inputs: dict | None = None) -> MicroBatch:
-        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. Of none: a row of two tokens."""
+        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. Of none: two tokens alone."""
         chosen_R = torch.tensor(responses, dtype=torch.long)
         length = self.length_R[chosen_R]
         total = self.total_R[chosen_R] if responses else torch.tensor([2])
@@ -557,8 +553,8 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
 # ------------------------------------------------------------------------------------------------------------- policy
 def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
     """Causal attention inside each sequence of a packed row; transformers' attention interface. query (1, H, N, D), key
-    and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none, so the sequences are laid
-    out as rows of equal width, and the padding stays behind each row's end."""
+    and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none, so the sequences are
+    laid out as rows of equal width, and the padding stays behind each row's end."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
     if query.is_cuda:
@@ -606,8 +602,8 @@ class Policy(torch.nn.Module):
         return logp_T, entropy_T
 
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), float32, both at the
-        sampling temperature. The head sees response positions only, a chunk at a time; the backward pass repeats it."""
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), float32, both at
+        the sampling temperature. The head sees response positions, a chunk at a time; the backward pass repeats it."""
         hidden_NH = self.model(**micro.row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
         size = max(1, LOGITS_AT_ONCE // len(weight_VH))
@@ -783,8 +779,7 @@ class Sampler:
             rollout_of[key] = Rollout(np.array(best.token_ids, np.int64), logp, text, best.finish_reason == "length")
         rollout_of = self.world.union(rollout_of)
         if not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
-            diverged = "no response has finite log-probs: the weights have diverged, and the last checkpoint may hold"
-            raise FloatingPointError(f"{diverged} them, too; a smaller --lr may help")
+            raise FloatingPointError("no response has finite log-probs: the weights have diverged; try a smaller --lr")
         return [Group(problem, [rollout_of[p, g] for g in range(n)]) for p, problem in enumerate(problems)]
 
     def load(self, weights: Policy | Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -804,8 +799,8 @@ class Sampler:
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
         if sent != self.expected:
-            missing, unknown = sorted(self.expected - sent), sorted(sent - self.expected)
-            raise RuntimeError(f"weights sent to vLLM: missing {missing}, unknown {unknown}")
+            missing = f"missing {sorted(self.expected - sent)}, unknown {sorted(sent - self.expected)}"
+            raise RuntimeError(f"weights sent to vLLM: {missing}")
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
@@ -838,6 +833,7 @@ def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str,
 # --------------------------------------------------------------------------------------------------------- checkpoint
 MAY_CHANGE = {"run_dir", "resume", "steps", "eval", "eval_every", "eval_samples", "eval_temperature"}
 MAY_CHANGE |= {"checkpoint_every", "checkpoints_kept", "gpu_memory_utilization"}
+SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "irl/moved_share")
 
 
 def training_state(policy: Policy, optimizers: dict) -> dict:
@@ -980,9 +976,6 @@ def open_run(folder: Path, args: Args, script: str, world: World) -> None:
         write_whole(file, json.dumps(about, indent=2) + "\n")
 
 
-SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "irl/moved_share")
-
-
 class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples, log.txt, and
     in questions.jsonl how many completions of each held-out problem were right. `args` and `world` are the run's."""
@@ -1058,8 +1051,7 @@ class Record:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
         metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
-        rates = {name: tokens / self.seconds[name] for name, tokens in self.tokens.items() if tokens}
-        metrics |= {f"tokens_per_second/{name}": rate for name, rate in rates.items()}
+        metrics |= {f"tokens_per_second/{name}": n / self.seconds[name] for name, n in self.tokens.items() if n}
         cuda = torch.cuda.is_available()
         peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         metrics["peak_memory_gib"] = peak / 2**30
@@ -1177,18 +1169,19 @@ def spell(text: str) -> tuple[str, str, Fraction | None]:
     plain = re.sub(r"^(?:\\\{|\()([^,]*)(?:\\\}|\))$", r"\1", NAME.sub("", text, count=1))
     plain = re.sub("[ ,]" if THOUSANDS.fullmatch(plain) else r"(?<![\d.]) | (?![\d.])", "", plain)
     text = re.sub(r"(?<![a-zA-Z\d]) | (?![a-zA-Z\d])", "", text)
-    name, value = name[1] if name else None, None
+    value = None
     if (match := NUMBER.fullmatch(plain)) and any(match.groups()[1:]):
         value = Fraction(f"{match[1]}{match[2] or 1}e{match[3] or match[4] or match[5] or 0}")
     elif (match := FRACTION.fullmatch(plain)) and (divisor := Fraction(match[4] or match[6])):
         value = Fraction(match[2] or 0) + Fraction(match[3] or match[5]) / divisor  # 1\frac{4}{5}
         value = -value if match[1] == "-" else value
-    return text, name, value
+    return text, name and name[1], value
 
 
 def compare(answer: str, gold: str) -> bool | tuple[str, str]:
     """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify."""
-    (answer, name, value), (gold, gold_name, gold_value) = spell(answer), spell(gold)
+    answer, name, value = spell(answer)
+    gold, gold_name, gold_value = spell(gold)
     if gold_value is not None:  # a number must be written out
         return value == gold_value and (not name or not gold_name or name == gold_name)
     if answer == gold:
@@ -1199,7 +1192,7 @@ def compare(answer: str, gold: str) -> bool | tuple[str, str]:
         answer, gold = (re.sub(r"[\s.,;()'{}]", "", text) for text in (answer, gold))
         return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
     if not ("=" in answer and "=" in gold):
-        answer, gold = NAME.sub("", answer), NAME.sub("", gold)
+        answer, gold = (NAME.sub("", text) for text in (answer, gold))
     relation = re.search(r"[=<>]|\\(?:[lgn]e|[lgn]eq|[lg]eqslant|in|pm)(?![a-z])", gold)
     more = re.compile("(?<![<>!])=" if relation else "(?<![<>!])=|[,;]")
     capitals = [set(re.findall("[A-Z]", re.sub(r"\\[a-zA-Z]+", "", text))) for text in (answer, gold)]
@@ -1237,7 +1230,8 @@ def _verifier_worker(seconds: float, memory: int):
     equal(r"x+\sqrt{12}", r"2\sqrt{3}+x")  # the first use of all is slow
     print("ready", file=replies)
     for line in sys.stdin:
-        score, status = 0.0, "graded"
+        score = 0.0
+        verdict = "graded"
         try:
             try:
                 signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
@@ -1247,10 +1241,10 @@ def _verifier_worker(seconds: float, memory: int):
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
                 signal.setitimer(signal.ITIMER_PROF, 0)
         except KeyboardInterrupt:
-            status = "timeout"
+            verdict = "timeout"
         except Exception as error:
-            status = "memory" if isinstance(error, MemoryError) else "error"
-        print(json.dumps([score, status]), file=replies)
+            verdict = "memory" if isinstance(error, MemoryError) else "error"
+        print(json.dumps([score, verdict]), file=replies)
 
 
 class Worker(subprocess.Popen):
@@ -1333,7 +1327,8 @@ class Verifier:
         Raises RuntimeError when workers cannot be started at all."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         pairs = list(zip(answers, [gold.strip() for gold in golds], strict=True))
-        verdicts, tasks = {}, {}
+        verdicts = {}
+        tasks = {}
         for pair in dict.fromkeys(pairs):
             answer, gold = pair
             if answer and answer == gold:
@@ -1353,8 +1348,3 @@ class Verifier:
     def grade(self, completions: list[str], golds: list[str]) -> list[float]:
         """Return the scores of `judge` alone."""
         return [score for score, _ in self.judge(completions, golds)]
-
-    def close(self) -> None:
-        """End the workers."""
-        for worker in self.workers:
-            worker.end()

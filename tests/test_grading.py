@@ -454,7 +454,8 @@ DIFFERENT = {
 def verifier():
     made = make_verifier(seconds=5.0)  # equal or not is asked here, on a machine that others use, too
     yield made
-    made.close()
+    for worker in made.workers:
+        worker.end()
 
 
 def rows(name: str) -> list[dict]:

@@ -33,7 +33,8 @@ HOSTILE = {
 def verifier():
     made = make_verifier(seconds=1.0)
     yield made
-    made.close()
+    for worker in made.workers:
+        worker.end()
 
 
 def test_answers(verifier):
@@ -125,7 +126,8 @@ def test_a_python_without_math_verify_is_an_error(monkeypatch):
     broken = make_verifier(1)
     with pytest.raises(RuntimeError, match="math_verify"):
         broken.grade([r"\boxed{1+x}"], ["x+1"])
-    broken.close()
+    for worker in broken.workers:
+        worker.end()
 
 
 def test_orphaned_workers_end():

@@ -208,7 +208,6 @@ def verifier(_args) -> None:
         seconds, right, counts = grade(cases)
         if world.rank == 0:
             print(f"{name}: {seconds:.2f} s, {len(cases) / seconds:.0f} answers/s, {right} right, {counts}")
-    made.close()
     torch.distributed.destroy_process_group()
 
 

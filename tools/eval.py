@@ -322,7 +322,6 @@ def main(args: Args) -> None:
         sampler.load(checkpoint_weights(run, dtype) if is_checkpoint else weights_of(folder, dtype))
         for name, sets in data.items():
             rows += evaluate(name, chosen[name], sampler, verifier, sets, args)
-        verifier.close()
         sampler.close()
     if world.rank:
         return
