@@ -893,7 +893,7 @@ def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int
     for folder in found:
         file = folder / "manifest.json"
         manifest = json.loads(file.read_text()) if file.is_file() else {"files": "none"}
-        if digests(folder, record.world) == manifest["files"]:
+        if folder.suffix != ".partial" and digests(folder, record.world) == manifest["files"]:
             break
         record.say(f"{folder}: half-written or damaged; passed over")
     else:
