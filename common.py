@@ -298,20 +298,20 @@ def load_data(args: Args, tokenizer) -> tuple[list[Problem], dict[str, list[Prob
 
 def read_table(source: str, flag: str) -> datasets.Dataset:
     """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError naming flag and source."""
-    place, _, split = source.partition(":")
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(place).suffix)
+    path, _, split = source.partition(":")
+    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(path).suffix)
     try:
         if kind:
-            table = datasets.load_dataset(kind, data_files=place)
+            table = datasets.load_dataset(kind, data_files=path)
         else:
-            table = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place)
+            table = datasets.load_from_disk(path) if Path(path).is_dir() else datasets.load_dataset(path)
     except (OSError, ValueError, ConnectionError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
         kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
         need(False, f"{flag} {source}: cannot be read, {kinds} ({type(error).__name__}: {error})")
     if not isinstance(table, datasets.DatasetDict):
         return table
     split = split or (next(iter(table)) if len(table) == 1 else "")
-    need(split in table, f"{flag} {source}: name one of its splits, {place}:SPLIT; it has {list(table)}")
+    need(split in table, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
     return table[split]
 
 
@@ -893,7 +893,7 @@ def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int
     for folder in found:
         file = folder / "manifest.json"
         manifest = json.loads(file.read_text()) if file.is_file() else {"files": "none"}
-        if digests(folder, record.world) == manifest["files"]:
+        if folder.suffix != ".partial" and digests(folder, record.world) == manifest["files"]:
             break
         record.say(f"{folder}: half-written or damaged; passed over")
     else:

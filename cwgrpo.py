@@ -44,11 +44,11 @@ Where the paper is silent, contradicts itself, or is departed from:
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from transformers import AutoTokenizer
 
 import common
@@ -70,16 +70,16 @@ class Args(common.Args):
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
     dataset: str = "knoveleng/open-rs"
     template: str = "open-rs"
-    steps: int = 300  # the schedule's length (released code); the paper's checkpoint is 100
-    prompts_per_step: int = 12  # Table 5
-    group_size: int = 12  # Table 5
-    max_prompt_tokens: int = 512  # Table 5
-    max_response_tokens: int = 3584  # Table 5's 4096 less the longest prompt
-    temperature: float = 0.7  # Table 5
-    lr_warmup: float = 0.1  # Table 5
-    lr_floor: float = 0.1  # released code
-    weight_decay: float = 0.0  # TRL's default
-    checkpoints_kept: int = 6  # Table 3 needs 100, 150 and 200 of 300
+    steps: NonNegativeInt = 300  # the schedule's length (released code); the paper's checkpoint is 100
+    prompts_per_step: PositiveInt = 12  # Table 5
+    group_size: Annotated[int, Field(ge=2)] = 12  # Table 5
+    max_prompt_tokens: PositiveInt = 512  # Table 5
+    max_response_tokens: PositiveInt = 3584  # Table 5's 4096 less the longest prompt
+    temperature: PositiveFloat = 0.7  # Table 5
+    lr_warmup: common.Share = 0.1  # Table 5
+    lr_floor: common.Share = 0.1  # released code
+    weight_decay: NonNegativeFloat = 0.0  # TRL's default
+    checkpoints_kept: PositiveInt = 6  # Table 3 needs 100, 150 and 200 of 300
     reweight: Literal["kernel", "none", "clip-cov"] = "kernel"
     """kernel: section 2.3; none: GRPO; clip-cov: Clip-Cov's mask."""
     kl_coef: NonNegativeFloat = 0.04

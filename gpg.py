@@ -45,7 +45,7 @@ from typing import Literal
 
 import torch
 import tyro
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from transformers import AutoTokenizer
 
 import common
@@ -71,10 +71,10 @@ class Args(common.Args):
     model: str = "Qwen/Qwen2.5-Math-7B"
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"
-    steps: int = 1100
+    steps: NonNegativeInt = 1100
     prompts_per_step: PositiveInt = 144
     max_response_tokens: PositiveInt = 3072  # not given (ours)
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     norm: Literal["none", "group", "batch"] = "none"
     """F_norm of Eq. 6: 1, the standard deviation of the group's rewards, or of the batch's (Tables 1, 13)."""
     accurate_gradient: bool = True
@@ -238,9 +238,8 @@ def main(args: Args) -> None:
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step) | learn(
-            policy, optimizer, batch, record
-        )
+        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
+        metrics |= learn(policy, optimizer, batch, record)
 
         # ---- sync
         with record.phase("sync"):

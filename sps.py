@@ -244,13 +244,14 @@ def learn_irl(policy, optimizer, batch, record) -> dict[str, float]:
     if common.update_is_finite(finite, norm, inputs, policy, batch, record):
         optimizer.step()
     loss, means = irl_loss(world.sum(logp_T), **inputs)
+    moved, moved_bf16 = (moved_share(before, shards(policy), dtype, world) for dtype in (torch.float32, torch.bfloat16))
     return {
         "irl/loss": loss.item(),
         **{f"irl/{name}": value.item() for name, value in means.items()},
         "irl/grad_norm": norm,
         "irl/lr": optimizer.param_groups[0]["lr"],
-        "irl/moved_share": moved_share(before, shards(policy), torch.float32, world),
-        "irl/moved_share_bf16": moved_share(before, shards(policy), torch.bfloat16, world),
+        "irl/moved_share": moved,
+        "irl/moved_share_bf16": moved_bf16,
         "irl/response_length": batch.length_R.double().mean().item(),
         "irl/wrong_share": (batch.reward_PG < 1).double().mean().item(),
     }
@@ -342,7 +343,6 @@ def main(args: Args) -> None:
     verifier = common.Verifier(args, world)
     record = common.Record(args, "sps", world)
     record.steps = args.steps + args.steps // rl_steps * irl_steps
-    rollout_folder = record.folder / "rollouts"
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
@@ -376,7 +376,7 @@ def main(args: Args) -> None:
             batch = common.Batch(groups)
             with record.phase("keep"):
                 if irl_steps and world.rank == 0:
-                    keep_rollouts(rollout_folder, step, groups)
+                    keep_rollouts(record.folder / "rollouts", step, groups)
                 alike = similarity([[rollout.ids for rollout in group.rollouts] for group in groups])
             position += len(groups)
 
@@ -391,7 +391,7 @@ def main(args: Args) -> None:
             with record.phase("irl"):
                 steps = range(step - within, step - within + rl_steps)
                 seed = common.seed_of(args.seed, "irl", stage)
-                batch = common.Batch(demonstrations(rollout_folder, steps, within - rl_steps, args, seed))
+                batch = common.Batch(demonstrations(record.folder / "rollouts", steps, within - rl_steps, args, seed))
                 metrics = learn_irl(policy, irl_optimizer, batch, record)
                 record.tokens["irl"] += batch.total_R.sum().item()
             if within == rl_steps + irl_steps - 1:
@@ -417,7 +417,7 @@ def main(args: Args) -> None:
         if stopping or step % args.checkpoint_every == 0 or step == record.steps:
             common.save_checkpoint(policy, optimizers, step, position, record)
             if world.rank == 0:
-                forget_rollouts(rollout_folder, record.folder / "checkpoints", rl_steps + irl_steps)
+                forget_rollouts(record.folder / "rollouts", record.folder / "checkpoints", rl_steps + irl_steps)
         if stopping:
             break
 

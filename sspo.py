@@ -280,9 +280,8 @@ def main(args: Args) -> None:
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step) | learn(
-            policy, optimizer, batch, tokenizer, record
-        )
+        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
+        metrics |= learn(policy, optimizer, batch, tokenizer, record)
 
         # ---- sync
         with record.phase("sync"):
