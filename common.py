@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -118,7 +118,6 @@ class Args:
     """The newest checkpoints that stay."""
     resume: bool = False
     """Go on from the last whole checkpoint in --run-dir; of what shapes training --steps may grow, at constant lr."""
-
     micro_batch_tokens: PositiveInt = 16384  # Packed tokens in one pass on one rank: changes memory, not gradients.
     activation_checkpointing: bool = False  # Recompute decoder layers in the backward pass: less memory, more time.
     tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
@@ -936,13 +935,12 @@ def evaluate(held_out: dict[str, list[Problem]], sampler: Sampler, verifier: "Ve
         drawn = drawn_metrics(groups)
         correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
         metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
-        for k in (2**power for power in range(1, n.bit_length())):
-            metrics[f"eval/{name}/pass@{k}"] = pass_at_k(correct_PN, k)
+        metrics |= {f"eval/{name}/pass@{2**i}": pass_at_k(correct_PN, 2**i) for i in range(1, n.bit_length())}
         metrics[f"eval/{name}/length"] = drawn["response_length"]
         metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
         record.samples(f"{name}-step{step:05d}", groups)
-        right = {"step": step, "set": name, "n": n, "right": correct_PN.sum(1).tolist()}
-        record.write("questions.jsonl", json.dumps(right))
+        right = correct_PN.sum(1).tolist()
+        record.write("questions.jsonl", json.dumps({"step": step, "set": name, "n": n, "right": right}))
     return metrics
 
 
@@ -989,6 +987,7 @@ class Record:
         self.started = time.time()
         self.seconds = Counter()  # of the present step's phases
         self.tokens = Counter()
+        self.recent = deque(maxlen=20)  # seconds of steps
         self.skipped = 0
         self.skips_in_a_row = 0
         self.idle = 0
@@ -1070,7 +1069,8 @@ class Record:
             self.say(f"step {step}: {evaluation}")
         if step:
             values = "  ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
-            left = (self.steps - step) * seconds / 60
+            self.recent.append(seconds)
+            left = (self.steps - step) * np.mean(self.recent) / 60
             self.say(f"step {step}/{self.steps}  {values}  {seconds:.2f} s  left {left:.1f} min")
         if "zero_advantage_share" in metrics:
             self.idle = self.idle + 1 if metrics["zero_advantage_share"] == 1 else 0
