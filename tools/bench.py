@@ -201,7 +201,7 @@ def verifier(_args) -> None:
     for n in range(1, 1025):  # three of four are numbers, as in MATH-500; of the others math_verify is asked
         root = "" if n % 4 else "\\sqrt{2}"
         ordinary.append((f"\\frac{{{n}{root}}}{{{n + 1}}}", f"\\frac{{{2 * n}{root}}}{{{2 * n + 2 + n // 4 % 2}}}"))
-    towers = [(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", "\\sqrt{7}") for n in range(9, 29)]
+    towers = [(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", "\\sqrt{7}+\\sqrt{5}") for n in range(9, 29)]
     if world.rank == 0:
         print(f"{world.size} processes with {len(made.workers)} workers each; {hardware()}")
     for name, cases in (("1,024 ordinary answers", ordinary), ("20 power towers among them", ordinary[20:] + towers)):
