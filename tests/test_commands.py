@@ -69,6 +69,23 @@ def test_every_experiment_passes_the_checks_before_a_run(script):
             assert args.overlong_buffer <= args.max_response_tokens, name
 
 
+@pytest.mark.parametrize("page", ["sspo", "gpg", "cwgrpo", "sps"])
+def test_the_commands_of_the_docs_exist(page):
+    """In the table of the paper's tables and figures; SIZE stands for any that SPS has."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    table = text.partition("## Tables and figures\n")[2].partition("\n## ")[0]
+    assert table
+    name = r"`(?:\./run\.sh )?([a-z][a-z0-9.-]*-(?:toy|1\.5b|7b|math|rs[13]|zero|SIZE)(?:-\d+k)?)(?: [^`]*)?`"
+    found = {each.replace("SIZE", "1.5b-3k") for each in re.findall(name, table)}
+    assert len(found) > 3 and found <= experiments().keys(), found - experiments().keys()
+
+
+def test_the_flags_of_sspos_tables_4_and_5():
+    rows = re.findall(r"^\| `(--[^`]+)`", (ROOT / "docs" / "sspo.md").read_text(), re.M)
+    assert len(rows) == 10 + 7
+    assert all(tyro.cli(runpy.run_path(str(ROOT / "sspo.py"))["Args"], args=row.split()) for row in rows)
+
+
 def test_the_prompt_file_is_gpgs_prompt():
     assert (ROOT / "tools" / "qwen-boxed.txt").read_text() == common.PROMPTS["qwen-boxed"]
 
@@ -84,12 +101,8 @@ def test_the_baselines_of_gpg_have_its_recipes():
         for each in (name, beside):
             command, *flags = shlex.split(run_sh(each))
             args = tyro.cli(runpy.run_path(str(ROOT / command))["Args"], args=flags)
-            found.append(
-                {field: getattr(args, field) for field in same} | {"prompt": common.PROMPTS.get(args.template)}
-            )
-        if name.endswith("-math") or name == "dapo-zero":
-            assert found[0].pop("prompt") is None  # the file above
-            assert found[1].pop("prompt") == common.PROMPTS["qwen-boxed"]
+            template = args.template.removeprefix("tools/").removesuffix(".txt")  # the file above
+            found.append({field: getattr(args, field) for field in same} | {"template": template})
         assert found[0] == found[1], name
 
 
