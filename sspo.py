@@ -15,7 +15,7 @@ the old policy in the segment sets how far the ratio may move before it is clipp
 Settings: GRPO is --clip fixed --delimiter token; clip-high adds --clip-high 0.28, Dr. GRPO --no-scale-advantage
 --normaliser constant, DAPO (arXiv 2503.14476, as 2604.16995 compares with it) clip-high and --normaliser token
 --valid-share 1 --overlong-buffer 2048. GSPO is --clip fixed --delimiter "", with clip 0.2 or GSPO's own 3e-4 / 4e-4;
-"+SIR" of Table 2 is --clip fixed. CLIP-Cov, Table 1's fifth row, is cwgrpo.py --reweight clip-cov.
+"+SIR" of Table 2 is --clip fixed. CLIP-Cov, Table 1's fifth row, is cwgrpo.py --reweight clip-cov: one update.
 
 Where the paper is silent, contradicts itself, or is departed from:
 - "Batch size 128" is read as 128 prompts a rollout, in 4 updates of 32, one epoch. The number of updates is not given;
