@@ -19,8 +19,11 @@ update, lies between 1 and 5, a random 2e-4 of all tokens get no gradient.
 Where the paper is silent, contradicts itself, or is departed from:
 - The means "over responses" are read as in the released code: log-probs over the response's own tokens, advantages over
   the group's responses. sigma is a population std with 1e-8 added. N counts tokens, in the released code padding, too.
-- The weights are detached: the paper reweights the advantage. In the released code gradient flows through w, which
-  couples all tokens of a group through sigma and the normaliser; that is not offered.
+- The paper writes c with log pi_theta and the released code detaches nothing, so both have a gradient through w, which
+  couples all tokens of a group through sigma and the normaliser. Here w is detached (ours); as printed is not offered.
+- With log-probs centred over each response the sum of c over a response is exactly 0, so its mean, which section 2.2
+  needs, says nothing; only its size is used. Centring over the group is not offered.
+- The paper calls L a loss, but it is to be maximised; ours is minus it.
 - KL is k3 with beta 0.04 (TRL's default, which the released recipe inherits); the paper gives neither.
 - Advantages: unbiased std with 1e-6 added (the released code adds 1e-4).
 - Log-probs are those at the sampling temperature, 0.7, in trainer and sampler alike. The released code's ignore it,

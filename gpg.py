@@ -21,7 +21,7 @@ Where the paper is silent, contradicts itself, or is departed from:
 - The paper normalises by all tokens of a group, so a long response weighs more than a short one, and by the number of
   groups; each group weighs the same whatever its length.
 - Algorithm 1 draws until alpha < 1 / beta_th, the text of 2.2 until the share "exceeds" it; the released code stops at
-  equality, and so do we, and after --max-draws (20 there); the step then goes on with what there is.
+  equality, and so do we. After 20 draws it fails; after --max-draws we go on with what there is.
 - The update has as many groups as a draw has prompts: the valid ones that came first, filled up with invalid ones of
   the last draw, which count in B and M. What is left over is dropped and not counted; the released code drops it but
   counts it in B - M, which makes its alpha too small.
@@ -29,8 +29,11 @@ Where the paper is silent, contradicts itself, or is departed from:
 - std is unbiased and 1e-6 is added to it (the paper prints neither).
 - Not given for GPG-Zero-7B: responses up to 3072 tokens, prompts up to 1024 (ours; together they fill the model's
   context), temperature 1 (ours), betas and gradient norm (verl's defaults).
-- Not given for the ablations: decay 0.1, temperature 1, prompt qwen-boxed, 64 prompts (ours), learning rate 2e-6 with
-  warm-up 0.1 as in the released GPG recipe, where most of the others have 3e-6 with a cosine.
+- For the ablations a footnote names open-r1's config_simple_rl.yaml, and the released recipes disagree. Learning rate
+  2e-6 with warm-up 0.1 is that of the released GPG recipe, where most of the others have 3e-6 with a cosine; decay 0.1,
+  temperature 1, prompt qwen-boxed and 64 prompts are ours.
+- GPG-RS: gpg-rs1 and gpg-rs3 are the method as the paper has it (row D); it gives 0.6 for the 7B run only (B.1). The
+  released code divides by the group's std there, without alpha and threshold: row A, gpg-a-rs1 and gpg-a-rs3.
 - Format reward: 1 for "<think>...</think> <answer>...</answer>" and nothing around it; the first tag may be missing,
   since chat templates put it at the end of the prompt (ours). The released R1 recipe scores format + 2 x cosine, and
   asks for a box in the prompt, which B.4 does not print; we ask, too, since the verifier reads boxes.

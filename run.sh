@@ -21,10 +21,12 @@ help() {
 ./run.sh eval MODEL [ARGS]   a hub id, model folder or run folder by the papers' protocols (docs/evaluation.md)
 ./run.sh plot RUN... [-o F]  draw the curves of run folders into one picture
 CPU=1 ./run.sh ...           without GPUs, even where there are some
+DRY=1 ./run.sh EXPERIMENT    print the script and its flags, and do nothing
 ./run.sh help                this text; `./run.sh sspo-toy --help` lists the script's flags
 
 EXPERIMENT is METHOD-SIZE. SIZE toy is the embedded default; the others are the papers' runs, which need GPUs and download
-model and data. METHOD of sspo.py, SIZE 1.5b, 7b or toy:
+model and data.
+METHOD of sspo.py, SIZE 1.5b, 7b or toy:
   sspo         SSPO (Table 1)
   sir          "+SIR": SSPO's ratio, fixed clip 0.2 (Table 2; the \n\n row of Table 3)
   newline      segments end at \n, fixed clip (Table 3)
@@ -32,7 +34,8 @@ model and data. METHOD of sspo.py, SIZE 1.5b, 7b or toy:
   grpo         one ratio per token, clip 0.2
   clip-high    GRPO with upper clip 0.28
   gspo         one ratio per response, clip 3e-4 / 4e-4 (GSPO's own)
-  gspo-0.2     one ratio per response, clip 0.2 (Fig. 3b of the SSPO paper: almost nothing clips)
+  gspo-0.2     one ratio per response, clip 0.2 (Fig. 3b of the SSPO paper: almost nothing clips); which of the two
+               Table 1's row is the paper leaves open (docs/sspo.md)
   drgrpo       GRPO without std and without length normalisation
   dapo         clip-high, token mean over the update, groups all right or all wrong drawn again, soft overlong penalty
                (as SPS, arXiv 2604.16995, compares with it)
@@ -42,21 +45,30 @@ METHOD of cwgrpo.py, SIZE 1.5b, 7b (Table 2) or toy:
   clip-cov     Clip-Cov's mask, token mean, the same KL
 METHOD of gpg.py, SIZE 7b (GPG-Zero-7B, Table 4), rs1, rs3 (GPG-RS1, GPG-RS3, Table 3), math (MATH-lighteval, the ablations)
 or toy:
-  gpg          as the paper recommends: no normalisation, alpha, threshold 0.6 (row D of Table 15)
-  gpg-a        row A: standard deviation of the group, no alpha, no threshold (also Table 13's "Group", Table 11's 8)
+  gpg          as the paper recommends: no normalisation, alpha, threshold 0.6 (row D of Table 15); gpg-rs1, gpg-rs3 are
+               thus the paper's GPG in GPG-RS's recipe
+  gpg-a        row A: standard deviation of the group, no alpha, no threshold (also Table 13's "Group", Table 11's 8);
+               gpg-a-rs1, gpg-a-rs3 are thus GPG-RS as its released code has it
   gpg-b        row B: no normalisation, no alpha, no threshold (also Table 13's "1")
   gpg-c        row C: row B with alpha
   gpg-group-alpha   row A with alpha (Table 1)
   gpg-beta0.8  threshold 0.8 (Table 10)
   gpg-batch    standard deviation of the batch, no alpha, no threshold (Table 13)
-  gpg-g2, gpg-g4, gpg-g16   row A with groups of 2, 4, 16 (Table 11)
-METHOD of sps.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k (model and problems of Table 1) or toy; at these
-sizes dapo and gspo are Table 2's, through sspo.py:
+  gpg-g2, gpg-g4, gpg-g16   row A with groups of 2, 4, 16 (Table 11); math: 512 responses a step whatever the group
+METHOD of cwgrpo.py, SIZE math, rs1, rs3 (gpg.py's baselines, its recipes):
+  grpo         GRPO with KL (math: Tables 1, 15; rs1, rs3: Fig. 3)
+METHOD of sspo.py, SIZE math (likewise):
+  drgrpo       Dr. GRPO (Table 1)
+METHOD of sspo.py, SIZE zero (likewise, DAPO-Math-17k):
+  dapo         DAPO for 1,100 steps (Table 9)
+METHOD of sps.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k (model and problems of Table 1) or toy:
   sps          as printed; the IRL stage's learning rate of 5e-10 hardly moves a weight
   sps-act      with an IRL learning rate at which the stage acts (ours): 5e-7; 5e-5 for toy
   sps-grpo     without IRL stages
   sps-uniform, sps-quantile     other choices of demonstrations (sections 4.1, C.1), acting as sps-act
-  sps-k1 ... sps-k5             1 to 5 demonstrations of each prompt, all of them used; two epochs (Fig. 4)
+  sps-k1, sps-k2, sps-k3, sps-k4, sps-k5  1 to 5 demonstrations of each prompt, all of them used; two epochs (Fig. 4)
+METHOD of sspo.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k:
+  dapo, gspo   Table 2's of SPS
 END
 }
 
@@ -165,18 +177,34 @@ size() {  # model, data and evaluation
     sspo.py-1.5b | sspo.py-7b)
       flags+=(--activation-checkpointing --eval "$(sets aime24 amc83 math500 minerva olympiad)")
       if [ "$1" = 7b ]; then flags+=(--model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2); fi
-      if [ ! -d data/understand-r1-zero ]; then  # MATH levels 3-5 as Dr. GRPO and SSPO used it
+      if [ -z "${DRY:-}" ] && [ ! -d data/understand-r1-zero ]; then  # MATH levels 3-5 as Dr. GRPO and SSPO used it
         git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero
       fi ;;
     cwgrpo.py-1.5b | cwgrpo.py-7b)
       flags+=(--activation-checkpointing)
       if [ "$1" = 7b ]; then flags+=(--model Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps 150); fi ;;
     gpg.py-7b) flags+=(--activation-checkpointing --eval "$(sets aime24 amc23 math500 minerva olympiad)") ;;
-    gpg.py-math)  # see gpg.py for what is ours; 117 draws of 64 prompts are one epoch of 7,500, a threshold takes more
+    gpg.py-math | cwgrpo.py-math | sspo.py-math)
+      # see gpg.py for what is ours; 117 draws of 64 prompts are one epoch of 7,500, a threshold takes more
       flags+=(--activation-checkpointing --eval "$(sets aime24 amc23 math500 minerva olympiad)"
         --dataset DigitalLearningGmbH/MATH-lighteval:train
-        --max-prompt-tokens 512 --max-response-tokens 1024 --prompts-per-step 64 --steps 117 --lr 2e-6 --lr-warmup 0.1) ;;
-    gpg.py-rs1 | gpg.py-rs3)  # the recipe of Open-RS; its decay is TRL's default
+        --max-prompt-tokens 512 --max-response-tokens 1024 --prompts-per-step 64 --steps 117 --lr 2e-6 --lr-warmup 0.1)
+      case $word in
+        gpg-g[0-9]*)  # as many responses a step whatever the group (released code), and one epoch
+          local group; group=$(tr -dc 0-9 <<<"$word")
+          flags+=(--prompts-per-step $((512 / group)) --steps $((7500 * group / 512))) ;;
+      esac
+      if [ $script != gpg.py ]; then
+        flags+=(--model Qwen/Qwen2.5-Math-7B --template tools/qwen-boxed.txt --weight-decay 0.1)
+      fi
+      if [ $script = cwgrpo.py ]; then flags+=(--no-format-reward --group-size 8 --temperature 1 --lr-floor 1); fi
+      if [ $script = sspo.py ]; then flags+=(--updates-per-step 1); fi ;;
+    sspo.py-zero)  # GPG-Zero-7B's recipe; 10 draws and the penalty over a fifth of the length are those of verl's DAPO
+      flags+=(--activation-checkpointing --eval "$(sets aime24 amc23 math500 minerva olympiad)"
+        --model Qwen/Qwen2.5-Math-7B --template tools/qwen-boxed.txt --dataset BytedTsinghua-SIA/DAPO-Math-17k
+        --prompts-per-step 144 --steps 1100 --max-response-tokens 3072 --weight-decay 0.1
+        --max-draws 10 --overlong-buffer 614) ;;
+    gpg.py-rs[13] | cwgrpo.py-rs[13])  # the recipe of Open-RS; its decay is TRL's default
       flags+=(--activation-checkpointing --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template open-rs
         --format-reward --group-size 6 --prompts-per-step 64 --max-prompt-tokens 512 --max-response-tokens 3584
         --temperature 0.7 --lr-warmup 0.1 --lr-floor 0.1 --weight-decay 0)
@@ -197,6 +225,12 @@ size() {  # model, data and evaluation
   esac
 }
 
+start() {
+  if [ -n "${DRY:-}" ]; then printf '%q ' "$script" "${flags[@]}" "$@"; echo; exit; fi
+  setup
+  launch $script "${flags[@]}" "$@"
+}
+
 word=${1:-default}
 [ $# -eq 0 ] || shift
 case $word in
@@ -212,7 +246,7 @@ case $word in
     "$python" tools/plot.py "$run" -o "$run/curve.png"
     echo "samples  $run/samples/"
     echo "model    $run/model/" ;;
-  *-*-*[0-9]k) size=${word##*-}; rest=${word%-*}; method "${rest%-*}"; size "${rest##*-}-$size"; setup
-    launch $script "${flags[@]}" "$@" ;;
-  *) method "${word%-*}"; size "${word##*-}"; setup; launch $script "${flags[@]}" "$@" ;;
+  *-*-*[0-9]k) size=${word##*-}; rest=${word%-*}; method "${rest%-*}"; size "${rest##*-}-$size"; start "$@" ;;
+  grpo-math | grpo-rs[13]) method grpo-kl; size "${word#grpo-}"; start "$@" ;;
+  *) method "${word%-*}"; size "${word##*-}"; start "$@" ;;
 esac

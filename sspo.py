@@ -15,22 +15,23 @@ the old policy in the segment sets how far the ratio may move before it is clipp
 Settings: GRPO is --clip fixed --delimiter token; clip-high adds --clip-high 0.28, Dr. GRPO --no-scale-advantage
 --normaliser constant, DAPO (arXiv 2503.14476, as 2604.16995 compares with it) clip-high and --normaliser token
 --valid-share 1 --overlong-buffer 2048. GSPO is --clip fixed --delimiter "", with clip 0.2 or GSPO's own 3e-4 / 4e-4;
-"+SIR" of Table 2 is --clip fixed. CLIP-Cov, Table 1's fifth row, is cwgrpo.py --reweight clip-cov.
+"+SIR" of Table 2 is --clip fixed. CLIP-Cov, Table 1's fifth row, is cwgrpo.py --reweight clip-cov: one update.
 
 Where the paper is silent, contradicts itself, or is departed from:
 - "Batch size 128" is read as 128 prompts a rollout, in 4 updates of 32, one epoch. The number of updates is not given;
   Fig. 3b shows clipping, so there were several (4 is ours, as in verl's GSPO example).
 - Not given, so verl's defaults, the paper's framework: learning rate 1e-6, constant without warm-up, decay 0.01, betas,
   gradient norm 1, temperature 1. Not given and ours: prompts up to 1024 tokens, the steps, the clip of "+SIR".
-- For 7B section 5.2 prints alpha 0.1, but Table 5's 56.00 is alpha 0.15, which we take; the 54.85 of section 6.2.1 is
-  in no table. Table 2's 1.5B row averages 47.09, not the printed 46.72.
+- For 7B section 5.2 prints alpha 0.1, but Table 5's 56.00 is alpha 0.15, which we take; section 6.2.1's 54.85 (AIME
+  36.67, AMC 66.27) is in no table, alpha 0.1 averages 54.89. For 1.5B the target is 46.72 (abstract, Tables 1 and 4):
+  Table 2 prints it beside cells that average 47.09.
 - A delimiter is looked for in the text, since BPE merges it into tokens such as ".\\n\\n". Blank text after it belongs
   to the segment that it closed, so that none is empty; the stop token joins the last one.
 - std is unbiased and 1e-6 is added to it (Eq. 8 prints neither). Eq. 16 has A_i and A_ij; by Eq. 8 they are equal.
 - Responses with A = 0 have no gradient and are left out of both passes, never out of the loss's denominators. So the
   entropy that is logged is that of the others; Fig. 2 does not say.
 - Two of the 8,523 problems have an empty answer and are left out.
-- The paper reports its best evaluation; here every evaluation is logged, the choice is the reader's.
+- The paper reports "the best score" of an evaluation every 10 steps; here all are logged, the choice is the reader's.
 """
 
 from dataclasses import dataclass

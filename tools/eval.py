@@ -85,11 +85,24 @@ PROTOCOLS = {
             ("R1-Distill 1.5B, GPG's Table 3", figures(OPEN_RS, "28.8 82.8 62.9 26.5 43.3")),
             ("GPG-RS1", figures(OPEN_RS, "33.3 87.6 77.5 29.4 50.5")),
             ("GPG-RS3", figures(OPEN_RS, "33.3 85.0 80.0 26.8 52.4")),
-            ("CW-GRPO, step 100 of its Table 3", {"math500": "87.0", "olympiad": "52.0"}),
-            ("GRPO, step 100", {"math500": "85.0", "olympiad": "49.9"}),
+            ("CW-GRPO, its Table 2, step 100", figures(OPEN_RS, "30.0 87.0 77.5 29.8 52.0")),
+            ("Clip-Cov", figures(OPEN_RS, "33.3 85.5 70.0 29.0 50.0")),
+            ("GRPO, step 100", figures(OPEN_RS, "33.3 85.0 67.5 27.2 49.9")),
+            ("CW-GRPO, its Table 3, step 150", {"math500": "86.2", "olympiad": "53.9"}),
+            ("step 200", {"math500": "86.4", "olympiad": "53.5"}),
+            ("GRPO, step 150", {"math500": "82.0", "olympiad": "49.9"}),
+            ("step 200", {"math500": "79.8", "olympiad": "47.8"}),
         ),
     ),
-    "cwgrpo-7b": Protocol(*(OPEN_RS, "r1-eval", 1, 0.6, 0.95, 3072, (1,), 1), ()),
+    "cwgrpo-7b": Protocol(
+        *(OPEN_RS, "r1-eval", 1, 0.6, 0.95, 3072, (1,), 1),
+        (
+            ("CW-GRPO 7B, its Table 2", figures(OPEN_RS, "13.3 82.8 62.5 32.0 42.7")),
+            ("Clip-Cov", figures(OPEN_RS, "10.0 82.4 57.5 32.4 41.3")),
+            ("GRPO", figures(OPEN_RS, "10.0 82.2 55.0 33.1 40.3")),
+            ("Qwen2.5-Math-7B-Instruct", figures(OPEN_RS, "3.3 82.6 47.5 33.1 40.4")),
+        ),
+    ),
     "gpg-7b": Protocol(
         *(OPEN_RS, "qwen-boxed", 1, 0.6, 0.95, 3072, (1,), 1),
         (

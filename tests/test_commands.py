@@ -1,0 +1,114 @@
+"""Every experiment that `./run.sh help` names: its command line parses, and its flags pass the checks before a run."""
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+
+import pytest
+import torch
+import tyro
+from conftest import ROOT
+
+import common
+import gpg
+
+
+def run_sh(*arguments: str) -> str:
+    """Return what run.sh prints; DRY=1 keeps it from setting up and starting anything."""
+    return subprocess.run(
+        ["./run.sh", *arguments], cwd=ROOT, env=os.environ | {"DRY": "1"}, text=True, check=True, stdout=subprocess.PIPE
+    ).stdout
+
+
+def experiments() -> dict[str, str]:
+    """Return {METHOD-SIZE: script} from the text of `./run.sh help`."""
+    found = {}
+    for script, head, rows in re.findall(r"^METHOD of (\S+), SIZE ([^:]+):\n((?:  .*\n)+)", run_sh("help"), re.M):
+        sizes = re.split(r", |\s+or ", re.sub(r"\s*\([^)]*\)", "", head))
+        methods = [name for names in re.findall(r"^  (\S.*?)  ", rows, re.M) for name in names.split(", ")]
+        found |= {f"{method}-{size}": script for method in methods for size in sizes}
+    return found
+
+
+def methods_of_run_sh() -> set[str]:
+    """Return the methods that run.sh's own table has."""
+    labels = re.findall(r"^    ([a-z].*?)\) flags=", (ROOT / "run.sh").read_text(), re.M)
+    names = {name for label in labels for name in label.split(" | ")}
+    return names - {"sps-k[1-5]"} | {f"sps-k{k}" for k in range(1, 6)}
+
+
+@pytest.fixture
+def script(request, monkeypatch):
+    """The globals of a script as a process of its own would have them: no other script's prompts."""
+    own = ("plain", "qwen-math", "chat")
+    monkeypatch.setattr(common, "PROMPTS", {name: common.PROMPTS[name] for name in own})
+    monkeypatch.chdir(ROOT)
+    return request.param, runpy.run_path(str(ROOT / request.param))
+
+
+def test_help_names_every_method():
+    assert {name.partition("-toy")[0] for name in experiments() if name.endswith("-toy")} == methods_of_run_sh()
+
+
+@pytest.mark.parametrize("script", ["sspo.py", "gpg.py", "cwgrpo.py", "sps.py"], indirect=True)
+def test_every_experiment_passes_the_checks_before_a_run(script):
+    path, module = script
+    world = common.World(0, 1, 0, 1, torch.device("cpu"), None)
+    names = [name for name, its in experiments().items() if its == path]
+    assert len(names) > 8
+    for name in names:
+        command, *flags = shlex.split(run_sh(name, "--seed", "2"))
+        assert command == path, name
+        args = tyro.cli(module["Args"], args=flags)
+        common.validate(args, world)
+        assert args.seed == 2
+        if path == "sspo.py":  # checked in its main
+            assert args.prompts_per_step % args.updates_per_step == 0, name
+            assert args.overlong_buffer <= args.max_response_tokens, name
+
+
+@pytest.mark.parametrize("page", ["sspo", "gpg", "cwgrpo", "sps"])
+def test_the_commands_of_the_docs_exist(page):
+    """In the table of the paper's tables and figures; SIZE stands for any that SPS has."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    table = text.partition("## Tables and figures\n")[2].partition("\n## ")[0]
+    assert table
+    name = r"`(?:\./run\.sh )?([a-z][a-z0-9.-]*-(?:toy|1\.5b|7b|math|rs[13]|zero|SIZE)(?:-\d+k)?)(?: [^`]*)?`"
+    found = {each.replace("SIZE", "1.5b-3k") for each in re.findall(name, table)}
+    assert len(found) > 3 and found <= experiments().keys(), found - experiments().keys()
+
+
+def test_the_flags_of_sspos_tables_4_and_5():
+    rows = re.findall(r"^\| `(--[^`]+)`", (ROOT / "docs" / "sspo.md").read_text(), re.M)
+    assert len(rows) == 10 + 7
+    assert all(tyro.cli(runpy.run_path(str(ROOT / "sspo.py"))["Args"], args=row.split()) for row in rows)
+
+
+def test_the_prompt_file_is_gpgs_prompt():
+    assert (ROOT / "tools" / "qwen-boxed.txt").read_text() == common.PROMPTS["qwen-boxed"]
+
+
+def test_the_baselines_of_gpg_have_its_recipes():
+    """What one step draws and how it is asked is the same as in the run that it is compared with."""
+    same = ("dataset", "max_prompt_tokens", "max_response_tokens", "prompts_per_step", "group_size", "steps", "lr")
+    same += ("lr_warmup", "lr_floor", "temperature", "weight_decay", "adam_betas", "model", "eval")
+    pairs = {"grpo-math": "gpg-b-math", "drgrpo-math": "gpg-b-math", "dapo-zero": "gpg-7b"}
+    pairs |= {"grpo-rs1": "gpg-a-rs1", "grpo-rs3": "gpg-a-rs3"}
+    for name, beside in pairs.items():
+        found = []
+        for each in (name, beside):
+            command, *flags = shlex.split(run_sh(each))
+            args = tyro.cli(runpy.run_path(str(ROOT / command))["Args"], args=flags)
+            template = args.template.removeprefix("tools/").removesuffix(".txt")  # the file above
+            found.append({field: getattr(args, field) for field in same} | {"template": template})
+        assert found[0] == found[1], name
+
+
+@pytest.mark.parametrize("group", [2, 4, 8, 16])
+def test_table_11_keeps_responses_per_step(group):
+    name = "gpg-a-math" if group == 8 else f"gpg-g{group}-math"
+    args = tyro.cli(gpg.Args, args=shlex.split(run_sh(name))[1:])
+    assert (args.group_size, args.group_size * args.prompts_per_step) == (group, 512)
+    assert 7500 - args.prompts_per_step < args.steps * args.prompts_per_step <= 7500
