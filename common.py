@@ -59,13 +59,14 @@ PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn 
         "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
     ),
     "chat": ("", "{problem}"),
+    "chat-boxed": ("", "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."),
 }
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass
 class Args:
-    """The flags of every script. A type is also a bound. A default without a source is ours."""
+    """The flags of every script, as sspo.py has them: its docstring says what is ours. A type is also a bound."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id or folder with config.json and *.safetensors."""
@@ -77,7 +78,7 @@ class Args:
     subset: NonNegativeInt = 0
     """Train on so many problems, drawn uniformly by --seed. 0: on all."""
     template: str = "qwen-math"
-    """Prompt: plain, qwen-math; in the tokenizer's own chat format chat; a text file with {problem} in it."""
+    """Prompt: plain, qwen-math; in the tokenizer's own format chat, chat-boxed; a file with {problem}; the script's."""
     run_dir: str = ""  # Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
     seed: int = 1  # Seeds the order of the data and every sampled token.
     steps: NonNegativeInt = 200
@@ -95,7 +96,6 @@ class Args:
     """math: 1 if the last \\boxed{} equals the answer, else 0; FILE.py:FUNCTION: a float of (completion, data row)."""
     temperature: PositiveFloat = 1.0  # verl's default
     """Divides the logits in the sampler and in the trainer alike; top-p and top-k are off."""
-
     lr: NonNegativeFloat = 1e-6  # verl's default, as all that follow up to the gradient norm
     """AdamW's largest learning rate."""
     lr_warmup: Share = 0.0
@@ -104,12 +104,11 @@ class Args:
     """After the warm-up the learning rate falls along a cosine to this share of --lr. 1: constant."""
     weight_decay: NonNegativeFloat = 0.01
     """AdamW's decay, on every parameter."""
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_betas: tuple[Share, Share] = (0.9, 0.999)
     """AdamW's moments."""
     max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
     tis_cap: NonNegativeFloat = 0.0
     """Truncated importance sampling: multiply advantages by min(exp(old logp - sampler logp), cap). 0: off."""
-
     eval_every: PositiveInt = 10  # Evaluate before training, every so many steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: NonNegativeFloat = 0.0  # 0: greedy.
@@ -121,7 +120,7 @@ class Args:
     micro_batch_tokens: PositiveInt = 16384  # Packed tokens in one pass on one rank: changes memory, not gradients.
     activation_checkpointing: bool = False  # Recompute decoder layers in the backward pass: less memory, more time.
     tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
-    gpu_memory_utilization: PositiveFloat = 0.6  # Share of a GPU that vLLM fills while the policy does not train.
+    gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while the policy does not train.
 
 
 def need(holds, message: str) -> None:
@@ -260,7 +259,7 @@ def load_model_folder(args: Args) -> Path:
         try:
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # one rank of a node, the others wait
         except (OSError, ValueError) as error:
-            need(False, f"{flag}: neither a folder here nor a model that the hub returns ({error})")
+            need(False, f"{flag}: neither a folder here nor a model of the hub ({' '.join(str(error).split())})")
     need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), f"{flag}: no config.json or weights")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -306,7 +305,7 @@ def read_table(source: str, flag: str) -> datasets.Dataset:
             table = datasets.load_from_disk(path) if Path(path).is_dir() else datasets.load_dataset(path)
     except (OSError, ValueError, ConnectionError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
         kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
-        need(False, f"{flag} {source}: cannot be read, {kinds} ({type(error).__name__}: {error})")
+        need(False, f"{flag} {source}: cannot be read, {kinds} ({error.__cause__ or error!r})")
     if not isinstance(table, datasets.DatasetDict):
         return table
     split = split or (next(iter(table)) if len(table) == 1 else "")
@@ -510,7 +509,7 @@ class Batch:
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
 
     def pack(self, responses: list[int], device: torch.device, inputs: dict | None = None) -> MicroBatch:
-        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. Of none: two tokens alone."""
+        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. Of none: a dummy row of two."""
         chosen_R = torch.tensor(responses, dtype=torch.long)
         length = self.length_R[chosen_R]
         total = self.total_R[chosen_R] if responses else torch.tensor([2])
@@ -670,7 +669,8 @@ def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, ba
     record.skipped += 1
     record.skips_in_a_row += 1
     folder = record.folder / "nonfinite"
-    file = folder / f"update-{record.world.gather(len(list(folder.glob('update-*'))))[0] + 1:05d}.pt"
+    number = record.world.gather(len(list(folder.glob("update-*"))))[0] + 1
+    file = folder / f"update-{number:05d}.pt"
     dcp.save(sharded.get_model_state_dict(policy), checkpoint_id=folder / "weights")
     if record.world.rank == 0:
         torch.save({"groups": batch.groups, "inputs": inputs}, file)
@@ -831,7 +831,8 @@ def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str,
 
 # --------------------------------------------------------------------------------------------------------- checkpoint
 MAY_CHANGE = {"run_dir", "resume", "steps", "eval", "eval_every", "eval_samples", "eval_temperature"}
-MAY_CHANGE |= {"checkpoint_every", "checkpoints_kept", "gpu_memory_utilization"}
+MAY_CHANGE |= {"checkpoint_every", "checkpoints_kept", "micro_batch_tokens", "activation_checkpointing"}
+MAY_CHANGE |= {"gpu_memory_utilization"}
 SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "irl/moved_share")
 
 
@@ -853,9 +854,8 @@ def digests(folder: Path, world: World) -> dict[str, str]:
 
 def write_whole(file: Path, text: str) -> None:
     """Write a text file that is complete or not there."""
-    new = file.with_suffix(".new")
-    new.write_text(text)
-    new.rename(file)
+    file.with_suffix(".new").write_text(text)
+    file.with_suffix(".new").rename(file)
 
 
 def save_checkpoint(policy: Policy, optimizers: dict, step: int, position: int, record: "Record") -> None:
@@ -891,7 +891,7 @@ def resume(policy: Policy, optimizers: dict, record: "Record") -> tuple[int, int
     found = record.world.gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]
     for folder in found:
         file = folder / "manifest.json"
-        manifest = json.loads(file.read_text()) if file.is_file() else {"files": "none"}
+        manifest = json.loads(file.read_text()) if file.is_file() else {"files": None}
         if folder.suffix != ".partial" and digests(folder, record.world) == manifest["files"]:
             break
         record.say(f"{folder}: half-written or damaged; passed over")
@@ -960,7 +960,7 @@ def open_run(folder: Path, args: Args, script: str, world: World) -> None:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     about = {
         "script": script,
-        "command": " ".join(sys.argv),
+        "command": subprocess.list2cmdline(sys.argv),
         "args": asdict(args),
         "ranks": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",

@@ -107,7 +107,7 @@ def alpha(reward_PG: torch.Tensor) -> float:
 
 
 def token_weights(length_R: torch.Tensor, group_size: int, scale: float = 1.0) -> torch.Tensor:
-    """Return weight_T, the factor in front of each token of the batch's responses, all of them, in tokens.
+    """Return weight_T, the factor in front of each token of all of the batch's responses.
 
     scale / (P sum_i |o_i|), the sum over the token's own group (Eq. 5), the mean over groups, alpha (Eq. 8).
     """

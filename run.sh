@@ -103,7 +103,9 @@ launch() {  # all GPUs if there are some, otherwise 2 CPU processes; instead of 
   local ranks; ranks=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((ranks - 1 + $(nproc)) / ranks))} TORCH_CPP_LOG_LEVEL=ERROR
   case " $* " in *" --help "*) exec "$python" "$1" --help ;; esac
-  echo "torchrun --nproc-per-node $ranks $*"
+  printf 'torchrun --nproc-per-node %s' "$ranks"
+  printf ' %q' "$@"
+  echo
   exec "$python" -m torch.distributed.run --nproc-per-node "$ranks" "$@"
 }
 

@@ -65,7 +65,7 @@ class Args(common.Args):
     max_response_tokens: PositiveInt = 3072  # ours
     lr: NonNegativeFloat = 5e-7  # section 5.1: of RL stages
     weight_decay: NonNegativeFloat = 0.1  # ms-swift's default, as the betas
-    adam_betas: tuple[float, float] = (0.9, 0.95)
+    adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)
     kl_coef: NonNegativeFloat = 0.01
     """Weight of the KL to the initial model in RL stages (Table 2). 0: no reference model is loaded."""
     rl_steps: NonNegativeInt = 0

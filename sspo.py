@@ -271,7 +271,7 @@ def main(args: Args) -> None:
                 group.reward_G += overlong_penalty(length_G, args.max_response_tokens, args.overlong_buffer)
             drawn += groups
             position += len(groups)
-            valid_P = common.valid(torch.stack([group.correct_G for group in drawn]))  # DAPO: whatever the penalty
+            valid_P = common.valid(torch.stack([group.correct_G for group in drawn]) >= 1)  # DAPO: whatever the penalty
             if valid_P.sum().item() / args.prompts_per_step >= args.valid_share:
                 break
         else:

@@ -167,8 +167,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("-o", "--out", type=Path, default=Path("curve.png"))
-    usual = ["reward", "entropy", "clip_fraction", "response_length"]
-    parser.add_argument("--panels", nargs="+", default=usual, help="metrics, as named in metrics.jsonl")
+    parser.add_argument("--panels", nargs="+", default=[], help="metrics, as named in metrics.jsonl")
     parser.add_argument(
         "--figure",
         default="curves",
@@ -181,7 +180,8 @@ def main():
         logged = {metric for rows in runs.values() for row in rows for metric in row}
         if not logged.issuperset(args.panels):
             raise SystemExit(f"--panels {sorted(set(args.panels) - logged)}: not logged; these are: {sorted(logged)}")
-        draw_curves(runs, args.panels, args.out)
+        usual = [name for name in ("reward", "entropy", "clip_fraction", "response_length") if name in logged]
+        draw_curves(runs, args.panels or usual, args.out)
     elif args.figure == "covariance":
         draw_covariance(runs, args.out)
     else:

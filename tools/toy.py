@@ -1,4 +1,4 @@
-"""The embedded default: a 1 M-parameter Qwen2 taught by a noisy teacher, and problems with exact answers.
+"""The embedded default: a 0.8 M-parameter Qwen2 taught by a noisy teacher, and problems with exact answers.
 
 A problem is a chain of additions and subtractions, `3+8-5+6=?`, whose running value stays in 0..99. The teacher answers
 some directly and some step by step with blank lines between the steps, and every step it takes is wrong with
