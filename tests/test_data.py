@@ -275,7 +275,7 @@ def test_models_that_cannot_work(tiny, tmp_path, change, message):
 
 def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="--model no/such: neither a folder here nor a model that the hub returns"):
+    with pytest.raises(ValueError, match="--model no/such: neither a folder here nor a model of the hub"):
         common.load_model_folder(common.Args(model="no/such"))
     with pytest.raises(ValueError, match=r"no config\.json"):
         common.load_model_folder(common.Args(model=str(tmp_path)))
