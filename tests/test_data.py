@@ -1,6 +1,7 @@
 """Reading problems: formats, aliases, what is left out, errors that name flag, file, row and columns; flag checks."""
 
 import copy
+import importlib
 import json
 import os
 import re
@@ -301,6 +302,7 @@ def test_reward_functions(tmp_path, tokenizer):
 
 
 def test_templates(tokenizer, tmp_path):
+    importlib.import_module("gpg")  # which brings qwen-boxed and open-rs
     assert common.prompt_of("P {x}", "qwen-boxed", tokenizer) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nP {x}\n"
         "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
