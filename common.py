@@ -368,7 +368,9 @@ def problem_text(value) -> str:
 
 def prompt_of(problem: str, template: str, tokenizer) -> str:
     """Return the prompt's text. Raises ValueError where the template needs a chat format that the tokenizer lacks."""
-    prompt = PROMPTS[template] if template in PROMPTS else Path(template).read_text(encoding="utf-8")
+    if template not in PROMPTS:
+        PROMPTS[template] = Path(template).read_text(encoding="utf-8")
+    prompt = PROMPTS[template]
     if isinstance(prompt, str):
         return prompt.replace("{problem}", problem)
     need(tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template")
@@ -1038,14 +1040,15 @@ class Record:
 
     def samples(self, name: str, groups: list[Group]) -> None:
         """Write groups to samples/<name>.txt."""
+        if self.world.rank:
+            return
         parts = []
         for p, group in enumerate(groups):
             parts.append(f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n")
             for g, rollout in enumerate(group.rollouts):
                 about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens{', cut off' * rollout.truncated}"
                 parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
-        if self.world.rank == 0:
-            (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
+        (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
@@ -1076,9 +1079,8 @@ class Record:
             self.idle = self.idle + 1 if metrics["zero_advantage_share"] == 1 else 0
             if self.idle and self.idle % 10 == 0:
                 same = f"{self.idle} steps in a row without a group whose rewards differ (mean {metrics['reward']:g})"
-                self.say(
-                    f"{same}: too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
-                )
+                why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
+                self.say(f"{same}: {why}")
 
 
 # ----------------------------------------------------------------------------------------------------------- verifier
@@ -1293,10 +1295,8 @@ class Verifier:
         self.reward = None
         if args.reward != "math":
             path, _, name = args.reward.rpartition(":")
-            need(
-                Path(path).is_file(),
-                f"--reward {args.reward}: neither math nor FILE.py:FUNCTION with a file that is there",
-            )
+            nothing = f"--reward {args.reward}: neither math nor FILE.py:FUNCTION with a file that is there"
+            need(Path(path).is_file(), nothing)
             self.reward = runpy.run_path(path).get(name)
             need(callable(self.reward), f"--reward {args.reward}: no function {name!r} in {path}")
         self.world = world

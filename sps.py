@@ -351,8 +351,7 @@ def main(args: Args) -> None:
     irl_optimizer = torch.optim.AdamW(policy.parameters(), args.irl_lr, args.adam_betas, weight_decay=args.weight_decay)
     optimizers = {"optimizer": optimizer, "irl_optimizer": irl_optimizer}
     start, position = common.resume(policy, optimizers, record)
-    share = movable_share(shards(policy), args.irl_lr, torch.float32, world)
-    if irl_steps and share < 0.99:
+    if irl_steps and (share := movable_share(shards(policy), args.irl_lr, torch.float32, world)) < 0.99:
         sampled = movable_share(shards(policy), args.irl_lr, torch.bfloat16, world)
         moves = f"a step of that size moves {share:.1%} of the float32 weights, the others round it away"
         record.say(f"--irl-lr {args.irl_lr}: {moves}; {sampled:.2%} as bfloat16 has them. See docs/sps.md")
