@@ -264,6 +264,25 @@ def test_on_the_embedded_model(engine, tmp_path):
     assert re.search("aime24 +40 ", output) and "23.33" in output and re.search("amc83 +- +not run", output)
 
 
+def test_a_set_has_the_same_figures_alone(engine, tmp_path):
+    """The sets of a protocol are sampled together; what is sampled depends on a set's own name and problem numbers."""
+    lines = (TOY / "heldout.jsonl").read_text().splitlines(keepends=True)
+    files = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    for number, file in enumerate(files):
+        file.write_text("".join(lines[20 * number :][: 20 - number]))
+    found = []
+    for sets in (files, files[1:]):
+        flags = [TOY / "model", "--sets", *sets, "--protocols", "gpg-16", "sps", "--samples", 2, "--template", "plain"]
+        flags += ["--max-prompt-tokens", 32, "--max-response-tokens", 96, "--out", tmp_path / "eval.json"]
+        engine(script="eval", flags=flags)
+        found.append(json.loads((tmp_path / "eval.json").read_text())["rows"])
+    together, alone = found
+    assert [(row["set"], row["problems"]) for row in together] == [("first", 20), ("second", 19)] * 2
+    logps = [rows.pop("greedy_logp")["mean"] for rows in (together[3], alone[1])]
+    assert logps[0] == pytest.approx(logps[1], rel=1e-5)  # the engine's sums depend on what else is in the batch
+    assert together[1::2] == alone
+
+
 def test_measures_of_the_embedded_model(engine, tmp_path):
     """What SPS's protocol has besides accuracy, and the texts."""
     flags = [TOY / "model", "--protocols", "sps", "--sets", TOY / "harder.jsonl", "--template", "plain", "--samples", 2]

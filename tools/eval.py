@@ -296,23 +296,33 @@ def where(name: str, data_dir: str) -> str:
 
 
 def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: dict, texts: str) -> list[dict]:
-    """Sample, grade and summarise a protocol's sets, {name: problems}; write the completions to a folder, if named."""
+    """Sample, grade and summarise a protocol's sets, {name: problems}, all at once so that they share one tail; write
+    the completions to a folder, if named."""
+    asked = {(shown, p): problem for shown, problems in data.items() for p, problem in enumerate(problems)}
+
+    def sample(kind: str, n: int, temperature: float, settings: common.Args, top_p: float = 1.0) -> list[common.Group]:
+        streams = [(kind, Path(shown).stem, p) for shown, p in asked]
+        return sampler.sample([*asked.values()], n, temperature, settings, streams, top_p)
+
+    graded = []
+    for seed in range(settings.seed, settings.seed + protocol.seeds):
+        seeded = dataclasses.replace(settings, seed=seed)
+        graded += sample("eval", protocol.samples, protocol.temperature, seeded, protocol.top_p)
+    common.verify(verifier, graded)
+    greedy = sample("greedy", 1, 0.0, settings) if protocol.greedy_logp else []
     rows = []
     for shown, problems in data.items():
         label = Path(shown).stem
-        groups = []
-        for seed in range(settings.seed, settings.seed + protocol.seeds):
-            how = (protocol.temperature, dataclasses.replace(settings, seed=seed), ("eval", label), protocol.top_p)
-            groups += sampler.sample(problems, protocol.samples, *how)
-        common.verify(verifier, groups)
+        groups = [group for (of, _), group in zip([*asked] * protocol.seeds, graded, strict=True) if of == shown]
         correct_SPN = torch.stack([group.correct_G for group in groups]).view(protocol.seeds, len(problems), -1)
         drawn = common.drawn_metrics(groups)
         row = {"protocol": name, "set": label, "problems": len(problems)}
         row |= {key: getattr(protocol, key) for key in HOW} | summary(correct_SPN, protocol.ks)
         if protocol.samples > 1:
             row["similarity"] = {"mean": similarity([[one.ids for one in group.rollouts] for group in groups])}
-        if protocol.greedy_logp:
-            row["greedy_logp"] = {"mean": greedy_logp(sampler.sample(problems, 1, 0.0, settings, ("greedy", label)))}
+        if greedy:
+            answers = [group for (of, _), group in zip(asked, greedy, strict=True) if of == shown]
+            row["greedy_logp"] = {"mean": greedy_logp(answers)}
         row["near_misses"] = near_misses(groups)
         row["with_tolerance"] = row["pass@1"]["mean"] + 100 * row["near_misses"] / correct_SPN.numel()
         row |= {"length": drawn["response_length"], "truncated_share": drawn["truncated_share"]}
@@ -399,7 +409,7 @@ def main(args: Args) -> None:
     settings = {name: settings_of(protocol, args) for name, protocol in chosen.items()}
     why_not = {name: why for name, how in settings.items() if (why := obstacle(how, context, tokenizer))}
     data = {}
-    for name in [name for name in chosen if name not in why_not]:
+    for name in [name for name, protocol in chosen.items() if name not in why_not and protocol.sets]:
         sets, how = chosen[name].sets, settings[name]
         data[name] = {one: common.load_problems(where(one, args.data_dir), tokenizer, how, "--sets") for one in sets}
     rows = []
