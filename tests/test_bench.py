@@ -1,4 +1,7 @@
-"""What tools/bench.py computes: a model's tensors in vLLM, the host's memory, the runs for one GPU."""
+"""What tools/bench.py computes: a model's tensors in vLLM, the host's memory, the runs for one GPU, TRL's settings."""
+
+import sys
+from types import SimpleNamespace
 
 import bench
 import pytest
@@ -72,3 +75,23 @@ def test_an_untrained_model_can_be_trained(tmp_path, monkeypatch):
     assert common.stop_tokens(tmp_path / "model", AutoTokenizer.from_pretrained(tmp_path / "model"))
     reward = common.Verifier(args, None).reward
     assert {reward(str(n), {}) for n in range(9)} == {0.0, 1.0}
+
+
+def test_trl_has_the_batch_of_a_run_of_ours():
+    args = sspo.Args(prompts_per_step=16, group_size=8, clip_low=0.1, clip_high=0.3, lr=5e-5, max_response_tokens=96)
+    config = bench.grpo_config(args, processes=2)
+    assert config["per_device_train_batch_size"] == 64 and config["num_generations"] == 8
+    assert (config["epsilon"], config["epsilon_high"]) == (0.1, 0.3)
+    assert (config["learning_rate"], config["max_completion_length"]) == (5e-5, 96)
+
+
+def test_without_trl_it_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(SystemExit, match=r"pip install trl==1\.16\.0"):
+        bench.trl(SimpleNamespace(folder=None))
+
+
+def test_pace_leaves_out_the_first_steps():
+    ends = [10, 20, 30, 40, 50, 51, 53, 60]
+    rows = [{"time": end, "reward": end > 50, "response_length": end} for end in ends]
+    assert bench.pace(rows).strip() == "2.00 s a step, 55 tokens a response, mean reward 1.00"

@@ -7,12 +7,16 @@
     torchrun --nproc-per-node 2 tools/bench.py verifier
     python tools/bench.py step --methods grpo sspo
     python tools/bench.py step --shape toy --lengths 64 512
+    python tools/bench.py trl
 
 Nothing here is a test: timings are printed and compared within one run. `fit` is computed, not measured.
 """
 
 import argparse
+import importlib.metadata
+import importlib.util
 import itertools
+import json
 import math
 import os
 import platform
@@ -20,6 +24,7 @@ import re
 import resource
 import runpy
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,14 +38,16 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import datasets
 import numpy as np
 import torch
 import tyro
 from plot import phases, read
 from toy import make_tokenizer
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import common
+import sspo
 
 MIB, GIB = 2**20, 2**30
 
@@ -373,19 +380,107 @@ def varied(name: str, folder: Path) -> list[str]:
     return ["--model", str(folder), "--reward", "tools/bench.py:coin", "--prompts-per-step", "16"]
 
 
+def toy_run(method: str, folder: Path, flags: list[str], env: dict | None = None) -> list[dict]:
+    """Train METHOD-toy of run.sh without evaluation, in FOLDER/run; return the metrics of its steps."""
+    command = ["./run.sh", f"{method}-toy", "--eval", "", "--run-dir", str(folder / "run"), *flags]
+    subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+    return [row for row in read(folder / "run") if row["step"]]
+
+
 def step(args) -> None:
     """Run experiments of run.sh on the embedded default for some steps each, one after another; print phase tables.
     With --shape on an untrained model, whose responses vary in length and are cut at each of --lengths."""
     print(f"{args.shape or 'the embedded default'}; {hardware()}")
     for method, length in itertools.product(args.methods, args.lengths if args.shape else [0]):
         with tempfile.TemporaryDirectory() as folder:
-            flags = ["--steps", str(args.steps), "--eval", "", "--run-dir", f"{folder}/run"]
+            flags = ["--steps", str(args.steps)]
             if args.shape:
                 flags += [*varied(args.shape, Path(folder) / "model"), "--max-response-tokens", str(length)]
-            subprocess.run(["./run.sh", f"{method}-toy", *flags], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            rows = read(Path(folder) / "run")
-            mean = np.mean([row["response_length"] for row in rows if row["step"]])
+            rows = toy_run(method, Path(folder), flags)
+            mean = np.mean([row["response_length"] for row in rows])
             print(f"\n{method}, {mean:.0f} tokens a response: {phases(rows)}", flush=True)
+
+
+def grpo_config(args: sspo.Args, processes: int) -> dict:
+    """Return the arguments of TRL's GRPOConfig that make its step that of sspo.py, one update a step, on a CPU."""
+    same = {"per_device_train_batch_size": args.prompts_per_step * args.group_size // processes}
+    same |= {"num_generations": args.group_size, "max_completion_length": args.max_response_tokens}
+    same |= {"temperature": args.temperature, "loss_type": "grpo", "beta": 0.0}
+    same |= {"epsilon": args.clip_low, "epsilon_high": args.clip_high, "max_grad_norm": args.max_grad_norm}
+    same |= {"learning_rate": args.lr, "lr_scheduler_type": "constant", "weight_decay": args.weight_decay}
+    same |= {"max_steps": args.steps, "seed": args.seed}
+    fast = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "ddp_find_unused_parameters": False}
+    return same | fast | {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+
+
+def trl_run(folder: Path) -> None:
+    """Train with TRL's GRPOTrainer what a run of sspo.py in FOLDER/run did. Write FOLDER/trl.json: of each step when it
+    ended, seconds, its mean reward and response length."""
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    world = common.init_world()
+    args = sspo.Args(**json.loads((folder / "run" / "run.json").read_text())["args"])
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
+    verifier = common.Verifier(args, world)
+
+    def reward(completions: list[str], number: list[int], **_) -> list[float]:
+        if verifier.reward:
+            return [verifier.reward(text, problems[n].row) for text, n in zip(completions, number, strict=True)]
+        return verifier.grade(completions, [problems[n].answer for n in number])
+
+    times = []
+    clock = TrainerCallback()
+    clock.on_step_end = lambda *_, **__: times.append(time.perf_counter())
+    prompts = [common.prompt_of(problem.text, args.template, tokenizer) for problem in problems]
+    trainer = GRPOTrainer(
+        Qwen2ForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+        reward,
+        GRPOConfig(str(folder / "trl"), **grpo_config(args, world.size)),
+        datasets.Dataset.from_dict({"prompt": prompts, "number": range(len(prompts))}),
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    trainer.train()
+    if world.rank == 0:
+        logged = [row for row in trainer.state.log_history if "reward" in row]
+        rows = [
+            {"time": end, "reward": row["reward"], "response_length": row["completions/mean_length"]}
+            for end, row in zip(times, logged, strict=True)
+        ]
+        (folder / "trl.json").write_text(json.dumps(rows))
+
+
+def pace(rows: list[dict]) -> str:
+    """Say what a step took from end to end, median after the fifth, with mean length and reward of these steps."""
+    seconds = statistics.median(np.diff([row["time"] for row in rows[4:]]))
+    length, reward = (np.mean([row[name] for row in rows[5:]]) for name in ("response_length", "reward"))
+    return f"{seconds:6.2f} s a step, {length:.0f} tokens a response, mean reward {reward:.2f}"
+
+
+def trl(args) -> None:
+    """Run GRPO, one update a step of 16 x 8 responses, here and with TRL in turn, on 2 processes of the CPU in float32:
+    on the embedded default, then on an untrained model whose responses vary in length; print what a step takes."""
+    if importlib.util.find_spec("trl") is None:
+        sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
+    if args.folder:
+        return trl_run(args.folder)
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
+    trl_side = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "trl", "--folder"]
+    print(f"2 processes, OMP_NUM_THREADS={threads}; {hardware()}")
+    for name, steps in {"the embedded default": 25, "an untrained model": 10}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            flags = ["--prompts-per-step", "16", "--updates-per-step", "1", "--steps", str(steps)]
+            if name == "an untrained model":
+                flags += [*varied("toy", Path(folder) / "model"), "--max-response-tokens", "512"]
+                flags += ["--lr", "0"]  # a coin teaches nothing, and by chance the lengths would drift apart
+            print(f"\n{name}, steps 6 to {steps}", flush=True)
+            print(f"  sspo.py     {pace(toy_run('grpo', Path(folder), flags, env))}", flush=True)
+            subprocess.run([*trl_side, folder], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+            rows = json.loads((Path(folder) / "trl.json").read_text())
+            print(f"  TRL {importlib.metadata.version('trl')}  {pace(rows)}", flush=True)
 
 
 def main():
@@ -416,6 +511,9 @@ def main():
     sub.add_argument("--steps", type=int, default=40)
     sub.add_argument("--shape", choices=SHAPES, help="of an untrained model; without, the embedded default")
     sub.add_argument("--lengths", type=int, nargs="+", default=[512], help="with --shape: responses are cut here")
+    sub = commands.add_parser("trl")
+    sub.set_defaults(run=trl)
+    sub.add_argument("--folder", type=Path, help="TRL's side alone, under torchrun; the run is in FOLDER/run")
     args = parser.parse_args()
     args.run(args)
 
