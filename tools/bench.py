@@ -161,7 +161,8 @@ def config_of(shape: Shape) -> Qwen2Config:
 
 
 def random_model(shape: Shape, folder: Path) -> None:
-    """Save an untrained model of this shape, in bf16."""
+    """Save an untrained model of this shape, in bf16, always the same."""
+    torch.manual_seed(0)
     Qwen2ForCausalLM(config_of(shape)).to(torch.bfloat16).save_pretrained(folder)
 
 
