@@ -1,9 +1,8 @@
 """What the four scripts share and no paper defines: arguments, data, batch, policy, sampler, record, verifier.
 
-Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens (prompts and
-responses), _T response tokens, _S segments, _V vocabulary. After sampling, every rank holds the whole step (token ids,
-rewards, log-probs). What a paper defines is then a pure function of the whole step, the same on any number of ranks;
-only forward and backward are sharded.
+Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens, _T response
+tokens, _S segments, _V vocabulary. After sampling, every rank holds the whole step (token ids, rewards, log-probs):
+what a paper defines is a pure function of it, the same on any number of ranks. Only forward and backward are sharded.
 """
 
 import ctypes
@@ -48,6 +47,7 @@ from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
+from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -70,44 +70,30 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Args:
     """The flags of every script, as sspo.py has them: its docstring says what is ours. A type is also a bound."""
 
-    model: str = "Qwen/Qwen2.5-Math-1.5B"
-    """Hub id or folder with config.json and *.safetensors."""
+    model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id or folder with config.json and *.safetensors.
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"  # run.sh fetches it
     """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id (`id:[name:]split`)."""
     eval: str = ""  # Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation.
     problem_column: str = ""  # Of the training problems. Empty: problem, question or prompt.
     answer_column: str = ""  # Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model.
-    subset: NonNegativeInt = 0
-    """Train on so many problems, drawn uniformly by --seed. 0: on all."""
-    template: str = "qwen-math"
-    """Prompt: plain, qwen-math; in the tokenizer's own format chat, chat-boxed; a file with {problem}; the script's."""
+    subset: NonNegativeInt = 0  # Train on so many problems, drawn uniformly by --seed. 0: on all.
+    template: str = "qwen-math"  # Prompt: plain, qwen-math, in the tokenizer's format chat, chat-boxed; or a file.
     run_dir: str = ""  # Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
     seed: int = 1  # Seeds the order of the data and every sampled token.
-    steps: NonNegativeInt = 200
-    """Rollout steps; 0 only evaluates."""
+    steps: NonNegativeInt = 200  # Rollout steps; 0 only evaluates.
 
-    prompts_per_step: PositiveInt = 128
-    """Prompts sampled in a step, or in each of its draws (P)."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Responses to each prompt (G)."""
-    max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are left out of the data and counted."""
-    max_response_tokens: PositiveInt = 3000
-    """A response is cut here and scores as it stands."""
+    prompts_per_step: PositiveInt = 128  # Prompts sampled in a step, or in each of its draws (P).
+    group_size: Annotated[int, Field(ge=2)] = 8  # Responses to each prompt (G).
+    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted.
+    max_response_tokens: PositiveInt = 3000  # A response is cut here and scores as it stands.
     max_total_tokens: NonNegativeInt = 0  # Bound of a prompt and its response together. 0: the sum of their own.
     reward: str = "math"  # The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row).
-    temperature: PositiveFloat = 1.0  # verl's default
-    """Divides the logits in the sampler and in the trainer alike; top-p and top-k are off."""
-    lr: NonNegativeFloat = 1e-6  # verl's default, as all that follow up to the gradient norm
-    """AdamW's largest learning rate."""
-    lr_warmup: Share = 0.0
-    """Share of --steps over which the learning rate rises in a straight line."""
-    lr_floor: Share = 1.0
-    """After the warm-up the learning rate falls along a cosine to this share of --lr. 1: constant."""
-    weight_decay: NonNegativeFloat = 0.01
-    """AdamW's decay, on every parameter."""
-    adam_betas: tuple[Share, Share] = (0.9, 0.999)
-    """AdamW's moments."""
+    temperature: PositiveFloat = 1.0  # Divides the logits of sampler and trainer; no top-p, no top-k (verl's default).
+    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (verl's, as all defaults up to the gradient norm).
+    lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises in a straight line.
+    lr_floor: Share = 1.0  # After the warm-up the rate falls along a cosine to this share of --lr. 1: constant.
+    weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
+    adam_betas: tuple[Share, Share] = (0.9, 0.999)  # AdamW's moments.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
     tis_cap: NonNegativeFloat = 0.0  # Multiply advantages by min(exp(old logp - sampler logp), cap). 0: off.
     eval_every: PositiveInt = 10  # Evaluate before training, every so many steps, and at the end.
@@ -115,11 +101,11 @@ class Args:
     eval_temperature: NonNegativeFloat = 0.0  # 0: greedy.
     keep_best: bool = False  # Keep the model of the evaluation of highest avg@n, mean over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint every so many steps and at the end.
-    checkpoints_kept: PositiveInt = 2
-    """The newest checkpoints that stay."""
+    checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
     resume: bool = False  # Go on from the last whole checkpoint in --run-dir; --steps may grow, at constant lr.
     micro_batch_tokens: PositiveInt = 16384  # Packed tokens in one pass on one rank: changes memory, not gradients.
     activation_checkpointing: bool = False  # Recompute decoder layers in the backward pass: less memory, more time.
+    track: str = ""  # Weights & Biases project that shows the TensorBoard curves, too; needs `pip install wandb`.
     tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
     max_num_seqs: PositiveInt = 256  # Responses that an engine samples at a time; more take more memory.
     gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while the policy does not train.
@@ -144,6 +130,7 @@ def validate(args: Args, world: "World") -> None:
     except ValidationError as error:
         wrong = error.errors()[0]
         need(False, f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}")
+    need(not args.track or [*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
     own = Path(args.template)
     fits = args.template in PROMPTS or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8"))
     need(fits, f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it")
@@ -253,8 +240,7 @@ class Problem:
 
 
 def load_model_folder(args: Args) -> Path:
-    """Return the local folder of --model, fetching a hub id; no code that lies in it is run. Raises ValueError for what
-    is neither, for a model that `Policy` would compute wrongly, for a short context."""
+    """Return the folder of --model, fetching a hub id. Raises ValueError for what `Policy` would compute wrongly."""
     folder = Path(args.model)
     flag = f"--model {args.model}"
     if not folder.is_dir():
@@ -415,8 +401,7 @@ class Rollout:
 
 @dataclass
 class Group:
-    """The responses to one problem; once `verify` has seen them each one's verdict, what was right (float64), and the
-    rewards to train with, which are that until a script changes them."""
+    """The responses to one problem; `verify` adds verdicts, what was right (float64) and, as much, the rewards."""
 
     problem: Problem
     rollouts: list[Rollout]
@@ -526,9 +511,8 @@ class Batch:
 
 
 def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Deal responses out as plan[rank][micro-batch] = response numbers; the same number of micro-batches on each rank.
-    `cost_R` is in packed tokens; a response of cost 0 is left out. No micro-batch costs more than `budget`, some may be
-    empty, and those that run at the same time cost about the same."""
+    """Deal responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank, some empty,
+    none above `budget`, at any time about equal in cost (packed tokens). A response of cost 0 is left out."""
     order = sorted((r for r, cost in enumerate(cost_R) if cost), key=lambda r: -cost_R[r])
     if order and cost_R[order[0]] > budget:
         raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
@@ -591,7 +575,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
 
     def _head(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, target_T: torch.Tensor):
-        logits_TV = F.linear(hidden_TH, weight_VH).float() / self.temperature
+        logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)
         logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
         with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
@@ -620,6 +604,8 @@ def load_policy(folder: Path, args: Args, world: World) -> Policy:
     dtypes = (torch.bfloat16, torch.float32) if world.device.type == "cuda" else ()  # of compute, of reductions
     for module in (*policy.model.layers, policy):  # the head belongs to the last: gathered per chunk it would deadlock
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+    if world.device.type == "cpu":
+        policy.set_reshard_after_forward(False)  # the backward pass need not gather again what memory has room for
     policy.to_empty(device=world.device)
     policy.model.rotary_emb = type(lm.model.rotary_emb)(config).to(world.device)  # its buffers are in no checkpoint
     dcp.load(sharded.get_model_state_dict(policy), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
@@ -635,6 +621,25 @@ def set_lr(optimizer, args: Args, step: int) -> None:
         group["lr"] = args.lr * share
 
 
+@functools.cache
+def matmul_rate(device: torch.device) -> float:
+    """Return FLOP/s of a large matrix product in the dtype of compute, measured once: what MFU is a share of."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+    return 2 * size**3 / Timer("a @ b", globals=locals(), num_threads=torch.get_num_threads()).timeit(5).mean
+
+
+def mfu(policy: Policy, batch: Batch, tokens: int, seconds: float, world: World) -> float:
+    """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward: 6 FLOP a weight,
+    the head's at response tokens only, and 6 a layer, channel and position, since causal attention skips half."""
+    config = policy.model.config
+    head = config.vocab_size * config.hidden_size
+    body = sum(p.numel() for p in policy.parameters()) - head * (1 if policy.lm_head is None else 2)
+    attention = config.num_hidden_layers * config.hidden_size * batch.total_R.double().square().sum()
+    flop = 6 * (body + (head * batch.length_R.sum() + attention).item() / batch.total_R.sum().item())
+    return tokens * flop / max(seconds, 1e-9) / world.size / matmul_rate(world.device)
+
+
 @torch.no_grad()
 def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: World):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
@@ -646,7 +651,8 @@ def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: W
         logp, entropy = policy(micro)
         logp_T[micro.token_T] = logp.cpu()
         entropy_T[micro.token_T] = entropy.cpu()
-    policy.reshard()  # without a backward pass the root would stay gathered, and the optimiser would move what it hides
+    for module in (*policy.model.layers, policy):
+        module.reshard()  # without a backward pass it may stay gathered, and the optimiser would move what it hides
     policy.to(home)
     return world.sum(logp_T), world.sum(entropy_T)
 
@@ -657,9 +663,8 @@ def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: flo
 
 
 def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, batch: Batch, record: "Record") -> bool:
-    """Say whether an update may be applied: gradient norm, losses and log-probs (`finite`) are finite on every rank.
-    One that may not is counted and kept in nonfinite/ of the run folder for tools/replay.py, the weights of the newest
-    only. Raises FloatingPointError at the last of `SKIPS_IN_A_ROW`."""
+    """Say whether gradient norm, losses and log-probs (`finite`) are finite on every rank. An update that fails is kept
+    in nonfinite/ for tools/replay.py, the newest with its weights. Raises FloatingPointError after SKIPS_IN_A_ROW."""
     if record.world.sum(torch.tensor(float(not finite))) == 0 and math.isfinite(norm):
         record.skips_in_a_row = 0
         return True
@@ -673,8 +678,7 @@ def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, ba
         torch.save({"groups": batch.groups, "inputs": inputs}, file)
     record.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm}); kept in {file}")
     if record.skips_in_a_row == SKIPS_IN_A_ROW:
-        count = f"{SKIPS_IN_A_ROW} updates in a row had a loss, gradient or log-prob that is not finite"
-        raise FloatingPointError(f"{count}; python tools/replay.py {file} shows where. A smaller --lr may help")
+        raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row skipped; tools/replay.py {file} shows where")
     return False
 
 
@@ -825,8 +829,9 @@ def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str,
 # --------------------------------------------------------------------------------------------------------- checkpoint
 MAY_CHANGE = {"run_dir", "resume", "steps", "eval", "eval_every", "eval_samples", "eval_temperature"}
 MAY_CHANGE |= {"checkpoint_every", "checkpoints_kept", "micro_batch_tokens", "activation_checkpointing"}
-MAY_CHANGE |= {"gpu_memory_utilization", "max_num_seqs", "tensor_parallel"}
+MAY_CHANGE |= {"gpu_memory_utilization", "max_num_seqs", "tensor_parallel", "track"}
 SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "irl/moved_share")
+SHOWN += ("tokens_per_second/update", "mfu")
 
 
 def training_state(policy: Policy, optimizer, moments: bool) -> dict:
@@ -930,8 +935,6 @@ def evaluate(held_out: dict[str, list[Problem]], sampler: Sampler, verifier: "Ve
         metrics[f"eval/{name}/length"] = drawn["response_length"]
         metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
         record.samples(f"{name}-step{step:05d}", groups)
-        right = correct_PN.sum(1).tolist()
-        record.write("questions.jsonl", json.dumps({"step": step, "set": name, "n": n, "right": right}))
     return metrics
 
 
@@ -976,8 +979,7 @@ def open_run(folder: Path, args: Args, script: str, world: World) -> None:
 
 
 class Record:
-    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples, log.txt, and
-    in questions.jsonl how many completions of each held-out problem were right. `args` and `world` are the run's."""
+    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
     def __init__(self, args: Args, script: str, world: World):
         name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -992,10 +994,13 @@ class Record:
         self.best = -math.inf  # average of an evaluation
         self.skipped = 0
         self.skips_in_a_row = 0
-        self.idle = 0
         self.board = None
         open_run(self.folder, args, script, world)
         self.say(f"run folder {self.folder}")
+        if args.track and world.rank == 0:
+            wandb = importlib.import_module("wandb")
+            about = {"name": self.folder.name, "id": self.folder.name, "resume": "allow", "config": asdict(args)}
+            wandb.init(project=args.track, sync_tensorboard=True, **about)
 
     def write(self, name: str, line: str) -> None:
         """Add a line to a file of the run folder."""
@@ -1013,11 +1018,11 @@ class Record:
         """Drop the metrics of later steps, which will be written again, and let times go on."""
         if self.world.rank:
             return
-        for file in (self.folder / "questions.jsonl", self.folder / "metrics.jsonl"):
-            file.touch()
-            lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
-            write_whole(file, "".join(kept))
+        file = self.folder / "metrics.jsonl"
+        file.touch()
+        lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        write_whole(file, "".join(kept))
         last = json.loads(kept[-1]) if kept else {"time": 0, "cost/seconds": 0}
         self.started = time.time() - last["time"]
         self.trained = last["cost/seconds"]
@@ -1025,8 +1030,8 @@ class Record:
     def stop_requested(self) -> bool:
         """Say whether a file named `stop` lies in the run folder, and take it away."""
         requested = self.world.gather((self.folder / "stop").exists())[0]
-        if requested and self.world.rank == 0:
-            (self.folder / "stop").unlink()
+        if requested:
+            (self.folder / "stop").unlink(missing_ok=True)
             self.say("a stop file: ending with a checkpoint; --resume goes on")
         return requested
 
@@ -1077,14 +1082,12 @@ class Record:
         if evaluation:
             self.say(f"step {step}: {evaluation}")
         if step:
-            values = "  ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
+            values = "  ".join(f"{name} {metrics[name]:,.5g}" for name in SHOWN if name in metrics)
             left = (self.args.steps - step) * (time.time() - self.started) / step / 60
             self.say(f"step {step}/{self.args.steps}  {values}  {seconds:.2f} s  left {left:.1f} min")
-        self.idle = self.idle + 1 if metrics.get("zero_advantage_share") == 1 else 0
-        if self.idle and self.idle % 10 == 0:
-            same = f"{self.idle} steps in a row without a group whose rewards differ (mean {metrics['reward']:g})"
+        if metrics.get("zero_advantage_share") == 1:
             why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
-            self.say(f"{same}: {why}")
+            self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
 
 
 # ----------------------------------------------------------------------------------------------------------- verifier
@@ -1209,8 +1212,7 @@ def compare(answer: str, gold: str) -> bool | tuple[str, str]:
 
 def _verifier_worker(seconds: float, memory: int):
     """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout; alone, in a bare interpreter.
-    `seconds` of processor time per answer raise inside Python; C code that does not return to Python is ended by the
-    kernel a second later. `memory` bytes may be allocated on top of what the imports took."""
+    `seconds` of processor time raise inside Python, one more ends C code. `memory`: bytes beyond what imports took."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from latex2sympy2_extended import NormalizationConfig
@@ -1290,8 +1292,7 @@ class Worker(subprocess.Popen):
 
 class Verifier:
     """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run. An answer is
-    what stands in the last box; docs/evaluation.md says what equals what. What needs no mathematics is decided here,
-    the rest by a worker. An answer that exceeds time, memory or length scores 0."""
+    what the last box holds, and scores 0 beyond its time, memory or length. docs/evaluation.md: what equals what."""
 
     def __init__(self, args, world, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
         self.reward = None
@@ -1324,8 +1325,7 @@ class Verifier:
             self.workers.append(worker)
 
     def judge(self, completions: list[str], golds: list[str]) -> list[tuple[float, str]]:
-        """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict.
-        Raises RuntimeError when workers cannot be started at all."""
+        """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         pairs = list(zip(answers, [gold.strip() for gold in golds], strict=True))
         verdicts = {}

@@ -274,6 +274,7 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
+        "mfu": common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world),
         **common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]),
         **covariance_summary(c_T[valid_T]),
     }
@@ -307,7 +308,7 @@ def main(args: Args) -> None:
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, 1e-8, args.weight_decay, fused=True)
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:

@@ -202,6 +202,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
+        "mfu": common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world),
         **common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]),
     }
     if reference is not None:
@@ -216,7 +217,8 @@ def learn_irl(policy, batches, record) -> dict[str, float]:
     the loss of the last and the shares of weights that the stage moved; the same on every rank."""
     args: Args = record.args
     world = record.world
-    optimizer = torch.optim.AdamW(policy.parameters(), args.irl_lr, args.adam_betas, weight_decay=args.weight_decay)
+    adamw = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.irl_lr, **adamw)
     before = [weights.to("cpu", copy=True) for weights in shards(policy)]
     rows = []
     grad_norms = []
@@ -328,7 +330,7 @@ def main(args: Args) -> None:
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, 1e-8, args.weight_decay, fused=True)
     start, position = common.resume(policy, optimizer, record)
     if irl_steps and (share := movable_share(shards(policy), args.irl_lr, torch.float32, world)) < 0.99:
         sampled = movable_share(shards(policy), args.irl_lr, torch.bfloat16, world)

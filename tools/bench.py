@@ -132,20 +132,6 @@ def memory(_args) -> None:
     print(f"{peak() - before:.3f} GiB over the start (full float32 logits and their gradient: 4.6); {hardware()}")
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of a large square matrix product on this device: the peak that `policy` is compared with."""
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = 0.0
-    for _ in range(6):
-        start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    return best
-
-
 def config_of(shape: Shape) -> Qwen2Config:
     """Return the configuration of a model of this shape."""
     return Qwen2Config(
@@ -166,23 +152,6 @@ def random_model(shape: Shape, folder: Path) -> None:
     Qwen2ForCausalLM(config_of(shape)).to(torch.bfloat16).save_pretrained(folder)
 
 
-def multiplications(policy: common.Policy, length: int) -> tuple[int, int, int]:
-    """Return those of a token of a sequence of this length in one forward pass: of the weights but the head's, of the
-    head's, and half of those of causal attention, whose query meets half of the keys and whose result half the values.
-    """
-    config = policy.model.config
-    head = config.vocab_size * config.hidden_size
-    body = sum(p.numel() for p in policy.parameters()) - head * (1 if policy.lm_head is None else 2)
-    return body, head, config.num_hidden_layers * config.hidden_size * length
-
-
-def training_flop(policy: common.Policy, length: int, prompt: int) -> float:
-    """Return FLOP of forward and backward of a token: 6 a weight, the head's for response tokens only; attention 6 a
-    layer, channel and position. What is computed a second time (the head, checkpointed layers) does not count."""
-    body, head, attention = multiplications(policy, length)
-    return 6 * (body + head * (length - prompt) / length + attention)
-
-
 def policy(args) -> None:
     """Print tokens/s per process, share of the measured matrix rate, and peak memory of FSDP forward and backward."""
     shape = SHAPES[args.shape]
@@ -194,14 +163,14 @@ def policy(args) -> None:
     settings = common.Args(model=str(folder), activation_checkpointing=args.activation_checkpointing)
     model = common.load_policy(folder, settings, world)
     cuda = world.device.type == "cuda"
-    rate = matmul_rate(world.device, torch.bfloat16 if cuda else torch.float32)
     weights = sum(p.numel() for p in model.parameters())
     if world.rank == 0:
         print(f"{args.shape}: {weights / 1e6:,.1f} M parameters, {world.size} processes; {hardware()}")
-        print(f"a large matrix product: {rate / 1e12:.3f} TFLOP/s")
+        print(f"a large matrix product: {common.matmul_rate(world.device) / 1e12:.3f} TFLOP/s")
     for length in args.lengths:
         prompt, count = length // 8, max(1, args.tokens // length)
-        micro = random_batch(shape.vocabulary, prompt, length - prompt, count).pack(list(range(count)), world.device)
+        batch = random_batch(shape.vocabulary, prompt, length - prompt, count)
+        micro = batch.pack(list(range(count)), world.device)
         seconds = []
         for _ in range(args.repeats + 1):
             if cuda:
@@ -215,7 +184,7 @@ def policy(args) -> None:
             seconds.append(time.perf_counter() - start)
         best = min(seconds[1:])
         tokens = count * length
-        share = training_flop(model, length, prompt) * tokens / best / rate
+        share = common.mfu(model, batch, tokens * world.size, best, world)
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else resource.getrusage(0).ru_maxrss / 2**20
         if world.rank == 0:
             print(f"length {length:6d} x {count:4d}: {tokens / best:9.0f} tokens/s  {share:4.0%}  peak {peak:.2f} GiB")

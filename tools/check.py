@@ -169,14 +169,16 @@ class Check:
                 policy(micro)[0].sum().backward()
             optimizer.step()  # its moments take memory
         policy.zero_grad()
-        rate = bench.matmul_rate(world.device, self.sampler.dtype)
-        body, head, attention = bench.multiplications(policy, length)
-        sampled = sum(len(one.ids) for group in groups for one in group.rollouts) // world.size
-        trained = bench.training_flop(policy, length, prompt)
-        work = {"sampling": (sampled, 2 * (body + head) + 4 * attention), "training": (count * length, trained)}
-        for phase, (tokens, flop) in work.items():
-            speed = min(world.gather(tokens / record.seconds.pop(phase)))
-            unit = f"tokens/s a rank, MFU {flop * speed / rate:.1%} of {rate / 1e12:.3g} TFLOP/s"
+        rate = common.matmul_rate(world.device)
+        sampled = sum(len(one.ids) for group in groups for one in group.rollouts)
+        # a third of training's FLOP, of a sequence so long that on average a token meets `length` others
+        decoding = bench.random_batch(config.vocab_size, 0, 2 * length, 1)
+        work = {"sampling": (sampled, decoding, 1 / 3), "training": (count * length * world.size, batch, 1)}
+        for phase, (tokens, like, part) in work.items():
+            seconds = max(world.gather(record.seconds.pop(phase)))
+            share = part * common.mfu(policy, like, tokens, seconds, world)
+            speed = tokens / world.size / seconds
+            unit = f"tokens/s a rank, MFU {share:.1%} of {rate / 1e12:.3g} TFLOP/s"
             self.note(f"{phase}, {name}", speed, unit)
             memory = max(world.gather(record.memory.pop(phase)))
             self.note(f"memory of a rank, {phase}, {name}", memory, "GiB", *(bound if phase == "training" else ()))
