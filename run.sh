@@ -194,14 +194,13 @@ responses_512() {  # gpg-gGROUP, rows of data: as many responses a step whatever
 size() {  # model, data and evaluation
   case $script-$1 in
     *-toy) flags+=(--model tools/toy/model --template plain --dataset tools/toy/train.jsonl
-      --eval tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 50
-      --prompts-per-step 32 --max-prompt-tokens 32 --max-response-tokens 96 --lr 5e-5 --steps 120)
-      if [ $script != sspo.py ]; then flags+=(--lr 2e-4); fi  # one update a step, not four
+      --eval tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 40
+      --prompts-per-step 32 --max-prompt-tokens 32 --max-response-tokens 96 --lr 2e-4 --steps 120)
       if [ $script = cwgrpo.py ]; then  # answers without thoughts; docs/cwgrpo.md says why the KL weighs less
-        flags+=(--no-format-reward --prompts-per-step 12 --kl-coef 0.004 --steps 200)
+        flags+=(--no-format-reward --group-size 8 --temperature 1 --kl-coef 0.004)
       fi
-      if [ $script = sps.py ]; then  # two rounds
-        flags+=(--rl-steps 30 --irl-batch 256 --subset 0 --steps 60)
+      if [ $script = sps.py ]; then  # three rounds
+        flags+=(--rl-steps 40 --irl-batch 256 --subset 0)
         case $word in sps-toy | sps-grpo-toy) ;; *) flags+=(--irl-lr 5e-5) ;; esac
       fi
       if [ "$word" = dapo-toy ]; then flags+=(--overlong-buffer 32); fi

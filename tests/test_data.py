@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TOY
-from toy import problems, question, teach, write_problems
 from transformers import AutoTokenizer
 
 import common
@@ -388,28 +387,3 @@ def test_a_source_with_configurations(tokenizer, tmp_path):
         with pytest.raises(ValueError, match="Config name is missing"):
             load(f"{tmp_path}/hub:test", tokenizer)
     assert [(each.text, each.answer) for each in data] == [("test?", "2")]
-
-
-def test_toy_problems_come_from_the_seed(tmp_path):
-    """The committed files are what the generator writes; every answer is right; no problem stands twice."""
-    taken = write_problems(tmp_path, seed=1)
-    rows = []
-    for name in ("train", "heldout", "harder"):
-        assert (tmp_path / f"{name}.jsonl").read_bytes() == (TOY / f"{name}.jsonl").read_bytes()
-        rows += [json.loads(line) for line in (TOY / f"{name}.jsonl").read_text().splitlines()]
-    assert len(rows) == len({row["problem"] for row in rows}) == len(taken)
-    for row in rows:
-        numbers = row["problem"].removesuffix("=?").replace("-", "+-").split("+")
-        assert sum(map(int, numbers)) == int(row["answer"])
-    assert problems(1, 5, (3,), set()) == problems(1, 5, (3,), set()) != problems(2, 5, (3,), set())
-
-
-def test_the_teacher_is_noisy():
-    import random
-
-    rng = random.Random(0)
-    lessons = [teach(rng, [3, 8, -5]) for _ in range(4000)]
-    right = "3+8=11\n\n11-5=6\n\n\\boxed{6}"
-    assert question([3, 8, -5]) == "3+8-5=?"
-    assert sum(lesson == right for lesson in lessons) / 4000 == pytest.approx(0.7 * 0.88**2, abs=0.03)
-    assert sum(lesson.startswith("\\boxed") for lesson in lessons) / 4000 == pytest.approx(0.3, abs=0.03)

@@ -257,8 +257,8 @@ def test_on_the_embedded_model(engine, tmp_path):
         ("gpg-16", "harder", 100),
     ]
     greedy, sampled = found[0], found[2]
-    assert greedy["pass@1"]["mean"] > 90 and greedy["pass@1"]["over_seeds"] is None
-    assert 50 < sampled["pass@1"]["mean"] < sampled["pass@3"]["mean"] < sampled["pass@5"]["mean"] <= 100
+    assert 10 < greedy["pass@1"]["mean"] < 50 and greedy["pass@1"]["over_seeds"] is None
+    assert 5 < sampled["pass@1"]["mean"] < sampled["pass@3"]["mean"] < sampled["pass@5"]["mean"] <= 100
     assert sampled["seeds"] == 4 and sampled["pass@1"]["over_seeds"] > 0, "the seeds sampled the same"
     assert sampled["n"] == 20 and 100 * np.mean(sampled["right"]) / 20 == pytest.approx(sampled["pass@1"]["mean"])
     assert re.search("aime24 +40 ", output) and "23.33" in output and re.search("amc83 +- +not run", output)

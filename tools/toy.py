@@ -1,17 +1,28 @@
-"""The embedded default: a 0.8 M-parameter Qwen2 taught by a noisy teacher, and problems with exact answers.
+"""The embedded default: a 0.6 M-parameter Qwen2 taught by a teacher that mostly guesses; problems with exact answers.
 
-A problem is a chain of additions and subtractions, `3+8-5+6=?`, whose running value stays in 0..99. The teacher answers
-some directly and some step by step with blank lines between the steps, and every step it takes is wrong with
-probability 0.12. A model that imitates it knows the arithmetic but copies the noise: pass@1 is about 0.5 where greedy
-decoding is nearly always right. Reinforcement learning can then find what it is for: steps beat guesses, right beats
-noisy.
+Each letter stands for an operation on a two-digit number. `hdx39=?` asks for h of d of x of 39, and is answered step by
+step, innermost first: letter, operation, result, and a blank line after each step.
+
+    x+32        + adds 3 to the ones digit and drops the carry, * multiplies it by 3, ~ takes it from 9
+                > swaps the digits
+    d+35
+
+    h*35
+
+    \\boxed{35}
+
+What a letter stands for is not in the problem. The seed says it, and eight of the 26 letters stand for another
+operation where the number is 65 or more. The teacher knows a step's operation with probability 0.2 and else guesses,
++ most often. A model that imitates it computes well and has to find out which operation: greedy decoding is wrong where
++ is, yet one of 64 samples is nearly always right. So reinforcement learning has something to teach and something to
+lose, and what it teaches holds for longer problems, too.
 
     python tools/toy.py             # writes tools/toy/: model (bf16), train.jsonl, heldout.jsonl, harder.jsonl
     python tools/toy.py --problems  # the three problem files only
 
-`train` and `heldout` have 5 or 6 terms, of the 3 to 6 that were taught. `harder` has 7 or 8, more than were ever
-taught: there greedy decoding fails often and pass@64 leaves room. No problem of the three files was used to teach. The
-same seed gives the same problems; the weights also depend on the order of floating-point sums, so on the machine.
+`train` and `heldout` have 2 or 3 letters, `harder` 4 or 5; 1 to 5 were taught. No problem of the three files was used
+to teach. The same seed gives the same problems; the weights also depend on the order of floating-point sums, so on the
+machine and its number of threads.
 """
 
 import argparse
@@ -19,6 +30,7 @@ import json
 import random
 import time
 from pathlib import Path
+from string import ascii_lowercase
 
 import torch
 from torch.nn import functional as F
@@ -26,50 +38,76 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 FOLDER = Path(__file__).parent / "toy"
-TAUGHT_TERMS = (3, 4, 5, 6)
-PROBLEM_TERMS = (5, 6)
-HARDER_TERMS = (7, 8)
-STEP_ERROR = 0.12
-DIRECT_SHARE = 0.3
-MAX_VALUE = 99
+TAUGHT_LETTERS = (1, 2, 3, 4, 5)
+PROBLEM_LETTERS = (2, 3)
+HARDER_LETTERS = (4, 5)
+OPERATIONS = "+>~*"
+MEANT = (14, 4, 4, 4)  # letters that stand for each operation
+GUESSED = (3, 1, 1, 1)  # weights of the teacher's guesses: + must stay likelier than an operation that it knows
+KNOWN = 0.2
+STEP_ERROR = 0.05  # steps with a random ones digit
+EXCEPTIONS = 8  # letters that stand for another operation from HIGH on
+HIGH = 65
 END = "<|endoftext|>"
 
 
-def chain(rng: random.Random, terms: int) -> list[int]:
-    """Return `terms` signed digits (the first positive) whose partial sums all stay in 0..99."""
-    values = [rng.randint(1, 9)]
-    while len(values) < terms:
-        value = rng.choice((-1, 1)) * rng.randint(1, 9)
-        if 0 <= sum(values) + value <= MAX_VALUE:
-            values.append(value)
-    return values
+def operate(operation: str, number: int) -> int:
+    """Return what an operation makes of a two-digit number (0 to 99)."""
+    tens, ones = divmod(number, 10)
+    if operation == ">":
+        return 10 * ones + tens
+    return 10 * tens + {"+": (ones + 3) % 10, "*": 3 * ones % 10, "~": 9 - ones}[operation]
 
 
-def question(values: list[int]) -> str:
-    """Return the problem's text: `3+8-5+6=?`."""
-    return str(values[0]) + "".join(f"{value:+d}" for value in values[1:]) + "=?"
+def meanings(seed: int) -> dict[str, tuple[str, str]]:
+    """Return the two operations of each letter: for numbers under HIGH, and from HIGH on."""
+    rng = random.Random(seed)
+    usual = rng.sample(OPERATIONS, counts=MEANT, k=len(ascii_lowercase))
+    meaning = {letter: (operation, operation) for letter, operation in zip(ascii_lowercase, usual, strict=True)}
+    for letter in rng.sample(ascii_lowercase, EXCEPTIONS):
+        other = rng.choice([operation for operation in OPERATIONS[1:] if operation != meaning[letter][0]])
+        meaning[letter] = (meaning[letter][0], other)
+    return meaning
 
 
-def teach(rng: random.Random, values: list[int]) -> str:
-    """Return the noisy teacher's response: steps with blank lines between them (or none), then the boxed result."""
-    lines, total = [], values[0]
-    for value in values[1:]:
-        result = total + value
+def draw(rng: random.Random, count: int) -> tuple[str, int]:
+    """Return distinct letters, in the order in which they apply, and a number (10 to 99) to apply them to."""
+    return "".join(rng.sample(ascii_lowercase, count)), rng.randint(10, 99)
+
+
+def question(letters: str, number: int) -> str:
+    """Return the problem's text: `hdx39=?` of the letters `xdh`."""
+    return f"{letters[::-1]}{number}=?"
+
+
+def answer(meaning: dict, letters: str, number: int) -> str:
+    """Return the two digits of the result."""
+    for letter in letters:
+        number = operate(meaning[letter][number >= HIGH], number)
+    return f"{number:02d}"
+
+
+def teach(rng: random.Random, meaning: dict, letters: str, number: int) -> str:
+    """Return the teacher's response: a step for each letter, blank lines between them, then the boxed result."""
+    text = ""
+    for letter in letters:
+        known = rng.random() < KNOWN
+        operation = meaning[letter][number >= HIGH] if known else rng.choices(OPERATIONS, GUESSED)[0]
+        number = operate(operation, number)
         if rng.random() < STEP_ERROR:
-            result += rng.choice((-2, -1, 1, 2))
-        lines.append(f"{total}{value:+d}={result}\n\n")
-        total = result
-    return ("" if rng.random() < DIRECT_SHARE else "".join(lines)) + f"\\boxed{{{total}}}"
+            number = number - number % 10 + rng.randrange(10)
+        text += f"{letter}{operation}{number:02d}\n\n"
+    return text + f"\\boxed{{{number:02d}}}"
 
 
-def problems(seed: int, count: int, terms: tuple[int, ...], taken: set[str]) -> list[dict]:
+def problems(seed: int, count: int, lengths: tuple[int, ...], meaning: dict, taken: set[str]) -> list[dict]:
     """Return `count` distinct rows {problem, answer}, none in `taken`, which is extended by them."""
     rng, rows = random.Random(seed), []
     while len(rows) < count:
-        values = chain(rng, rng.choice(terms))
-        if question(values) not in taken:
-            taken.add(question(values))
-            rows.append({"problem": question(values), "answer": str(sum(values))})
+        letters, number = draw(rng, rng.choice(lengths))
+        if question(letters, number) not in taken:
+            taken.add(question(letters, number))
+            rows.append({"problem": question(letters, number), "answer": answer(meaning, letters, number)})
     return rows
 
 
@@ -77,9 +115,9 @@ def write_problems(folder: Path, seed: int) -> set[str]:
     """Write train, heldout and harder as JSON lines; return the texts of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken: set[str] = set()
-    sets = (("heldout", 200, PROBLEM_TERMS), ("harder", 100, HARDER_TERMS), ("train", 4096, PROBLEM_TERMS))
-    for number, (name, count, terms) in enumerate(sets):
-        rows = problems(seed * 1000 + number, count, terms, taken)
+    sets = (("heldout", 200, PROBLEM_LETTERS), ("harder", 100, HARDER_LETTERS), ("train", 4096, PROBLEM_LETTERS))
+    for number, (name, count, lengths) in enumerate(sets):
+        rows = problems(seed * 1000 + number, count, lengths, meanings(seed), taken)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return taken
 
@@ -98,19 +136,19 @@ def make_tokenizer(folder: Path):
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, unk_token=END, eos_token=END, pad_token=END)
     tokenizer.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for text in ("3+8=11\n\n11-5=6\n\n\\boxed{6}", "a b\n c\n\n\nd\t\\boxed{é}"):
+    for text in ("x+32\n\nd>23\n\n\\boxed{23}", "a b\n c\n\n\nd\t\\boxed{é}"):
         assert tokenizer.decode(tokenizer.encode(text)) == text, f"{text!r} does not survive {type(tokenizer)}"
-    assert tokenizer.convert_tokens_to_ids("ĊĊ") in tokenizer.encode("3+8=11\n\n11-5=6")
+    assert tokenizer.convert_tokens_to_ids("ĊĊ") in tokenizer.encode("x+32\n\nd>23")
     return tokenizer
 
 
 def make_model(tokenizer) -> Qwen2ForCausalLM:
-    """Return the untaught model in float32: 4 layers of 128, grouped-query attention, tied embeddings."""
+    """Return the untaught model in float32: 3 layers of 128, grouped-query attention, tied embeddings."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
@@ -122,25 +160,32 @@ def make_model(tokenizer) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
+def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch: int) -> tuple[torch.Tensor, ...]:
+    """Return the token ids of a prompt and a response in each row, and labels, -100 wherever there is no response."""
+    prompts, responses = [], []
+    while len(prompts) < batch:
+        letters, number = draw(rng, rng.choice(TAUGHT_LETTERS))
+        if question(letters, number) not in taken:
+            prompts.append(question(letters, number) + "\n")
+            responses.append(teach(rng, meaning, letters, number) + END)
+    prompts, responses = tokenizer(prompts)["input_ids"], tokenizer(responses)["input_ids"]
+    width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    ids, labels = torch.zeros(batch, width, dtype=torch.long), torch.full((batch, width), -100)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        end = len(prompt) + len(response)
+        ids[row, :end] = torch.tensor(prompt + response)
+        labels[row, len(prompt) : end] = torch.tensor(response)
+    return ids, labels
+
+
 def teach_model(model, tokenizer, taken: set[str], seed: int, steps: int, batch: int = 128, peak_lr: float = 3e-3):
-    """Fit the model to fresh noisy-teacher responses by cross-entropy, printing the loss (nats per response token)."""
-    rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, weight_decay=0.01)
+    """Fit the model to fresh responses of the teacher by cross-entropy, printing the loss (nats per response token)."""
+    rng, meaning = random.Random(seed), meanings(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=steps, pct_start=0.1)
     start = time.time()
     for step in range(steps):
-        prompts, responses = [], []
-        while len(prompts) < batch:
-            values = chain(rng, rng.choice(TAUGHT_TERMS))
-            if question(values) not in taken:
-                prompts.append(tokenizer.encode(question(values) + "\n"))
-                responses.append([*tokenizer.encode(teach(rng, values)), tokenizer.eos_token_id])
-        width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-        ids, labels = torch.zeros(batch, width, dtype=torch.long), torch.full((batch, width), -100)
-        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            end = len(prompt) + len(response)
-            ids[row, :end] = torch.tensor(prompt + response)
-            labels[row, len(prompt) : end] = torch.tensor(response)
+        ids, labels = lessons(rng, tokenizer, meaning, taken, batch)
         logits = model(input_ids=ids, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
@@ -156,7 +201,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=2000, help="teaching steps of 128 responses")
+    parser.add_argument("--steps", type=int, default=500, help="teaching steps of 128 responses")
     parser.add_argument("--problems", action="store_true", help="write the problem files only")
     args = parser.parse_args()
     taken = write_problems(args.out, args.seed)
