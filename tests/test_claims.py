@@ -48,15 +48,15 @@ def test_a_run_is_cut_to_what_its_claims_use(data):
 
 def test_figures_of_a_run():
     rows = [{"step": 0, "end": 1.0}]
-    rows += [{"step": n, "reward": n / 100, "nll": -n, "prompts_drawn": 100} for n in range(1, 61)]
-    rows[30] |= {"stage": 5.0}
-    rows[59] |= {"stage": 1.0}
-    rows[60] |= {"stage": 3.0, "end": 2.0}
+    rows += [{"step": n, "reward": n / 100, "nll": -n, "prompts_drawn": 100} for n in range(1, 81)]
+    rows[40] |= {"stage": 5.0}
+    rows[79] |= {"stage": 1.0}
+    rows[80] |= {"stage": 3.0, "end": 2.0}
     how = claims.HOW
-    assert how["mean"](rows, "reward") == pytest.approx(0.305)
-    assert how["sum"](rows, "prompts_drawn") == 6000
+    assert how["mean"](rows, "reward") == pytest.approx(0.405)
+    assert how["sum"](rows, "prompts_drawn") == 8000
     assert how["end"](rows, "end") == 2
-    assert how["last 10"](rows, "reward") == pytest.approx(0.555)
+    assert how["last 10"](rows, "reward") == pytest.approx(0.755)
     assert how["first 50"](rows, "nll") == -25.5
     assert how["first stage"](rows, "stage") == 5
     assert how["over a stage"](rows, "stage") == 2

@@ -53,7 +53,7 @@ class Claim:
 
 
 HOT = "--lr 3e-4 --updates-per-step 8"  # clipping binds
-STAGES = (30, 59, 60, 120)  # after the first IRL stage, before and after the second, after the last
+STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
 ARMS = {
     "sspo": Arm("sspo-toy"),
     "sir": Arm("sir-toy"),
