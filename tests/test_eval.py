@@ -272,8 +272,8 @@ def test_measures_of_the_embedded_model(engine, tmp_path):
     written = json.loads((tmp_path / "eval.json").read_text())
     (row,) = written["rows"]
     assert len(row["right"]) == 100 and sum(row["right"]) / 2 == pytest.approx(row["pass@1"]["mean"])
-    assert 55 < row["similarity"]["mean"] < 70  # 63.2 with 16 completions
-    assert -0.035 < row["greedy_logp"]["mean"] < -0.028  # measured: -0.0318
+    assert 50 < row["similarity"]["mean"] < 60  # measured: 55.6
+    assert -0.12 < row["greedy_logp"]["mean"] < -0.11  # measured: -0.1151
     assert written["averages"]["sps"] == {label: row[label]["mean"] for label in written["averages"]["sps"]}
     assert re.search(rf"harder +100 .* {row['similarity']['mean']:.2f} +{row['greedy_logp']['mean']:.4f} ", output)
     text = (tmp_path / "samples" / "sps-harder.txt").read_text()
