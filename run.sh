@@ -21,6 +21,7 @@ help() {
 ./run.sh check [MODEL]       check a new machine in ten minutes: a table of figures, bounds, ok or FAIL
 ./run.sh eval MODEL [ARGS]   a hub id, model folder or run folder by the papers' protocols (docs/evaluation.md)
 ./run.sh plot RUN... [-o F]  draw the curves of run folders into one picture
+./run.sh claims [NAME...]    run what docs/claims.md reports, five seeds each, or go on with it; tables and pictures
 CPU=1 ./run.sh ...           without GPUs, even where there are some
 DRY=1 ./run.sh EXPERIMENT    print the script and its flags, and do nothing
 ./run.sh help                this text; `./run.sh sspo-toy --help` lists the script's flags
@@ -291,6 +292,7 @@ case $word in
   eval) setup; launch tools/eval.py "$@" ;;
   check) setup; exec "$python" tools/check.py "$@" ;;
   plot) setup; exec "$python" tools/plot.py "$@" ;;
+  claims) setup; exec "$python" tools/claims.py "$@" ;;
   default)
     method sspo; size toy; setup
     run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)

@@ -4,13 +4,16 @@ python tools/plot.py runs/A runs/B -o curve.png
 python tools/plot.py runs/A runs/B --panels reward all_right_share all_wrong_share alpha
 python tools/plot.py runs/A runs/B --figure pass        (or accuracy, covariance)
 python tools/plot.py runs/A --figure covariance --until 50
+python tools/plot.py docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv --figure bands      (of run folders, too)
 python tools/plot.py base.json runs/A/eval-best.json --figure accuracy    (or pass) of what tools/eval.py wrote
 
-Runs whose names differ only in a number at the end, their seed, share a colour. Prints the picture's path and, for each
-run, the reward and every held-out accuracy before and after, and where the time went.
+Runs whose names differ only in a number at the end, their seed, share a colour; `bands` draws their mean and its
+standard error. Prints the picture's path and, for each run, the reward and every held-out accuracy before and after,
+and where the time went.
 """
 
 import argparse
+import csv
 import json
 import re
 import statistics
@@ -18,6 +21,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -50,7 +54,11 @@ TABLE_1 = {  # of CW-GRPO: positive and negative covariance
 
 
 def read(run: Path, name: str = "metrics.jsonl") -> list[dict]:
-    """Return the rows of one of a run folder's files. Raises SystemExit naming the folder when there are none."""
+    """Return the rows of one of a run folder's files, or of a csv that tools/claims.py wrote. Raises SystemExit naming
+    the folder when there are none."""
+    if run.suffix == ".csv":
+        with run.open() as opened:
+            return [{key: float(cell) for key, cell in row.items() if cell} for row in csv.DictReader(opened)]
     file = run / name
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     if not rows:
@@ -58,16 +66,20 @@ def read(run: Path, name: str = "metrics.jsonl") -> list[dict]:
     return rows
 
 
+def stem(name: str) -> str:
+    """Return what the runs of all seeds are called."""
+    return re.sub(r"-(seed)?\d+$", "", name)
+
+
 def colours(names) -> dict[str, str]:
     """Return each run's colour: one for all seeds of a name."""
-    stems = {name: re.sub(r"-\d+$", "", name) for name in names}
-    numbers = {stem: number for number, stem in enumerate(dict.fromkeys(stems.values()))}
-    return {name: f"C{numbers[stem]}" for name, stem in stems.items()}
+    numbers = {each: number for number, each in enumerate(dict.fromkeys(map(stem, names)))}
+    return {name: f"C{numbers[stem(name)]}" for name in names}
 
 
 def legend(axis, names) -> None:
     """Name every colour, also that of a run with nothing to draw here."""
-    by_colour = {colour: re.sub(r"-\d+$", "", name) for name, colour in colours(names).items()}
+    by_colour = {colour: stem(name) for name, colour in colours(names).items()}
     if len(by_colour) == len(colours(names)):
         by_colour = {colour: name for name, colour in colours(names).items()}
     axis.legend([plt.Line2D([], [], color=colour) for colour in by_colour], by_colour.values(), fontsize=8)
@@ -93,6 +105,28 @@ def draw_curves(runs: dict[str, list[dict]], panels: list[str], path: Path) -> N
             axes[row, column].grid(alpha=0.3)
     legend(axes[0, 0], runs)
     figure.savefig(path, dpi=110)
+
+
+def draw_bands(runs: dict[str, list[dict]], panels: list[str], path: Path) -> None:
+    """A panel for each metric: mean over the runs of one stem and, with several, a band of its standard error."""
+    size = (4 * len(panels), 3.5)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for axis, metric in zip(axes[0], panels, strict=True):
+        for name, colour in {stem(name): colour for name, colour in colours(runs).items()}.items():
+            values = {}
+            for rows in (rows for run, rows in runs.items() if stem(run) == name):
+                for row in rows:
+                    if metric in row:
+                        values.setdefault(row["step"], []).append(row[metric])
+            steps = sorted(values)
+            means = np.array([np.mean(values[step]) for step in steps])
+            errors = np.array([np.std(values[step]) / max(1, len(values[step]) - 1) ** 0.5 for step in steps])
+            axis.plot(steps, means, f"{colour}{'-' if len(steps) > 20 else 'o-'}", linewidth=1.1, markersize=3)
+            axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
+        axis.set(title=TITLES.get(metric, metric), xlabel="step")
+        axis.grid(alpha=0.3)
+    legend(axes[0, 0], runs)
+    figure.savefig(path, dpi=90)
 
 
 def mean_over_steps(rows: list[dict], key: str) -> float:
@@ -228,31 +262,37 @@ def phases(rows: list[dict], warm_up: int = 5) -> str:
     for name in dict.fromkeys(name for each in seconds for name in each):
         times = [each[name] for each in seconds if name in each]
         lines.append(f"  {name:<12}{statistics.median(times):8.3f}  {sum(times) / sum(whole):4.0%}")
-    return "\n".join([*lines, f"  {'step':<12}{statistics.median(whole):8.3f}"]) if steps else ""
+    return "\n".join([*lines, f"  {'step':<12}{statistics.median(whole):8.3f}"]) if any(seconds) else ""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    files = "run folders; for accuracy and pass also JSON files of tools/eval.py, or folders with its eval.json"
+    files = (
+        "run folders, csv files of tools/claims.py; for accuracy and pass JSON files of tools/eval.py, or their folder"
+    )
     parser.add_argument("runs", nargs="+", type=Path, help=files)
     parser.add_argument("-o", "--out", type=Path, default=Path("curve.png"))
     parser.add_argument("--panels", nargs="+", default=[], help="metrics, as named in metrics.jsonl")
     parser.add_argument(
         "--figure",
         default="curves",
-        choices=("curves", "accuracy", "pass", "covariance"),
-        help="curves of --panels; accuracy of each question, before and after; pass@k; shares of |c| (cwgrpo.py)",
+        choices=("curves", "bands", "accuracy", "pass", "covariance"),
+        help="curves of --panels, bands: over seeds; accuracy of each question; pass@k; shares of |c| (cwgrpo.py)",
     )
     parser.add_argument("--until", type=int, help="last step of --figure covariance; the paper's is 50")
     args = parser.parse_args()
     by_question = args.figure in ("accuracy", "pass")
-    runs = {run.name: read(run) for run in args.runs if not by_question or (run / "metrics.jsonl").is_file()}
-    if args.figure == "curves":
+    runs = {
+        run.name.removesuffix(".csv"): read(run)
+        for run in args.runs
+        if not by_question or (run / "metrics.jsonl").is_file()
+    }
+    if args.figure in ("curves", "bands"):
         logged = {metric for rows in runs.values() for row in rows for metric in row}
         if not logged.issuperset(args.panels):
             raise SystemExit(f"--panels {sorted(set(args.panels) - logged)}: not logged; these are: {sorted(logged)}")
         usual = [name for name in ("reward", "entropy", "clip_fraction", "response_length") if name in logged]
-        draw_curves(runs, args.panels or usual, args.out)
+        (draw_bands if args.figure == "bands" else draw_curves)(runs, args.panels or usual, args.out)
     elif args.figure == "covariance":
         counted = {
             name: [row for row in rows if not args.until or row["step"] <= args.until] for name, rows in runs.items()
