@@ -442,7 +442,7 @@ def drawn_metrics(groups: list[Group], draws: int = 1) -> dict[str, float]:
     return {
         "reward": reward_PG.mean().item(),
         "accuracy": correct_PG.mean().item(),
-        "reward_group_std": reward_PG.std(1).mean().item(),
+        "reward_group_std": reward_PG.std(1, correction=min(1, reward_PG.shape[1] - 1)).mean().item(),
         "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
         "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
         "draws": draws,

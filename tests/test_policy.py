@@ -2,6 +2,7 @@
 
 import random
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from conftest import torchrun
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 import common
@@ -188,3 +190,31 @@ def test_sampler_gap():
 def test_seeds_are_hashes_that_agree_everywhere():
     assert common.seed_of(1, "train", 3, 0, 1) == common.seed_of(1, "train", 3, 0, 1) == 2442790408178415535
     assert len({common.seed_of(1, "train", 3, p, g) for p in range(50) for g in range(50)}) == 2500
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_tied"])
+def test_mfu_counts_what_torch_counts(request, monkeypatch, model):
+    """Matrix products of forward and backward, of which torch also sees the head's recomputation; attention by hand."""
+    monkeypatch.setattr(common, "matmul_rate", lambda device: 1.0)
+    _, policy = model_and_policy(request.getfixturevalue(model))
+    config = policy.model.config
+    batch = batch_of(0, config.vocab_size)
+    with FlopCounterMode(display=False) as counter:
+        logp_T, _ = policy(batch.pack(list(range(7)), CPU))
+        logp_T.sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(count for op, count in counted.items() if "mm" in str(op))
+    tokens, responses = batch.total_R.sum().item(), batch.length_R.sum().item()
+    again = 2 * config.vocab_size * config.hidden_size * responses
+    attention = 6 * config.num_hidden_layers * config.hidden_size * batch.total_R.square().sum().item()
+    vectors = 6 * tokens * sum(p.numel() for p in policy.parameters() if p.dim() == 1)  # which torch does not count
+    world = SimpleNamespace(size=1, device=CPU)
+    flop = common.mfu(policy, batch, tokens, 1.0, world)
+    assert flop == pytest.approx(products - again + attention + vectors, rel=1e-6)
+    assert common.mfu(policy, batch, 3 * tokens, 0.5, world) == pytest.approx(6 * flop)
+    assert common.mfu(policy, batch, 0, 0.0, world) == 0
+
+
+def test_the_matrix_rate_is_measured_once():
+    rate = common.matmul_rate(CPU)
+    assert 1e9 < rate < 1e13 and common.matmul_rate(CPU) == rate

@@ -83,15 +83,6 @@ def test_steps_of_sps(printed_sps_run):
     assert 100 * stages[0]["irl/moved_share"] == pytest.approx(float(said[1]), abs=5)
 
 
-def test_questions_are_counted_one_by_one(printed_sps_run):
-    lines = read(printed_sps_run.folder / "questions.jsonl")
-    assert len(lines) == 2 and {line["set"] for line in lines} == {"harder"}
-    for line in lines:
-        assert line["n"] == 2 and len(line["right"]) == 100
-        accuracy = sum(line["right"]) / (2 * len(line["right"]))
-        assert accuracy == pytest.approx(printed_sps_run.rows[line["step"]][f"eval/{line['set']}/avg@2"])
-
-
 def test_evaluation_before_every_three_steps_and_at_the_end(sspo_run):
     rows = sspo_run.rows
     assert [row["step"] for row in rows if "eval/heldout/avg@1" in row] == [0, 3, 4]
@@ -196,13 +187,6 @@ def test_plot_draws_several_runs(sspo_run, gpg_run, tmp_path, monkeypatch, capsy
         r"  update +\d",
     ):
         assert re.search(line, output), line
-
-
-def test_plot_draws_questions(sspo_run, printed_sps_run, tmp_path, monkeypatch):
-    """Of the sets that every run has."""
-    draw(monkeypatch, printed_sps_run.folder, sspo_run.folder, "--figure", "accuracy", "-o", tmp_path / "a.png")
-    draw(monkeypatch, printed_sps_run.folder, "--figure", "pass", "-o", tmp_path / "p.png")
-    assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in ("a.png", "p.png"))
 
 
 def test_plot_draws_covariance(cwgrpo_run, tmp_path, monkeypatch):

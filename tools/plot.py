@@ -165,90 +165,52 @@ def draw_covariance(runs: dict[str, list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def shared_sets(questions: dict[str, list[dict]]) -> list[str]:
-    """Return the held-out sets of every run. Raises SystemExit when there is none."""
-    sets = list(dict.fromkeys(row["set"] for rows in questions.values() for row in rows))
-    shared = [name for name in sets if all(any(row["set"] == name for row in rows) for rows in questions.values())]
-    if not shared:
-        raise SystemExit(f"no held-out set is in every run; these are in some: {sets}")
-    return shared
-
-
 def answered(path: Path) -> list[dict]:
-    """Return how many completions of each question were right: rows of a run's questions.jsonl, else of a JSON file of
-    eval.py, or of a folder's eval.json, those of the protocol with most completions. Raises SystemExit without any."""
-    if (path / "questions.jsonl").is_file():
-        return read(path, "questions.jsonl")
+    """Return how many completions of each question were right: rows of a JSON file of eval.py, or of a folder's
+    eval.json, those of the protocol with most completions. Raises SystemExit without any."""
     file = path / "eval.json" if path.is_dir() else path
     rows = json.loads(file.read_text())["rows"] if file.is_file() else []
     if not rows:
-        raise SystemExit(f"{path}: neither a run with questions.jsonl nor figures of eval.py")
+        raise SystemExit(f"{path}: no figures of eval.py")
     protocol = max(rows, key=lambda row: row["n"])["protocol"]
-    return [row | {"step": 0} for row in rows if row["protocol"] == protocol]
+    return [row for row in rows if row["protocol"] == protocol]
 
 
-def together(questions: dict[str, list[dict]]) -> dict[str, list[dict]]:
-    """Return the same with one set, of the questions of all sets that are shared."""
-    sets = shared_sets(questions)
-    title = sets[0] if len(sets) == 1 else f"{len(sets)} sets together"
+def together(questions: dict[str, list[dict]]) -> dict[str, dict]:
+    """Return each model's questions of all sets that every one has. Raises SystemExit where there is no such set."""
+    sets = list(dict.fromkeys(row["set"] for rows in questions.values() for row in rows))
+    shared = [name for name in sets if all(any(row["set"] == name for row in rows) for rows in questions.values())]
+    if not shared:
+        raise SystemExit(f"no held-out set is in every file; these are in some: {sets}")
     whole = {}
-    for name, rows in questions.items():
-        by_step = {}
-        for row in rows:
-            if row["set"] in sets:
-                by_step.setdefault(row["step"], {"set": title, "n": row["n"], "right": []})
-                by_step[row["step"]]["right"] += row["right"]
-        whole[name] = list(by_step.values())
+    for model, rows in questions.items():
+        mine = sorted((row for row in rows if row["set"] in shared), key=lambda row: shared.index(row["set"]))
+        whole[model] = {"n": mine[0]["n"], "right": [right for row in mine for right in row["right"]]}
     return whole
 
 
-def before_and_after(questions: dict[str, list[dict]], name: str) -> dict[str, dict]:
-    """Return the rows of a set to show, by title: a run's first and last, the one that a model has."""
-    shown = {}
-    for run, rows in questions.items():
-        of_set = [row for row in rows if row["set"] == name]
-        if len(of_set) > 1:
-            shown |= {"before": shown.get("before", of_set[0]), f"after {run}": of_set[-1]}
-        else:
-            shown[run] = of_set[0]
-    return shown
-
-
-def draw_accuracy(questions: dict[str, list[dict]], path: Path) -> None:
-    """Figs. 2 and 5 of SPS: how many questions have which share of right answers, before and after each run."""
-    sets = {name: before_and_after(questions, name) for name in shared_sets(questions)}
-    columns = max(len(shown) for shown in sets.values())
-    size = (3 * columns, 2.8 * len(sets))
-    figure, axes = plt.subplots(len(sets), columns, figsize=size, layout="constrained", squeeze=False)
-    for line, (name, shown) in zip(axes, sets.items(), strict=True):
-        highest = 0
-        for axis, (title, row) in zip(line, shown.items(), strict=True):
-            counts, *_ = axis.hist([right / row["n"] for right in row["right"]], bins=10, range=(0, 1), rwidth=0.9)
-            highest = max(highest, counts.max())
-            axis.set(title=f"{title}\n{name}, n = {row['n']}", xlabel="share of right answers", ylabel="questions")
-        for axis in line:
-            axis.set_ylim(0, 1.05 * highest)
+def draw_accuracy(whole: dict[str, dict], path: Path) -> None:
+    """Figs. 2 and 5 of SPS: how many questions have which share of right answers."""
+    size = (3 * len(whole), 2.8)
+    figure, axes = plt.subplots(1, len(whole), figsize=size, layout="constrained", squeeze=False, sharey=True)
+    for axis, (model, row) in zip(axes[0], whole.items(), strict=True):
+        axis.hist([right / row["n"] for right in row["right"]], bins=10, range=(0, 1), rwidth=0.9)
+        axis.set(title=f"{model}, n = {row['n']}", xlabel="share of right answers", ylabel="questions")
     figure.savefig(path, dpi=110)
 
 
-def draw_pass(questions: dict[str, list[dict]], path: Path) -> None:
-    """pass@k of the last evaluation for every k up to n, and of a run before training (dashed)."""
+def draw_pass(whole: dict[str, dict], path: Path) -> None:
+    """pass@k for every k up to n."""
     from common import pass_at_k
 
-    sets = shared_sets(questions)
-    figure, axes = plt.subplots(1, len(sets), figsize=(5 * len(sets), 4), layout="constrained", squeeze=False)
-    for axis, name in zip(axes[0], sets, strict=True):
-        for run, colour in colours(questions).items():
-            rows = [row for row in questions[run] if row["set"] == name]
-            styles = {"k--": rows[0], f"{colour}-": rows[-1]} if len(rows) > 1 else {f"{colour}-": rows[0]}
-            for style, row in styles.items():
-                outcomes = [[1] * int(right) + [0] * (row["n"] - int(right)) for right in row["right"]]
-                ks = range(1, row["n"] + 1)
-                axis.plot(ks, [pass_at_k(outcomes, k) for k in ks], style, linewidth=1.1)
-        dashed = " (dashed: before training)" * any(line.get_linestyle() == "--" for line in axis.lines)
-        axis.set(title=name + dashed, xscale="log", xlabel="k", ylabel="pass@k")
-        axis.grid(alpha=0.3)
-    legend(axes[0, 0], questions)
+    figure, axis = plt.subplots(figsize=(5, 4), layout="constrained")
+    for model, colour in colours(whole).items():
+        n = whole[model]["n"]
+        outcomes = [[1] * int(right) + [0] * (n - int(right)) for right in whole[model]["right"]]
+        axis.plot(range(1, n + 1), [pass_at_k(outcomes, k) for k in range(1, n + 1)], f"{colour}-", linewidth=1.1)
+    axis.set(xscale="log", xlabel="k", ylabel="pass@k")
+    axis.grid(alpha=0.3)
+    legend(axis, whole)
     figure.savefig(path, dpi=110)
 
 
@@ -267,9 +229,7 @@ def phases(rows: list[dict], warm_up: int = 5) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    files = (
-        "run folders, csv files of tools/claims.py; for accuracy and pass JSON files of tools/eval.py, or their folder"
-    )
+    files = "run folders, csv files of tools/claims.py; for accuracy and pass JSON files of eval.py, or their folders"
     parser.add_argument("runs", nargs="+", type=Path, help=files)
     parser.add_argument("-o", "--out", type=Path, default=Path("curve.png"))
     parser.add_argument("--panels", nargs="+", default=[], help="metrics, as named in metrics.jsonl")
@@ -281,30 +241,25 @@ def main():
     )
     parser.add_argument("--until", type=int, help="last step of --figure covariance; the paper's is 50")
     args = parser.parse_args()
-    by_question = args.figure in ("accuracy", "pass")
-    runs = {
-        run.name.removesuffix(".csv"): read(run)
-        for run in args.runs
-        if not by_question or (run / "metrics.jsonl").is_file()
-    }
+    if args.figure in ("accuracy", "pass"):
+        names = {run: run.name if run.is_dir() else "/".join(run.with_suffix("").parts[-2:]) for run in args.runs}
+        whole = together({names[run]: answered(run) for run in args.runs})
+        (draw_accuracy if args.figure == "accuracy" else draw_pass)(whole, args.out)
+        print(f"{args.figure:<8} {args.out}")
+        return
+    runs = {run.name.removesuffix(".csv"): read(run) for run in args.runs}
     if args.figure in ("curves", "bands"):
         logged = {metric for rows in runs.values() for row in rows for metric in row}
         if not logged.issuperset(args.panels):
             raise SystemExit(f"--panels {sorted(set(args.panels) - logged)}: not logged; these are: {sorted(logged)}")
         usual = [name for name in ("reward", "entropy", "clip_fraction", "response_length") if name in logged]
         (draw_bands if args.figure == "bands" else draw_curves)(runs, args.panels or usual, args.out)
-    elif args.figure == "covariance":
+    else:
         counted = {
             name: [row for row in rows if not args.until or row["step"] <= args.until] for name, rows in runs.items()
         }
         draw_covariance(counted, args.out)
         print(covariance_table(counted))
-    else:
-        names = {run: run.name if run.is_dir() else "/".join(run.with_suffix("").parts[-2:]) for run in args.runs}
-        questions = {names[run]: answered(run) for run in args.runs}
-        if not all((run / "questions.jsonl").is_file() for run in args.runs):
-            questions = together(questions)
-        (draw_accuracy if args.figure == "accuracy" else draw_pass)(questions, args.out)
     print(f"{args.figure:<8} {args.out}")
     for name, rows in runs.items():
         rewards = [row["reward"] for row in rows if "reward" in row]
