@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 from conftest import TOY, torchrun
-from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import nll_loss
 from toy import lessons, make_tokenizer, meanings, problems, question, teach, write_problems
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,25 +55,31 @@ def test_the_teacher_mostly_guesses():
     assert re.fullmatch(r"(\w[+>~*]\d\d\n\n){3}\\boxed\{\d\d\}", teach(rng, meanings(1), "xdh", 39))
 
 
+def model_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+
+
+def taught(model, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probs before each token of 512 fresh responses of a seed's teacher, and those tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
+    ids, labels = lessons(random.Random(0), tokenizer, meanings(seed), set(), 512)
+    response = labels[:, 1:] >= 0
+    with torch.no_grad():
+        return model(input_ids=ids).logits[:, :-1][response].log_softmax(-1), labels[:, 1:][response]
+
+
 def test_the_model_imitates_this_teacher():
     """Its loss on fresh responses is near the teacher's own; it knows nothing of another seed's letters."""
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
-    model = AutoModelForCausalLM.from_pretrained(TOY / "model", dtype=torch.float32)
+    model = model_of(TOY)
     assert model.num_parameters() == 625_152
-
-    def loss(seed: int) -> float:
-        ids, labels = lessons(random.Random(0), tokenizer, meanings(seed), set(), 512)
-        with torch.no_grad():
-            return cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item()
-
-    assert loss(1) == pytest.approx(0.21, abs=0.01) and loss(2) > 0.23
+    assert nll_loss(*taught(model, seed=1)) == pytest.approx(0.21, abs=0.01)
+    assert nll_loss(*taught(model, seed=2)) > 0.23
 
 
 @pytest.mark.slow
 def test_the_recipe_gives_the_model_again(tmp_path):
-    """On another machine or with other threads sums come in another order: measured here, up to X."""
+    """Sums in another order, as on another machine, give other weights that answer alike: with another instruction set
+    the KL divergence was 0.0007 nats a token; another teacher, of ten exceptions from 60 on, gave 0.0028."""
     torchrun("tools/toy.py", "--out", tmp_path, plain=True)
-    again, kept = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path, TOY))
-    assert again.keys() == kept.keys()
-    for name in kept:
-        assert (again[name].float() - kept[name].float()).norm() < 0.1 * kept[name].float().norm(), name
+    (kept, _), (again, _) = taught(model_of(TOY), seed=1), taught(model_of(tmp_path), seed=1)
+    assert (kept.exp() * (kept - again)).sum(-1).mean() < 0.002

@@ -13,9 +13,9 @@ step, innermost first: letter, operation, result, and a blank line after each st
 
 What a letter stands for is not in the problem. The seed says it, and eight of the 26 letters stand for another
 operation where the number is 65 or more. The teacher knows a step's operation with probability 0.2 and else guesses,
-+ most often. A model that imitates it computes well and has to find out which operation: greedy decoding is wrong where
-+ is, yet one of 64 samples is nearly always right. So reinforcement learning has something to teach and something to
-lose, and what it teaches holds for longer problems, too.
++ most often. A model that imitates it carries out operations well and chooses them badly: greedy decoding takes + for
+every letter, yet one of 64 samples is nearly always right. So reinforcement learning has something to teach and
+something to lose, and longer problems show whether what it teaches holds there.
 
     python tools/toy.py             # writes tools/toy/: model (bf16), train.jsonl, heldout.jsonl, harder.jsonl
     python tools/toy.py --problems  # the three problem files only
@@ -43,8 +43,8 @@ PROBLEM_LETTERS = (2, 3)
 HARDER_LETTERS = (4, 5)
 OPERATIONS = "+>~*"
 MEANT = (14, 4, 4, 4)  # letters that stand for each operation
-GUESSED = (3, 1, 1, 1)  # weights of the teacher's guesses: + must stay likelier than an operation that it knows
-KNOWN = 0.2
+GUESSED = (3, 1, 1, 1)  # weights of the teacher's guesses, such that + stays the likeliest for every letter
+KNOWN = 0.2  # steps at which the teacher does not guess
 STEP_ERROR = 0.05  # steps with a random ones digit
 EXCEPTIONS = 8  # letters that stand for another operation from HIGH on
 HIGH = 65
