@@ -274,7 +274,6 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        "mfu": common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world),
         **common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]),
         **covariance_summary(c_T[valid_T]),
     }
@@ -332,6 +331,7 @@ def main(args: Args) -> None:
         common.set_lr(optimizer, args, step)
         seed = common.seed_of(args.seed, "clip-cov", step)
         metrics = common.drawn_metrics(groups) | learn(policy, reference, optimizer, batch, seed, record)
+        metrics["mfu"] = common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world)
 
         # ---- sync
         with record.phase("sync"):

@@ -195,7 +195,6 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        "mfu": common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world),
         **common.sampler_gap(logp_T, sampled_T),
         **{name: value.item() for name, value in means.items()},
     }
@@ -251,6 +250,7 @@ def main(args: Args) -> None:
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
         metrics |= learn(policy, reference, optimizer, batch, record)
+        metrics["mfu"] = common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world)
 
         # ---- sync
         with record.phase("sync"):

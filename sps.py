@@ -202,7 +202,6 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        "mfu": common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world),
         **common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]),
     }
     if reference is not None:
@@ -358,6 +357,7 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(groups) | learn(policy, reference, optimizer, batch, record)
+        metrics["mfu"] = common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world)
 
         # ---- stage 2: the demonstrations, all in one step; a checkpoint is before or after it
         if irl_steps and step % rl_steps == 0:

@@ -221,7 +221,6 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        "mfu": common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world),
         **common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]),
     }
     if trained_T.any():
@@ -282,6 +281,7 @@ def main(args: Args) -> None:
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
         metrics |= learn(policy, optimizer, batch, tokenizer, record)
+        metrics["mfu"] = common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world)
 
         # ---- sync
         with record.phase("sync"):

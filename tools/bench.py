@@ -85,7 +85,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "toy": Shape(128, 384, 4, 4, 2, 263, True),
+    "toy": Shape(128, 384, 3, 4, 2, 263, True),
     "qwen2.5-0.5b": Shape(896, 4864, 24, 14, 2, 151_936, True),
     "qwen2.5-1.5b": Shape(1536, 8960, 28, 12, 2, 151_936, True),
     "qwen2.5-3b": Shape(2048, 11_008, 36, 16, 2, 151_936, True),

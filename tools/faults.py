@@ -149,7 +149,7 @@ def kill(running: Launch, how: str, rng: random.Random) -> None:
 def rows(folder: Path) -> list[dict]:
     """Return the metrics without those that measure time or memory."""
     return [
-        {k: v for k, v in row.items() if k != "time" and "second" not in k and "memory" not in k}
+        {k: v for k, v in row.items() if k not in ("time", "mfu") and "second" not in k and "memory" not in k}
         for row in read(folder / "metrics.jsonl")
     ]
 
