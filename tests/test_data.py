@@ -230,6 +230,13 @@ def test_flags_that_cannot_work(monkeypatch, settings, message):
         common.validate(common.Args(**settings), world)
 
 
+def test_track_needs_wandb(monkeypatch):
+    world = common.World(0, 4, 4, torch.device("cpu"), None)
+    monkeypatch.setattr("sys.path", [])
+    with pytest.raises(ValueError, match="^--track: needs `pip install wandb`$"):
+        common.validate(common.Args(template="chat", track="mine"), world)
+
+
 def test_tensor_parallel_must_divide_a_node():
     world = common.World(0, 4, 4, torch.device("cuda"), None)
     common.validate(common.Args(tensor_parallel=2), world)

@@ -171,12 +171,12 @@ class Check:
         policy.zero_grad()
         rate = common.matmul_rate(world.device)
         sampled = sum(len(one.ids) for group in groups for one in group.rollouts)
-        # a third of training's FLOP, of a sequence so long that on average a token meets `length` others
+        # a forward pass is a third of it; a token of a sequence twice as long meets `length` others on average
         decoding = bench.random_batch(config.vocab_size, 0, 2 * length, 1)
         work = {"sampling": (sampled, decoding, 1 / 3), "training": (count * length * world.size, batch, 1)}
-        for phase, (tokens, like, part) in work.items():
+        for phase, (tokens, like, passes) in work.items():
             seconds = max(world.gather(record.seconds.pop(phase)))
-            share = part * common.mfu(policy, like, tokens, seconds, world)
+            share = passes * common.mfu(policy, like, tokens, seconds, world)
             speed = tokens / world.size / seconds
             unit = f"tokens/s a rank, MFU {share:.1%} of {rate / 1e12:.3g} TFLOP/s"
             self.note(f"{phase}, {name}", speed, unit)
