@@ -534,8 +534,8 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
 # ------------------------------------------------------------------------------------------------------------- policy
 def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
     """Causal attention inside each sequence of a packed row; transformers' attention interface. query (1, H, N, D), key
-    and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none, so the sequences are
-    laid out as rows of equal width, and the padding stays behind each row's end."""
+    and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel. A CPU has none: each run of sequences of
+    similar length (`plan` sorts them) is laid out as rows of equal width, the padding behind each row's end."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
     if query.is_cuda:
@@ -545,16 +545,17 @@ def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_
         how = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
         return varlen_attn(query, key, value, *borders, **how)[None], None
     lengths = cu_seq_lens_q.diff().long()
-    rows = len(lengths)
-    position_N = ranges(torch.arange(rows) * max_length_q, lengths)
-
-    def spread(x):
-        dense = x.new_zeros(rows * max_length_q, *x.shape[1:]).index_copy(0, position_N, x)
-        return dense.view(rows, max_length_q, *x.shape[1:]).transpose(1, 2)
-
-    dense = map(spread, (query, key, value))
-    out = F.scaled_dot_product_attention(*dense, is_causal=True, scale=scaling, enable_gqa=gqa)
-    return out.transpose(1, 2).flatten(0, 1)[position_N][None], None
+    runs = lengths.split((2 * lengths.log2()).ceil().unique_consecutive(return_counts=True)[1].tolist())
+    parts = [x.split([int(run.sum()) for run in runs]) for x in (query, key, value)]
+    out = []
+    for run, *dense in zip(runs, *parts, strict=True):
+        size = (len(run), int(run.max()))
+        place_N = ranges(torch.arange(size[0]) * size[1], run)
+        dense = [x.new_zeros(math.prod(size), *x.shape[1:]).index_copy(0, place_N, x) for x in dense]
+        dense = [x.unflatten(0, size).transpose(1, 2) for x in dense]
+        dense = F.scaled_dot_product_attention(*dense, is_causal=True, scale=scaling, enable_gqa=gqa)
+        out.append(dense.transpose(1, 2).flatten(0, 1)[place_N])
+    return torch.cat(out)[None], None
 
 
 AttentionInterface.register("packed", packed_attention)
@@ -1093,15 +1094,14 @@ class Record:
 # ----------------------------------------------------------------------------------------------------------- verifier
 def verify(verifier: "Verifier", groups: list[Group]) -> None:
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank."""
-    world = verifier.world
     keys = [(p, g) for p, group in enumerate(groups) for g in range(len(group.rollouts))]
-    my_keys = keys[world.rank :: world.size]
+    my_keys = keys[verifier.world.rank :: verifier.world.size]
     mine = [(groups[p].problem, groups[p].rollouts[g].text) for p, g in my_keys]
     if verifier.reward:
         grades = [(float(verifier.reward(text, problem.row)), "") for problem, text in mine]
     else:
         grades = verifier.judge([text for _, text in mine], [problem.answer for problem, _ in mine])
-    everyone = world.union(dict(zip(my_keys, grades, strict=True)))
+    everyone = verifier.world.union(dict(zip(my_keys, grades, strict=True)))
     for p, group in enumerate(groups):
         scores, group.verdicts = zip(*(everyone[p, g] for g in range(len(group.rollouts))), strict=True)
         group.correct_G = torch.tensor(scores, dtype=torch.float64)
