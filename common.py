@@ -534,7 +534,7 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
 # ------------------------------------------------------------------------------------------------------------- policy
 def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
     """Causal attention inside each sequence of a packed row; transformers' attention interface. query (1, H, N, D), key
-    and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel. A CPU has none: each run of sequences of
+    and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel. A CPU has none: a run of sequences of
     similar length (`plan` sorts them) is laid out as rows of equal width, the padding behind each row's end."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
