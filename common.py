@@ -77,7 +77,7 @@ class Args:
     problem_column: str = ""  # Of the training problems. Empty: problem, question or prompt.
     answer_column: str = ""  # Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model.
     subset: NonNegativeInt = 0  # Train on so many problems, drawn uniformly by --seed. 0: on all.
-    template: str = "qwen-math"  # Prompt: plain, qwen-math, in the tokenizer's format chat, chat-boxed; or a file.
+    template: str = "qwen-math"  # plain, qwen-math; tokenizer's format: chat, chat-boxed; the script's; or a text file.
     run_dir: str = ""  # Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
     seed: int = 1  # Seeds the order of the data and every sampled token.
     steps: NonNegativeInt = 200  # Rollout steps; 0 only evaluates.
@@ -88,17 +88,17 @@ class Args:
     max_response_tokens: PositiveInt = 3000  # A response is cut here and scores as it stands.
     max_total_tokens: NonNegativeInt = 0  # Bound of a prompt and its response together. 0: the sum of their own.
     reward: str = "math"  # The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row).
-    temperature: PositiveFloat = 1.0  # Divides the logits of sampler and trainer; no top-p, no top-k (verl's default).
-    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (verl's, as all defaults up to the gradient norm).
+    temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer alike; top-p and top-k are off.
+    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises in a straight line.
     lr_floor: Share = 1.0  # After the warm-up the rate falls along a cosine to this share of --lr. 1: constant.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
-    adam_betas: tuple[Share, Share] = (0.9, 0.999)  # AdamW's moments.
+    adam_betas: tuple[Share, Share] = (0.9, 0.999)  # How much AdamW's moments keep.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
     tis_cap: NonNegativeFloat = 0.0  # Multiply advantages by min(exp(old logp - sampler logp), cap). 0: off.
     eval_every: PositiveInt = 10  # Evaluate before training, every so many steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
-    eval_temperature: NonNegativeFloat = 0.0  # 0: greedy.
+    eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
     keep_best: bool = False  # Keep the model of the evaluation of highest avg@n, mean over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint every so many steps and at the end.
     checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
@@ -240,7 +240,7 @@ class Problem:
 
 
 def load_model_folder(args: Args) -> Path:
-    """Return the folder of --model, fetching a hub id. Raises ValueError for what `Policy` would compute wrongly."""
+    """Return the folder of --model, fetching a hub id; runs no code in it. Raises ValueError for what cannot train."""
     folder = Path(args.model)
     flag = f"--model {args.model}"
     if not folder.is_dir():
@@ -401,7 +401,7 @@ class Rollout:
 
 @dataclass
 class Group:
-    """The responses to one problem; `verify` adds verdicts, what was right (float64) and, as much, the rewards."""
+    """The responses to one problem; `verify` adds verdicts, what was right (float64), and rewards equal to that."""
 
     problem: Problem
     rollouts: list[Rollout]
@@ -512,7 +512,7 @@ class Batch:
 
 def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
     """Deal responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank, some empty,
-    none above `budget`, at any time about equal in cost (packed tokens). A response of cost 0 is left out."""
+    none above `budget` (packed tokens); those that run at the same time cost about the same. Cost 0 is left out."""
     order = sorted((r for r, cost in enumerate(cost_R) if cost), key=lambda r: -cost_R[r])
     if order and cost_R[order[0]] > budget:
         raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
@@ -633,10 +633,10 @@ def matmul_rate(device: torch.device) -> float:
 def mfu(policy: Policy, batch: Batch, tokens: int, seconds: float, world: World) -> float:
     """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward: 6 FLOP a weight,
     the head's at response tokens only, and 6 a layer, channel and position, since causal attention skips half."""
-    config = policy.model.config
-    head = config.vocab_size * config.hidden_size
+    head = policy.model.embed_tokens.weight.numel()
     body = sum(p.numel() for p in policy.parameters()) - head * (1 if policy.lm_head is None else 2)
-    attention = config.num_hidden_layers * config.hidden_size * batch.total_R.double().square().sum()
+    width = sum(layer.self_attn.o_proj.in_features for layer in policy.model.layers)
+    attention = width * batch.total_R.double().square().sum()
     flop = 6 * (body + (head * batch.length_R.sum() + attention).item() / batch.total_R.sum().item())
     return tokens * flop / max(seconds, 1e-9) / world.size / matmul_rate(world.device)
 
@@ -679,7 +679,7 @@ def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, ba
         torch.save({"groups": batch.groups, "inputs": inputs}, file)
     record.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm}); kept in {file}")
     if record.skips_in_a_row == SKIPS_IN_A_ROW:
-        raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row skipped; tools/replay.py {file} shows where")
+        raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row not finite; smaller --lr? tools/replay.py {file}")
     return False
 
 
@@ -1000,7 +1000,7 @@ class Record:
         self.say(f"run folder {self.folder}")
         if args.track and world.rank == 0:
             wandb = importlib.import_module("wandb")
-            about = {"name": self.folder.name, "id": self.folder.name, "resume": "allow", "config": asdict(args)}
+            about = {"name": self.folder.name, "dir": self.folder, "config": asdict(args)}
             wandb.init(project=args.track, sync_tensorboard=True, **about)
 
     def write(self, name: str, line: str) -> None:
@@ -1083,7 +1083,7 @@ class Record:
         if evaluation:
             self.say(f"step {step}: {evaluation}")
         if step:
-            values = "  ".join(f"{name} {metrics[name]:,.5g}" for name in SHOWN if name in metrics)
+            values = "  ".join(f"{name} {x:,.{3 * (x < 1000)}f}" for name, x in metrics.items() if name in SHOWN)
             left = (self.args.steps - step) * (time.time() - self.started) / step / 60
             self.say(f"step {step}/{self.args.steps}  {values}  {seconds:.2f} s  left {left:.1f} min")
         if metrics.get("zero_advantage_share") == 1:

@@ -61,20 +61,20 @@ LOW, HIGH = 0.0, 2.0  # bounds of the ratio (Clip-Cov's authors); a single updat
 class Args(common.Args):
     """CW-GRPO on DeepSeek-R1-Distill-Qwen-1.5B (Tables 2 and 5)."""
 
-    model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+    model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"  # Hub id or folder with config and safetensors.
     dataset: str = "knoveleng/open-rs"
-    template: str = "open-rs"
-    steps: NonNegativeInt = 300  # the schedule's length (released code); the paper's checkpoint is 100
-    prompts_per_step: PositiveInt = 12  # Table 5
-    group_size: Annotated[int, Field(ge=2)] = 12  # Table 5
-    max_prompt_tokens: PositiveInt = 512  # Table 5
-    max_response_tokens: PositiveInt = 4096  # Table 5
+    template: str = "open-rs"  # open-rs, or one of sspo.py's; a text file with {problem}.
+    steps: NonNegativeInt = 300  # Rollout steps: the schedule's length (released code); the paper's checkpoint is 100.
+    prompts_per_step: PositiveInt = 12  # Prompts sampled in a step (P; Table 5).
+    group_size: Annotated[int, Field(ge=2)] = 12  # Responses to each prompt (G; Table 5).
+    max_prompt_tokens: PositiveInt = 512  # Longer prompts are left out of the data and counted (Table 5).
+    max_response_tokens: PositiveInt = 4096  # A response is cut here and scores as it stands (Table 5).
     max_total_tokens: NonNegativeInt = 4096  # Bound of a prompt and its response together (released code). 0: none.
-    temperature: PositiveFloat = 0.7  # Table 5
-    lr_warmup: common.Share = 0.1  # Table 5
-    lr_floor: common.Share = 0.1  # released code
-    weight_decay: NonNegativeFloat = 0.0  # TRL's default
-    checkpoints_kept: PositiveInt = 6  # Table 3 needs 100, 150 and 200 of 300
+    temperature: PositiveFloat = 0.7  # Divides the logits in the sampler and in the trainer alike (Table 5).
+    lr_warmup: common.Share = 0.1  # Share of --steps over which the rate rises in a straight line (Table 5).
+    lr_floor: common.Share = 0.1  # Then it falls along a cosine to this share of --lr (released code). 1: constant.
+    weight_decay: NonNegativeFloat = 0.0  # AdamW's decay, on every parameter (TRL's default).
+    checkpoints_kept: PositiveInt = 6  # The newest that stay; Table 3 needs 100, 150 and 200 of 300.
     updates_per_step: PositiveInt = 1  # Optimiser steps on one rollout batch, each on its own prompts (the paper: 1).
     reweight: Literal["kernel", "none", "clip-cov"] = "kernel"
     """kernel: section 2.3; none: GRPO; clip-cov: Clip-Cov's mask."""

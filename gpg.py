@@ -64,13 +64,13 @@ common.PROMPTS["open-rs"] = (  # of the released R1 recipe; B.4 prints it withou
 class Args(common.Args):
     """GPG-Zero-7B (B.1)."""
 
-    model: str = "Qwen/Qwen2.5-Math-7B"
+    model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id or folder with config.json and *.safetensors.
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
-    template: str = "qwen-boxed"
-    steps: NonNegativeInt = 1100
-    prompts_per_step: PositiveInt = 144
-    max_response_tokens: PositiveInt = 3072  # not given (ours)
-    weight_decay: NonNegativeFloat = 0.1
+    template: str = "qwen-boxed"  # qwen-boxed, open-rs, or one of sspo.py's; a text file with {problem}.
+    steps: NonNegativeInt = 1100  # Rollout steps; 0 only evaluates.
+    prompts_per_step: PositiveInt = 144  # Prompts sampled in a step, or in each of its draws (P).
+    max_response_tokens: PositiveInt = 3072  # A response is cut here and scores as it stands (not given: ours).
+    weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter.
     norm: Literal["none", "group", "batch"] = "none"
     """F_norm of Eq. 6: 1, the standard deviation of the group's rewards, or of the batch's (Tables 1, 13)."""
     accurate_gradient: bool = True

@@ -59,13 +59,13 @@ class Args(common.Args):
     """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2)."""
 
     dataset: str = "Elliott/Openr1-Math-46k-8192"
-    subset: NonNegativeInt = 3000  # section 5.1: 3k, 5k, 10k
-    steps: NonNegativeInt = 700  # section 5.2; these are RL steps
-    prompts_per_step: PositiveInt = 16  # 128 completions, section 5.1
-    max_response_tokens: PositiveInt = 3072  # ours
-    lr: NonNegativeFloat = 5e-7  # section 5.1: of RL stages
-    weight_decay: NonNegativeFloat = 0.1  # ms-swift's default, as the betas
-    adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)
+    subset: NonNegativeInt = 3000  # Train on so many, drawn by --seed (section 5.1: 3k, 5k, 10k). 0: on all.
+    steps: NonNegativeInt = 700  # RL steps (section 5.2); 0 only evaluates.
+    prompts_per_step: PositiveInt = 16  # Prompts sampled in a step (P): 128 completions (section 5.1).
+    max_response_tokens: PositiveInt = 3072  # A response is cut here and scores as it stands (ours).
+    lr: NonNegativeFloat = 5e-7  # AdamW's largest learning rate in RL stages (section 5.1).
+    weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter (ms-swift's default).
+    adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)  # How much AdamW's moments keep (ms-swift).
     updates_per_step: PositiveInt = 1
     """Optimiser steps on one rollout batch, each on its own prompts. 4: the other reading of section 5.1 (ours)."""
     kl_coef: NonNegativeFloat = 0.01

@@ -81,7 +81,7 @@ def update(
     record = common.Record(settings, script, world)
     policy = common.load_policy(Path(model), settings, world)
     before = {name: parameter.full_tensor().clone() for name, parameter in policy.named_parameters()}
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, fused=True)
     groups = six_groups(dead, empty, impossible)
     if poisoned:
         poison(policy, groups)

@@ -1,5 +1,6 @@
 """Every experiment that `./run.sh help` names: its command line parses, and its flags pass the checks before a run."""
 
+import importlib
 import os
 import re
 import runpy
@@ -53,6 +54,20 @@ def script(request, monkeypatch):
 
 def test_help_names_every_method():
     assert {name.partition("-toy")[0] for name in experiments() if name.endswith("-toy")} == methods_of_run_sh()
+
+
+@pytest.mark.parametrize("name", ["sspo", "gpg", "cwgrpo", "sps"])
+def test_every_flag_is_explained(name, monkeypatch, capsys):
+    """A script that changes a default replaces the comment beside it, which is the help: a source alone is none."""
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit):
+        tyro.cli(importlib.import_module(name).Args, args=["--help"])
+    entries = re.split(r"\n[│ ] +(?=--)", capsys.readouterr().out)[1:]
+    assert len(entries) > 30
+    for entry in entries:
+        words = entry.replace("│", " ").partition("(default")[0].split()
+        text = [word for word in words if not re.fullmatch(r"--[\w,-]+|INT|FLOAT|STR|\{.*\}", word)]
+        assert len(text) >= 3, entry
 
 
 @pytest.mark.parametrize("script", ["sspo.py", "gpg.py", "cwgrpo.py", "sps.py"], indirect=True)

@@ -286,7 +286,7 @@ def test_such_an_update_is_repeated(update, plain_python, capsys, script, more):
 def test_a_number_of_such_updates_in_a_row_ends_the_run(update):
     result = update(2, "gpg", poisoned=True, repeat=9)
     assert result["skipped"] == common.SKIPS_IN_A_ROW == 5
-    assert result["said"].startswith("5 updates in a row skipped; tools/replay.py")
+    assert result["said"].startswith("5 updates in a row not finite; smaller --lr? tools/replay.py")
     folder = Path(result["folder"]) / "nonfinite"
     assert sorted(file.name for file in folder.iterdir()) == [*(f"update-{n:05d}.pt" for n in range(1, 6)), "weights"]
     with pytest.raises(ValueError, match=r"only the newest update has its weights, .*update-00005\.pt"):

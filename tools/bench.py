@@ -434,6 +434,8 @@ def trl(args) -> None:
     on the embedded default, then on an untrained model whose responses vary in length; print what a step takes."""
     if importlib.util.find_spec("trl") is None:
         sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
+    if torch.cuda.is_available():
+        sys.exit("this compares on the CPU: CPU=1 ./run.sh setup, then CUDA_VISIBLE_DEVICES= .venv-cpu/bin/python …")
     if args.folder:
         return trl_run(args.folder)
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
@@ -483,7 +485,7 @@ def main():
     sub.add_argument("--lengths", type=int, nargs="+", default=[512], help="with --shape: responses are cut here")
     sub = commands.add_parser("trl")
     sub.set_defaults(run=trl)
-    sub.add_argument("--folder", type=Path, help="TRL's side alone, under torchrun; the run is in FOLDER/run")
+    sub.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.run(args)
 

@@ -132,12 +132,12 @@ class Check:
 
     def checkpoint(self) -> None:
         """Check that a checkpoint gives weights and moments bit for bit to a policy that lacks the last update."""
-        optimizer = torch.optim.AdamW(self.policy.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(self.policy.parameters(), lr=1e-3, fused=True)
         optimizer.step()
         self.policy.zero_grad()
         common.save_checkpoint(self.policy, optimizer, 1, 0, self.record)
         other = common.load_policy(self.folder, self.args, self.world)
-        its_optimizer = torch.optim.AdamW(other.parameters())
+        its_optimizer = torch.optim.AdamW(other.parameters(), fused=True)
         self.record.args = replace(self.args, resume=True)
         common.resume(other, its_optimizer, self.record)
         states = (common.training_state(*each, True) for each in ((self.policy, optimizer), (other, its_optimizer)))
@@ -163,7 +163,7 @@ class Check:
         prompt, count = length // 8, self.args.micro_batch_tokens // length
         batch = bench.random_batch(config.vocab_size, prompt, length - prompt, count)
         micro = batch.pack(list(range(count)), world.device)
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, fused=True)
         for phase in ("warm-up", "training"):
             with record.phase(phase):
                 policy(micro)[0].sum().backward()

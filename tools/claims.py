@@ -8,8 +8,8 @@
 
 Seed 1 of a claim's arms comes first, then seed 2; an arm of several claims runs once. What a run logged for its claims
 becomes docs/data/ARM-seedS.csv. While that file is there the run is not repeated; one that was cut off begins again.
-runs/claims/ has what runs printed and wrote, but their weights. On a core of its own a run takes some 3 minutes and 2.3
-GiB, with `stops` up to 8 minutes: estimates from shorter runs.
+Delete a csv to run it again. runs/claims/ has what runs printed and wrote but weights. On a core of its own a run
+takes some 3 minutes and 2.3 GiB, with `stops` up to 8 minutes. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Claim:
     figures: tuple[tuple[str, str], ...]
 
 
-HOT = "--lr 3e-4 --updates-per-step 8"  # clips 1 % of GRPO's first tokens, and it learns; at 6e-4 no method does
+HOT = "--lr 3e-4 --updates-per-step 8"  # GRPO clips 1 % in the first steps, and learns; at 6e-4 nothing does
 STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
 ARMS = {
     "sspo": Arm("sspo-toy"),
@@ -266,12 +266,17 @@ HOW = {
 }
 
 
+def short(value: float, digits: int, sign: str = "") -> str:
+    """Return so many digits of a number, of one from 1,000 on all before the point."""
+    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.{digits}g}"
+
+
 def with_error(values: list[float], sign: str = "") -> str:
     """Return mean and standard error; a dash where a seed has no value."""
     if not values or any(map(math.isnan, values)):
         return "–"
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.2g}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}.3g}{error}"
+    error = f" ± {short(statistics.stdev(values) / len(values) ** 0.5, 2)}" if len(values) > 1 else ""
+    return short(statistics.fmean(values), 3, sign) + error
 
 
 def table(claim: Claim, runs: dict[str, dict[int, list[dict]]]) -> str:

@@ -68,7 +68,7 @@ def read(run: Path, name: str = "metrics.jsonl") -> list[dict]:
 
 def stem(name: str) -> str:
     """Return what the runs of all seeds are called."""
-    return re.sub(r"-(seed)?\d+$", "", name)
+    return re.sub(r"-(seed)?\d{1,3}$", "", name)
 
 
 def colours(names) -> dict[str, str]:
