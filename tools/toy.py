@@ -14,7 +14,7 @@ step, innermost first: letter, operation, result, and a blank line after each st
 What a letter stands for is not in the problem. The seed says it, and eight of the 26 letters stand for another
 operation where the number is 65 or more. The teacher knows a step's operation with probability 0.2 and else guesses,
 + most often. A model that imitates it carries out operations well and chooses them badly: greedy decoding takes + for
-every letter, yet one of 64 samples is nearly always right. So reinforcement learning has something to teach and
+every letter, yet on 99 of 100 problems one of 64 samples is right. So reinforcement learning has something to teach and
 something to lose, and longer problems show whether what it teaches holds there.
 
     python tools/toy.py             # writes tools/toy/: model (bf16), train.jsonl, heldout.jsonl, harder.jsonl
