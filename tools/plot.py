@@ -124,6 +124,8 @@ def draw_bands(runs: dict[str, list[dict]], panels: list[str], path: Path) -> No
             axis.plot(steps, means, f"{colour}{'-' if len(steps) > 20 else 'o-'}", linewidth=1.1, markersize=3)
             axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
         axis.set(title=TITLES.get(metric, metric), xlabel="step")
+        if metric == "clip_fraction":  # methods differ by a factor of a hundred, and some steps clip nothing
+            axis.set_yscale("symlog", linthresh=1e-3)
         axis.grid(alpha=0.3)
     legend(axes[0, 0], runs)
     figure.savefig(path, dpi=90)
