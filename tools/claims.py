@@ -102,7 +102,8 @@ ARMS = {
 
 HELD_OUT = tuple((f"eval/{name}/{figure}@8", "end") for name in ("heldout", "harder") for figure in ("avg", "pass"))
 LEARNT = (("reward", "last 10"), *HELD_OUT)
-CLIPPED = (*LEARNT, ("entropy", "last 10"), ("sampler_nll", "at reward 0.5"), ("clip_fraction", "mean"))
+ENTROPY = (("entropy", "mean"), ("entropy", "last 10"), ("sampler_nll", "at reward 0.5"))
+CLIPPED = (("reward", "mean"), *LEARNT, *ENTROPY, ("clip_fraction", "mean"))
 SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")
 SPS_PANELS = ("reward", *(f"sps/heldout/{name}" for name in SQUEEZED))
 EXPLORED = (
@@ -315,7 +316,7 @@ def report(name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"none: all; legal: {', '.join(CLAIMS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"and NAME-…; none: all; legal: {', '.join(CLAIMS)}")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; 0: none, only report")
     args = parser.parse_args()
