@@ -652,9 +652,7 @@ def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: W
         logp, entropy = policy(micro)
         logp_T[micro.token_T] = logp.cpu()
         entropy_T[micro.token_T] = entropy.cpu()
-    for module in (*policy.model.layers, policy):
-        module.reshard()  # without a backward pass it may stay gathered, and the optimiser would move what it hides
-    policy.to(home)
+    policy.to(home)  # which reshards: what no backward pass follows stays gathered, hiding what the optimiser moves
     return world.sum(logp_T), world.sum(entropy_T)
 
 
@@ -999,7 +997,8 @@ class Record:
         open_run(self.folder, args, script, world)
         self.say(f"run folder {self.folder}")
         if args.track and world.rank == 0:
-            wandb = importlib.import_module("wandb")
+            import wandb
+
             about = {"name": self.folder.name, "dir": self.folder, "config": asdict(args)}
             wandb.init(project=args.track, sync_tensorboard=True, **about)
 
@@ -1325,7 +1324,8 @@ class Verifier:
             self.workers.append(worker)
 
     def judge(self, completions: list[str], golds: list[str]) -> list[tuple[float, str]]:
-        """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict."""
+        """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict.
+        Raises RuntimeError when workers cannot be started at all."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         pairs = list(zip(answers, [gold.strip() for gold in golds], strict=True))
         verdicts = {}
