@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import plot
+from plot import mean_over_steps
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "data"
@@ -228,24 +229,18 @@ def run_all(todo: list[tuple[str, int]], jobs: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-def mean(rows: list[dict], metric: str) -> float:
-    """Return a metric's mean over the rows that have it; NaN without any."""
-    values = [row[metric] for row in rows if metric in row]
-    return sum(values) / len(values) if values else math.nan
-
-
 def at_reward(rows: list[dict], metric: str, reward: float) -> float:
     """Return a metric's mean over the five steps around the first whose last ten have this mean reward; NaN if none."""
     steps = [row for row in rows if "reward" in row]
-    reached = [n for n in range(10, len(steps) + 1) if mean(steps[n - 10 : n], "reward") >= reward]
-    return mean(steps[reached[0] - 3 : reached[0] + 2], metric) if reached else math.nan
+    reached = [n for n in range(10, len(steps) + 1) if mean_over_steps(steps[n - 10 : n], "reward") >= reward]
+    return mean_over_steps(steps[reached[0] - 3 : reached[0] + 2], metric) if reached else math.nan
 
 
 def at_prompts(rows: list[dict], metric: str, prompts: int) -> float:
     """Return a metric's mean over the ten steps up to the one with which so many prompts have been drawn."""
     steps = [row for row in rows if "prompts_drawn" in row]
     drawn = itertools.accumulate(row["prompts_drawn"] for row in steps)
-    return mean([row for row, so_far in zip(steps, drawn, strict=True) if so_far <= prompts][-10:], metric)
+    return mean_over_steps([row for row, so_far in zip(steps, drawn, strict=True) if so_far <= prompts][-10:], metric)
 
 
 def over_stage(rows: list[dict], metric: str) -> float:
@@ -255,12 +250,12 @@ def over_stage(rows: list[dict], metric: str) -> float:
 
 
 HOW = {
-    "mean": mean,
+    "mean": mean_over_steps,
     "sum": lambda rows, metric: sum(row.get(metric, 0) for row in rows),
-    "end": lambda rows, metric: mean(rows[-1:], metric),
-    "last 10": lambda rows, metric: mean(rows[-10:], metric),
-    "first 50": lambda rows, metric: mean([row for row in rows if row["step"] <= 50], metric),
-    "first stage": lambda rows, metric: mean([row for row in rows if row["step"] == STAGES[0]], metric),
+    "end": lambda rows, metric: mean_over_steps(rows[-1:], metric),
+    "last 10": lambda rows, metric: mean_over_steps(rows[-10:], metric),
+    "first 50": lambda rows, metric: mean_over_steps([row for row in rows if row["step"] <= 50], metric),
+    "first stage": lambda rows, metric: mean_over_steps([row for row in rows if row["step"] == STAGES[0]], metric),
     "over a stage": over_stage,
     "at reward 0.5": lambda rows, metric: at_reward(rows, metric, 0.5),
     "at 3,840 prompts": lambda rows, metric: at_prompts(rows, metric, 3840),

@@ -363,8 +363,7 @@ def write_problems_and_rewards(folder: Path) -> None:
 
 
 def make_inputs(folder: Path) -> list[Input]:
-    """Write models, rewards and data; return the trials with them."""
-    write_problems_and_rewards(folder)
+    """Write models; return the trials with them, and with the problems and rewards that are there already."""
     zero = ["--reward", f"{folder}/rewards.py:zero"]
     met = ["--dataset", folder / "sevens.jsonl", "--reward", f"{folder}/rewards.py:uneven", "--steps", 10]
     overflow = ["--lr", 1e30, "--lr-floor", 1, "--steps", 10]
@@ -421,6 +420,7 @@ def inputs(folder: Path) -> None:
     """Run every script with every input that inputs.jsonl does not have yet; add a line for each."""
     file = folder / "inputs.jsonl"
     done = [(line["input"], line["script"]) for line in read(file)]
+    write_problems_and_rewards(folder / "inputs")
     for one in make_inputs(folder / "inputs"):
         for script in one.scripts:
             if (one.name, script) in done:

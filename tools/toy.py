@@ -115,9 +115,10 @@ def write_problems(folder: Path, seed: int) -> set[str]:
     """Write train, heldout and harder as JSON lines; return the texts of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken: set[str] = set()
+    meaning = meanings(seed)
     sets = (("heldout", 200, PROBLEM_LETTERS), ("harder", 100, HARDER_LETTERS), ("train", 4096, PROBLEM_LETTERS))
     for number, (name, count, lengths) in enumerate(sets):
-        rows = problems(seed * 1000 + number, count, lengths, meanings(seed), taken)
+        rows = problems(seed * 1000 + number, count, lengths, meaning, taken)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return taken
 
