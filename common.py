@@ -426,7 +426,7 @@ def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, co
 
 
 def read_picture(processor, token: int, value, where: str) -> Picture | None:
-    """Return the image of a row, which `datasets` holds as bytes or a path; None where there is none. Raises ValueError,
+    """Return the image of a row, bytes or a path as `datasets` has it; None where there is none. Raises ValueError,
     naming the row, for what cannot be read or has a shape that the model does not take."""
     if value is None:
         return None
