@@ -104,8 +104,12 @@ install() {  # a file of requirements, and the file that says it is done
     "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" torch==2.13.0
   fi
   "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" -r "$requirements"
-  if ! "$python" -c 'import torchvision' 2>/dev/null; then  # a build for another torch breaks `import transformers`
-    "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec
+  if ! "$python" -c 'import torchvision' 2>/dev/null; then  # builds for CUDA, which break `import transformers`
+    "$python" -m pip uninstall -q -y torchaudio torchcodec
+    # images need torchvision's Python part: of what only its compiled part has, it guards all but these two (nms, qnms)
+    sed -i 's/^@torch.library.register_fake("torchvision::\(q*nms\)")$/@register_meta("\1")/' \
+      $venv/lib/python3*/site-packages/torchvision/_meta_registrations.py || true
+    if ! "$python" -c 'import torchvision' 2>/dev/null; then "$python" -m pip uninstall -q -y torchvision; fi
   fi
   touch "$ready"
 }
