@@ -43,7 +43,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import snapshot_download
-from PIL import Image
+from PIL import Image, ImageOps
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -251,8 +251,9 @@ class Picture:
         return self.tokens * self.processor.merge_size**2
 
     def open(self) -> Image.Image:
-        """Return the image as vLLM takes it."""
-        return Image.open(io.BytesIO(self.data)).convert("RGB")
+        """Return the image upright, what is transparent on white: vLLM would do so, transformers would not."""
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
     def pixels(self) -> torch.Tensor:
         """Return what the vision tower takes, a row for each patch."""
@@ -722,11 +723,6 @@ class Policy(torch.nn.Module):
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
-def checkpoint_name(name: str) -> str:
-    """Return the name that a parameter has in checkpoints, where a model that sees has other ones than in memory."""
-    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
-
-
 def load_policy(folder: Path, args: Args, world: World) -> Policy:
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     lm = empty_model(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="packed")
@@ -743,7 +739,8 @@ def load_policy(folder: Path, args: Args, world: World) -> Policy:
     for module in [each for each in policy.modules() if hasattr(each, "inv_freq")]:  # buffers in no checkpoint
         for name, buffer in type(module)(module.config).to(world.device).named_buffers():
             module.register_buffer(name, buffer, persistent=False)
-    weights = {checkpoint_name(name): weight for name, weight in sharded.get_model_state_dict(policy).items()}
+    weights = sharded.get_model_state_dict(policy).items()  # models that see have other names in memory than on the hub
+    weights = {name.replace(".language_model", "").replace("model.visual", "visual"): x for name, x in weights}
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     return policy
 
@@ -822,9 +819,9 @@ def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, ba
 
 
 def full_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (checkpoint name, whole tensor); every rank must take every item. Casting first halves the traffic."""
+    """Yield (name, whole tensor); every rank must take every item. Casting first halves the traffic."""
     for name, parameter in policy.named_parameters():
-        yield checkpoint_name(name), parameter.detach().to(dtype).full_tensor()
+        yield name, parameter.detach().to(dtype).full_tensor()
 
 
 def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, world: World) -> None:
@@ -873,7 +870,7 @@ class Sampler:
         self.stop = stop_tokens(folder, tokenizer)
         config = AutoConfig.from_pretrained(folder)
         self.tied = config.tie_word_embeddings
-        self.expected = {checkpoint_name(name) for name, _ in empty_model(config).named_parameters()}
+        self.expected = {name for name, _ in empty_model(config).named_parameters()}
         longest = longest_sequence(args)
         how = {"dtype": str(self.dtype).removeprefix("torch."), "seed": args.seed, "max_model_len": longest}
         how |= {"tensor_parallel_size": args.tensor_parallel, "distributed_executor_backend": "external_launcher"}
@@ -930,7 +927,7 @@ class Sampler:
             for name, tensor in full_weights(weights, self.dtype) if isinstance(weights, Policy) else weights:
                 sent.add(name)
                 yield name, tensor
-                if self.tied and name == "model.embed_tokens.weight":
+                if self.tied and name.endswith("embed_tokens.weight"):
                     yield "lm_head.weight", tensor
 
         if self.sleeps:

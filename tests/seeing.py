@@ -56,20 +56,23 @@ def random_seeing_model(folder: Path, kind: str, tied: bool) -> Path:
     return folder
 
 
-def png(height: int, width: int, seed: int = 0) -> bytes:
-    """Return an image of random pixels."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+def png(height: int, width: int, seed: int = 0, channels: int = 3, turned: bool = False) -> bytes:
+    """Return an image of random pixels, with 4 channels partly transparent; turned: to be shown upright by its EXIF."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    exif = Image.Exif()
+    if turned:
+        exif[0x0112] = 6  # orientation: a quarter
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
+    Image.fromarray(pixels).save(file, "PNG", exif=exif)
     return file.getvalue()
 
 
 def write_images(file: Path, sizes=SIZES) -> None:
-    """Write a problem for each size."""
-    rows = [
-        {"image": size and {"bytes": png(*size, n), "path": None}, "problem": f"what is {n}?", "answer": str(n)}
-        for n, size in enumerate(sizes)
-    ]
+    """Write a problem for each size; the second image is turned, the third partly transparent."""
+    rows = []
+    for n, size in enumerate(sizes):
+        image = size and {"bytes": png(*size, n, 3 + (n == 2), turned=n == 1), "path": None}
+        rows.append({"image": image, "problem": f"what is {n}?", "answer": str(n)})
     columns = {"image": datasets.Image(), "problem": datasets.Value("string"), "answer": datasets.Value("string")}
     datasets.Dataset.from_list(rows, datasets.Features(columns)).to_parquet(file)
 
