@@ -134,6 +134,8 @@ def validate(args: Args, world: "World") -> None:
     except ValidationError as error:
         wrong = error.errors()[0]
         need(False, f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}")
+    missing = args.image_column and not [*importlib.metadata.distributions(name="torchvision")]
+    need(not missing, "--image-column: needs torchvision, of the build that fits torch")
     need(not args.track or [*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
     own = Path(args.template)
     fits = args.template in PROMPTS or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8"))
@@ -858,7 +860,7 @@ class Sampler:
         settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
         os.environ.update(settings | {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ)  # GiB
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its imports log before it reads that
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|transformers")
         torch._dynamo.config.disable = not cuda  # else a small function is compiled for seconds before the first token
         from vllm import LLM, SamplingParams
 
