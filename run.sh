@@ -69,7 +69,7 @@ METHOD of sspo.py, SIZE zero (likewise, DAPO-Math-17k):
   dapo         DAPO for 1,100 steps (Table 9)
 METHOD of sps.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k (model and problems of Table 1), 0.5b or toy:
   sps          as printed; the IRL stage's learning rate of 5e-10 hardly moves a weight
-  sps-act      with an IRL learning rate at which the stage acts (ours): 5e-7; 5e-5 for toy
+  sps-act      with an IRL learning rate at which the stage acts (ours): 5e-7; 3e-4 for toy
   sps-grpo     without IRL stages
   sps-uniform, sps-quantile     other choices of demonstrations (sections 4.1, C.1), acting as sps-act
   sps-k1, sps-k2, sps-k3, sps-k4, sps-k5  1 to 5 demonstrations of each prompt, all used (Fig. 4; k sizes: two epochs)
@@ -205,7 +205,7 @@ size() {  # model, data and evaluation
       fi
       if [ $script = sps.py ]; then  # three rounds
         flags+=(--rl-steps 40 --irl-batch 256 --subset 0)
-        case $word in sps-toy | sps-grpo-toy) ;; *) flags+=(--irl-lr 5e-5) ;; esac
+        case $word in sps-toy | sps-grpo-toy) ;; *) flags+=(--irl-lr 3e-4) ;; esac
       fi
       if [ "$word" = dapo-toy ]; then flags+=(--overlong-buffer 32); fi
       if [ $gpus = yes ]; then flags+=(--gpu-memory-utilization 0.1); fi ;;  # more cache than that only costs time
