@@ -18,7 +18,6 @@ from conftest import ROOT
 import common
 import gpg
 
-
 IMAGES = "geoqa|flower|pets|aircraft|car|sat|lisa"
 
 
@@ -96,7 +95,8 @@ def test_the_commands_of_the_docs_exist(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     table = text.partition("## Tables and figures\n")[2].partition("\n## ")[0]
     assert table
-    name = rf"`(?:\./run\.sh )?([a-z][a-z0-9.-]*-(?:toy|0\.5b|1\.5b|7b|math|rs[13]|zero|SIZE|{IMAGES})(?:-\d+k)?)(?: [^`]*)?`"
+    size = rf"(?:toy|0\.5b|1\.5b|7b|math|rs[13]|zero|SIZE|{IMAGES})(?:-\d+k)?"
+    name = rf"`(?:\./run\.sh )?([a-z][a-z0-9.-]*-{size})(?: [^`]*)?`"
     found = {each.replace("SIZE", "1.5b-3k") for each in re.findall(name, table)}
     assert len(found) > 3 and found <= experiments().keys(), found - experiments().keys()
 
