@@ -19,8 +19,7 @@ C --beta-th 0, D the default. Table 13 adds --norm batch to B. GPG-RS as release
 
 Where the paper is silent, contradicts itself, or is departed from (docs/gpg.md compares with its released code):
 - The expectation of Eq. 5 is the mean over groups; inside a group a long response weighs more than a short one.
-- Algorithm 1 draws until alpha < 1 / beta_th, the text of 2.2 until the share "exceeds" it; we stop at equality, as the
-  released code does.
+- Algorithm 1 and the text of 2.2 draw until the share exceeds beta_th; we stop at equality, as the released code does.
 - The update has as many groups as a draw has prompts: the valid ones that came first, filled up with invalid ones of
   the last draw, which count in B and M. What is left over is dropped and not counted.
 - Without any valid group there is no update (with KL there is). std is unbiased and 1e-6 is added to it (ours).
@@ -33,7 +32,8 @@ Where the paper is silent, contradicts itself, or is departed from (docs/gpg.md 
   temperature 1 (their TRL's defaults are 0 and 0.9), prompt qwen-boxed and 64 prompts are ours.
 - Format reward: 1 for "<think>...</think> <answer>...</answer>" and nothing around it; the first tag may be missing,
   since chat templates put it at the end of the prompt (ours).
-- Left out: multimodal runs; evaluating the R1-distilled models as they train: its prompt and sampling are other ones.
+- Multimodal runs (Tables 5 to 8) are gpg-geoqa to gpg-lisa of run.sh. As released they average the loss per response.
+- Left out: evaluating the R1-distilled models as they train: its prompt and sampling are other ones.
 """
 
 from dataclasses import dataclass
@@ -73,6 +73,7 @@ class Args(common.Args):
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter.
     norm: Literal["none", "group", "batch"] = "none"
     """F_norm of Eq. 6: 1, the standard deviation of the group's rewards, or of the batch's (Tables 1, 13)."""
+    normaliser: Literal["group", "response"] = "group"  # 1 / sum |o_i| (Eq. 5); 1 / G 1 / |o_i| (multimodal, released).
     accurate_gradient: bool = True
     """Scale by alpha (Eq. 7)."""
     beta_th: common.Share = 0.6
@@ -103,7 +104,7 @@ def alpha(reward_PG: torch.Tensor) -> float:
 
 def token_weights(length_R: torch.Tensor, group_size: int) -> torch.Tensor:
     """Return weight_T, the factor in front of each token of all of the batch's responses, which sums to 1:
-    1 / (P sum_i |o_i|), the sum over the token's own group (Eq. 5); 1 / P is the mean over groups."""
+    1 / (P sum_i |o_i|), the sum over the token's own group (Eq. 5). Groups of 1: 1 / (P G |o_i|), per response."""
     tokens_P = length_R.view(-1, group_size).sum(1)
     weight_P = 1 / (len(tokens_P) * tokens_P.double())  # Eq. 5
     return weight_P.repeat_interleave(tokens_P)
@@ -146,7 +147,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     trained_T = trained_R[batch.response_T]
     inputs = {
         "advantage_T": advantage_R[batch.response_T],
-        "weight_T": token_weights(batch.length_R, args.group_size).float(),
+        "weight_T": token_weights(batch.length_R, args.group_size if args.normaliser == "group" else 1).float(),
         "alpha": alpha(batch.reward_PG) if args.accurate_gradient else 1.0,
         "kl_coef": args.kl_coef,
     }

@@ -63,6 +63,9 @@ METHOD of gpg.py, SIZE 7b (GPG-Zero-7B, Table 4), rs1, rs3 (GPG-RS1, GPG-RS3, Ta
   gpg-g2, gpg-g4, gpg-g16   row A with groups of 2, 4, 16 (Table 11); math, 0.5b: 512 responses a step whatever the group
 METHOD of cwgrpo.py, SIZE math, rs1, rs3 (gpg.py's baselines, its recipes):
   grpo         GRPO with KL (math: Tables 1, 15; rs1, rs3: Fig. 3)
+METHOD of gpg.py, SIZE geoqa (Table 5), flower, pets, aircraft, car (Table 6), sat (Table 7) or lisa (Table 8):
+  gpg          on questions about images, as released: threshold 0.4, loss per response (docs/gpg.md: its data)
+  grpo         its baseline: row A per response with GRPO's KL, which for one update a step is GRPO's gradient
 METHOD of sspo.py, SIZE math (likewise):
   drgrpo       Dr. GRPO (Table 1)
 METHOD of sspo.py, SIZE zero (likewise, DAPO-Math-17k):
@@ -266,6 +269,28 @@ size() {  # model, data and evaluation
         --temperature 0.7 --lr-warmup 0.1 --lr-floor 0.1 --weight-decay 0)
       if [ "$1" = rs1 ]; then flags+=(--dataset knoveleng/open-s1 --steps 100); fi
       if [ "$1" = rs3 ]; then flags+=(--dataset knoveleng/open-rs --steps 50); fi ;;
+    gpg.py-geoqa | gpg.py-flower | gpg.py-pets | gpg.py-aircraft | gpg.py-car | gpg.py-sat | gpg.py-lisa)
+      # 16 prompts (8 GPUs, one each, accumulated twice) and the steps that epochs make of them; what the frameworks leave
+      # open is their trainer's default: 256 tokens, decay 0, a learning rate that falls to 0 (here along a cosine)
+      flags+=(--activation-checkpointing --image-column image --max-pixels 401408 --normaliser response --format-reward
+        --prompts-per-step 16 --max-prompt-tokens 1024 --max-response-tokens 256 --weight-decay 0 --lr-floor 0)
+      if [ "$word" = "gpg-$1" ]; then flags+=(--beta-th 0.4); fi
+      case $1 in
+        geoqa) flags+=(--steps 502 --dataset leonardPKU/GEOQA_R1V_Train_8K) ;;  # 8,031 / 16
+        flower) flags+=(--steps 204 --dataset laolao77/ViRFT_CLS_flower_4_shot) ;;  # 102 x 4 x 8 epochs / 16
+        pets) flags+=(--steps 222 --dataset laolao77/ViRFT_CLS_pets37_4shot) ;;  # 37 x 4 x 24 / 16
+        aircraft) flags+=(--steps 200 --dataset laolao77/ViRFT_CLS_fgvc_aircraft_4_shot) ;;  # 100 x 4 x 8 / 16
+        car) flags+=(--steps 392 --dataset laolao77/ViRFT_CLS_car196_4shot) ;;  # 196 x 4 x 8 / 16
+        sat) flags+=(--steps 1500 --dataset data/sat.parquet) ;;  # about 12,000 x 2 / 16
+        lisa) flags+=(--steps 498 --dataset data/lisa-train.parquet) ;;  # 6 epochs end at Visual-RFT's checkpoint-498
+      esac
+      case $1 in
+        geoqa) flags+=(--model Qwen/Qwen2.5-VL-3B-Instruct --template tools/geoqa.txt --reward tools/rewards.py:geoqa) ;;
+        sat) flags+=(--model Qwen/Qwen2-VL-2B --template tools/sat.txt --reward tools/rewards.py:option
+          --max-response-tokens 700) ;;
+        lisa) flags+=(--model Qwen/Qwen2-VL-2B-Instruct --template chat --reward tools/rewards.py:iou) ;;
+        *) flags+=(--model Qwen/Qwen2-VL-2B-Instruct --template chat --reward tools/rewards.py:class_name) ;;
+      esac ;;
     sps.py-*-*k | sspo.py-*-*k)
       local subset; subset=$(sed 's/.*-//; s/k$/000/' <<<"$1")
       flags+=(--activation-checkpointing --model "Qwen/Qwen2.5-Math-$(tr b B <<<"${1%-*}")" --subset "$subset"
@@ -306,6 +331,8 @@ case $word in
     echo "model    $run/model/" ;;
   *-*-*[0-9]k) size=${word##*-}; rest=${word%-*}; method "${rest%-*}"; size "${rest##*-}-$size"; start "$@" ;;
   grpo-math | grpo-rs[13]) method grpo-kl; size "${word#grpo-}"; start "$@" ;;
+  grpo-geoqa | grpo-flower | grpo-pets | grpo-aircraft | grpo-car | grpo-sat | grpo-lisa)
+    method gpg-a; flags+=(--kl-coef 0.04); size "${word#grpo-}"; start "$@" ;;
   sspo-clip-cov-*) method clip-cov; size "sspo-${word##*-}"; start "$@" ;;
   *) method "${word%-*}"; size "${word##*-}"; start "$@" ;;
 esac

@@ -18,6 +18,8 @@ from conftest import ROOT
 import common
 import gpg
 
+IMAGES = "geoqa|flower|pets|aircraft|car|sat|lisa"
+
 
 def run_sh(*arguments: str) -> str:
     """Return what run.sh prints; DRY=1 keeps it from setting up and starting anything."""
@@ -93,7 +95,8 @@ def test_the_commands_of_the_docs_exist(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     table = text.partition("## Tables and figures\n")[2].partition("\n## ")[0]
     assert table
-    name = r"`(?:\./run\.sh )?([a-z][a-z0-9.-]*-(?:toy|0\.5b|1\.5b|7b|math|rs[13]|zero|SIZE)(?:-\d+k)?)(?: [^`]*)?`"
+    size = rf"(?:toy|0\.5b|1\.5b|7b|math|rs[13]|zero|SIZE|{IMAGES})(?:-\d+k)?"
+    name = rf"`(?:\./run\.sh )?([a-z][a-z0-9.-]*-{size})(?: [^`]*)?`"
     found = {each.replace("SIZE", "1.5b-3k") for each in re.findall(name, table)}
     assert len(found) > 3 and found <= experiments().keys(), found - experiments().keys()
 
@@ -163,6 +166,7 @@ def test_the_baselines_of_gpg_have_its_recipes():
     same += ("lr_warmup", "lr_floor", "temperature", "weight_decay", "adam_betas", "model", "eval")
     pairs = {"grpo-math": "gpg-b-math", "drgrpo-math": "gpg-b-math", "dapo-zero": "gpg-7b"}
     pairs |= {"grpo-rs1": "gpg-a-rs1", "grpo-rs3": "gpg-a-rs3"}
+    pairs |= {f"grpo-{size}": f"gpg-{size}" for size in IMAGES.split("|")}
     for name, beside in pairs.items():
         found = []
         for each in (name, beside):
@@ -171,6 +175,33 @@ def test_the_baselines_of_gpg_have_its_recipes():
             template = args.template.removeprefix("tools/").removesuffix(".txt")  # the file above
             found.append({field: getattr(args, field) for field in same} | {"template": template})
         assert found[0] == found[1], name
+
+
+@pytest.mark.parametrize(
+    "size, rows, epochs",
+    [
+        ("geoqa", 8031, 1),
+        ("flower", 408, 8),
+        ("pets", 148, 24),
+        ("aircraft", 400, 8),
+        ("car", 784, 8),
+        ("sat", 12_000, 2),
+    ],
+)
+def test_the_epochs_of_the_multimodal_runs(size, rows, epochs):
+    """And what the released ones have in common, GPG's and GRPO's."""
+    gpg_args, grpo_args = (
+        tyro.cli(gpg.Args, args=shlex.split(run_sh(f"{name}-{size}"))[1:]) for name in ("gpg", "grpo")
+    )
+    assert gpg_args.steps == -(-rows * epochs // gpg_args.prompts_per_step)
+    same = {"image_column": "image", "max_pixels": 401408, "normaliser": "response", "format_reward": True, "lr": 1e-6}
+    for args in (gpg_args, grpo_args):
+        assert same.items() <= vars(args).items() and (args.group_size, args.temperature) == (8, 1)
+        path, _, name = args.reward.partition(":")
+        assert callable(runpy.run_path(str(ROOT / path))[name])
+    assert (gpg_args.beta_th, gpg_args.accurate_gradient, gpg_args.norm, gpg_args.kl_coef) == (0.4, True, "none", 0)
+    assert (grpo_args.beta_th, grpo_args.accurate_gradient, grpo_args.norm) == (0, False, "group")
+    assert grpo_args.kl_coef == 0.04 and gpg_args.max_response_tokens == (700 if size == "sat" else 256)
 
 
 @pytest.mark.parametrize("group", [2, 4, 8, 16])

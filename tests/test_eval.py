@@ -9,6 +9,7 @@ import eval as evaluation
 import numpy as np
 import plot
 import pytest
+import rewards
 import torch
 from conftest import ROOT, TOY
 from transformers import AutoTokenizer
@@ -125,7 +126,8 @@ def test_table_16_has_the_spread_over_problems():
 
 def test_protocols_name_sets_that_exist():
     for protocol in evaluation.PROTOCOLS.values():
-        assert set(protocol.sets) <= evaluation.SETS.keys() and max(protocol.ks) <= protocol.samples
+        assert set(protocol.sets) <= evaluation.SETS.keys() and max(protocol.ks, default=1) <= protocol.samples
+        assert all(callable(getattr(rewards, name)) for name in (protocol.reward, protocol.also) if name)
         assert protocol.template in common.PROMPTS
         for _, row in protocol.papers:
             assert set(row) <= set(protocol.sets)
@@ -193,6 +195,47 @@ def test_the_table(capsys):
     evaluation.show("open-rs", evaluation.PROTOCOLS["open-rs"], [row_of("math500", 80), row_of("olympiad", 50)], "")
     average = capsys.readouterr().out.splitlines()[-2]  # of the papers' only where they have the same sets
     assert average.split() == ["average", "of", "2", "65.00", *"------", "70.05", "69.95", "65.95", "63.80"]
+
+
+def test_the_totals_of_cv_bench(capsys):
+    """Table 7's total is over all questions, of which it has 788, 650, 600 and 600; that of the base model is not."""
+    protocol = evaluation.PROTOCOLS["cv-bench"]
+    counts = dict(zip(protocol.sets, (788, 650, 600, 600), strict=True))
+    rows = [row_of(name, 50) | {"problems": count} for name, count in counts.items()]
+    rows[0]["pass@1"]["mean"] = 100
+    evaluation.show("cv-bench", protocol, rows, "")
+    lines = capsys.readouterr().out.splitlines()
+    assert re.search(r"cvbench-count +788 +100.00 ±1.2 +66.62 +59.64 ", lines[3])
+    assert lines[7].split() == ["all", "questions", f"{50 * (1 + 788 / 2638):.2f}", "76.15", "59.47", "57.84", "29.11"]
+    assert evaluation.averages(rows, True) == {"pass@1": pytest.approx(50 * (1 + 788 / 2638))}
+
+
+def test_the_averages_of_table_6():
+    papers = evaluation.PROTOCOLS["virft"].papers
+    found = [sum(map(float, row.values())) / 4 for _, row in papers]
+    assert found == pytest.approx([89.0, 81.9, 55.6, 56.0], abs=0.051)
+
+
+def test_the_counts_behind_table_5():
+    for _, row in evaluation.PROTOCOLS["geoqa"].papers:
+        right = float(row["geoqa"]) * 754 / 100
+        assert f"{100 * round(right) / 754:.2f}" == row["geoqa"]
+
+
+def test_the_table_of_boxes(capsys):
+    """A mean IoU has no spread over questions, and there are no right ones."""
+    rows = [{"protocol": "lisa", "set": "lisa-val", "problems": 200, "mIoU": {"mean": 12.5}, "near_misses": 0}]
+    evaluation.show("lisa", evaluation.PROTOCOLS["lisa"], rows, "")
+    lines = capsys.readouterr().out.splitlines()
+    assert re.search(r"lisa-test +- +not run +51.8 ", lines[3]) and re.search(
+        r"lisa-val +200 +12.50 +51.3 +34.4", lines[4]
+    )
+    assert lines[5:] == ["  mIoU is of boxes; the table's gIoU of masks takes SAM, which is not here"]
+
+
+def test_sets_of_images_are_parquet_files():
+    assert evaluation.where("geoqa", "") == "data/geoqa.parquet" and evaluation.where("pets", "d") == "d/pets.parquet"
+    assert evaluation.where("aime24", "d") == "d/aime24.jsonl" and evaluation.where("own.jsonl", "d") == "own.jsonl"
 
 
 def test_figures_of_models_in_one_picture(tmp_path, monkeypatch):
@@ -301,6 +344,7 @@ def test_what_does_not_fit_is_said_to_be_not_run(plain_python, tmp_path, capsys)
     evaluation.main(evaluation.Args(str(TOY / "model"), out=str(tmp_path / "eval.json")))
     output = capsys.readouterr().out
     assert output.count("not run: prompt and response may have") == 6 and "the model's context holds 256" in output
+    assert output.count("not run: its questions have images, which this model cannot see") == 4
     assert json.loads((tmp_path / "eval.json").read_text())["rows"] == []
 
 

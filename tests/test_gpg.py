@@ -7,32 +7,36 @@ import pytest
 import torch
 from conftest import central_differences
 
+import cwgrpo
 import gpg
 
 
-def literal_loss(logp, reward, norm="none", scale=True, ref=None, kl_coef=0.0):
+def literal_loss(logp, reward, norm="none", scale=True, ref=None, kl_coef=0.0, normaliser="group"):
     """Eqs. 5 to 8, token by token: logp[p][i][t], reward[p][i]; the mean over groups is the expectation of Eq. 5.
 
-    The KL to ref[p][i][t] (k3) has no alpha.
+    The KL to ref[p][i][t] (k3) has no alpha. normaliser response: mean over a response's tokens, then over responses.
     """
+
+    def mean_over_tokens(values):  # values[i][t] of a group
+        if normaliser == "group":
+            return sum(map(sum, values)) / sum(map(len, values))  # 1 / sum |o_i|
+        return sum(sum(response) / len(response) for response in values) / len(values)
+
     everything = [r for rewards in reward for r in rewards]
     invalid = sum(len(rewards) for rewards in reward if len(set(rewards)) == 1)  # M
     total = 0.0
     for responses, rewards in zip(logp, reward, strict=True):
         mean = sum(rewards) / len(rewards)
         divisor = {"none": 1.0, "group": spread(rewards) + 1e-6, "batch": spread(everything) + 1e-6}[norm]
-        group = 0.0
-        for response, r in zip(responses, rewards, strict=True):
-            for x in response:
-                group += -x * (r - mean) / divisor  # Eqs. 5, 6
-        total += group / sum(len(response) for response in responses)  # 1 / sum |o_i|
+        pairs = zip(responses, rewards, strict=True)
+        total += mean_over_tokens([[-x * (r - mean) / divisor for x in response] for response, r in pairs])  # Eqs. 5, 6
     total /= len(logp)
     if scale and invalid < len(everything):
         total *= len(everything) / (len(everything) - invalid)  # Eqs. 7, 8
     for responses, theirs in zip(logp, ref or [], strict=ref is not None):
-        pairs = [pair for x, y in zip(responses, theirs, strict=True) for pair in zip(x, y, strict=True)]
-        kl = sum(math.exp(y - x) - (y - x) - 1 for x, y in pairs)
-        total += kl_coef * kl / len(pairs) / len(logp)
+        pairs = [zip(x, y, strict=True) for x, y in zip(responses, theirs, strict=True)]
+        kl = [[math.exp(y - x) - (y - x) - 1 for x, y in response] for response in pairs]
+        total += kl_coef * mean_over_tokens(kl) / len(logp)
     return total
 
 
@@ -58,26 +62,28 @@ def flat(nested):
     return torch.tensor([x for row in nested for response in row for x in response], dtype=torch.float64)
 
 
-def ours(logp, reward, norm="none", scale=True, ref=None, kl_coef=0.0):
+def ours(logp, reward, norm="none", scale=True, ref=None, kl_coef=0.0, normaliser="group"):
     """The script's functions on the same numbers; returns the loss, its metrics and the leaf with the gradient."""
     reward_PG = torch.tensor(reward, dtype=torch.float64)
     length_R = torch.tensor([len(response) for row in logp for response in row])
     leaf = flat(logp).requires_grad_()
     advantage_T = gpg.advantages(reward_PG, norm).flatten().repeat_interleave(length_R)
-    weight_T = gpg.token_weights(length_R, reward_PG.shape[1])
+    weight_T = gpg.token_weights(length_R, reward_PG.shape[1] if normaliser == "group" else 1)
     alpha = gpg.alpha(reward_PG) if scale else 1.0
     loss, metrics = gpg.policy_loss(leaf, advantage_T, weight_T, alpha, kl_coef, flat(ref) if ref else None)
     return loss, metrics, leaf
 
 
-@pytest.mark.parametrize("norm", ["none", "group", "batch"])
+@pytest.mark.parametrize(
+    "norm, normaliser", [("none", "group"), ("group", "group"), ("batch", "group"), ("none", "response")]
+)
 @pytest.mark.parametrize("seed", range(6))
-def test_loss_and_gradient_equal_eqs_5_to_8(norm, seed):
+def test_loss_and_gradient_equal_eqs_5_to_8(norm, normaliser, seed):
     logp, reward = draw(seed, prompts=1 + seed % 5, group=2 + seed % 4, longest=1 if seed == 5 else 9)
-    loss, _, leaf = ours(logp, reward, norm)
-    assert loss.item() == pytest.approx(literal_loss(logp, reward, norm), abs=1e-12)
+    loss, _, leaf = ours(logp, reward, norm, normaliser=normaliser)
+    assert loss.item() == pytest.approx(literal_loss(logp, reward, norm, normaliser=normaliser), abs=1e-12)
     loss.backward()
-    expected = central_differences(lambda: literal_loss(logp, reward, norm), logp)
+    expected = central_differences(lambda: literal_loss(logp, reward, norm, normaliser=normaliser), logp)
     torch.testing.assert_close(leaf.grad, expected, atol=1e-8, rtol=1e-6)
 
 
@@ -110,6 +116,25 @@ def test_loss_and_gradient_with_kl(seed):
     loss.backward()
     expected = central_differences(lambda: literal_loss(logp, reward, ref=ref, kl_coef=0.3), logp)
     torch.testing.assert_close(leaf.grad, expected, atol=1e-8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_row_a_per_response_with_kl_has_the_gradient_of_grpo(seed):
+    """What grpo-geoqa and so on are: with one update the ratio is 1. cwgrpo.py's loss without weights is GRPO's."""
+    logp, reward = draw(seed, prompts=5)
+    rng = random.Random(seed)
+    ref = [[[x + rng.gauss(0, 1) for x in response] for response in row] for row in logp]
+    loss, metrics, leaf = ours(logp, reward, "group", False, ref, 0.04, "response")
+    assert loss.item() == pytest.approx(literal_loss(logp, reward, "group", False, ref, 0.04, "response"), abs=1e-12)
+    loss.backward()
+    length_R = torch.tensor([len(response) for row in logp for response in row])
+    advantage_T = gpg.advantages(torch.tensor(reward).double(), "group").flatten().repeat_interleave(length_R)
+    logp_T = flat(logp).requires_grad_()
+    inputs = (logp_T.detach(), flat(ref), advantage_T, torch.ones(len(logp_T)), cwgrpo.token_weights(length_R))
+    theirs, their_metrics = cwgrpo.policy_loss(logp_T, *inputs, 0.04)
+    theirs.backward()
+    torch.testing.assert_close(leaf.grad, logp_T.grad)
+    torch.testing.assert_close(metrics["kl"], their_metrics["kl"])
 
 
 def test_alpha_with_kl_is_the_policy_gradient_of_the_valid_groups_alone():
@@ -151,6 +176,7 @@ def test_a_long_response_weighs_more_and_every_group_the_same():
     assert weight_T.tolist() == pytest.approx([1 / 4] * 2 + [1 / 20] * 10)
     assert weight_T.sum().item() == pytest.approx(1)
     assert gpg.token_weights(torch.tensor([0, 3, 1, 1]), 2).tolist() == pytest.approx([1 / 6] * 3 + [1 / 4] * 2)
+    assert gpg.token_weights(torch.tensor([0, 3, 1, 1]), 1).tolist() == pytest.approx([1 / 12] * 3 + [1 / 4] * 2)
 
 
 def test_advantages():

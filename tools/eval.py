@@ -10,6 +10,7 @@ All figures are percent, log-probs nats. docs/evaluation.md has the sources.
 """
 
 import dataclasses
+import functools
 import json
 import sys
 from dataclasses import dataclass
@@ -25,13 +26,16 @@ import tyro
 from transformers import AutoConfig, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import rewards
+
 import common
 import gpg  # noqa: F401  its prompt, qwen-boxed
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a paper evaluates. `ks` are the pass@k it reports, `papers` its figures by set: (label, {set: figure})."""
+    """How a paper evaluates. `ks` are the pass@k it reports (none: the mean IoU), `papers` its figures by set: (label,
+    {set: figure})."""
 
     sets: tuple[str, ...]
     template: str
@@ -44,6 +48,10 @@ class Protocol:
     papers: tuple[tuple[str, dict[str, str]], ...]
     max_total_tokens: int = 0  # bound of prompt and response together; 0: none but their own
     greedy_logp: bool = False  # sample a greedy answer to each question, too, for its log-prob
+    reward: str = ""  # of tools/rewards.py, for questions about images. Empty: boxes and math_verify, no images
+    also: str = ""  # another of its rewards, reported beside pass@1
+    by_question: bool = False  # average over questions, not over sets
+    note: str = ""
 
 
 def figures(sets: tuple[str, ...], text: str) -> dict[str, str]:
@@ -58,6 +66,16 @@ common.PROMPTS["r1-eval"] = (  # LightEval's, with which 2504.02546 (Fig. 4) and
     "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
     "answering.\n\n{problem}",
 )
+
+
+def of_images(sets: tuple[str, ...], template: str, reward: str, papers: dict[str, str], ks=(1,), **more) -> Protocol:
+    """Return a protocol of GPG's Tables 5 to 8: one greedy answer to each question."""
+    rows = tuple((label, figures(sets, text)) for label, text in papers.items())
+    return Protocol(sets, template, 1, 0.0, 1.0, 1024, ks, 1, rows, reward=reward, **more)
+
+
+HERE = Path(__file__).parent
+common.PROMPTS |= {name: (HERE / f"{name}.txt").read_text(encoding="utf-8") for name in ("geoqa", "sat")}
 SETS = {  # where a name is on the hub
     "aime24": "HuggingFaceH4/aime_2024",
     "aime25": "math-ai/aime25",
@@ -70,6 +88,11 @@ SETS = {  # where a name is on the hub
     "hmmt_feb25": "MathArena/hmmt_feb_2025",
     "hmmt_nov25": "MathArena/hmmt_nov_2025",
 }
+VIRFT = ("flower", "pets", "aircraft", "car")
+CV_BENCH = ("cvbench-count", "cvbench-relation", "cvbench-depth", "cvbench-distance")
+LISA = ("lisa-test", "lisa-val")
+IMAGES = ("geoqa", *VIRFT, *CV_BENCH, *LISA)  # what tools/images.py prepares
+SETS |= {name: f"data/{name}.parquet" for name in IMAGES}
 SSPO = ("aime24", "amc83", "math500", "minerva", "olympiad")
 OPEN_RS = ("aime24", "math500", "amc23", "minerva", "olympiad")
 GPG_16 = ("aime24", "amc23", "math500", "minerva")
@@ -129,6 +152,37 @@ PROTOCOLS = {
         (("SPS 1.5B 3k, pass@128", {"brumo25": "63.33"}), ("GRPO 1.5B 3k, pass@128", {"brumo25": "53.33"})),
         greedy_logp=True,
     ),
+    "geoqa": of_images(
+        *(("geoqa",), "geoqa", "geoqa"),
+        {"GPG, Table 5": "51.33", "GRPO": "47.48", "Qwen2.5-VL-3B-Instruct": "35.41"},
+    ),
+    "virft": of_images(
+        *(VIRFT, "chat", "class_name"),
+        {
+            "GPG, Table 6": "79.3 90.8 88.5 97.5",
+            "GRPO": "71.4 86.1 74.8 95.3",
+            "SFT": "58.5 55.5 67.9 40.5",
+            "Qwen2-VL-2B": "54.8 66.4 45.9 56.8",
+        },
+        also="class_name_released",
+        note="pass@1: the very name; class_name_released, the papers' rule: name or answer is part of the other",
+    ),
+    "cv-bench": of_images(
+        *(CV_BENCH, "sat", "option"),
+        {
+            "GPG, Table 7": "66.62 83.23 81.66 75.50",
+            "GRPO": "59.64 66.76 54.16 56.66",
+            "SFT": "60.02 68.92 55.00 45.83",
+            "Qwen2-VL-2B": "54.69 22.46 0.16 31.66",
+        },
+        by_question=True,
+    ),
+    "lisa": of_images(
+        *(LISA, "chat", "iou"),
+        {"GPG, Table 8": "51.8 51.3", "GRPO": "37.6 34.4", "SFT": "28.3 29.7", "Qwen2-VL-2B": "26.9 30.1"},
+        ks=(),
+        note="mIoU is of boxes; the table's gIoU of masks takes SAM, which is not here",
+    ),
 }
 TOLERANCE = Fraction("1e-4")  # relative, of Qwen2.5-Math's grader
 HOW = ("samples", "seeds", "temperature", "top_p", "template", "max_response_tokens", "max_total_tokens")
@@ -141,11 +195,12 @@ class Args:
     model: Annotated[str, tyro.conf.Positional]
     """Hub id, folder with safetensors, run folder, or checkpoint of a run."""
     protocols: tuple[str, ...] = ()
-    """sspo, open-rs, cwgrpo-7b, gpg-7b, gpg-16, sps. Empty: those that the model's context holds."""
+    """sspo, open-rs, cwgrpo-7b, gpg-7b, gpg-16, sps; of images geoqa, virft, cv-bench, lisa. Empty: what the model's
+    context holds, of images where it sees."""
     sets: tuple[str, ...] = ()
     """Only these of a protocol's sets, or instead of them files and hub ids of your own. Empty: the protocol's."""
     data_dir: str = ""
-    """Folder with NAME.jsonl, where there is no hub."""
+    """Folder with NAME.jsonl, where there is no hub; with NAME.parquet of the images' sets. Empty: for these data/."""
     out: str = ""
     """JSON file. Empty: eval.json in a local MODEL folder, else in the present one; for what lies in a run folder, such
     as best or a checkpoint, eval-NAME.json in the run folder."""
@@ -187,11 +242,15 @@ def settings_of(protocol: Protocol, args: Args) -> common.Args:
     """Return the settings under which a protocol's problems are read and sampled."""
     bounds = {"max_response_tokens": protocol.max_response_tokens, "max_total_tokens": protocol.max_total_tokens}
     shared = ("seed", "max_prompt_tokens", "tensor_parallel", "gpu_memory_utilization")
+    if protocol.reward:
+        bounds |= {"reward": f"{HERE / 'rewards.py'}:{protocol.reward}", "image_column": "image"}
     return common.Args(template=protocol.template, **bounds, **{name: getattr(args, name) for name in shared})
 
 
-def obstacle(settings: common.Args, context: int, tokenizer) -> str:
+def obstacle(settings: common.Args, context: int, tokenizer, sees: bool = False) -> str:
     """Return why a model of this context, tokens, cannot be sampled under these settings; empty where it can."""
+    if settings.image_column and not sees:
+        return "its questions have images, which this model cannot see"
     longest = common.longest_sequence(settings)
     if longest > context:
         return f"prompt and response may have {longest} tokens, the model's context holds {context}"
@@ -291,8 +350,9 @@ def near_misses(groups: list[common.Group]) -> int:
 
 
 def where(name: str, data_dir: str) -> str:
-    """Return the file or hub id of a set: of a name in `SETS` NAME.jsonl in a folder, if given."""
-    return f"{data_dir}/{name}.jsonl" if name in SETS and data_dir else SETS.get(name, name)
+    """Return the file or hub id of a set: of a name in `SETS` NAME.jsonl, of images .parquet, in a folder, if given."""
+    kind = "parquet" if name in IMAGES else "jsonl"
+    return f"{data_dir}/{name}.{kind}" if name in SETS and data_dir else SETS.get(name, name)
 
 
 def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: dict, texts: str) -> list[dict]:
@@ -317,17 +377,22 @@ def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: d
         correct_SPN = torch.stack([group.correct_G for group in groups]).view(protocol.seeds, len(problems), -1)
         drawn = common.drawn_metrics(groups)
         row = {"protocol": name, "set": label, "problems": len(problems)}
-        row |= {key: getattr(protocol, key) for key in HOW} | summary(correct_SPN, protocol.ks)
+        found = summary(correct_SPN, protocol.ks) or {"mIoU": {"mean": 100 * correct_SPN.mean().item()}}
+        row |= {key: getattr(protocol, key) for key in HOW} | found
+        if protocol.also:
+            rule = getattr(rewards, protocol.also)
+            scores = [rule(rollout.text, group.problem.row) for group in groups for rollout in group.rollouts]
+            row[protocol.also] = {"mean": 100 * float(np.mean(scores))}
         if protocol.samples > 1:
             row["similarity"] = {"mean": similarity([[one.ids for one in group.rollouts] for group in groups])}
         if greedy:
             answers = [group for (of, _), group in zip(asked, greedy, strict=True) if of == shown]
             row["greedy_logp"] = {"mean": greedy_logp(answers)}
         row["near_misses"] = near_misses(groups)
-        row["with_tolerance"] = row["pass@1"]["mean"] + 100 * row["near_misses"] / correct_SPN.numel()
+        row["with_tolerance"] = next(iter(found.values()))["mean"] + 100 * row["near_misses"] / correct_SPN.numel()
         row |= {"length": drawn["response_length"], "truncated_share": drawn["truncated_share"]}
         row |= {key: count for key, count in drawn.items() if key.startswith("verifier/")}
-        row |= {"n": protocol.samples * protocol.seeds, "right": correct_SPN.sum((0, 2)).int().tolist()}
+        row |= {"n": protocol.samples * protocol.seeds, "right": (correct_SPN >= 1).sum((0, 2)).tolist()}
         rows.append(row)
         if texts:
             (Path(texts) / "samples").mkdir(parents=True, exist_ok=True)
@@ -335,10 +400,12 @@ def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: d
     return rows
 
 
-def averages(rows: list[dict]) -> dict[str, float]:
-    """Return the mean over a protocol's sets of each figure of its table: of what has a mean and may have spreads."""
+def averages(rows: list[dict], by_question: bool = False) -> dict[str, float]:
+    """Return the mean over a protocol's sets, or over all their questions, of each figure of its table: of what has a
+    mean and may have spreads."""
     labels = [label for label, figure in rows[0].items() if isinstance(figure, dict)] if rows else []
-    return {label: sum(row[label]["mean"] for row in rows) / len(rows) for label in labels}
+    weights = [row["problems"] if by_question else 1 for row in rows]
+    return {label: float(np.average([row[label]["mean"] for row in rows], weights=weights)) for label in labels}
 
 
 def cell(label: str, mean: float, over_problems: float | None = None, over_seeds: float | None = None) -> str:
@@ -351,17 +418,20 @@ def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[list[str]]
     """Return a protocol's table: ours, the papers' figures beside them, below averages over the sets that were run."""
     ours = {row["set"]: row for row in rows}
     names = list(dict.fromkeys([*PROTOCOLS[name].sets, *ours]))
-    means = averages(rows)
-    labels = list(means) or [f"pass@{k}" for k in protocol.ks]
+    means = averages(rows, protocol.by_question)
+    labels = list(means) or [f"pass@{k}" for k in protocol.ks] or ["mIoU"]
     table = [["set", "problems", *labels, *(label for label, _ in protocol.papers)]]
     for one in names:
         row, papers = ours.get(one), [figure.get(one, "-") for _, figure in protocol.papers]
         mine = [cell(label, **row[label]) for label in labels] if row else ["not run"] * len(labels)
         table.append([one, str(row["problems"]) if row else "-", *mine, *papers])
     if len(rows) > 1:
-        same = [figure.values() if figure.keys() == ours.keys() else () for _, figure in protocol.papers]
-        papers = [f"{sum(float(f.partition('/')[0]) for f in its) / len(its):.2f}" if its else "-" for its in same]
-        table.append([f"average of {len(rows)}", "", *(cell(*mean) for mean in means.items()), *papers])
+        weights = [row["problems"] if protocol.by_question else 1 for row in ours.values()]
+        same = [figure if figure.keys() == ours.keys() else {} for _, figure in protocol.papers]
+        same = [[float(figure[one].partition("/")[0]) for one in ours if figure] for figure in same]
+        papers = [f"{np.average(its, weights=weights):.2f}" if its else "-" for its in same]
+        what = "all questions" if protocol.by_question else f"average of {len(rows)}"
+        table.append([what, "", *(cell(*mean) for mean in means.items()), *papers])
     return table
 
 
@@ -376,10 +446,12 @@ def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
         print("  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
     if why_not:
         print(f"  not run: {why_not}")
-    elif any(row["pass@1"]["over_seeds"] is not None for row in rows):
+    elif any(row["pass@1"]["over_seeds"] is not None for row in rows if protocol.ks):
         print("  first ± over problems, sqrt(p (1 - p) / (n - 1)); second ± over seeds")
-    elif rows:
+    elif rows and protocol.ks:
         print("  ± over problems, sqrt(p (1 - p) / (n - 1))")
+    if protocol.note:
+        print(f"  {protocol.note}")
     looser = [f"{row['set']} {row['with_tolerance']:.2f}" for row in rows if row["near_misses"]]
     if looser:
         print(f"  pass@1 if numbers within a relative {float(TOLERANCE):g} were right: {', '.join(looser)}")
@@ -403,11 +475,12 @@ def main(args: Args) -> None:
         model = json.loads((run.parent.parent / "run.json").read_text())["args"]["model"]
     world = common.init_world()
     folder = common.load_model_folder(common.Args(model=model, max_prompt_tokens=1, max_response_tokens=1))
-    context = AutoConfig.from_pretrained(folder).max_position_embeddings
+    config = AutoConfig.from_pretrained(folder)
+    context, sees = config.get_text_config().max_position_embeddings, hasattr(config, "vision_config")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chosen = {name: with_changes(PROTOCOLS[name], args) for name in args.protocols or PROTOCOLS}
     settings = {name: settings_of(protocol, args) for name, protocol in chosen.items()}
-    why_not = {name: why for name, how in settings.items() if (why := obstacle(how, context, tokenizer))}
+    why_not = {name: why for name, how in settings.items() if (why := obstacle(how, context, tokenizer, sees))}
     data = {}
     for name in [name for name, protocol in chosen.items() if name not in why_not and protocol.sets]:
         sets, how = chosen[name].sets, settings[name]
@@ -415,10 +488,11 @@ def main(args: Args) -> None:
     rows = []
     if data:
         widest = max((settings[name] for name in data), key=common.longest_sequence)  # one engine for all
-        verifier = common.Verifier(widest, world)
+        verifier_of = functools.cache(lambda reward: common.Verifier(common.Args(reward=reward), world))
         sampler = common.Sampler(folder, tokenizer, widest, world)
         sampler.load(checkpoint_weights(run, sampler.dtype) if is_checkpoint else weights_of(folder, sampler.dtype))
         for name, sets in data.items():
+            verifier = verifier_of(settings[name].reward)
             rows += evaluate(name, chosen[name], settings[name], sampler, verifier, sets, args.texts)
         sampler.close()
     if world.rank:
@@ -431,7 +505,7 @@ def main(args: Args) -> None:
         kept = f"; --keep-best kept {run / 'best'}" if (run / "best").is_dir() else ""
         print(f"\n{run}: of its logged evaluations step {best[0]} has the best average, {100 * best[1]:.2f}{kept}")
     out = Path(args.out) if args.out else place(run)
-    means = {name: averages(its) for name, its in by_protocol.items()}
+    means = {name: averages(its, chosen[name].by_question) for name, its in by_protocol.items()}
     out.write_text(json.dumps({"model": args.model, "not_run": why_not, "averages": means, "rows": rows}) + "\n")
     print(f"\nwritten  {out}")
 

@@ -1,0 +1,122 @@
+"""Prepare the image sets of GPG's Tables 5 to 8 as data/NAME.parquet, with the columns image, problem and solution.
+
+tools/images.py geoqa PROMPTS.jsonl FOLDER        R1-V's 754 test questions, the images that they name in FOLDER
+tools/images.py sat SAT_train.parquet             of array/SAT: the first 15,000 rows, those with one image
+tools/images.py cvbench nyu-visionx/CV-Bench:test cvbench-count, -relation, -depth, -distance
+tools/images.py lisa FOLDER                       ReasonSeg's train, val or test: lisa-train, lisa-val, lisa-test
+tools/images.py flower LIST.pth NAMES.txt FOLDER  the test images that Visual-RFT lists; also pets, aircraft, car
+
+The training sets of Tables 5 and 6 are read from the hub as they are. docs/gpg.md says what of this could be checked.
+"""
+
+import functools
+import io
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow.parquet
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import common
+
+TEXT = datasets.Value("string")
+COLUMNS = datasets.Features({"image": datasets.Image(), "problem": TEXT, "solution": TEXT})
+LETTERS = "ABCDEF"
+KINDS = {  # what an image of a set contains, and what is asked for
+    "flower": ("a plant", "species of the plant"),
+    "pets": ("a pet", "species of the pet"),
+    "aircraft": ("an aircraft", "model of the aircraft"),
+    "car": ("a car", "model of the car"),
+}
+
+
+def row(image: bytes, problem: str, solution: str) -> dict:
+    """Return a row as the hub's training sets have it."""
+    return {"image": {"bytes": image, "path": None}, "problem": problem, "solution": f"<answer> {solution} </answer>"}
+
+
+def geoqa(prompts: str, folder: str) -> Iterator[tuple[str, dict]]:
+    """Yield (set, row) of R1-V's questions; image_path is under the folder."""
+    for question in map(json.loads, Path(prompts).read_text(encoding="utf-8").splitlines()):
+        image = (Path(folder) / question["image_path"]).read_bytes()
+        yield "geoqa", row(image, question["question"], question["ground_truth"])
+
+
+def sat(file: str, count: int = 15_000) -> Iterator[tuple[str, dict]]:
+    """Yield (set, row) of SAT's first rows that have one image; options in a seeded order, asked as CV-Bench asks."""
+    batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=100)
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, one in enumerate(itertools.islice(rows, count)):
+        if len(one["image_bytes"]) == 1:
+            words = np.random.default_rng(number).permutation(one["answers"]).tolist()
+            options = [f"({letter}) {word}" for letter, word in zip(LETTERS, words, strict=False)]
+            problem = "\n".join([f"{one['question']} Select from the following choices.", *options])
+            yield "sat", row(one["image_bytes"][0], problem, options[words.index(one["correct_answer"])])
+
+
+def cvbench(source: str) -> Iterator[tuple[str, dict]]:
+    """Yield (set, row) of CV-Bench, a set for each task; a solution is "(C)" and the words of that choice."""
+    for one in common.read_table(source, "cvbench").cast_column("image", datasets.Image(decode=False)):
+        words = one["choices"][LETTERS.index(one["answer"].strip("()"))]
+        task = f"cvbench-{one['task'].lower()}"
+        yield task, row(one["image"]["bytes"], one["prompt"], f"{one['answer']} {words}")
+
+
+def lisa(folder: str) -> Iterator[tuple[str, dict]]:
+    """Yield (set, row) of ReasonSeg's images, each with a .json beside it: the box around all polygons of the target,
+    in thousandths; of the training set every wording of a question, else the first."""
+    split = Path(folder).name
+    for file in sorted(Path(folder).glob("*.json")):
+        about = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        image = file.with_suffix(".jpg").read_bytes()
+        targets = [shape["points"] for shape in about["shapes"] if shape["label"] not in ("flag", "ignore")]
+        share = np.concatenate(targets) / Image.open(io.BytesIO(image)).size
+        box = (1000 * np.concatenate([share.min(0), share.max(0)])).astype(int).clip(0, 1000)
+        for text in about["text"] if split == "train" else about["text"][:1]:
+            problem = (
+                f"Output the bounding box in the image corresponding to the instruction: {text} Output the thinking "
+                'process in <think> </think> and your grouding box. Following "<think> thinking process </think>\n'
+                '<answer>(x1,y1),(x2,y2)</answer>)" format.'
+            )
+            yield f"lisa-{split}", row(image, problem, "({},{}),({},{})".format(*box))
+
+
+def classes(kind: str, listed: str, names: str, folder: str) -> Iterator[tuple[str, dict]]:
+    """Yield (set, row) of a list of {path: {"label": number}}, the names of the classes, a line each, and the folder
+    with the images, found by the last part of their paths."""
+    what, asked = KINDS[kind]
+    problem = (
+        f"This is an image containing {what}. Please identify the {asked} based on the image.\nOutput the thinking "
+        "process in <think> </think> and final answer in <answer> </answer> tags.The output answer format should be as "
+        "follows:\n<think> ... </think> <answer>species name</answer>\nPlease strictly follow the format."
+    )
+    name_of = Path(names).read_text(encoding="utf-8").splitlines()
+    files = {file.name: file for file in Path(folder).rglob("*.*")}
+    for path, about in (pair for one in torch.load(listed, weights_only=True) for pair in one.items()):
+        yield kind, row(files[Path(path).name].read_bytes(), problem, name_of[int(about["label"])].strip())
+
+
+def main() -> None:
+    makers = {f.__name__: f for f in (geoqa, sat, cvbench, lisa)}
+    makers |= {kind: functools.partial(classes, kind) for kind in KINDS}
+    kind, *sources = sys.argv[1:] or [""]
+    if kind not in makers:
+        raise SystemExit(__doc__)
+    sets = {}
+    for name, one in makers[kind](*sources):
+        sets.setdefault(name, []).append(one)
+    Path("data").mkdir(exist_ok=True)
+    for name, rows in sets.items():
+        datasets.Dataset.from_list(rows, COLUMNS).to_parquet(f"data/{name}.parquet")
+        print(f"data/{name}.parquet: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Rewards of GPG's multimodal runs: --reward tools/rewards.py:NAME, a float of (completion, data row).
+
+The row's `solution` is "<answer> … </answer>", as in leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what
+tools/images.py prepares has it, too. The format's reward is gpg.py's --format-reward: with it in here `accuracy` and
+evaluation would count format alone as right. docs/gpg.md says what the released rewards do otherwise.
+"""
+
+import functools
+import os
+import re
+from types import SimpleNamespace
+
+import common
+
+UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")  # GEOQA's 3cm, 5cm^2^ and 9米
+BOX = re.compile(r"\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)\s*,\s*\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)")
+
+
+def inside(text: str) -> str:
+    """Return what the first <answer> of a text holds; empty where none is whole."""
+    answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
+    return answer.strip() if closed else ""
+
+
+def reference(row: dict) -> str:
+    """Return the solution of a row, out of its tags if it has some."""
+    return inside(row["solution"]) or row["solution"].strip()
+
+
+# ----------------------------------------------------------------------------------------------------- GEOQA (Table 5)
+@functools.cache
+def verifier() -> common.Verifier:
+    """Return common.py's verifier with one process, which may be killed; a rank that needs it starts its own."""
+    return common.Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=os.cpu_count()))
+
+
+def latex(answer: str) -> str:
+    """Return an answer as common.py's verifier reads it: without GEOQA's units, roots and pi in LaTeX."""
+    answer = re.sub(r"√\s*(?:\{(\w+)\}|\((\w+)\)|(\d+|\w))", r"\\sqrt{\1\2\3}", UNIT.sub("", answer))
+    return answer.replace("π", r"\pi ")
+
+
+def geoqa(completion: str, row: dict) -> float:
+    """Return 1.0 where the answer equals the reference as a string or in mathematics, units left aside, else 0.0."""
+    answer, gold = inside(completion), reference(row)
+    return float(answer == gold) or verifier().grade([rf"\boxed{{{latex(answer)}}}"], [latex(gold)])[0]
+
+
+# -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)
+def squeezed(name: str) -> str:
+    """Return a class name as the released code compares it."""
+    return name.replace(" ", "").replace("_", "").lower()
+
+
+def class_name(completion: str, row: dict) -> float:
+    """Return 1.0 where the answer is the name of the class, case, spaces and underscores left aside, else 0.0."""
+    return float(squeezed(inside(completion)) == squeezed(reference(row)))
+
+
+def class_name_released(completion: str, row: dict) -> float:
+    """Return 1.0 where answer or name is part of the other, as released, else 0.0. This takes an empty answer, "e" for
+    a rose, a list of all classes and, where there is no answer in tags, any text in which the name occurs."""
+    tagged = re.search("<answer>.*?</answer>", completion, re.DOTALL)
+    answer, gold = squeezed(inside(completion) if tagged else completion), squeezed(reference(row))
+    return float(answer in gold or gold in answer)
+
+
+def option(completion: str, row: dict) -> float:
+    """Return 1.0 where the answer is the letter, the words or both of a solution such as "(B) left", else 0.0."""
+    letter, _, words = reference(row).partition(" ")
+    answer, *right = (
+        " ".join(re.findall(r"\w+", text.lower())) for text in (inside(completion), letter, words, f"{letter} {words}")
+    )
+    return float(bool(answer) and answer in right)
+
+
+# ------------------------------------------------------------------------------------------------------ LISA (Table 8)
+def box_of(text: str) -> tuple[int, ...]:
+    """Return (x1, y1, x2, y2), thousandths of the image's sides, of a text's only box; empty where it has none, several
+    or one that is inside out or leaves the image."""
+    boxes = [tuple(map(int, found)) for found in BOX.findall(text)]
+    valid = len(boxes) == 1 and boxes[0][0] < boxes[0][2] <= 1000 and boxes[0][1] < boxes[0][3] <= 1000
+    return boxes[0] if valid else ()
+
+
+def overlap(completion: str, row: dict) -> tuple[float, float]:
+    """Return intersection over union of the answer's box and the reference's, and union over the smallest box around
+    both; zeros without a box."""
+    box, gold = box_of(inside(completion)), box_of(reference(row))
+    if not box:
+        return 0.0, 0.0
+    least, most = [*map(min, box, gold)], [*map(max, box, gold)]
+    shared = max(0, least[2] - most[0]) * max(0, least[3] - most[1])
+    union = sum((x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (box, gold)) - shared
+    return shared / union, union / ((most[2] - least[0]) * (most[3] - least[1]))
+
+
+def iou(completion: str, row: dict) -> float:
+    """Return the boxes' IoU (B.4)."""
+    return overlap(completion, row)[0]
+
+
+def giou(completion: str, row: dict) -> float:
+    """Return the boxes' GIoU + 1, as released, which is IoU plus union over hull: 0 without a box, 2 for the same."""
+    return sum(overlap(completion, row))
