@@ -277,6 +277,13 @@ size() {  # model, data and evaluation
   esac
 }
 
+squares() {  # image or ground, on which the toy that sees is made at first use, in some three minutes
+  local toy=tools/toy-images
+  flags+=(--model $toy/model --dataset "$toy/$1-train.parquet" --eval "$toy/$1-heldout.parquet" --image-column image)
+  if [ "$1" = ground ]; then flags+=(--reward tools/rewards.py:box_iou); fi
+  if [ -z "${DRY:-}" ] && [ ! -f $toy/model/model.safetensors ]; then setup; "$python" tools/toy_images.py; fi
+}
+
 start() {
   if [ -n "${DRY:-}" ]; then printf '%q ' "$script" "${flags[@]}" "$@"; echo; exit; fi
   setup
@@ -300,6 +307,9 @@ case $word in
     "$python" tools/plot.py "$run" -o "$run/curve.png"
     echo "samples  $run/samples/"
     echo "model    $run/model/" ;;
+  *-image-toy | *-ground-toy)
+    kind=${word%-toy}; kind=${kind##*-}; word=${word%-"$kind"-toy}-toy
+    method "${word%-toy}"; size toy; squares "$kind"; start "$@" ;;
   *-*-*[0-9]k) size=${word##*-}; rest=${word%-*}; method "${rest%-*}"; size "${rest##*-}-$size"; start "$@" ;;
   grpo-math | grpo-rs[13]) method grpo-kl; size "${word#grpo-}"; start "$@" ;;
   sspo-clip-cov-*) method clip-cov; size "sspo-${word##*-}"; start "$@" ;;
