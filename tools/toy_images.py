@@ -1,29 +1,35 @@
 """A toy that sees: a 0.7 M-parameter Qwen2-VL taught by a teacher that hardly tells colours; questions about squares.
 
-An image of 32 x 32 pixels has two to four squares on white, and a question. One about colours is answered square by
-square, from left to right, with a blank line after each. `what colour is the leftmost square?` and `... the rightmost
-square?` are others. Where a square is, is answered by its left, top, right and bottom in thousandths of the image:
+An image of 32 x 32 pixels has four squares, one in each quarter of its width, and a question. One about colours is
+answered square by square, from left to right, with a blank line after each; `what colour is the leftmost square?` and
+`... the rightmost square?` are others. Where a square is, is answered by the corners of its box in thousandths of the
+image, as Qwen2-VL does it:
 
     how many squares are red?
     green
 
     red
 
+    blue
+
+    green
+
     \\boxed{1}
 
     where is the red square?
-    \\boxed{[344,125,625,406]}
+    <answer>(312,375),(469,531)</answer>
 
-The teacher sees every square, knows its colour with probability 0.2 and else guesses, red most often. Asked where one
-is, it points at any square every other time, and each edge lies up to 3 pixels too far to the right or below. A model
-that imitates it finds squares well and hardly looks at their colours: greedy decoding calls every square red. What is
-left for reinforcement learning to teach is to see the colours, and the edges.
+The teacher knows a square's colour with probability 0.3 and else guesses, red most often. Asked where one is, it points
+at any square every other time, and each edge lies up to 2 pixels too far to the right or below. A model that imitates
+it hardly looks at colours and draws boxes that are a little off, in greedy decoding as well. What is left for
+reinforcement learning to teach is to see the colours, and the edges.
 
     python tools/toy_images.py      # writes tools/toy-images/: model (bf16), image-train, image-heldout, ground-train,
-                                    # ground-heldout (.parquet files of image, problem and answer)
+                                    # ground-heldout (.parquet files of image, problem, answer, solution)
 
-No problem of the files was used to teach. The same seed gives the same problems; the weights also depend on the order
-of floating-point sums, so on the machine and its number of threads.
+The background has less red to the right and less green below, which tells every patch where it lies. No problem of the
+files was used to teach. The same seed gives the same problems; the weights also depend on the order of floating-point
+sums, so on the machine and its number of threads.
 """
 
 import argparse
@@ -31,7 +37,6 @@ import io
 import json
 import random
 import re
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,9 +49,8 @@ from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditiona
 
 FOLDER = Path(__file__).parent / "toy-images"
 SIZE = 32  # pixels of the image's side
-PATCH = 4  # pixels of a patch's side; the language model gets a token for 2 x 2 patches
-SQUARES = (2, 4)
-SIDES = (5, 10)  # pixels
+CELL = 8  # pixels of the side of what the language model gets a token for: 2 x 2 patches
+SIDES = (4, 7)  # pixels
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 30)}
 QUESTIONS = {
     "count": "how many squares are {}?",
@@ -56,10 +60,10 @@ QUESTIONS = {
 }
 ABOUT_COLOURS, ABOUT_PLACES = ("count", "left", "right"), ("where",)
 TAUGHT = (*ABOUT_COLOURS, *ABOUT_PLACES * 3)  # as many of the one as of the other
-GUESSED = (3, 1, 1, 1)  # weights of the teacher's guesses, such that red stays the likeliest for every square
-KNOWN = 0.2  # squares whose colour the teacher does not guess
+GUESSED = (4, 1, 1, 1)  # weights of the teacher's guesses, such that red stays the likeliest for every square
+KNOWN = 0.3  # squares whose colour the teacher does not guess
 POINTED = 0.5  # boxes of the square that was asked for; else of any
-OFF = (2, 3, 2, 1)  # weights of 0, 1, 2, 3 pixels by which an edge lies too far to the right or below
+OFF = (1, 2, 1)  # weights of 0, 1, 2 pixels by which an edge lies too far to the right or below
 FILES = (
     ("image-heldout", 200, ABOUT_COLOURS),
     ("ground-heldout", 200, ABOUT_PLACES),
@@ -93,22 +97,13 @@ class Problem(NamedTuple):
 
 # -------------------------------------------------------------------------------------------------------- the problems
 def draw(rng: random.Random) -> tuple[Square, ...]:
-    """Return squares from left to right, a pixel or more from each other and from the image's edges."""
-    count = rng.randint(*SQUARES)
-    while True:
-        squares = []
-        for _ in range(count):
-            side = rng.randint(*SIDES)
-            left, top = rng.randint(1, SIZE - side - 1), rng.randint(1, SIZE - side - 1)
-            squares.append(Square(rng.choice(list(COLOURS)), left, top, side))
-        if all(apart(one, other) for one, other in combinations(squares, 2)):
-            return tuple(sorted(squares, key=lambda square: square.left))
-
-
-def apart(one: Square, other: Square) -> bool:
-    """Return whether two squares neither touch nor begin at the same left, so that their order can be seen."""
-    gaps = [max(a - b - other.side, b - a - one.side) for a, b in ((one.left, other.left), (one.top, other.top))]
-    return max(gaps) > 0 and abs(one.left - other.left) > 1
+    """Return a square in each column of cells, from left to right; a cell's first row and column stay free."""
+    squares = []
+    for column in range(0, SIZE, CELL):
+        side, row = rng.randint(*SIDES), CELL * rng.randrange(SIZE // CELL)
+        left, top = column + rng.randint(1, CELL - side), row + rng.randint(1, CELL - side)
+        squares.append(Square(rng.choice(list(COLOURS)), left, top, side))
+    return tuple(squares)
 
 
 def ask(rng: random.Random, kinds: tuple[str, ...]) -> Problem:
@@ -128,8 +123,10 @@ def ask(rng: random.Random, kinds: tuple[str, ...]) -> Problem:
 
 
 def paint(squares: tuple[Square, ...]) -> Image.Image:
-    """Return the image."""
+    """Return the image, whose background has less red to the right and less green below."""
     pixels = np.full((SIZE, SIZE, 3), 255, np.uint8)
+    pixels[..., 0] -= 3 * np.arange(SIZE, dtype=np.uint8)
+    pixels[..., 1] -= 3 * np.arange(SIZE, dtype=np.uint8)[:, None]
     for colour, left, top, side in squares:
         pixels[top : top + side, left : left + side] = COLOURS[colour]
     return Image.fromarray(pixels)
@@ -141,12 +138,13 @@ def corners(square: Square) -> list[int]:
 
 
 def box(pixels: list[int]) -> str:
-    """Return a box as it is written, in thousandths of the image."""
-    return "[" + ",".join(str(round(1000 * pixel / SIZE)) for pixel in pixels) + "]"
+    """Return a box as Qwen2-VL writes it, in thousandths of the image."""
+    left, top, right, bottom = (round(1000 * pixel / SIZE) for pixel in pixels)
+    return f"({left},{top}),({right},{bottom})"
 
 
 def answer(problem: Problem) -> str:
-    """Return the answer, without its \\boxed{}."""
+    """Return the answer, without \\boxed{} or <answer> around it."""
     seen = [square.colour for square in problem.squares]
     if problem.kind == "count":
         return str(seen.count(problem.colour))
@@ -156,30 +154,27 @@ def answer(problem: Problem) -> str:
 
 
 def teach(rng: random.Random, problem: Problem) -> str:
-    """Return the teacher's response: colours, a blank line after each, and the boxed result; or a boxed box alone."""
+    """Return the teacher's response: colours, a blank line after each, and the boxed result; or a box."""
     if problem.kind == "where":
         asked = [square for square in problem.squares if square.colour == problem.colour]
         square = rng.choice(asked if rng.random() < POINTED else problem.squares)
         off = rng.choices(range(len(OFF)), OFF, k=4)
-        return boxed(box([min(edge + more, SIZE) for edge, more in zip(corners(square), off, strict=True)]))
+        edges = [min(edge + more, SIZE) for edge, more in zip(corners(square), off, strict=True)]
+        return f"<answer>{box(edges)}</answer>"
     seen = []
     for square in problem.squares:
         guess = rng.choices(list(COLOURS), GUESSED)[0]
         seen.append(square if rng.random() < KNOWN else square._replace(colour=guess))
     steps = "".join(f"{square.colour}\n\n" for square in seen)
-    return steps + boxed(answer(problem._replace(squares=tuple(seen))))
-
-
-def boxed(text: str) -> str:
-    """Return the end of a response."""
-    return f"\\boxed{{{text}}}"
+    return steps + f"\\boxed{{{answer(problem._replace(squares=tuple(seen)))}}}"
 
 
 def row(problem: Problem) -> dict:
-    """Return the problem as the data has it."""
+    """Return the problem as the data has it; `solution` is for the rewards of tools/rewards.py."""
     encoded = io.BytesIO()
     paint(problem.squares).save(encoded, "PNG")
-    return {"image": {"bytes": encoded.getvalue(), "path": None}, "problem": problem.text, "answer": answer(problem)}
+    right = {"answer": answer(problem), "solution": f"<answer>{answer(problem)}</answer>"}
+    return {"image": {"bytes": encoded.getvalue(), "path": None}, "problem": problem.text, **right}
 
 
 def write_problems(folder: Path, seed: int) -> set[Problem]:
@@ -193,9 +188,8 @@ def write_problems(folder: Path, seed: int) -> set[Problem]:
             if problem not in taken:
                 taken.add(problem)
                 problems.append(problem)
-        columns = {"image": datasets.Image(), "problem": datasets.Value("string"), "answer": datasets.Value("string")}
-        table = datasets.Dataset.from_list([row(problem) for problem in problems], datasets.Features(columns))
-        table.to_parquet(folder / f"{name}.parquet")
+        table = datasets.Dataset.from_list([row(problem) for problem in problems])
+        table.cast_column("image", datasets.Image()).to_parquet(folder / f"{name}.parquet")
     return taken
 
 
@@ -204,23 +198,25 @@ def make_processors(folder: Path):
     """Save the tokenizer and the settings by which images become patches; return both."""
     words = set(re.findall("[a-z]+", " ".join([*QUESTIONS.values(), *COLOURS])))
     words = sorted(words, key=lambda word: (-len(word), word))  # merges of a short one may break a longer one
-    tokenizer = make_tokenizer(folder, ("\\boxed", *(f"Ġ{word}" for word in words), *words), SPECIAL)
+    spelled = ("\\boxed", *(f"Ġ{word}" for word in words), *words, "<answer", "answer")
+    tokenizer = make_tokenizer(folder, spelled, extra_special_tokens=[*SPECIAL])
     for word in words:
         assert len(tokenizer.tokenize(f"{word} {word}")) == 2, f"{word} is several tokens"
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2VLProcessor",
-        "patch_size": PATCH,
+        "patch_size": CELL // 2,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "size": {"shortest_edge": 4 * PATCH**2, "longest_edge": SIZE**2},
+        "size": {"shortest_edge": CELL**2, "longest_edge": SIZE**2},
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
     return tokenizer, AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
 def make_model(tokenizer) -> Qwen2VLForConditionalGeneration:
-    """Return the untaught model in float32: a tower of 2 layers of 64, then 3 layers of 128 as in the text toy."""
+    """Return the untaught model in float32: 2 layers of 64 that see, 3 of 128 that read and write, tied embeddings. At
+    these widths it learns to see sooner from larger initial weights than the usual 0.02."""
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -229,6 +225,7 @@ def make_model(tokenizer) -> Qwen2VLForConditionalGeneration:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
+        "initializer_range": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
         "tie_word_embeddings": True,
         "eos_token_id": tokenizer.eos_token_id,
@@ -237,11 +234,12 @@ def make_model(tokenizer) -> Qwen2VLForConditionalGeneration:
     }
     vision = {
         "depth": 2,
+        "initializer_range": 0.1,
         "embed_dim": 64,
         "hidden_size": 128,
         "num_heads": 2,
         "mlp_ratio": 2,
-        "patch_size": PATCH,
+        "patch_size": CELL // 2,
         "temporal_patch_size": 2,
         "spatial_merge_size": 2,
     }
@@ -254,7 +252,7 @@ def make_model(tokenizer) -> Qwen2VLForConditionalGeneration:
 def inputs_of(tokenizer, processor, problems: list[Problem], responses: list[str]) -> tuple[dict, torch.Tensor]:
     """Return the model's inputs, an image, a question and a response in each row, and labels as `lay_out` has them."""
     start, image, end, _ = SPECIAL
-    seen = start + image * (SIZE // PATCH // 2) ** 2 + end
+    seen = start + image * (SIZE // CELL) ** 2 + end
     prompts = [f"{seen}{problem.text}\n" for problem in problems]
     ids, labels = lay_out(tokenizer, prompts, [response + END for response in responses])
     patches = processor(images=[paint(problem.squares) for problem in problems], return_tensors="pt")
