@@ -78,6 +78,9 @@ METHOD of sps.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k (model a
   sps-k1, sps-k2, sps-k3, sps-k4, sps-k5  1 to 5 demonstrations of each prompt, all used (Fig. 4; k sizes: two epochs)
 METHOD of sspo.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k:
   dapo, gspo   Table 2's of SPS
+SIZE image-toy or ground-toy, of every METHOD that has toy: a toy that sees, made at first use in some three minutes
+  gpg-image-toy     how many squares are red? (tools/toy_images.py)
+  gpg-ground-toy    where is the red square? The reward is the box's IoU
 END
 }
 
@@ -306,6 +309,13 @@ size() {  # model, data and evaluation
   esac
 }
 
+squares() {  # image or ground, on which the toy that sees is made at first use, in some three minutes
+  local toy=tools/toy-images
+  flags+=(--model $toy/model --dataset "$toy/$1-train.parquet" --eval "$toy/$1-heldout.parquet" --image-column image)
+  if [ "$1" = ground ]; then flags+=(--reward tools/rewards.py:iou); fi
+  if [ -z "${DRY:-}" ] && [ ! -f $toy/model/model.safetensors ]; then setup; "$python" tools/toy_images.py; fi
+}
+
 start() {
   if [ -n "${DRY:-}" ]; then printf '%q ' "$script" "${flags[@]}" "$@"; echo; exit; fi
   setup
@@ -329,6 +339,9 @@ case $word in
     "$python" tools/plot.py "$run" -o "$run/curve.png"
     echo "samples  $run/samples/"
     echo "model    $run/model/" ;;
+  *-image-toy | *-ground-toy)
+    kind=${word%-toy}; kind=${kind##*-}; word=${word%-"$kind"-toy}-toy
+    method "${word%-toy}"; size toy; squares "$kind"; start "$@" ;;
   *-*-*[0-9]k) size=${word##*-}; rest=${word%-*}; method "${rest%-*}"; size "${rest##*-}-$size"; start "$@" ;;
   grpo-math | grpo-rs[13]) method grpo-kl; size "${word#grpo-}"; start "$@" ;;
   grpo-geoqa | grpo-flower | grpo-pets | grpo-aircraft | grpo-car | grpo-sat | grpo-lisa)

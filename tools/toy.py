@@ -125,9 +125,9 @@ def write_problems(folder: Path, seed: int) -> set[str]:
     return taken
 
 
-def make_tokenizer(folder: Path, words: tuple[str, ...] = ("\\boxed",), special: tuple[str, ...] = ()):
-    """Save and reload a byte-level Qwen2 tokenizer in which a blank line and the words are single tokens, as are the
-    special ones, which no text can spell in pieces.
+def make_tokenizer(folder: Path, words: tuple[str, ...] = ("\\boxed",), **options):
+    """Save and reload a byte-level Qwen2 tokenizer in which a blank line and the words are single tokens; `options` are
+    Qwen2Tokenizer's.
 
     Raises AssertionError where text does not survive the round trip: AutoTokenizer builds the class that it knows for
     the model type, whatever was saved.
@@ -138,9 +138,7 @@ def make_tokenizer(folder: Path, words: tuple[str, ...] = ("\\boxed",), special:
     merges = list(dict.fromkeys(merges))  # words may begin alike
     pieces = letters + ["".join(pair) for pair in merges]
     vocab = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab, merges=merges, unk_token=END, eos_token=END, pad_token=END, extra_special_tokens=[*special]
-    )
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, unk_token=END, eos_token=END, pad_token=END, **options)
     tokenizer.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for text in ("x+32\n\nd>23\n\n\\boxed{23}", "a b\n c\n\n\nd\t\\boxed{é}"):
