@@ -26,7 +26,7 @@ def random_seeing_model(folder: Path, kind: str, tied: bool) -> Path:
     """Save a random qwen2_vl or qwen2_5_vl with a tower of 3 blocks and 2 layers, its tokenizer, and problems."""
     from toy import make_tokenizer
 
-    tokenizer = make_tokenizer(folder, special=SPECIAL)
+    tokenizer = make_tokenizer(folder, extra_special_tokens=[*SPECIAL])
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
