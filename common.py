@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
+import io
 import json
 import logging
 import math
@@ -29,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -42,6 +43,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import snapshot_download
+from PIL import Image, ImageOps
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -76,6 +78,8 @@ class Args:
     eval: str = ""  # Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation.
     problem_column: str = ""  # Of the training problems. Empty: problem, question or prompt.
     answer_column: str = ""  # Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model.
+    image_column: str = ""  # Image in front of a problem, in all sets, for Qwen2-VL and Qwen2.5-VL. Empty: none.
+    max_pixels: PositiveInt = 401408  # Larger images are shrunk to so many pixels (GPG's released scripts).
     subset: NonNegativeInt = 0  # Train on so many problems, drawn uniformly by --seed. 0: on all.
     template: str = "qwen-math"  # plain, qwen-math; tokenizer's format: chat, chat-boxed; the script's; or a text file.
     run_dir: str = ""  # Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
@@ -130,6 +134,8 @@ def validate(args: Args, world: "World") -> None:
     except ValidationError as error:
         wrong = error.errors()[0]
         need(False, f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}")
+    missing = args.image_column and not [*importlib.metadata.distributions(name="torchvision")]
+    need(not missing, "--image-column: needs torchvision, of the build that fits torch")
     need(not args.track or [*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
     own = Path(args.template)
     fits = args.template in PROMPTS or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8"))
@@ -230,6 +236,40 @@ DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
 
 
 @dataclass(frozen=True)
+class Picture:
+    """An image as it was encoded; `grid` is its height and width in tokens, `token` the id that stands for each."""
+
+    data: bytes
+    processor: "transformers.BaseImageProcessor"
+    grid: tuple[int, int]
+    token: int
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def patches(self) -> int:
+        return self.tokens * self.processor.merge_size**2
+
+    def open(self) -> Image.Image:
+        """Return the image upright, what is transparent on white: vLLM would do so, transformers would not."""
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+    def pixels(self) -> torch.Tensor:
+        """Return what the vision tower takes, a row for each patch."""
+        return self.processor(images=[self.open()], return_tensors="pt")["pixel_values"][: self.patches]
+
+    def positions(self, at: int, length: int) -> torch.Tensor:
+        """Return positions_3N (time, height, width) of a sequence of this length with the image's tokens from `at` on:
+        text counts on in all three, the image's tokens have their place in it, and text goes on behind the largest."""
+        image = torch.cartesian_prod(torch.zeros(1, dtype=torch.long), *map(torch.arange, self.grid)).T
+        rest = torch.arange(length - at - self.tokens) + max(self.grid)
+        return torch.cat([torch.arange(-at, 0).expand(3, -1), image, rest.expand(3, -1)], 1) + at
+
+
+@dataclass(frozen=True)
 class Problem:
     """A problem: text, the prompt's token ids, the reference answer, and for a --reward of one's own the data's row."""
 
@@ -237,6 +277,22 @@ class Problem:
     prompt_ids: list[int]
     answer: str
     row: dict | None = None
+    image: Picture | None = None
+
+    def for_sampler(self) -> dict:
+        """Return the prompt as vLLM takes it, with one placeholder for an image, which it multiplies itself."""
+        if not self.image:
+            return {"prompt_token_ids": self.prompt_ids}
+        at = self.prompt_ids.index(self.image.token)
+        ids = self.prompt_ids[: at + 1] + self.prompt_ids[at + self.image.tokens :]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
+
+
+def empty_model(config, **how):
+    """Return transformers' model of a config without weights, with a vision tower where the config has one."""
+    kind = transformers.AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config, trust_remote_code=False, **how)
 
 
 def load_model_folder(args: Args) -> Path:
@@ -255,15 +311,18 @@ def load_model_folder(args: Args) -> Path:
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
         need(False, f"{flag}: cannot be read, and no code in it is run ({error})")
-    other = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
-    other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(config, name, None)]
+    kind = config.model_type if hasattr(config, "vision_config") else ""
+    need(kind or not args.image_column, f"--image-column {args.image_column}: {flag} has no vision tower")
+    need(kind in ("", "qwen2_vl", "qwen2_5_vl"), f"{flag}: of models that see only qwen2_vl and qwen2_5_vl, not {kind}")
+    text = config.get_text_config()
+    other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention"})
+    other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
     need(not other, f"{flag}: has {other}; only plain causal attention is supported")
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    decoder = getattr(lm, "model", None)
+    lm = empty_model(config)
+    decoder = lm.get_decoder()
     known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
     need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
-    longest, limit = longest_sequence(args), config.max_position_embeddings
+    longest, limit = longest_sequence(args), text.max_position_embeddings
     need(longest <= limit, f"{flag}: context {limit}, and a prompt with its response may have {longest}")
     return folder
 
@@ -301,22 +360,34 @@ def read_table(source: str, flag: str) -> datasets.Dataset:
     return table[split]
 
 
-def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem]:
-    """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
-    row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
-    table = read_table(source, flag)
-    graded = args.reward == "math"
+def choose_columns(table: datasets.Dataset, source: str, args: Args, flag: str) -> dict[str, str]:
+    """Return the columns of problem, answer and image that are read. Raises ValueError for one that is not there."""
+    roles = ["problem"] + ["answer"] * (args.reward == "math") + ["image"] * bool(args.image_column)
     columns = {}
-    for role in ("problem", "answer") if graded else ("problem",):
-        own = getattr(args, f"{role}_column") if flag == "--dataset" else ""
+    for role in roles:
+        own = getattr(args, f"{role}_column") if flag == "--dataset" or role == "image" else ""
         wanted = [own] if own else ALIASES[role]
         columns[role] = next((column for column in wanted if column in table.column_names), None)
         seen = f"looked for {list(wanted)}, saw {table.column_names}; --{role}-column names another"
         need(columns[role], f"{flag} {source}: no {role} column; {seen}")
+    return columns
+
+
+def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem]:
+    """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
+    row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
+    table = read_table(source, flag)
+    columns = choose_columns(table, source, args, flag)
     verl = "reward_model" in table.column_names
+    graded = "answer" in columns
     if graded:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns(list(columns.values()))
-    vocabulary = AutoConfig.from_pretrained(tokenizer.name_or_path).vocab_size
+    config = AutoConfig.from_pretrained(tokenizer.name_or_path)
+    read = None
+    if "image" in columns:
+        table = table.cast_column(args.image_column, datasets.Image(decode=False))
+        processor = transformers.AutoImageProcessor.from_pretrained(config.name_or_path, max_pixels=args.max_pixels)
+        read = functools.partial(read_picture, processor, config.image_token_id)
     problems = []
     left_out = Counter()
     texts = set()
@@ -329,21 +400,45 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem
             left_out["repeated"] += 1
             continue
         texts.add(text)
-        prompt_ids = tokenizer.encode(prompt_of(text, args.template, tokenizer), add_special_tokens=False)
-        unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= vocabulary])
-        need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {vocabulary}: {unknown}")
+        image = read(row.pop(args.image_column), where) if read else None
+        prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config, where)
         answer = reference_answer(row[columns["answer"]], columns["answer"]) if graded else "(graded by --reward)"
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(text, prompt_ids, answer, None if graded else row))
+            problems.append(Problem(text, prompt_ids, answer, None if graded else row, image))
     need(problems, f"{flag} {source}: no usable row among {len(table)}; left out: {dict(left_out)}")
     if os.environ.get("RANK", "0") == "0":
-        prompt = tokenizer.decode(problems[0].prompt_ids)
+        prompt = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
         print(f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; the first prompt: {prompt!r}")
     return problems
+
+
+def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, config, where: str) -> list[int]:
+    """Return a problem's prompt as token ids, an image's in front of the problem's text."""
+    shown = f"<|vision_start|>{'<|image_pad|>' * image.tokens}<|vision_end|>{text}" if image else text
+    prompt_ids = tokenizer.encode(prompt_of(shown, template, tokenizer), add_special_tokens=False)
+    vocabulary = config.get_text_config().vocab_size
+    unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= vocabulary])
+    need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {vocabulary}: {unknown}")
+    places = prompt_ids.count(getattr(config, "image_token_id", None))
+    need(places == (image.tokens if image else 0), f"{where}: holds <|image_pad|>, where images stand: {text!r}")
+    return prompt_ids
+
+
+def read_picture(processor, token: int, value, where: str) -> Picture | None:
+    """Return the image of a row, bytes or a path as `datasets` has it; None where there is none. Raises ValueError,
+    naming the row, for what cannot be read or has a shape that the model does not take."""
+    if value is None:
+        return None
+    try:
+        image = Picture(value["bytes"] or Path(value["path"]).read_bytes(), processor, (0, 0), token)
+        _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
+    except (OSError, ValueError) as error:
+        need(False, f"{where}: its image cannot be read ({' '.join(str(error).split())})")
+    return replace(image, grid=(height // processor.merge_size, width // processor.merge_size))
 
 
 def problem_text(value) -> str:
@@ -480,7 +575,8 @@ def cut(inputs: dict, tokens: torch.Tensor, device: str | torch.device = "cpu") 
 
 
 class Batch:
-    """The whole step, flat, the same on every rank: its response tokens end to end, in the order of the responses."""
+    """The whole step, flat, the same on every rank: its response tokens end to end, in the order of the responses.
+    packed_R is the length of prompt and response, total_R that and the image's patches: what a pass costs."""
 
     def __init__(self, groups: list[Group]):
         self.groups = groups
@@ -488,21 +584,47 @@ class Batch:
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         self.prompt_ids_R = [group.problem.prompt_ids for group in groups for _ in group.rollouts]
         self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
-        self.total_R = self.length_R + torch.tensor([len(ids) for ids in self.prompt_ids_R])
+        self.image_R = [group.problem.image for group in groups for _ in group.rollouts]
+        self.packed_R = self.length_R + torch.tensor([len(ids) for ids in self.prompt_ids_R])
+        self.total_R = self.packed_R + torch.tensor([image.patches if image else 0 for image in self.image_R])
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
 
+    def _places(self, responses: list[int], total: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a packed row's position ids, the pixels of its images, and image_N, the places of their tokens. Once a
+        step has an image each row needs one, or some ranks would run the tower alone: the dummy's is one token."""
+        first = next(filter(None, self.image_R), None)
+        if not first:
+            return {"position_ids": ranges(torch.zeros_like(total), total)[None]}
+        seen = [(self.image_R[r], self.prompt_ids_R[r]) for r in responses]
+        seen += [(replace(first, grid=(1, 1)), [first.token])] * (len(total) - len(seen))
+        positions, places, pixels, grids = [], [], [], []
+        for (image, prompt), length, end in zip(seen, total.tolist(), total.cumsum(0).tolist(), strict=True):
+            if not image:
+                positions.append(torch.arange(length).expand(3, -1))
+                continue
+            at = prompt.index(image.token)
+            positions.append(image.positions(at, length))
+            places.append(torch.arange(image.tokens) + end - length + at)
+            pixels.append(image.pixels())
+            grids.append([1, *(n * image.processor.merge_size for n in image.grid)])
+        row = {"position_ids": torch.cat(positions, 1)[:, None], "image_N": torch.cat(places)}
+        return row | {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
+
     def pack(self, responses: list[int], device: torch.device, inputs: dict | None = None) -> MicroBatch:
-        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. Of none: a dummy row of two."""
+        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. A row of none, or without the
+        images that others have, ends with a dummy sequence of two tokens."""
         chosen_R = torch.tensor(responses, dtype=torch.long)
+        blind = any(self.image_R) and not any(self.image_R[r] for r in responses)
+        dummy = [[0, 0]] * (blind or not responses)
         length = self.length_R[chosen_R]
-        total = self.total_R[chosen_R] if responses else torch.tensor([2])
+        total = torch.cat([self.packed_R[chosen_R], torch.tensor([2] * len(dummy), dtype=torch.long)])
         end = total.cumsum(0)
-        ids = [part for r in responses for part in (self.prompt_ids_R[r], self.rollout_R[r].ids)] or [[0, 0]]
+        ids = [part for r in responses for part in (self.prompt_ids_R[r], self.rollout_R[r].ids)] + dummy
         input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         index_T = ranges(end[: len(length)] - length - 1, length)
         token_T = ranges((self.length_R.cumsum(0) - self.length_R)[chosen_R], length)
-        row = {"input_ids": input_ids_N[None], "position_ids": ranges(torch.zeros_like(total), total)[None]}
+        row = {"input_ids": input_ids_N[None]} | self._places(responses, total)
         row |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), F.pad(end, (1, 0)).int())
         row = {name: x.to(device) for name, x in row.items()}
         row |= dict.fromkeys(("max_length_q", "max_length_k"), int(total.max()))
@@ -532,20 +654,21 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- policy
-def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
-    """Causal attention inside each sequence of a packed row; transformers' attention interface. query (1, H, N, D), key
-    and value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel. A CPU has none: a run of sequences of
-    similar length (`plan` sorts them) is laid out as rows of equal width, the padding behind each row's end."""
+def packed_attention(module, query, key, value, *_, scaling, cu_seq_lens_q, max_length_q, is_causal=True, **__):
+    """Attention inside each sequence of a packed row; transformers' attention interface. query (1, H, N, D), key and
+    value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel. A CPU has none: a run of sequences of equal
+    length, or if causal of similar (`plan` sorts them), is laid out as rows, the padding behind each row's end."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
     if query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
 
         borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        how = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
+        how = {"scale": scaling, "window_size": (-1, 0 if is_causal else -1), "enable_gqa": gqa}
         return varlen_attn(query, key, value, *borders, **how)[None], None
     lengths = cu_seq_lens_q.diff().long()
-    runs = lengths.split((2 * lengths.log2()).ceil().unique_consecutive(return_counts=True)[1].tolist())
+    alike = (2 * lengths.log2()).ceil() if is_causal else lengths
+    runs = lengths.split(alike.unique_consecutive(return_counts=True)[1].tolist())
     parts = [x.split([int(run.sum()) for run in runs]) for x in (query, key, value)]
     out = []
     for run, *dense in zip(runs, *parts, strict=True):
@@ -553,12 +676,13 @@ def packed_attention(module, query, key, value, mask, scaling=None, cu_seq_lens_
         place_N = ranges(torch.arange(size[0]) * size[1], run)
         dense = [x.new_zeros(math.prod(size), *x.shape[1:]).index_copy(0, place_N, x) for x in dense]
         dense = [x.unflatten(0, size).transpose(1, 2) for x in dense]
-        dense = F.scaled_dot_product_attention(*dense, is_causal=True, scale=scaling, enable_gqa=gqa)
+        dense = F.scaled_dot_product_attention(*dense, is_causal=is_causal, scale=scaling, enable_gqa=gqa)
         out.append(dense.transpose(1, 2).flatten(0, 1)[place_N])
     return torch.cat(out)[None], None
 
 
 AttentionInterface.register("packed", packed_attention)
+AttentionInterface.register("packed_flash", packed_attention)  # by this name transformers' towers say what they packed
 AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
 SKIPS_IN_A_ROW = 5  # updates
@@ -566,14 +690,16 @@ LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements in a chunk of the
 
 
 class Policy(torch.nn.Module):
-    """A decoder and its language head whose forward gives log-probs and entropies, never the logits. Parameter names
-    are those of the checkpoint. Tied weights are one parameter that serves twice."""
+    """A decoder, perhaps with a vision tower, and its language head, whose forward gives log-probs and entropies, never
+    the logits. Parameter names are transformers'. Tied weights are one parameter that serves twice."""
 
     def __init__(self, lm, temperature: float):
         super().__init__()
         self.model = lm.model
         self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
         self.temperature = temperature
+        if hasattr(self.model, "visual"):
+            self.model.visual.config._attn_implementation = "packed_flash"
 
     def _head(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, target_T: torch.Tensor):
         logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
@@ -586,8 +712,13 @@ class Policy(torch.nn.Module):
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), float32, both at
         the sampling temperature. The head sees response positions, a chunk at a time; the backward pass repeats it."""
-        hidden_NH = self.model(**micro.row, use_cache=False).last_hidden_state[0]
-        weight_VH = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
+        row = micro.row.copy()
+        embedding_NH = self.model.get_input_embeddings()(row.pop("input_ids")[0])
+        if "image_N" in row:  # by place, not by token: a response may hold the placeholder, too, as a word
+            features = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw")).pooler_output
+            embedding_NH = embedding_NH.index_copy(0, row.pop("image_N"), torch.cat(features).to(embedding_NH))
+        hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
+        weight_VH = (self.model.get_input_embeddings() if self.lm_head is None else self.lm_head).weight
         size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
         chunks = zip(hidden_NH[micro.index_T].split(size), micro.target_T.split(size), strict=True)
         parts = [checkpoint(self._head, hidden, weight_VH, target, use_reentrant=False) for hidden, target in chunks]
@@ -596,20 +727,23 @@ class Policy(torch.nn.Module):
 
 def load_policy(folder: Path, args: Args, world: World) -> Policy:
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed")
+    lm = empty_model(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="packed")
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
     dtypes = (torch.bfloat16, torch.float32) if world.device.type == "cuda" else ()  # of compute, of reductions
-    for module in (*policy.model.layers, policy):  # the head belongs to the last: gathered per chunk it would deadlock
+    tower = lm.model.visual.blocks if hasattr(lm.model, "visual") else ()
+    for module in (*tower, *lm.get_decoder().layers, policy):  # the head is the last's: per chunk it would deadlock
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
     if world.device.type == "cpu":
         policy.set_reshard_after_forward(False)  # the backward pass need not gather again what memory has room for
     policy.to_empty(device=world.device)
-    policy.model.rotary_emb = type(lm.model.rotary_emb)(config).to(world.device)  # its buffers are in no checkpoint
-    dcp.load(sharded.get_model_state_dict(policy), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    for module in [each for each in policy.modules() if hasattr(each, "inv_freq")]:  # buffers in no checkpoint
+        for name, buffer in type(module)(module.config).to(world.device).named_buffers():
+            module.register_buffer(name, buffer, persistent=False)
+    weights = sharded.get_model_state_dict(policy).items()  # models that see have other names in memory than on the hub
+    weights = {name.replace(".language_model", "").replace("model.visual", "visual"): x for name, x in weights}
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     return policy
 
 
@@ -633,11 +767,16 @@ def matmul_rate(device: torch.device) -> float:
 def mfu(policy: Policy, batch: Batch, tokens: int, seconds: float, world: World) -> float:
     """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward: 6 FLOP a weight,
     the head's at response tokens only, and 6 a layer, channel and position, since causal attention skips half."""
-    head = policy.model.embed_tokens.weight.numel()
-    body = sum(p.numel() for p in policy.parameters()) - head * (1 if policy.lm_head is None else 2)
-    width = sum(layer.self_attn.o_proj.in_features for layer in policy.model.layers)
-    attention = width * batch.total_R.double().square().sum()
-    flop = 6 * (body + (head * batch.length_R.sum() + attention).item() / batch.total_R.sum().item())
+    decoder = policy.model.get_decoder()
+    head = decoder.embed_tokens.weight.numel()
+    width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
+    body = sum(p.numel() for p in decoder.parameters()) - head
+    flop_R = body * batch.packed_R + head * batch.length_R + width * batch.packed_R.double().square()
+    if hasattr(policy.model, "visual"):  # its attention skips nothing; windows count as whole images
+        patches_R = (batch.total_R - batch.packed_R).double()
+        width = sum(block.attn.proj.in_features for block in policy.model.visual.blocks)
+        flop_R += sum(p.numel() for p in policy.model.visual.parameters()) * patches_R + 2 * width * patches_R.square()
+    flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
     return tokens * flop / max(seconds, 1e-9) / world.size / matmul_rate(world.device)
 
 
@@ -682,7 +821,7 @@ def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, ba
 
 
 def full_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (checkpoint name, whole tensor); every rank must take every item. Casting first halves the traffic."""
+    """Yield (name, whole tensor); every rank must take every item. Casting first halves the traffic."""
     for name, parameter in policy.named_parameters():
         yield name, parameter.detach().to(dtype).full_tensor()
 
@@ -691,12 +830,13 @@ def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, w
     """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
     weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
     if world.rank == 0:
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
+        lm = empty_model(AutoConfig.from_pretrained(source), dtype=dtype)
         if (source / "generation_config.json").is_file():
             lm.generation_config = GenerationConfig.from_pretrained(source)
         lm.save_pretrained(folder, state_dict=weights)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        if (source / "preprocessor_config.json").is_file():
+            transformers.AutoImageProcessor.from_pretrained(source).save_pretrained(folder)
     dist.barrier()
 
 
@@ -720,7 +860,7 @@ class Sampler:
         settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
         os.environ.update(settings | {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ)  # GiB
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its imports log before it reads that
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|transformers")
         torch._dynamo.config.disable = not cuda  # else a small function is compiled for seconds before the first token
         from vllm import LLM, SamplingParams
 
@@ -732,8 +872,7 @@ class Sampler:
         self.stop = stop_tokens(folder, tokenizer)
         config = AutoConfig.from_pretrained(folder)
         self.tied = config.tie_word_embeddings
-        with torch.device("meta"):
-            self.expected = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
+        self.expected = {name for name, _ in empty_model(config).named_parameters()}
         longest = longest_sequence(args)
         how = {"dtype": str(self.dtype).removeprefix("torch."), "seed": args.seed, "max_model_len": longest}
         how |= {"tensor_parallel_size": args.tensor_parallel, "distributed_executor_backend": "external_launcher"}
@@ -742,6 +881,10 @@ class Sampler:
         # on a CPU vLLM 0.32 cannot rewind a seeded request's generator after a chunk
         how |= {"enable_chunked_prefill": cuda, "max_num_batched_tokens": None if cuda else max(8192, longest)}
         how |= {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True, "load_format": "dummy"}
+        if hasattr(config, "vision_config"):
+            how |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 0}}
+            how |= {"mm_processor_kwargs": {"max_pixels": args.max_pixels}, "skip_mm_profiling": not cuda}
+            how["mm_device_do_normalize"] = False  # vLLM 0.32's dummy loading overwrites the mean and deviation
         how["generation_config"] = "vllm"  # a model's own top-p or repetition penalty would make the samples off-policy
         # vLLM 0.32 leaves a tied head behind when weights are reloaded on a CPU: give the engine a head of its own
         self.llm = LLM(model=str(folder), hf_overrides={"tie_word_embeddings": False}, **how)
@@ -764,7 +907,7 @@ class Sampler:
             left = longest_sequence(args) - len(problems[p].prompt_ids)
             seed = seed_of(args.seed, *streams[p], g)
             params.append(self.params(**how, max_tokens=min(args.max_response_tokens, left), seed=seed))
-        prompts = [{"prompt_token_ids": problems[p].prompt_ids} for p, _ in my_keys]
+        prompts = [problems[p].for_sampler() for p, _ in my_keys]
         rollout_of = {}
         outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
         for key, output in zip(my_keys, outputs, strict=True):
@@ -786,7 +929,7 @@ class Sampler:
             for name, tensor in full_weights(weights, self.dtype) if isinstance(weights, Policy) else weights:
                 sent.add(name)
                 yield name, tensor
-                if self.tied and name == "model.embed_tokens.weight":
+                if self.tied and name.endswith("embed_tokens.weight"):
                     yield "lm_head.weight", tensor
 
         if self.sleeps:
@@ -799,6 +942,7 @@ class Sampler:
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()
 
     def sleep(self) -> None:
         """Give a GPU's memory back to the policy, until `load`; the host keeps its weights (`tools/bench.py fit`)."""

@@ -72,12 +72,15 @@ METHOD of sspo.py, SIZE zero (likewise, DAPO-Math-17k):
   dapo         DAPO for 1,100 steps (Table 9)
 METHOD of sps.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k (model and problems of Table 1), 0.5b or toy:
   sps          as printed; the IRL stage's learning rate of 5e-10 hardly moves a weight
-  sps-act      with an IRL learning rate at which the stage acts (ours): 5e-7; 5e-5 for toy
+  sps-act      with an IRL learning rate at which the stage acts (ours): 5e-7; 3e-4 for toy
   sps-grpo     without IRL stages
   sps-uniform, sps-quantile     other choices of demonstrations (sections 4.1, C.1), acting as sps-act
   sps-k1, sps-k2, sps-k3, sps-k4, sps-k5  1 to 5 demonstrations of each prompt, all used (Fig. 4; k sizes: two epochs)
 METHOD of sspo.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k:
   dapo, gspo   Table 2's of SPS
+SIZE image-toy or ground-toy, of every METHOD that has toy: a toy that sees, made at first use in some three minutes
+  gpg-image-toy     how many squares are red? (tools/toy_images.py)
+  gpg-ground-toy    where is the red square? The reward is the box's IoU
 END
 }
 
@@ -107,8 +110,12 @@ install() {  # a file of requirements, and the file that says it is done
     "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" torch==2.13.0
   fi
   "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" -r "$requirements"
-  if ! "$python" -c 'import torchvision' 2>/dev/null; then  # a build for another torch breaks `import transformers`
-    "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec
+  if ! "$python" -c 'import torchvision' 2>/dev/null; then  # builds for CUDA, which break `import transformers`
+    "$python" -m pip uninstall -q -y torchaudio torchcodec
+    # images need torchvision's Python part: of what only its compiled part has, it guards all but these two (nms, qnms)
+    sed -i 's/^@torch.library.register_fake("torchvision::\(q*nms\)")$/@register_meta("\1")/' \
+      $venv/lib/python3*/site-packages/torchvision/_meta_registrations.py || true
+    if ! "$python" -c 'import torchvision' 2>/dev/null; then "$python" -m pip uninstall -q -y torchvision; fi
   fi
   touch "$ready"
 }
@@ -204,7 +211,7 @@ size() {  # model, data and evaluation
       fi
       if [ $script = sps.py ]; then  # three rounds
         flags+=(--rl-steps 40 --irl-batch 256 --subset 0)
-        case $word in sps-toy | sps-grpo-toy) ;; *) flags+=(--irl-lr 5e-5) ;; esac
+        case $word in sps-toy | sps-grpo-toy) ;; *) flags+=(--irl-lr 3e-4) ;; esac
       fi
       if [ "$word" = dapo-toy ]; then flags+=(--overlong-buffer 32); fi
       if [ $gpus = yes ]; then flags+=(--gpu-memory-utilization 0.1); fi ;;  # more cache than that only costs time
@@ -302,6 +309,13 @@ size() {  # model, data and evaluation
   esac
 }
 
+squares() {  # image or ground, on which the toy that sees is made at first use, in some three minutes
+  local toy=tools/toy-images
+  flags+=(--model $toy/model --dataset "$toy/$1-train.parquet" --eval "$toy/$1-heldout.parquet" --image-column image)
+  if [ "$1" = ground ]; then flags+=(--reward tools/rewards.py:iou); fi
+  if [ -z "${DRY:-}" ] && [ ! -f $toy/model/model.safetensors ]; then setup; "$python" tools/toy_images.py; fi
+}
+
 start() {
   if [ -n "${DRY:-}" ]; then printf '%q ' "$script" "${flags[@]}" "$@"; echo; exit; fi
   setup
@@ -325,6 +339,9 @@ case $word in
     "$python" tools/plot.py "$run" -o "$run/curve.png"
     echo "samples  $run/samples/"
     echo "model    $run/model/" ;;
+  *-image-toy | *-ground-toy)
+    kind=${word%-toy}; kind=${kind##*-}; word=${word%-"$kind"-toy}-toy
+    method "${word%-toy}"; size toy; squares "$kind"; start "$@" ;;
   *-*-*[0-9]k) size=${word##*-}; rest=${word%-*}; method "${rest%-*}"; size "${rest##*-}-$size"; start "$@" ;;
   grpo-math | grpo-rs[13]) method grpo-kl; size "${word#grpo-}"; start "$@" ;;
   grpo-geoqa | grpo-flower | grpo-pets | grpo-aircraft | grpo-car | grpo-sat | grpo-lisa)

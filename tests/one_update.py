@@ -24,11 +24,13 @@ tokenizer = AutoTokenizer.from_pretrained(model)
 numbers = itertools.count()
 
 
-def six_groups(dead: list[int], empty: list[int], impossible: list[int]) -> list[common.Group]:
+def six_groups(dead: list[int], empty: list[int], impossible: list[int], settings) -> list[common.Group]:
     """Return six groups of four; the rewards of some agree, some responses have no token, response 1 has one; some have
     a token of which the sampler says that it could not be, as of one outside a top-p."""
     rng = np.random.default_rng(7)
     problems = [common.Problem("", rng.integers(0, 263, rng.integers(2, 12)).tolist(), "0") for _ in range(6)]
+    if settings.image_column:
+        problems, _ = common.load_data(settings, tokenizer)
     lengths = rng.integers(1, 30, 24)
     lengths[1] = 1
     rollouts = []
@@ -49,12 +51,13 @@ def six_groups(dead: list[int], empty: list[int], impossible: list[int]) -> list
 
 def poison(policy, groups: list[common.Group]) -> None:
     """Give response 0, and nothing else, a token that the embedding knows nothing of."""
-    embedding = policy.model.embed_tokens.weight.full_tensor().clone()
+    name, weight = next((n, p) for n, p in policy.named_parameters() if n.endswith("embed_tokens.weight"))
+    embedding = weight.full_tensor().clone()
     embedding[262] = torch.nan
     options = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(policy, {"model.embed_tokens.weight": embedding}, options=options)
+    set_model_state_dict(policy, {name: embedding}, options=options)
     for group in groups:
-        group.problem.prompt_ids[:] = [i if i < 262 else 0 for i in group.problem.prompt_ids]
+        group.problem.prompt_ids[:] = [0 if i == 262 else i for i in group.problem.prompt_ids]
         for rollout in group.rollouts:
             rollout.ids[rollout.ids == 262] = 0
     groups[0].rollouts[0].ids[0] = 262
@@ -82,7 +85,7 @@ def update(
     policy = common.load_policy(Path(model), settings, world)
     before = {name: parameter.full_tensor().clone() for name, parameter in policy.named_parameters()}
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, fused=True)
-    groups = six_groups(dead, empty, impossible)
+    groups = six_groups(dead, empty, impossible, settings)
     if poisoned:
         poison(policy, groups)
     if only_valid:

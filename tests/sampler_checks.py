@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from seeing import png
 from transformers import AutoTokenizer
 
 import common
@@ -21,6 +22,9 @@ args = common.Args(
 tokenizer = AutoTokenizer.from_pretrained(model)
 # long enough to fill a block of the prefix cache (128 tokens on a CPU), which must not outlive the weights
 problems = [common.Problem("", tokenizer.encode(f"{n}+1=?\n" * 26), "0") for n in range(6)]
+if (images := model / "problems.parquet").is_file():
+    args = replace(args, image_column="image", dataset=str(images), template="plain")
+    problems, _ = common.load_data(args, tokenizer)
 problems += problems[:2]  # the same prompt twice must not give the same samples
 sampler = common.Sampler(model, tokenizer, args, world)
 policy = common.load_policy(model, args, world)
@@ -44,6 +48,11 @@ def gap(groups):
 
 sampler.load(policy)
 first = sampled("a")
+if args.image_column:  # the same tokens behind other pixels
+    others = [(group, group.problem.image) for group in first if group.problem.image]
+    others = [(group, replace(image, data=png(8 * image.grid[0], 8 * image.grid[1], 99))) for group, image in others]
+    others = [replace(group, problem=replace(group.problem, image=image)) for group, image in others]
+    found["gap with another image"] = gap(others)
 found["texts"] = ids(first)
 found["stops"] = [[one.truncated, int(one.ids[-1]), len(one.ids)] for group in first for one in group.rollouts]
 found["gap after the first sync"] = gap(first)

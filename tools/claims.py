@@ -263,8 +263,8 @@ HOW = {
 
 
 def short(value: float, digits: int, sign: str = "") -> str:
-    """Return so many digits of a number, of one from 1,000 on all before the point."""
-    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.{digits}g}"
+    """Return so many digits of a number, of one from 100 on all before the point."""
+    return f"{value:{sign},.0f}" if abs(value) >= 100 else f"{value:{sign}.{digits}g}"
 
 
 def with_error(values: list[float], sign: str = "") -> str:

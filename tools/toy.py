@@ -29,6 +29,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -49,6 +50,7 @@ STEP_ERROR = 0.05  # steps with a random ones digit
 EXCEPTIONS = 8  # letters that stand for another operation from HIGH on
 HIGH = 65
 END = "<|endoftext|>"
+BATCH = 128
 
 
 def operate(operation: str, number: int) -> int:
@@ -123,18 +125,20 @@ def write_problems(folder: Path, seed: int) -> set[str]:
     return taken
 
 
-def make_tokenizer(folder: Path):
-    """Save and reload a byte-level Qwen2 tokenizer in which a blank line and `\\boxed` are single tokens.
+def make_tokenizer(folder: Path, words: tuple[str, ...] = ("\\boxed",), **options):
+    """Save and reload a byte-level Qwen2 tokenizer in which a blank line and the words are single tokens; `options` are
+    Qwen2Tokenizer's.
 
     Raises AssertionError where text does not survive the round trip: AutoTokenizer builds the class that it knows for
     the model type, whatever was saved.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [chr(b) for b in printable] + [chr(256 + n) for n in range(256 - len(printable))]
-    merges = [("Ċ", "Ċ")] + [("\\boxed"[:n], "\\boxed"[n]) for n in range(1, 6)]
+    merges = [("Ċ", "Ċ")] + [(word[:n], word[n]) for word in words for n in range(1, len(word))]
+    merges = list(dict.fromkeys(merges))  # words may begin alike
     pieces = letters + ["".join(pair) for pair in merges]
     vocab = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, unk_token=END, eos_token=END, pad_token=END)
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, unk_token=END, eos_token=END, pad_token=END, **options)
     tokenizer.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for text in ("x+32\n\nd>23\n\n\\boxed{23}", "a b\n c\n\n\nd\t\\boxed{é}"):
@@ -161,17 +165,11 @@ def make_model(tokenizer) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch: int) -> tuple[torch.Tensor, ...]:
+def lay_out(tokenizer, prompts: list[str], responses: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token ids of a prompt and a response in each row, and labels, -100 wherever there is no response."""
-    prompts, responses = [], []
-    while len(prompts) < batch:
-        letters, number = draw(rng, rng.choice(TAUGHT_LETTERS))
-        if question(letters, number) not in taken:
-            prompts.append(question(letters, number) + "\n")
-            responses.append(teach(rng, meaning, letters, number) + END)
     prompts, responses = tokenizer(prompts)["input_ids"], tokenizer(responses)["input_ids"]
     width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-    ids, labels = torch.zeros(batch, width, dtype=torch.long), torch.full((batch, width), -100)
+    ids, labels = torch.zeros(len(prompts), width, dtype=torch.long), torch.full((len(prompts), width), -100)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         end = len(prompt) + len(response)
         ids[row, :end] = torch.tensor(prompt + response)
@@ -179,15 +177,26 @@ def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch
     return ids, labels
 
 
-def teach_model(model, tokenizer, taken: set[str], seed: int, steps: int, batch: int = 128, peak_lr: float = 3e-3):
-    """Fit the model to fresh responses of the teacher by cross-entropy, printing the loss (nats per response token)."""
-    rng, meaning = random.Random(seed), meanings(seed)
+def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch: int) -> tuple[torch.Tensor, ...]:
+    """Return ids and labels of fresh problems, none of them in `taken`, and the teacher's responses."""
+    prompts, responses = [], []
+    while len(prompts) < batch:
+        letters, number = draw(rng, rng.choice(TAUGHT_LETTERS))
+        if question(letters, number) not in taken:
+            prompts.append(question(letters, number) + "\n")
+            responses.append(teach(rng, meaning, letters, number) + END)
+    return lay_out(tokenizer, prompts, responses)
+
+
+def teach_model(model, batch: Callable[[], tuple[dict, torch.Tensor]], steps: int, peak_lr: float = 3e-3):
+    """Fit the model to fresh batches (its inputs, and labels) by cross-entropy; print the loss (nats per response
+    token)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=steps, pct_start=0.1)
     start = time.time()
     for step in range(steps):
-        ids, labels = lessons(rng, tokenizer, meaning, taken, batch)
-        logits = model(input_ids=ids, use_cache=False).logits
+        inputs, labels = batch()
+        logits = model(**inputs, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -202,7 +211,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=500, help="teaching steps of 128 responses")
+    parser.add_argument("--steps", type=int, default=500, help=f"teaching steps of {BATCH} responses")
     parser.add_argument("--problems", action="store_true", help="write the problem files only")
     args = parser.parse_args()
     taken = write_problems(args.out, args.seed)
@@ -212,7 +221,13 @@ def main():
     tokenizer = make_tokenizer(args.out / "model")
     model = make_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    teach_model(model, tokenizer, taken, args.seed, args.steps)
+    rng, meaning = random.Random(args.seed), meanings(args.seed)
+
+    def batch():
+        ids, labels = lessons(rng, tokenizer, meaning, taken, BATCH)
+        return {"input_ids": ids}, labels
+
+    teach_model(model, batch, args.steps)
     model.to(torch.bfloat16).save_pretrained(args.out / "model")
 
 

@@ -1,0 +1,83 @@
+"""Small random models that see, and problems with images of several sizes, one of them without: for the tests."""
+
+import io
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+
+import common
+
+PATCH = 4  # pixels; 2 x 2 patches are a token
+SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SIZES = ((16, 16), (24, 16), (40, 40), (9, 60), None, (32, 8))  # of images, height and width in pixels
+
+
+def random_seeing_model(folder: Path, kind: str, tied: bool) -> Path:
+    """Save a random qwen2_vl or qwen2_5_vl with a tower of 3 blocks and 2 layers, its tokenizer, and problems."""
+    from toy import make_tokenizer
+
+    tokenizer = make_tokenizer(folder, special=SPECIAL)
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2} | ends
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    vision = {"depth": 3, "num_heads": 3, "patch_size": PATCH, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    if kind == "qwen2_vl":
+        vision |= {"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2}
+        config, model = Qwen2VLConfig, Qwen2VLForConditionalGeneration
+    else:  # windows of 2 x 2 tokens, but in the last block
+        vision |= {"hidden_size": 48, "out_hidden_size": 64, "intermediate_size": 96}
+        vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [2]}
+        config, model = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    torch.manual_seed(0)
+    model = model(config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ids))
+    for parameter in model.parameters():  # far from what an untaught model says of any image
+        parameter.data = (
+            parameter.data * 3 if parameter.ndim > 1 else parameter.data + 0.1 * torch.randn(parameter.shape)
+        )
+    model.save_pretrained(folder)
+    sizes = {"shortest_edge": 4 * PATCH**2, "longest_edge": 256 * PATCH**2}
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor", "size": sizes}
+    processor |= {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    write_images(folder / "problems.parquet")
+    return folder
+
+
+def png(height: int, width: int, seed: int = 0, channels: int = 3, turned: bool = False) -> bytes:
+    """Return an image of random pixels, with 4 channels partly transparent; turned: to be shown upright by its EXIF."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    exif = Image.Exif()
+    if turned:
+        exif[0x0112] = 6  # orientation: a quarter
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG", exif=exif)
+    return file.getvalue()
+
+
+def write_images(file: Path, sizes=SIZES) -> None:
+    """Write a problem for each size; the second image is turned, the third partly transparent."""
+    rows = []
+    for n, size in enumerate(sizes):
+        image = size and {"bytes": png(*size, n, 3 + (n == 2), turned=n == 1), "path": None}
+        rows.append({"image": image, "problem": f"what is {n}?", "answer": str(n)})
+    columns = {"image": datasets.Image(), "problem": datasets.Value("string"), "answer": datasets.Value("string")}
+    datasets.Dataset.from_list(rows, datasets.Features(columns)).to_parquet(file)
+
+
+def settings(folder: Path, **flags) -> common.Args:
+    limits = {"max_prompt_tokens": 160, "max_response_tokens": 64, "micro_batch_tokens": 4096}
+    fixed = {"model": str(folder), "dataset": str(folder / "problems.parquet"), "template": "plain"}
+    return common.Args(image_column="image", **fixed | limits | flags)

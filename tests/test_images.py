@@ -1,0 +1,231 @@
+"""Images: packed against one sequence at a time by transformers' own path, positions, ranks, vLLM, errors."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import replay
+import torch
+from conftest import ROOT, torchrun
+from jobs import Jobs
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
+
+import datasets
+from seeing import png, random_seeing_model, settings, write_images
+from test_invariance import largest_difference
+
+import common
+
+CPU = torch.device("cpu")
+KINDS = {"qwen2_vl": True, "qwen2_5_vl": False}  # with tied weights, and with a head of its own
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("seeing")
+    return {kind: random_seeing_model(folder / kind, kind, tied) for kind, tied in KINDS.items()}
+
+
+def problems_of(folder: Path) -> list[common.Problem]:
+    args = settings(folder)
+    return common.load_problems(args.dataset, AutoTokenizer.from_pretrained(folder), args, "--dataset")
+
+
+def batch_of(problems: list[common.Problem]) -> common.Batch:
+    """Two random responses to each problem; the second holds the placeholder of images as a word."""
+    draw = torch.Generator().manual_seed(0)
+    groups = []
+    for problem in problems:
+        rollouts = []
+        for number in range(2):
+            ids = torch.randint(0, 250, (5 + 3 * len(groups),), generator=draw).numpy()
+            if number:
+                ids[2] = problems[0].image.token
+            rollouts.append(common.Rollout(ids, torch.zeros(len(ids)).numpy(), "", False))
+        groups.append(common.Group(problem, rollouts))
+    return common.Batch(groups)
+
+
+def one_at_a_time(model, batch: common.Batch, temperature: float) -> torch.Tensor:
+    """Return logp_T by transformers' own positions and merging, each sequence alone."""
+    parts = []
+    for image, prompt, rollout in zip(batch.image_R, batch.prompt_ids_R, batch.rollout_R, strict=True):
+        ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
+        seen = torch.zeros_like(ids)
+        seen[0, : len(prompt)] = torch.tensor(prompt) == model.config.image_token_id
+        given = {"inputs_embeds": model.get_input_embeddings()(ids)}
+        if image:
+            patches = image.processor(images=[image.open()], return_tensors="pt")
+            features = torch.cat(model.model.get_image_features(**patches).pooler_output)
+            given["inputs_embeds"] = given["inputs_embeds"].masked_scatter((seen == 1)[..., None], features)
+            given["position_ids"], _ = model.model.get_rope_index(ids, seen, patches["image_grid_thw"])
+        logits = model.lm_head(model.model.language_model(**given).last_hidden_state)
+        if (ids == model.config.image_token_id).sum() == seen.sum() > 0:
+            whole = model(input_ids=ids, mm_token_type_ids=seen.int(), **patches).logits
+            torch.testing.assert_close(whole, logits)
+        length = len(rollout.ids)
+        logp = (logits[0, -length - 1 : -1] / temperature).log_softmax(-1)
+        parts.append(logp.gather(-1, ids[0, -length:, None])[:, 0])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_log_probs_and_gradients(models, kind):
+    """Of images of several sizes, a problem without one, and responses that hold the placeholder."""
+    packed = AutoModelForImageTextToText.from_pretrained(
+        models[kind], dtype=torch.float32, attn_implementation="packed"
+    )
+    policy = common.Policy(packed, 0.7).train()
+    reference = AutoModelForImageTextToText.from_pretrained(
+        models[kind], dtype=torch.float32, attn_implementation="eager"
+    )
+    problems = problems_of(models[kind])
+    assert [problem.image and problem.image.grid for problem in problems] == [
+        (2, 2), (2, 3), (5, 5), (1, 8), None, (4, 1)
+    ]  # fmt: skip
+    batch = batch_of(problems)
+    everything = batch.pack(list(range(12))[::-1], CPU)
+    logp_T = torch.zeros(len(batch.response_T)).index_copy(0, everything.token_T, policy(everything)[0])
+    weight_T = torch.randn(len(logp_T))
+    expected_T = one_at_a_time(reference, batch, 0.7)
+    torch.testing.assert_close(logp_T, expected_T, atol=1e-5, rtol=1e-5)
+    (logp_T * weight_T).sum().backward()
+    (expected_T * weight_T).sum().backward()
+    mine, theirs = ({n: p.grad for n, p in each.named_parameters()} for each in (policy, reference))
+    assert largest_difference(mine, theirs) < 1e-5 and sum("visual" in name for name in mine) > 30
+    text_only = batch.pack([8, 9], CPU)
+    torch.testing.assert_close(policy(text_only)[0], expected_T[text_only.token_T], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("responses", [[], [8]])
+def test_every_row_reaches_the_tower_once_the_step_has_an_image(models, responses):
+    """An empty row and one of text: or collectives of some ranks would wait for those of others."""
+    folder = models["qwen2_vl"]
+    policy = common.Policy(AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="packed"), 1.0)
+    batch = batch_of(problems_of(folder))
+    policy(batch.pack(responses, CPU))[0].sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for n, p in policy.named_parameters() if "visual" in n)
+    blind = common.Batch([group for group in batch.groups if not group.problem.image])
+    assert "pixel_values" not in blind.pack([], CPU).row
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 5), (7, 3), (1, 9), (12, 12)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions(models, kind, grid):
+    model = common.empty_model(AutoConfig.from_pretrained(models[kind])).model
+    image = common.Picture(b"", None, grid, model.config.image_token_id)
+    for at, after in ((0, 1), (1, 0), (4, 11)):
+        ids = torch.tensor([[1] * at + [image.token] * image.tokens + [2] * after])
+        grid_thw = torch.tensor([[1, 2 * grid[0], 2 * grid[1]]])
+        expected, _ = model.get_rope_index(ids, (ids == image.token).int(), grid_thw)
+        assert torch.equal(image.positions(at, ids.shape[1]), expected[:, 0])
+
+
+def test_cost_is_tokens_and_patches(models):
+    batch = batch_of(problems_of(models["qwen2_vl"]))
+    tokens = torch.tensor([4, 6, 25, 8, 0, 4]).repeat_interleave(2)
+    assert torch.equal(batch.total_R - batch.packed_R, 4 * tokens)
+    text = len(batch.prompt_ids_R[8])
+    assert [len(ids) for ids in batch.prompt_ids_R] == [text + n + 2 * (n > 0) for n in tokens.tolist()]
+
+
+@pytest.fixture(scope="module")
+def update(models, tmp_path_factory):
+    """update(ranks, ...): a step of problems with images on that many processes."""
+    folder, model = tmp_path_factory.mktemp("updates"), models["qwen2_5_vl"]
+    started = {ranks: Jobs("one_update.py", model, folder / str(ranks), ranks=ranks) for ranks in (1, 2)}
+
+    def ask(ranks: int, budget: int = 5000, **options) -> dict:
+        args = {"image_column": "image", "dataset": str(model / "problems.parquet"), "template": "plain"}
+        return started[ranks](script="gpg", budget=budget, dead=[2], args=args, **options)
+
+    yield ask
+    for jobs in started.values():
+        jobs.end()
+
+
+def test_an_update_does_not_depend_on_ranks_or_packing(update):
+    """Two ranks with small budgets: some rows are of text only, some empty."""
+    one, two = update(1), update(2, budget=240, reverse=True)
+    assert largest_difference(two["gradient"], one["gradient"]) < 1e-5
+    assert sum("visual" in name for name in one["gradient"]) > 30
+    for name, value in one["metrics"].items():
+        assert two["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_a_skipped_update_keeps_its_images(update, plain_python, capsys):
+    result = update(2, budget=240, poisoned=True)
+    assert result["skipped"] == 1 and not any(moved.nan_to_num().any() for moved in result["moved"].values())
+    replay.main(Path(result["folder"]) / "nonfinite" / "update-00001.pt")
+    assert "1 of 24 responses are not finite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+def test_what_vllm_samples_is_what_is_trained(models, tmp_path, kind):
+    out = tmp_path / "found.json"
+    torchrun(ROOT / "tests" / "sampler_checks.py", models[kind], out)
+    found = json.loads(out.read_text())
+    for name in ("the first", "an unchanged", "a changed"):
+        assert found[f"gap after {name} sync"] < 1e-4
+    assert found["gap with stale weights"] > 1e-2 and found["samples changed"] and found["repeatable"]
+    assert found["gap with another image"] > 1e-2
+
+
+def test_a_saved_model_is_whole(models, tmp_path, plain_python):
+    """Names as on the hub, and the image processor beside it."""
+    folder, args = models["qwen2_5_vl"], settings(models["qwen2_5_vl"])
+    world = common.init_world()
+    policy = common.load_policy(common.load_model_folder(args), args, world)
+    common.save_model(policy, tmp_path / "model", folder, torch.float32, world)
+    names = {"config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json"}
+    assert names | {"tokenizer.json", "tokenizer_config.json"} == {file.name for file in (tmp_path / "model").iterdir()}
+    saved, source = (load_file(each / "model.safetensors") for each in (tmp_path / "model", folder))
+    assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in saved)
+
+
+def spoiled(tmp_path, image=None, text="what?") -> Path:
+    """Write three rows, the last with this image or text."""
+    file = tmp_path / "rows.parquet"
+    good = {"bytes": png(16, 16), "path": None}
+    rows = [{"image": good, "problem": "a?", "answer": "1"}] * 2
+    rows.append({"image": image or good, "problem": text, "answer": "1"})
+    datasets.Dataset.from_list(rows).to_parquet(file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("image", "text", "message"),
+    [
+        ({"bytes": b"no image", "path": None}, "a?", "its image cannot be read (cannot identify image file"),
+        ({"bytes": png(16, 16)[:60], "path": None}, "a?", "its image cannot be read ("),
+        ({"bytes": None, "path": "nowhere/a.png"}, "a?", "its image cannot be read ([Errno 2] No such file"),
+        ({"bytes": png(2, 900), "path": None}, "a?", "its image cannot be read (absolute aspect ratio must be"),
+        (None, "what is <|image_pad|>?", "holds <|image_pad|>, where images stand: 'what is <|image_pad|>?'"),
+    ],
+)
+def test_rows_that_cannot_be_seen(models, tmp_path, image, text, message):
+    file = spoiled(tmp_path, image, text)
+    args = replace(settings(models["qwen2_vl"]), dataset=str(file))
+    with pytest.raises(ValueError) as error:
+        common.load_data(args, AutoTokenizer.from_pretrained(args.model))
+    assert str(error.value).startswith(f"--dataset {file}, row 2: {message}")
+
+
+def test_flags_that_cannot_work(models, tiny):
+    args = settings(models["qwen2_vl"])
+    with pytest.raises(ValueError, match=r"--image-column image: --model .* has no vision tower"):
+        common.load_model_folder(replace(args, model=str(tiny)))
+    with pytest.raises(ValueError, match=r"no image column; looked for \['photo'\], saw \['image', .*; --image-column"):
+        common.load_data(replace(args, image_column="photo"), AutoTokenizer.from_pretrained(args.model))
+
+
+def test_larger_images_are_shrunk(models, tmp_path):
+    write_images(tmp_path / "large.parquet", [(100, 60), (16, 16)])
+    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "large.parquet"), max_pixels=1600)
+    problems, _ = common.load_data(args, AutoTokenizer.from_pretrained(args.model))
+    assert [problem.image.grid for problem in problems] == [(6, 3), (2, 2)]
+    assert len(problems[0].image.pixels()) == 4 * 6 * 3
