@@ -247,6 +247,15 @@ def test_gpg_with_kl(update):
     assert largest_difference(one["gradient"], both) < 1e-4
 
 
+def test_grpo_through_gpg_is_that_of_cwgrpo(update):
+    """run.sh's grpo-geoqa and so on, on three processes, beside cwgrpo.py without weights; Eq. 5's tokens differ."""
+    row_a = {"norm": "group", "accurate_gradient": False, "kl_coef": 0.04}
+    grpo = update(1, "cwgrpo", args={"reweight": "none", "temperature": 1.0})["gradient"]
+    ours = update(3, "gpg", 50, args=row_a | {"normaliser": "response"})["gradient"]
+    assert largest_difference(ours, grpo) < 1e-5
+    assert largest_difference(update(1, "gpg", args=row_a)["gradient"], grpo) > 0.1
+
+
 @pytest.mark.parametrize("script", ONE_UPDATE)
 def test_what_the_sampler_says_of_a_token_is_no_part_of_the_update(update, script):
     """A log-prob of -inf among its own, without KL."""

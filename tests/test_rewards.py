@@ -99,6 +99,7 @@ def test_options(answer):
     assert rewards.option(answered(answer), row("(B) left")) == 1
     for wrong in ("(A) left", "(B) right", "A", "right", "", "()", "B or A", "(A) right (B) left"):
         assert rewards.option(answered(wrong), row("(B) left")) == 0, wrong
+    assert rewards.option(answered("()"), row("(B)")) == 0, "a solution without words"
 
 
 def pixels(box: tuple) -> set:

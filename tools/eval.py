@@ -272,15 +272,16 @@ def checkpoint_weights(checkpoint: Path, dtype: torch.dtype):
 
 
 def weights_of(folder: Path, dtype: torch.dtype):
-    """Yield (name, tensor) of a model folder, as `Sampler.load` takes them; a tied head is left out."""
+    """Yield (name, tensor) of a model folder, as `Sampler.load` takes them; a tied head is left out. Names of models
+    that see are others on the hub than in memory."""
     from safetensors import safe_open
 
-    tied = AutoConfig.from_pretrained(folder).tie_word_embeddings
+    names = [name for name, _ in common.empty_model(AutoConfig.from_pretrained(folder)).named_parameters()]
+    names = {name.replace(".language_model", "").replace("model.visual", "visual"): name for name in names}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                if not (tied and name == "lm_head.weight"):
-                    yield name, opened.get_tensor(name).to(dtype)
+            for name in filter(names.get, opened.keys()):
+                yield names[name], opened.get_tensor(name).to(dtype)
 
 
 def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]) -> dict:
