@@ -124,7 +124,8 @@ check_gpus() {  # else an old driver shows as CPU ranks whose engine looks for G
   if [ $gpus = no ]; then return; fi
   local reason driver
   if reason=$("$python" -W ignore -c 'import torch; torch.cuda.init()' 2>&1); then return; fi
-  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader)
+  driver=${driver%%$'\n'*}
   cat >&2 <<END
 run.sh: nvidia-smi sees GPUs, but PyTorch cannot use them: $(tail -n 1 <<<"$reason")
 The driver is $driver; torch and vllm come with CUDA 13, which needs 580 or later. Update the driver, or leave the
