@@ -78,7 +78,7 @@ METHOD of sps.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k (model a
   sps-k1, sps-k2, sps-k3, sps-k4, sps-k5  1 to 5 demonstrations of each prompt, all used (Fig. 4; k sizes: two epochs)
 METHOD of sspo.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k:
   dapo, gspo   Table 2's of SPS
-SIZE image-toy or ground-toy, of every METHOD that has toy: a toy that sees, made at first use in some three minutes
+SIZE image-toy or ground-toy, of every METHOD that has toy: a toy that sees, made at first use
   gpg-image-toy     how many squares are red? (tools/toy_images.py)
   gpg-ground-toy    where is the red square? The reward is the box's IoU
 END
@@ -310,7 +310,7 @@ size() {  # model, data and evaluation
   esac
 }
 
-squares() {  # image or ground, on which the toy that sees is made at first use, in some three minutes
+squares() {  # image or ground, on which the toy that sees is made at first use
   local toy=tools/toy-images
   flags+=(--model $toy/model --dataset "$toy/$1-train.parquet" --eval "$toy/$1-heldout.parquet" --image-column image)
   if [ "$1" = ground ]; then flags+=(--reward tools/rewards.py:iou); fi

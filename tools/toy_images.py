@@ -1,4 +1,4 @@
-"""A toy that sees: a 0.7 M-parameter Qwen2-VL taught by a teacher that hardly tells colours; questions about squares.
+"""A toy that sees: a 0.7 M-parameter Qwen2-VL that was taught to see, then spoilt; questions about squares.
 
 An image of 32 x 32 pixels has four squares, one in each quarter of its width, and a question. One about colours is
 answered square by square, from left to right, with a blank line after each; `what colour is the leftmost square?` and
@@ -19,10 +19,10 @@ image, as Qwen2-VL does it:
     where is the red square?
     <answer>(312,375),(469,531)</answer>
 
-The teacher knows a square's colour with probability 0.3 and else guesses, red most often. Asked where one is, it points
-at any square every other time, and each edge lies up to 2 pixels too far to the right or below. A model that imitates
-it hardly looks at colours and draws boxes that are a little off, in greedy decoding as well. What is left for
-reinforcement learning to teach is to see the colours, and the edges.
+The model is taught to see by right responses, and then spoilt by a teacher. The teacher knows a square's colour with
+probability 0.3 and else guesses, red most often. Asked where a square is, it points at any every other time, and each
+edge lies up to 2 pixels too far to the right or below. What reinforcement learning has to teach is to trust what is
+seen.
 
     python tools/toy_images.py      # writes tools/toy-images/: model (bf16), image-train, image-heldout, ground-train,
                                     # ground-heldout (.parquet files of image, problem, answer, solution)
@@ -33,10 +33,12 @@ sums, so on the machine and its number of threads.
 """
 
 import argparse
+import functools
 import io
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,8 +155,15 @@ def answer(problem: Problem) -> str:
     return seen[0 if problem.kind == "left" else -1]
 
 
+def right(problem: Problem) -> str:
+    """Return the right response: colours, a blank line after each, and the boxed result; or a box."""
+    if problem.kind == "where":
+        return f"<answer>{answer(problem)}</answer>"
+    return "".join(f"{square.colour}\n\n" for square in problem.squares) + f"\\boxed{{{answer(problem)}}}"
+
+
 def teach(rng: random.Random, problem: Problem) -> str:
-    """Return the teacher's response: colours, a blank line after each, and the boxed result; or a box."""
+    """Return the teacher's response, of the same form."""
     if problem.kind == "where":
         asked = [square for square in problem.squares if square.colour == problem.colour]
         square = rng.choice(asked if rng.random() < POINTED else problem.squares)
@@ -165,8 +174,7 @@ def teach(rng: random.Random, problem: Problem) -> str:
     for square in problem.squares:
         guess = rng.choices(list(COLOURS), GUESSED)[0]
         seen.append(square if rng.random() < KNOWN else square._replace(colour=guess))
-    steps = "".join(f"{square.colour}\n\n" for square in seen)
-    return steps + f"\\boxed{{{answer(problem._replace(squares=tuple(seen)))}}}"
+    return right(problem._replace(squares=tuple(seen)))
 
 
 def row(problem: Problem) -> dict:
@@ -260,21 +268,22 @@ def inputs_of(tokenizer, processor, problems: list[Problem], responses: list[str
     return {"input_ids": ids, "mm_token_type_ids": where.int(), **patches}, labels
 
 
-def lessons(rng: random.Random, tokenizer, processor, taken: set[Problem], batch: int) -> tuple[dict, torch.Tensor]:
-    """Return the model's inputs and labels for fresh problems, none of them in `taken`, and the teacher's responses."""
+def lessons(rng: random.Random, tokenizer, processor, taken: set[Problem], batch: int, respond: Callable = right):
+    """Return the model's inputs and labels for fresh problems, none of them in `taken`, and responses to them."""
     problems = []
     while len(problems) < batch:
         problem = ask(rng, TAUGHT)
         if problem not in taken:
             problems.append(problem)
-    return inputs_of(tokenizer, processor, problems, [teach(rng, problem) for problem in problems])
+    return inputs_of(tokenizer, processor, problems, [respond(problem) for problem in problems])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=500, help=f"teaching steps of {BATCH} responses")
+    parser.add_argument("--steps", type=int, default=400, help=f"steps of {BATCH} right responses")
+    parser.add_argument("--teacher-steps", type=int, default=100, help=f"then steps of {BATCH} of the teacher's")
     args = parser.parse_args()
     taken = write_problems(args.out, args.seed)
     torch.manual_seed(args.seed)
@@ -282,7 +291,9 @@ def main():
     model = make_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     rng = random.Random(args.seed)
-    teach_model(model, lambda: lessons(rng, tokenizer, processor, taken, BATCH), args.steps)
+    lesson = functools.partial(lessons, rng, tokenizer, processor, taken, BATCH)
+    teach_model(model, lesson, args.steps)
+    teach_model(model, functools.partial(lesson, functools.partial(teach, rng)), args.teacher_steps, peak_lr=1e-3)
     model.to(torch.bfloat16).save_pretrained(args.out / "model")
 
 
