@@ -107,7 +107,9 @@ class Args:
     checkpoint_every: PositiveInt = 50  # Write a checkpoint every so many steps and at the end.
     checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
     resume: bool = False  # Go on from the last whole checkpoint in --run-dir; --steps may grow, at constant lr.
-    micro_batch_tokens: PositiveInt = 16384  # Packed tokens in one pass on one rank: changes memory, not gradients.
+    micro_batch_tokens: PositiveInt = (
+        16384  # Packed tokens and image patches in one pass on one rank: changes memory, not gradients.
+    )
     activation_checkpointing: bool = False  # Recompute decoder layers in the backward pass: less memory, more time.
     track: str = ""  # Weights & Biases project that shows the TensorBoard curves, too; needs `pip install wandb`.
     tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
@@ -134,8 +136,6 @@ def validate(args: Args, world: "World") -> None:
     except ValidationError as error:
         wrong = error.errors()[0]
         need(False, f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}")
-    missing = args.image_column and not [*importlib.metadata.distributions(name="torchvision")]
-    need(not missing, "--image-column: needs torchvision, of the build that fits torch")
     need(not args.track or [*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
     own = Path(args.template)
     fits = args.template in PROMPTS or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8"))
@@ -257,6 +257,7 @@ class Picture:
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
+    @functools.lru_cache(maxsize=32)  # noqa: B019  some 10 MB each; the responses of a group share one
     def pixels(self) -> torch.Tensor:
         """Return what the vision tower takes, a row for each patch."""
         return self.processor(images=[self.open()], return_tensors="pt")["pixel_values"][: self.patches]
@@ -319,7 +320,7 @@ def load_model_folder(args: Args) -> Path:
     other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
     need(not other, f"{flag}: has {other}; only plain causal attention is supported")
     lm = empty_model(config)
-    decoder = lm.get_decoder()
+    decoder = lm.model.language_model if kind else getattr(lm, "model", None)
     known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
     need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
     longest, limit = longest_sequence(args), text.max_position_embeddings
@@ -360,32 +361,34 @@ def read_table(source: str, flag: str) -> datasets.Dataset:
     return table[split]
 
 
-def choose_columns(table: datasets.Dataset, source: str, args: Args, flag: str) -> dict[str, str]:
-    """Return the columns of problem, answer and image that are read. Raises ValueError for one that is not there."""
-    roles = ["problem"] + ["answer"] * (args.reward == "math") + ["image"] * bool(args.image_column)
+def choose_columns(table: datasets.Dataset, source: str, args: Args, flag: str) -> tuple[datasets.Dataset, dict]:
+    """Return a table, images encoded, and its columns of problem, answer and image. Raises ValueError without them."""
     columns = {}
-    for role in roles:
+    for role in ["problem"] + ["answer"] * (args.reward == "math") + ["image"] * bool(args.image_column):
         own = getattr(args, f"{role}_column") if flag == "--dataset" or role == "image" else ""
         wanted = [own] if own else ALIASES[role]
         columns[role] = next((column for column in wanted if column in table.column_names), None)
         seen = f"looked for {list(wanted)}, saw {table.column_names}; --{role}-column names another"
         need(columns[role], f"{flag} {source}: no {role} column; {seen}")
-    return columns
+    if "answer" in columns:  # other columns may hold gigabytes of worked solutions
+        table = table.select_columns(list(columns.values()))
+    try:
+        table = table.cast_column(args.image_column, datasets.Image(decode=False)) if args.image_column else table
+    except (TypeError, ValueError, NotImplementedError) as error:
+        need(False, f"{flag} {source}: --image-column {args.image_column}: not an image in each row ({error})")
+    return table, columns
 
 
 def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem]:
     """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
     row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
     table = read_table(source, flag)
-    columns = choose_columns(table, source, args, flag)
-    verl = "reward_model" in table.column_names
+    verl = "reward_model" in table.column_names and not args.image_column
+    table, columns = choose_columns(table, source, args, flag)
     graded = "answer" in columns
-    if graded:  # other columns may hold gigabytes of worked solutions
-        table = table.select_columns(list(columns.values()))
     config = AutoConfig.from_pretrained(tokenizer.name_or_path)
     read = None
-    if "image" in columns:
-        table = table.cast_column(args.image_column, datasets.Image(decode=False))
+    if args.image_column:
         processor = transformers.AutoImageProcessor.from_pretrained(config.name_or_path, max_pixels=args.max_pixels)
         read = functools.partial(read_picture, processor, config.image_token_id)
     problems = []
@@ -401,6 +404,10 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem
             continue
         texts.add(text)
         image = read(row.pop(args.image_column), where) if read else None
+        cost = longest_sequence(args) + (image.patches if image else 0)
+        need(
+            cost <= args.micro_batch_tokens, f"{where}: --micro-batch-tokens: with its image's patches it needs {cost}"
+        )
         prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config, where)
         answer = reference_answer(row[columns["answer"]], columns["answer"]) if graded else "(graded by --reward)"
         if not answer:
@@ -423,8 +430,8 @@ def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, co
     vocabulary = config.get_text_config().vocab_size
     unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= vocabulary])
     need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {vocabulary}: {unknown}")
-    places = prompt_ids.count(getattr(config, "image_token_id", None))
-    need(places == (image.tokens if image else 0), f"{where}: holds <|image_pad|>, where images stand: {text!r}")
+    places, tokens = prompt_ids.count(getattr(config, "image_token_id", None)), image.tokens if image else 0
+    need(places == tokens, f"{where}: the prompt holds {places} <|image_pad|>, its image takes {tokens}: {text!r}")
     return prompt_ids
 
 
@@ -436,7 +443,7 @@ def read_picture(processor, token: int, value, where: str) -> Picture | None:
     try:
         image = Picture(value["bytes"] or Path(value["path"]).read_bytes(), processor, (0, 0), token)
         _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, Image.DecompressionBombError) as error:
         need(False, f"{where}: its image cannot be read ({' '.join(str(error).split())})")
     return replace(image, grid=(height // processor.merge_size, width // processor.merge_size))
 
@@ -575,8 +582,7 @@ def cut(inputs: dict, tokens: torch.Tensor, device: str | torch.device = "cpu") 
 
 
 class Batch:
-    """The whole step, flat, the same on every rank: its response tokens end to end, in the order of the responses.
-    packed_R is the length of prompt and response, total_R that and the image's patches: what a pass costs."""
+    """The whole step, the same on every rank, response tokens end to end; total_R counts packed tokens and patches."""
 
     def __init__(self, groups: list[Group]):
         self.groups = groups
@@ -600,14 +606,12 @@ class Batch:
         seen += [(replace(first, grid=(1, 1)), [first.token])] * (len(total) - len(seen))
         positions, places, pixels, grids = [], [], [], []
         for (image, prompt), length, end in zip(seen, total.tolist(), total.cumsum(0).tolist(), strict=True):
-            if not image:
-                positions.append(torch.arange(length).expand(3, -1))
-                continue
-            at = prompt.index(image.token)
-            positions.append(image.positions(at, length))
-            places.append(torch.arange(image.tokens) + end - length + at)
-            pixels.append(image.pixels())
-            grids.append([1, *(n * image.processor.merge_size for n in image.grid)])
+            at = prompt.index(image.token) if image else 0
+            positions.append(image.positions(at, length) if image else torch.arange(length).expand(3, -1))
+            if image:
+                places.append(torch.arange(image.tokens) + end - length + at)
+                pixels.append(image.pixels())
+                grids.append([1, *(n * image.processor.merge_size for n in image.grid)])
         row = {"position_ids": torch.cat(positions, 1)[:, None], "image_N": torch.cat(places)}
         return row | {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
 
@@ -615,8 +619,7 @@ class Batch:
         """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. A row of none, or without the
         images that others have, ends with a dummy sequence of two tokens."""
         chosen_R = torch.tensor(responses, dtype=torch.long)
-        blind = any(self.image_R) and not any(self.image_R[r] for r in responses)
-        dummy = [[0, 0]] * (blind or not responses)
+        dummy = [[0, 0]] * (not responses or any(self.image_R) != any(self.image_R[r] for r in responses))
         length = self.length_R[chosen_R]
         total = torch.cat([self.packed_R[chosen_R], torch.tensor([2] * len(dummy), dtype=torch.long)])
         end = total.cumsum(0)
@@ -730,6 +733,8 @@ def load_policy(folder: Path, args: Args, world: World) -> Policy:
     lm = empty_model(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="packed")
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if hasattr(lm.model, "visual") and not args.image_column:
+        lm.model.visual.requires_grad_(False)
     policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
     dtypes = (torch.bfloat16, torch.float32) if world.device.type == "cuda" else ()  # of compute, of reductions
     tower = lm.model.visual.blocks if hasattr(lm.model, "visual") else ()
@@ -772,10 +777,8 @@ def mfu(policy: Policy, batch: Batch, tokens: int, seconds: float, world: World)
     width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
     body = sum(p.numel() for p in decoder.parameters()) - head
     flop_R = body * batch.packed_R + head * batch.length_R + width * batch.packed_R.double().square()
-    if hasattr(policy.model, "visual"):  # its attention skips nothing; windows count as whole images
-        patches_R = (batch.total_R - batch.packed_R).double()
-        width = sum(block.attn.proj.in_features for block in policy.model.visual.blocks)
-        flop_R += sum(p.numel() for p in policy.model.visual.parameters()) * patches_R + 2 * width * patches_R.square()
+    if hasattr(policy.model, "visual"):  # without the attention of its patches
+        flop_R += sum(p.numel() for p in policy.model.visual.parameters()) * (batch.total_R - batch.packed_R)
     flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
     return tokens * flop / max(seconds, 1e-9) / world.size / matmul_rate(world.device)
 
@@ -835,7 +838,7 @@ def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, w
             lm.generation_config = GenerationConfig.from_pretrained(source)
         lm.save_pretrained(folder, state_dict=weights)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        if (source / "preprocessor_config.json").is_file():
+        if hasattr(lm.config, "vision_config"):
             transformers.AutoImageProcessor.from_pretrained(source).save_pretrained(folder)
     dist.barrier()
 
@@ -907,9 +910,12 @@ class Sampler:
             left = longest_sequence(args) - len(problems[p].prompt_ids)
             seed = seed_of(args.seed, *streams[p], g)
             params.append(self.params(**how, max_tokens=min(args.max_response_tokens, left), seed=seed))
-        prompts = [problems[p].for_sampler() for p, _ in my_keys]
         rollout_of = {}
-        outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        outputs = []
+        size = 512 if any(problem.image for problem in problems) else max(1, len(my_keys))  # images take memory
+        for start in range(0, len(my_keys), size):
+            prompts = [problems[p].for_sampler() for p, _ in my_keys[start : start + size]]
+            outputs += self.llm.generate(prompts, params[start : start + size], use_tqdm=False)
         for key, output in zip(my_keys, outputs, strict=True):
             best = output.outputs[0]
             text = self.tokenizer.decode(best.token_ids, skip_special_tokens=True)

@@ -204,7 +204,11 @@ def spoiled(tmp_path, image=None, text="what?") -> Path:
         ({"bytes": png(16, 16)[:60], "path": None}, "a?", "its image cannot be read ("),
         ({"bytes": None, "path": "nowhere/a.png"}, "a?", "its image cannot be read ([Errno 2] No such file"),
         ({"bytes": png(2, 900), "path": None}, "a?", "its image cannot be read (absolute aspect ratio must be"),
-        (None, "what is <|image_pad|>?", "holds <|image_pad|>, where images stand: 'what is <|image_pad|>?'"),
+        (
+            None,
+            "what is <|image_pad|>?",
+            "the prompt holds 5 <|image_pad|>, its image takes 4: 'what is <|image_pad|>?'",
+        ),
     ],
 )
 def test_rows_that_cannot_be_seen(models, tmp_path, image, text, message):

@@ -78,7 +78,7 @@ def lisa(folder: str) -> Iterator[tuple[str, dict]]:
         image = file.with_suffix(".jpg").read_bytes()
         targets = [shape["points"] for shape in about["shapes"] if shape["label"] not in ("flag", "ignore")]
         share = np.concatenate(targets) / Image.open(io.BytesIO(image)).size
-        box = (1000 * np.concatenate([share.min(0), share.max(0)])).astype(int).clip(0, 1000)
+        box = np.concatenate([np.floor(1000 * share.min(0)), np.ceil(1000 * share.max(0))]).astype(int).clip(0, 1000)
         for text in about["text"] if split == "train" else about["text"][:1]:
             problem = (
                 f"Output the bounding box in the image corresponding to the instruction: {text} Output the thinking "
@@ -99,6 +99,8 @@ def classes(kind: str, listed: str, names: str, folder: str) -> Iterator[tuple[s
     )
     name_of = Path(names).read_text(encoding="utf-8").splitlines()
     files = {file.name: file for file in Path(folder).rglob("*.*")}
+    if len(files) < sum(1 for _ in Path(folder).rglob("*.*")):
+        raise ValueError(f"{folder}: several files of one name; name the folder of the test images alone")
     for path, about in (pair for one in torch.load(listed, weights_only=True) for pair in one.items()):
         yield kind, row(files[Path(path).name].read_bytes(), problem, name_of[int(about["label"])].strip())
 

@@ -85,9 +85,9 @@ def box_of(text: str) -> tuple[int, ...]:
 
 def overlap(completion: str, row: dict) -> tuple[float, float]:
     """Return intersection over union of the answer's box and the reference's, and union over the smallest box around
-    both; zeros without a box."""
+    both; zeros without either box."""
     box, gold = box_of(inside(completion)), box_of(reference(row))
-    if not box:
+    if not (box and gold):
         return 0.0, 0.0
     least, most = [*map(min, box, gold)], [*map(max, box, gold)]
     shared = max(0, least[2] - most[0]) * max(0, least[3] - most[1])
