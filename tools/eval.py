@@ -225,7 +225,7 @@ class Args:
 def with_changes(protocol: Protocol, args: Args) -> Protocol:
     """Return the protocol with what the command line changes in it."""
     mine = tuple(name for name in args.sets if name in protocol.sets) if args.sets else protocol.sets
-    own = tuple(name for name in args.sets if name not in SETS)
+    own = tuple(name for name in args.sets if name not in SETS and (args.protocols or not protocol.reward))
     samples = args.samples or protocol.samples
     return dataclasses.replace(
         protocol,
