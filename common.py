@@ -107,9 +107,7 @@ class Args:
     checkpoint_every: PositiveInt = 50  # Write a checkpoint every so many steps and at the end.
     checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
     resume: bool = False  # Go on from the last whole checkpoint in --run-dir; --steps may grow, at constant lr.
-    micro_batch_tokens: PositiveInt = (
-        16384  # Packed tokens and image patches in one pass on one rank: changes memory, not gradients.
-    )
+    micro_batch_tokens: PositiveInt = 16384  # Packed tokens, and patches, in a rank's pass: memory, not gradients.
     activation_checkpointing: bool = False  # Recompute decoder layers in the backward pass: less memory, more time.
     track: str = ""  # Weights & Biases project that shows the TensorBoard curves, too; needs `pip install wandb`.
     tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
@@ -404,7 +402,7 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem
             continue
         texts.add(text)
         image = read(row.pop(args.image_column), where) if read else None
-        cost = longest_sequence(args) + (image.patches if image else 0)
+        cost = longest_sequence(args) + image.patches if image else 0
         need(
             cost <= args.micro_batch_tokens, f"{where}: --micro-batch-tokens: with its image's patches it needs {cost}"
         )

@@ -150,7 +150,7 @@ def update(models, tmp_path_factory):
 
 def test_an_update_does_not_depend_on_ranks_or_packing(update):
     """Two ranks with small budgets: some rows are of text only, some empty."""
-    one, two = update(1), update(2, budget=240, reverse=True)
+    one, two = update(1), update(2, budget=300, reverse=True)
     assert largest_difference(two["gradient"], one["gradient"]) < 1e-5
     assert sum("visual" in name for name in one["gradient"]) > 30
     for name, value in one["metrics"].items():
@@ -158,7 +158,7 @@ def test_an_update_does_not_depend_on_ranks_or_packing(update):
 
 
 def test_a_skipped_update_keeps_its_images(update, plain_python, capsys):
-    result = update(2, budget=240, poisoned=True)
+    result = update(2, budget=300, poisoned=True)
     assert result["skipped"] == 1 and not any(moved.nan_to_num().any() for moved in result["moved"].values())
     replay.main(Path(result["folder"]) / "nonfinite" / "update-00001.pt")
     assert "1 of 24 responses are not finite" in capsys.readouterr().out
