@@ -403,9 +403,7 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem
         texts.add(text)
         image = read(row.pop(args.image_column), where) if read else None
         cost = longest_sequence(args) + image.patches if image else 0
-        need(
-            cost <= args.micro_batch_tokens, f"{where}: --micro-batch-tokens: with its image's patches it needs {cost}"
-        )
+        need(cost <= args.micro_batch_tokens, f"{where}: --micro-batch-tokens: it needs {cost} with image patches")
         prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config, where)
         answer = reference_answer(row[columns["answer"]], columns["answer"]) if graded else "(graded by --reward)"
         if not answer:
@@ -726,6 +724,11 @@ class Policy(torch.nn.Module):
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
+def hub_name(name: str) -> str:
+    """Return the name that checkpoints have for a parameter; of models that see it is not the one in memory."""
+    return name.replace(".language_model", "").replace("model.visual", "visual")
+
+
 def load_policy(folder: Path, args: Args, world: World) -> Policy:
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     lm = empty_model(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="packed")
@@ -744,8 +747,7 @@ def load_policy(folder: Path, args: Args, world: World) -> Policy:
     for module in [each for each in policy.modules() if hasattr(each, "inv_freq")]:  # buffers in no checkpoint
         for name, buffer in type(module)(module.config).to(world.device).named_buffers():
             module.register_buffer(name, buffer, persistent=False)
-    weights = sharded.get_model_state_dict(policy).items()  # models that see have other names in memory than on the hub
-    weights = {name.replace(".language_model", "").replace("model.visual", "visual"): x for name, x in weights}
+    weights = {hub_name(name): x for name, x in sharded.get_model_state_dict(policy).items()}
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     return policy
 

@@ -277,7 +277,7 @@ def weights_of(folder: Path, dtype: torch.dtype):
     from safetensors import safe_open
 
     names = [name for name, _ in common.empty_model(AutoConfig.from_pretrained(folder)).named_parameters()]
-    names = {name.replace(".language_model", "").replace("model.visual", "visual"): name for name in names}
+    names = {common.hub_name(name): name for name in names}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in filter(names.get, opened.keys()):

@@ -98,8 +98,9 @@ def classes(kind: str, listed: str, names: str, folder: str) -> Iterator[tuple[s
         "follows:\n<think> ... </think> <answer>species name</answer>\nPlease strictly follow the format."
     )
     name_of = Path(names).read_text(encoding="utf-8").splitlines()
-    files = {file.name: file for file in Path(folder).rglob("*.*")}
-    if len(files) < sum(1 for _ in Path(folder).rglob("*.*")):
+    found = list(Path(folder).rglob("*.*"))
+    files = {file.name: file for file in found}
+    if len(files) < len(found):
         raise ValueError(f"{folder}: several files of one name; name the folder of the test images alone")
     for path, about in (pair for one in torch.load(listed, weights_only=True) for pair in one.items()):
         yield kind, row(files[Path(path).name].read_bytes(), problem, name_of[int(about["label"])].strip())
