@@ -385,10 +385,9 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem
     table, columns = choose_columns(table, source, args, flag)
     graded = "answer" in columns
     config = AutoConfig.from_pretrained(tokenizer.name_or_path)
-    read = None
+    processor = None
     if args.image_column:
         processor = transformers.AutoImageProcessor.from_pretrained(config.name_or_path, max_pixels=args.max_pixels)
-        read = functools.partial(read_picture, processor, config.image_token_id)
     problems = []
     left_out = Counter()
     texts = set()
@@ -401,7 +400,8 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem
             left_out["repeated"] += 1
             continue
         texts.add(text)
-        image = read(row.pop(args.image_column), where) if read else None
+        value = row.pop(args.image_column, None)
+        image = read_picture(value, processor, config.image_token_id, where) if value else None
         cost = longest_sequence(args) + image.patches if image else 0
         need(cost <= args.micro_batch_tokens, f"{where}: --micro-batch-tokens: it needs {cost} with image patches")
         prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config, where)
@@ -431,11 +431,9 @@ def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, co
     return prompt_ids
 
 
-def read_picture(processor, token: int, value, where: str) -> Picture | None:
-    """Return the image of a row, bytes or a path as `datasets` has it; None where there is none. Raises ValueError,
-    naming the row, for what cannot be read or has a shape that the model does not take."""
-    if value is None:
-        return None
+def read_picture(value: dict, processor, token: int, where: str) -> Picture:
+    """Return the image of a row, bytes or a path as `datasets` has it. Raises ValueError, naming the row, for what
+    cannot be read or has a shape that the model does not take."""
     try:
         image = Picture(value["bytes"] or Path(value["path"]).read_bytes(), processor, (0, 0), token)
         _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
@@ -1046,11 +1044,13 @@ def resume(policy: Policy, optimizer, record: "Record") -> tuple[int, int]:
         record.say("the run had not come to a checkpoint: it starts over")
         return 0, 0
     held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = training_state(policy, optimizer, any(key.startswith("optimizer.") for key in held))
-    dcp.load(state, checkpoint_id=str(folder))
+    state = training_state(policy, optimizer, True)
+    dcp.load(state, checkpoint_id=str(folder), planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     sharded.set_model_state_dict(policy, state["policy"])
-    if "optimizer" in state:
-        sharded.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
+    sharded.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
+    for name, parameter in policy.named_parameters():
+        if f"optimizer.state.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
+            optimizer.state.pop(parameter, None)
     record.rewind(manifest["step"])
     record.best = manifest["best"]
     record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")

@@ -12,7 +12,7 @@ import toy_images
 from toy import END
 from toy_images import Problem, Square, answer, ask, lessons, paint, teach, write_problems
 
-RED, BLUE = Square("red", 2, 19, 5), Square("blue", 9, 1, 7)
+RED, BLUE = Square("red", 2, 10, 5), Square("blue", 9, 1, 7)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def right_answer(text: str, squares: list[tuple]) -> str:
     if kind == "how many":
         return str(len(asked))
     ((left, top, side, _),) = asked
-    left, top, right, bottom = (round(edge * 31.25) for edge in (left, top, left + side, top + side))
+    left, top, right, bottom = (round(edge * 1000 / 24) for edge in (left, top, left + side, top + side))
     return f"({left},{top}),({right},{bottom})"
 
 
@@ -66,7 +66,7 @@ def test_problems_come_from_the_seed_and_images_hold_the_answers(tmp_path, monke
         assert seen == rows(tmp_path / "b", name) and len(seen) == 30
         for row in seen:
             squares = squares_seen(row["image"])
-            assert row["image"].size == (32, 32) and len(squares) == 4
+            assert row["image"].size == (24, 24) and len(squares) == 3
             assert row["answer"] == right_answer(row["problem"], squares)
             assert row["solution"] == f"<answer>{row['answer']}</answer>"
         assert all(row["problem"].startswith("where") == name.startswith("ground") for row in seen)
@@ -89,29 +89,29 @@ def test_the_teacher_hardly_tells_colours():
 def test_the_teacher_points_badly():
     """At any square every other time, and each edge 0, 1 or 2 pixels too far with 1, 2, 1 of 4."""
     rng, problem = random.Random(0), Problem((RED, BLUE), "where", "red")
-    assert answer(problem) == "(62,594),(219,750)"
+    assert answer(problem) == "(83,417),(292,625)"
     pattern = re.compile(r"<answer>\((\d+),(\d+)\),\((\d+),(\d+)\)</answer>")
     boxes = np.array([pattern.fullmatch(teach(rng, problem)).groups() for _ in range(8000)], dtype=int)
     of_red = boxes[boxes[:, 0] < 200]
     assert len(of_red) / len(boxes) == pytest.approx(0.75, abs=0.02)
-    for edge, pixel in enumerate((2, 19, 7, 24)):
-        off = np.round(of_red[:, edge] * 32 / 1000).astype(int) - pixel
+    for edge, pixel in enumerate((2, 10, 7, 15)):
+        off = np.round(of_red[:, edge] * 24 / 1000).astype(int) - pixel
         assert np.bincount(off) / len(off) == pytest.approx([0.25, 0.5, 0.25], abs=0.02)
 
 
 def test_the_model_gets_the_pixels(untaught):
-    """A patch inside the blue square: its colour, normalised by hand; 16 tokens stand for the image."""
+    """A patch inside the blue square: its colour, normalised by hand; 9 tokens stand for the image."""
     tokenizer, processor, model = untaught
     inputs, labels = toy_images.inputs_of(tokenizer, processor, [Problem((RED, BLUE), "where", "red")], ["\\boxed{}"])
     mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
     blue = (np.array(toy_images.COLOURS["blue"]) / 255 - mean) / std
     # the patch of rows 4 to 7, columns 12 to 15 is the fourth of the second 2 x 2; a channel has 2 x 4 x 4 values
     assert inputs["pixel_values"][7].numpy() == pytest.approx(np.repeat(blue, 32), abs=1e-5)
-    assert inputs["pixel_values"].shape == (64, 96) and inputs["image_grid_thw"].tolist() == [[1, 8, 8]]
+    assert inputs["pixel_values"].shape == (36, 96) and inputs["image_grid_thw"].tolist() == [[1, 6, 6]]
     text = tokenizer.decode(inputs["input_ids"][0])
-    assert text == f"<|vision_start|>{'<|image_pad|>' * 16}<|vision_end|>where is the red square?\n\\boxed{{}}{END}"
+    assert text == f"<|vision_start|>{'<|image_pad|>' * 9}<|vision_end|>where is the red square?\n\\boxed{{}}{END}"
     assert tokenizer.decode(labels[labels >= 0]) == "\\boxed{}" + END
-    assert inputs["mm_token_type_ids"].sum() == 16 and model.num_parameters() < 2_000_000
+    assert inputs["mm_token_type_ids"].sum() == 9 and model.num_parameters() < 2_000_000
 
 
 def test_a_few_lessons_teach(untaught):

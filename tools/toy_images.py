@@ -1,6 +1,6 @@
 """A toy that sees: a 0.7 M-parameter Qwen2-VL that was taught to see, then spoilt; questions about squares.
 
-An image of 32 x 32 pixels has four squares, one in each quarter of its width, and a question. One about colours is
+An image of 24 x 24 pixels has three squares, one in each third of its width, and a question. One about colours is
 answered square by square, from left to right, with a blank line after each; `what colour is the leftmost square?` and
 `... the rightmost square?` are others. Where a square is, is answered by the corners of its box in thousandths of the
 image, as Qwen2-VL does it:
@@ -12,12 +12,10 @@ image, as Qwen2-VL does it:
 
     blue
 
-    green
-
     \\boxed{1}
 
     where is the red square?
-    <answer>(312,375),(469,531)</answer>
+    <answer>(375,417),(625,667)</answer>
 
 The model is taught to see by right responses, and then spoilt by a teacher. The teacher knows a square's colour with
 probability 0.3 and else guesses, red most often. Asked where a square is, it points at any every other time, and each
@@ -50,7 +48,7 @@ from toy import END, lay_out, make_tokenizer, teach_model
 from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 FOLDER = Path(__file__).parent / "toy-images"
-SIZE = 32  # pixels of the image's side
+SIZE = 24  # pixels of the image's side
 CELL = 8  # pixels of the side of what the language model gets a token for: 2 x 2 patches
 SIDES = (4, 7)  # pixels
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 30)}
