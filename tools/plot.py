@@ -5,6 +5,7 @@ python tools/plot.py runs/A runs/B --panels reward all_right_share all_wrong_sha
 python tools/plot.py runs/A runs/B --figure pass        (or accuracy, covariance)
 python tools/plot.py runs/A --figure covariance --until 50
 python tools/plot.py docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv --figure bands      (of run folders, too)
+python tools/plot.py runs/A runs/B --figure answers        (of runs with images, before and after)
 python tools/plot.py base.json runs/A/eval-best.json --figure accuracy    (or pass) of what tools/eval.py wrote
 
 Runs whose names differ only in a number at the end, their seed, share a colour; `bands` draws their mean and its
@@ -18,6 +19,7 @@ import json
 import re
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -216,6 +218,44 @@ def draw_pass(whole: dict[str, dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def first_responses(file: Path) -> list[tuple[str, float, str]]:
+    """Return for each problem of a file of samples/ its text, and the reward and the text of its first response."""
+    any_lines, end = "((?s:.*?))", r"(?=\n-- response 1:|\n====|\Z)"
+    pattern = rf"==== problem .*\n{any_lines}\n\n-- response 0: reward (.*?), .*\n{any_lines}\n{end}"
+    return [(text, float(reward), said) for text, reward, said in re.findall(pattern, file.read_text())]
+
+
+def draw_answers(runs: list[Path], path: Path, count: int = 5) -> None:
+    """A row for each run: its first held-out problems with their images and first responses, before training and after;
+    boxes in thousandths of the image are drawn, the one before dashed. Raises SystemExit for a run without images."""
+    import common
+
+    size = (2.7 * count, 3.7 * len(runs))
+    figure, axes = plt.subplots(len(runs), count, figsize=size, layout="constrained", squeeze=False)
+    for run, row_of_axes in zip(runs, axes, strict=True):
+        flags = json.loads((run / "run.json").read_text())["args"]
+        source = flags["eval"].split(",")[0]
+        files = sorted((run / "samples").glob(f"{Path(source).stem}-step*.txt"))
+        if not flags["image_column"] or len(files) < 2:
+            raise SystemExit(f"{run}: no --image-column, or no answers before and after")
+        rows = iter(common.read_table(source, "--eval"))
+        pairs = zip(first_responses(files[0]), first_responses(files[-1]), strict=True)
+        for axis, (before, after) in zip(row_of_axes, pairs, strict=False):
+            image = next(row for row in rows if before[0] in row.values())[flags["image_column"]]
+            axis.imshow(image)
+            lines = []
+            for when, (_, reward, said), style in (("before", before, "--"), ("after", after, "-")):
+                lines.append(f"{when}, reward {reward:.2g}\n{' '.join(said.split())}")
+                for box in re.findall(r"\((\d+),(\d+)\),\((\d+),(\d+)\)", said):
+                    left, top, right, bottom = np.array(box, float) / 1000 * [*image.size, *image.size] - 0.5
+                    shape = ((left, top), right - left, bottom - top)
+                    axis.add_patch(plt.Rectangle(*shape, fill=False, linestyle=style, linewidth=1.5, clip_on=False))
+            axis.set_title("\n".join(textwrap.wrap(before[0], 34)), fontsize=9)
+            axis.set_xlabel("\n".join(lines), fontsize=8, loc="left")
+            axis.set(xticks=[], yticks=[])
+    figure.savefig(path, dpi=90)
+
+
 def phases(rows: list[dict], warm_up: int = 5) -> str:
     """Return a table of a run's phases: median seconds where a step has it, and share of the time, after a warm-up."""
     steps = [row for row in rows if row["step"]]
@@ -238,8 +278,9 @@ def main():
     parser.add_argument(
         "--figure",
         default="curves",
-        choices=("curves", "bands", "accuracy", "pass", "covariance"),
-        help="curves of --panels, bands: over seeds; accuracy of each question; pass@k; shares of |c| (cwgrpo.py)",
+        choices=("curves", "bands", "accuracy", "pass", "covariance", "answers"),
+        help="curves of --panels, bands: over seeds; accuracy of each question; pass@k; shares of |c| (cwgrpo.py); "
+        "answers about images, before and after",
     )
     parser.add_argument("--until", type=int, help="last step of --figure covariance; the paper's is 50")
     args = parser.parse_args()
@@ -248,6 +289,10 @@ def main():
         whole = together({names[run]: answered(run) for run in args.runs})
         (draw_accuracy if args.figure == "accuracy" else draw_pass)(whole, args.out)
         print(f"{args.figure:<8} {args.out}")
+        return
+    if args.figure == "answers":
+        draw_answers(args.runs, args.out)
+        print(f"answers  {args.out}")
         return
     runs = {run.name.removesuffix(".csv"): read(run) for run in args.runs}
     if args.figure in ("curves", "bands"):
