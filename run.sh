@@ -80,7 +80,7 @@ METHOD of sspo.py, SIZE 1.5b-3k, 1.5b-5k, 1.5b-10k, 7b-3k, 7b-5k, 7b-10k:
   dapo, gspo   Table 2's of SPS
 SIZE image-toy or ground-toy, of every METHOD that has toy: a toy that sees, made at first use
   gpg-image-toy     how many squares are red? (tools/toy_images.py)
-  gpg-ground-toy    where is the red square? The reward is the IoU of its box; learns little (docs/gpg.md)
+  gpg-ground-toy    where is the red square? The reward is the IoU of its box
 END
 }
 

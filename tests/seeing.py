@@ -72,8 +72,8 @@ def write_images(file: Path, sizes=SIZES) -> None:
     rows = []
     for n, size in enumerate(sizes):
         image = size and {"bytes": png(*size, n, 3 + (n == 2), turned=n == 1), "path": None}
-        rows.append({"image": image, "problem": f"what is {n}?", "answer": str(n)})
-    columns = {"image": datasets.Image(), "problem": datasets.Value("string"), "answer": datasets.Value("string")}
+        rows.append({"image": image, "problem": f"what is {n}?", "answer": str(n), "solution": str(n)})
+    columns = {"image": datasets.Image()} | dict.fromkeys(("problem", "answer", "solution"), datasets.Value("string"))
     datasets.Dataset.from_list(rows, datasets.Features(columns)).to_parquet(file)
 
 

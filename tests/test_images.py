@@ -1,9 +1,12 @@
 """Images: packed against one sequence at a time by transformers' own path, positions, ranks, vLLM, errors."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import plot
 import pytest
 import replay
 import torch
@@ -176,7 +179,15 @@ def test_what_vllm_samples_is_what_is_trained(models, tmp_path, kind):
     assert found["gap with another image"] > 1e-2
 
 
-def test_a_run_stopped_before_and_after_its_first_image_is_resumed(models, tmp_path):
+@pytest.fixture(scope="module")
+def seeing(models, tmp_path_factory) -> Jobs:
+    """A process with a vLLM engine of a model that sees, which runs scripts."""
+    jobs = Jobs("runs.py", models["qwen2_vl"], tmp_path_factory.mktemp("seeing-engine"))
+    yield jobs
+    jobs.end()
+
+
+def test_a_run_stopped_before_and_after_its_first_image_is_resumed(seeing, models, tmp_path):
     """The metrics and weights of one that was never stopped, bit for bit; AdamW has no moments of a tower unreached."""
     order = common.problems_from(range(6), common.Args(prompts_per_step=6), 0)
     write_images(tmp_path / "mixed.parquet", [None if n in order[:2] else (16, 24) for n in range(6)])
@@ -184,14 +195,59 @@ def test_a_run_stopped_before_and_after_its_first_image_is_resumed(models, tmp_p
     flags = ["--model", models["qwen2_vl"], "--template", "plain", "--dataset", tmp_path / "mixed.parquet"]
     flags += ["--image-column", "image", "--reward", f"{tmp_path}/even.py:even", "--prompts-per-step", 1]
     flags += ["--max-prompt-tokens", 128, "--max-response-tokens", 32, "--lr", 1e-3, "--beta-th", 0]
-    run = Jobs("runs.py", models["qwen2_vl"], tmp_path / "jobs")
-    try:
-        run(script="gpg", flags=[*flags, "--steps", 4, "--run-dir", tmp_path / "whole"])
-        for steps, resume in ((2, []), (3, ["--resume"]), (4, ["--resume"])):
-            run(script="gpg", flags=[*flags, "--steps", steps, "--run-dir", tmp_path / "parts", *resume])
-    finally:
-        run.end()
+    seeing(script="gpg", flags=[*flags, "--steps", 4, "--run-dir", tmp_path / "whole"])
+    for steps, resume in ((2, []), (3, ["--resume"]), (4, ["--resume"])):
+        seeing(script="gpg", flags=[*flags, "--steps", steps, "--run-dir", tmp_path / "parts", *resume])
     assert differences(tmp_path / "parts", tmp_path / "whole") == []
+
+
+def test_evaluation_shows_the_images(seeing, models, tmp_path):
+    """By a protocol of boxes, of which a random model makes none; the same images get the same greedy answers."""
+    texts = []
+    for name, size in (("one", (16, 24)), ("same", (16, 24)), ("other", (24, 16))):
+        file = tmp_path / name / "squares.parquet"
+        file.parent.mkdir()
+        write_images(file, [size] * 3)
+        flags = [
+            models["qwen2_vl"],
+            "--protocols",
+            "lisa",
+            "--sets",
+            file,
+            "--template",
+            "plain",
+            "--texts",
+            file.parent,
+        ]
+        flags += ["--max-prompt-tokens", 64, "--max-response-tokens", 16, "--out", tmp_path / "eval.json"]
+        output = seeing(script="eval", flags=flags)
+        assert re.search("squares +3 +0.00 ", output) and re.search("lisa-val +- +not run +51.3 ", output)
+        texts.append((file.parent / "samples" / "lisa-squares.txt").read_text())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_answers_are_drawn_with_their_images(tmp_path):
+    """Of the second problem only: the data's first row was left out. A box is drawn where its thousandths of the upright image say."""
+    write_images(tmp_path / "seen.parquet", [(16, 24)] * 3)
+    flags = {"eval": f"{tmp_path}/seen.parquet", "image_column": "image"}
+    (tmp_path / "run.json").write_text(json.dumps({"args": flags}))
+    (tmp_path / "samples").mkdir()
+    place = SimpleNamespace(world=SimpleNamespace(rank=0), folder=tmp_path)
+    for step, text, reward in ((0, "one\n\nor two", 0), (20, "<answer>(250,500),(750,1000)</answer>", 0.5)):
+        rollouts = [common.Rollout([], [], text, False), common.Rollout([], [], "(0,0),(9,9)", False)]
+        group = common.Group(common.Problem("what is 1?", [], "1"), rollouts, reward_G=torch.full((2,), reward))
+        common.Record.samples(place, f"seen-step{step:05d}", [group])
+    plot.draw_answers([tmp_path], tmp_path / "answers.png")
+    axis = plot.plt.gcf().axes[0]
+    assert axis.get_title() == "what is 1?" and not plot.plt.gcf().axes[1].get_title()
+    said = "before, reward 0\none or two\nafter, reward 0.5\n<answer>(250,500),(750,1000)</answer>"
+    assert axis.get_xlabel() == said
+    (box,) = axis.patches
+    assert box.get_bbox().bounds == (3.5, 11.5, 8, 12) and (tmp_path / "answers.png").stat().st_size > 5000
+    flags["image_column"] = ""
+    (tmp_path / "run.json").write_text(json.dumps({"args": flags}))
+    with pytest.raises(SystemExit, match="no --image-column"):
+        plot.draw_answers([tmp_path], tmp_path / "answers.png")
 
 
 def test_a_saved_model_is_whole(models, tmp_path, plain_python):

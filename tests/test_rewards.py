@@ -145,6 +145,8 @@ def test_as_a_flag():
     world = common.World(0, 1, 1, None, None)
     verifier = common.Verifier(common.Args(reward=f"{ROOT}/tools/rewards.py:iou"), world)
     assert verifier.reward(answered("(0,0),(10,10)"), row("(0,0),(10,20)")) == 0.5 and not verifier.workers
+    with pytest.raises(ValueError, match=r"^--reward: .* column 'solution'; there are \['image', 'answer'\]"):
+        verifier.reward(answered("(0,0),(10,10)"), {"image": None, "answer": "(0,0),(10,20)"})
 
 
 def picture(color: tuple[int, int, int], size: tuple[int, int] = (20, 10), kind: str = "PNG") -> bytes:

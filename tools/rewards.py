@@ -23,7 +23,8 @@ def inside(text: str) -> str:
 
 
 def reference(row: dict) -> str:
-    """Return the solution of a row, out of its tags if it has some."""
+    """Return the solution of a row, out of its tags if it has some. Raises ValueError for a row without one."""
+    common.need("solution" in row, f"--reward: tools/rewards.py grades by a column 'solution'; there are {list(row)}")
     return inside(row["solution"]) or row["solution"].strip()
 
 
