@@ -227,7 +227,7 @@ def test_evaluation_shows_the_images(seeing, models, tmp_path):
 
 
 def test_answers_are_drawn_with_their_images(tmp_path):
-    """Of the second problem only: the data's first row was left out. A box is drawn where its thousandths of the upright image say."""
+    """The second problem only, as if the first had been left out; its image upright, the box in thousandths of it."""
     write_images(tmp_path / "seen.parquet", [(16, 24)] * 3)
     flags = {"eval": f"{tmp_path}/seen.parquet", "image_column": "image"}
     (tmp_path / "run.json").write_text(json.dumps({"args": flags}))
