@@ -437,7 +437,7 @@ def read_picture(value: dict, processor, token: int, where: str) -> Picture:
     try:
         image = Picture(value["bytes"] or Path(value["path"]).read_bytes(), processor, (0, 0), token)
         _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
-    except (OSError, ValueError, TypeError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
         need(False, f"{where}: its image cannot be read ({' '.join(str(error).split())})")
     return replace(image, grid=(height // processor.merge_size, width // processor.merge_size))
 
@@ -981,12 +981,6 @@ SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "
 SHOWN += ("tokens_per_second/update", "mfu")
 
 
-def training_state(policy: Policy, optimizer, moments: bool) -> dict:
-    """Return the sharded part of a checkpoint. Order of the data and seeds are functions of --seed and the position."""
-    state = {"policy": sharded.get_model_state_dict(policy)}
-    return state | ({"optimizer": sharded.get_optimizer_state_dict(policy, optimizer)} if moments else {})
-
-
 def digests(folder: Path, world: World) -> dict[str, str]:
     """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
     names = world.gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
@@ -1004,7 +998,8 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def save_checkpoint(policy: Policy, optimizer, step: int, position: int, record: "Record") -> None:
-    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest."""
+    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest. Order of the
+    data and seeds are functions of --seed and the position."""
     world = record.world
     final = record.folder / "checkpoints" / f"step-{step:05d}"
     partial = final.with_suffix(".partial")
@@ -1013,7 +1008,10 @@ def save_checkpoint(policy: Policy, optimizer, step: int, position: int, record:
         partial.mkdir(parents=True)
     dist.barrier()
     need(all(world.gather(partial.is_dir())), f"--run-dir {record.folder}: must lie on storage that all nodes share")
-    dcp.save(training_state(policy, optimizer, bool(optimizer.state)), checkpoint_id=str(partial))
+    state = {"policy": sharded.get_model_state_dict(policy)}
+    if optimizer.state:  # else asking for it would make it, a step old
+        state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)
+    dcp.save(state, checkpoint_id=str(partial))
     manifest = {"step": step, "ranks": world.size, "position": position, "best": record.best}
     manifest["files"] = digests(partial, world)
     if world.rank == 0:
@@ -1043,11 +1041,13 @@ def resume(policy: Policy, optimizer, record: "Record") -> tuple[int, int]:
         record.rewind(-1)
         record.say("the run had not come to a checkpoint: it starts over")
         return 0, 0
+    weights = {"policy": sharded.get_model_state_dict(policy)}
+    dcp.load(weights, checkpoint_id=str(folder))
+    sharded.set_model_state_dict(policy, weights["policy"])
+    moments = {"optimizer": sharded.get_optimizer_state_dict(policy, optimizer)}
+    dcp.load(moments, checkpoint_id=str(folder), planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    sharded.set_optimizer_state_dict(policy, optimizer, moments["optimizer"])
     held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = training_state(policy, optimizer, True)
-    dcp.load(state, checkpoint_id=str(folder), planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    sharded.set_model_state_dict(policy, state["policy"])
-    sharded.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
     for name, parameter in policy.named_parameters():
         if f"optimizer.state.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
             optimizer.state.pop(parameter, None)

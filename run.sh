@@ -314,7 +314,9 @@ squares() {  # image or ground, on which the toy that sees is made at first use
   local toy=tools/toy-images
   flags+=(--model $toy/model --dataset "$toy/$1-train.parquet" --eval "$toy/$1-heldout.parquet" --image-column image)
   case $1 in
-    image) flags+=(--steps 60 --eval-every 20) ;;  # nearly all is right by then
+    image)
+      flags+=(--steps 60 --eval-every 20)  # nearly all is right by then
+      if [ $script = sps.py ]; then flags+=(--rl-steps 20); fi ;;
     ground) flags+=(--reward tools/rewards.py:iou) ;;
   esac
   if [ -z "${DRY:-}" ] && [ ! -f $toy/model/model.safetensors ]; then setup; "$python" tools/toy_images.py; fi

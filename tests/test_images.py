@@ -227,23 +227,27 @@ def test_evaluation_shows_the_images(seeing, models, tmp_path):
 
 
 def test_answers_are_drawn_with_their_images(tmp_path):
-    """The second problem only, as if the first had been left out; its image upright, the box in thousandths of it."""
-    write_images(tmp_path / "seen.parquet", [(16, 24)] * 3)
+    """Of two problems the first has none; the second's stands upright, a box in thousandths of it, LaTeX as it is."""
+    write_images(tmp_path / "seen.parquet", [None, (16, 24)])
     flags = {"eval": f"{tmp_path}/seen.parquet", "image_column": "image"}
     (tmp_path / "run.json").write_text(json.dumps({"args": flags}))
     (tmp_path / "samples").mkdir()
     place = SimpleNamespace(world=SimpleNamespace(rank=0), folder=tmp_path)
-    for step, text, reward in ((0, "one\n\nor two", 0), (20, "<answer>(250,500),(750,1000)</answer>", 0.5)):
+    for step, text, reward in ((0, "one\n\nor $\\boxed{2}$", 0), (20, "x" * 990 + "(250,500),(750,1000)", 0.5)):
         rollouts = [common.Rollout([], [], text, False), common.Rollout([], [], "(0,0),(9,9)", False)]
-        group = common.Group(common.Problem("what is 1?", [], "1"), rollouts, reward_G=torch.full((2,), reward))
-        common.Record.samples(place, f"seen-step{step:05d}", [group])
+        problems = [common.Problem(f"what is {n}?", [], "1") for n in range(2)]
+        groups = [common.Group(problem, rollouts, reward_G=torch.full((2,), reward)) for problem in problems]
+        common.Record.samples(place, f"seen-step{step:05d}", groups)
     plot.draw_answers([tmp_path], tmp_path / "answers.png")
     axis = plot.plt.gcf().axes[0]
     assert axis.get_title() == "what is 1?" and not plot.plt.gcf().axes[1].get_title()
-    said = "before, reward 0\none or two\nafter, reward 0.5\n<answer>(250,500),(750,1000)</answer>"
-    assert axis.get_xlabel() == said
+    said = ["before, reward 0", "one or $\\boxed{2}$", "after, reward 0.5", *["x" * 40] * 3]
+    assert axis.get_xlabel().split("\n")[:6] == said and axis.get_xlabel().endswith("(250,500),(750,1000)")
     (box,) = axis.patches
     assert box.get_bbox().bounds == (3.5, 11.5, 8, 12) and (tmp_path / "answers.png").stat().st_size > 5000
+    write_images(tmp_path / "seen.parquet", [None, (16, 24), (16, 24)])
+    with pytest.raises(SystemExit, match="3 rows, but answers to 2"):
+        plot.draw_answers([tmp_path], tmp_path / "answers.png")
     flags["image_column"] = ""
     (tmp_path / "run.json").write_text(json.dumps({"args": flags}))
     with pytest.raises(SystemExit, match="no --image-column"):
@@ -277,6 +281,11 @@ def spoiled(tmp_path, image=None, text="what?") -> Path:
     [
         ({"bytes": b"no image", "path": None}, "a?", "its image cannot be read (cannot identify image file"),
         ({"bytes": png(16, 16)[:60], "path": None}, "a?", "its image cannot be read ("),
+        (
+            {"bytes": b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "path": None},
+            "a?",
+            "its image cannot be read (broken PNG file",
+        ),
         ({"bytes": None, "path": "nowhere/a.png"}, "a?", "its image cannot be read ([Errno 2] No such file"),
         ({"bytes": png(2, 900), "path": None}, "a?", "its image cannot be read (absolute aspect ratio must be"),
         (

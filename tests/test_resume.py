@@ -15,8 +15,11 @@ from types import SimpleNamespace
 
 import faults
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from conftest import ROOT, flags_of, torchrun
 from faults import differences, rows
+from torch.distributed.checkpoint.api import CheckpointException
 
 import common
 import cwgrpo
@@ -153,6 +156,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(engine, cwgrpo
     assert "step-00005.partial: half-written or damaged" in output
     assert "step-00004: half-written or damaged" in output and "step-00002, written by 2 ranks" in output
     check_resumed(folder, cwgrpo_run)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(tiny, plain_python, tmp_path):
+    """Whole by its digests, a layer under another name: what is not there must not stay as --model has it."""
+    world, folder = common.init_world(), tmp_path / "checkpoints" / "step-00002"
+    args = common.Args(model=str(tiny), run_dir=str(tmp_path), resume=True, max_prompt_tokens=8, max_response_tokens=8)
+    policy = common.load_policy(tiny, args, world)
+    weights = {name.replace("layers.1.", "layers.7."): x.detach() for name, x in policy.named_parameters()}
+    dcp.save({"policy": weights}, checkpoint_id=folder)
+    manifest = {"files": common.digests(folder, world), "step": 2, "ranks": 1, "position": 0, "best": 0}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    record = SimpleNamespace(args=args, world=world, folder=tmp_path, say=print)
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: policy\.model\.layers\.1\."):
+        common.resume(policy, torch.optim.AdamW(policy.parameters()), record)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
@@ -140,7 +141,7 @@ class Check:
         its_optimizer = torch.optim.AdamW(other.parameters(), fused=True)
         self.record.args = replace(self.args, resume=True)
         common.resume(other, its_optimizer, self.record)
-        states = (common.training_state(*each, True) for each in ((self.policy, optimizer), (other, its_optimizer)))
+        states = (get_state_dict(*each) for each in ((self.policy, optimizer), (other, its_optimizer)))
         leaves = [[getattr(x, "_local_tensor", x) for x in tree_leaves(state)] for state in states]
         differ = sum(not torch.equal(a, b) for a, b in zip(*leaves, strict=True) if isinstance(a, torch.Tensor))
         self.note("checkpoint, weights and moments that differ", sum(self.world.gather(differ)), "tensors", "≤", 0)

@@ -226,32 +226,39 @@ def first_responses(file: Path) -> list[tuple[str, float, str]]:
 
 
 def draw_answers(runs: list[Path], path: Path, count: int = 5) -> None:
-    """A row for each run: its first held-out problems with their images and first responses, before training and after;
-    boxes in thousandths of the image are drawn, the one before dashed. Raises SystemExit for a run without images."""
+    """A row for each run: its first held-out problems with images and the ends of their first responses, before and
+    after training; boxes in thousandths of the image are drawn, those before dashed. Raises SystemExit for a run
+    without images, or a set of which rows were left out."""
+    import datasets
+
     import common
 
     size = (2.7 * count, 3.7 * len(runs))
     figure, axes = plt.subplots(len(runs), count, figsize=size, layout="constrained", squeeze=False)
     for run, row_of_axes in zip(runs, axes, strict=True):
         flags = json.loads((run / "run.json").read_text())["args"]
-        source = flags["eval"].split(",")[0]
-        files = sorted((run / "samples").glob(f"{Path(source).stem}-step*.txt"))
-        if not flags["image_column"] or len(files) < 2:
+        source, column = flags["eval"].split(",")[0], flags["image_column"]
+        files = sorted((run / "samples").glob(f"{Path(source.replace(':', '-')).stem}-step*.txt"))
+        if not column or len(files) < 2:
             raise SystemExit(f"{run}: no --image-column, or no answers before and after")
-        rows = iter(common.read_table(source, "--eval"))
-        pairs = zip(first_responses(files[0]), first_responses(files[-1]), strict=True)
-        for axis, (before, after) in zip(row_of_axes, pairs, strict=False):
-            image = next(row for row in rows if before[0] in row.values())[flags["image_column"]]
+        table = common.read_table(source, "--eval").cast_column(column, datasets.Image())
+        answers = [first_responses(file) for file in (files[0], files[-1])]
+        if len(table) != len(answers[0]):
+            raise SystemExit(f"{source}: {len(table)} rows, but answers to {len(answers[0])}: whose images are they?")
+        seen = [(row[column], *pair) for row, *pair in zip(table, *answers, strict=True) if row[column]]
+        for axis, (image, before, after) in zip(row_of_axes, seen, strict=False):
             axis.imshow(image)
             lines = []
             for when, (_, reward, said), style in (("before", before, "--"), ("after", after, "-")):
-                lines.append(f"{when}, reward {reward:.2g}\n{' '.join(said.split())}")
+                end = " ".join(said.split())[-160:]  # where the answer is
+                lines += [f"{when}, reward {reward:.2g}", *textwrap.wrap(end, 40)]
                 for box in re.findall(r"\((\d+),(\d+)\),\((\d+),(\d+)\)", said):
                     left, top, right, bottom = np.array(box, float) / 1000 * [*image.size, *image.size] - 0.5
                     shape = ((left, top), right - left, bottom - top)
                     axis.add_patch(plt.Rectangle(*shape, fill=False, linestyle=style, linewidth=1.5, clip_on=False))
-            axis.set_title("\n".join(textwrap.wrap(before[0], 34)), fontsize=9)
-            axis.set_xlabel("\n".join(lines), fontsize=8, loc="left")
+            question = textwrap.shorten(before[0], 100)
+            axis.set_title("\n".join(textwrap.wrap(question, 34)), fontsize=9, parse_math=False)
+            axis.set_xlabel("\n".join(lines), fontsize=8, loc="left", parse_math=False)
             axis.set(xticks=[], yticks=[])
     figure.savefig(path, dpi=90)
 

@@ -18,9 +18,9 @@ image, as Qwen2-VL does it:
     <answer>(375,417),(625,667)</answer>
 
 The model is taught to see by right responses, and then spoilt by a teacher. The teacher knows a square's colour with
-probability 0.3 and else guesses, red most often. Asked where a square is, it points at any every other time, and each
-edge lies up to 2 pixels too far to the right or below. What reinforcement learning has to teach is to trust what is
-seen.
+probability 0.3 and else guesses, red most often. Asked where a square is, every other time it points at one of the
+three at random, and each edge lies up to 2 pixels too far to the right or below. What reinforcement learning has to
+teach is to trust what is seen.
 
     python tools/toy_images.py      # writes tools/toy-images/: model (bf16), image-train, image-heldout, ground-train,
                                     # ground-heldout (.parquet files of image, problem, answer, solution)
@@ -60,7 +60,7 @@ QUESTIONS = {
 }
 ABOUT_COLOURS, ABOUT_PLACES = ("count", "left", "right"), ("where",)
 TAUGHT = (*ABOUT_COLOURS, *ABOUT_PLACES * 3)  # as many of the one as of the other
-GUESSED = (4, 1, 1, 1)  # weights of the teacher's guesses, such that red stays the likeliest for every square
+GUESSED = (4, 1, 1, 1)  # weights of the teacher's guesses, such that red is said as often as a square's own colour
 KNOWN = 0.3  # squares whose colour the teacher does not guess
 POINTED = 0.5  # boxes of the square that was asked for; else of any
 OFF = (1, 2, 1)  # weights of 0, 1, 2 pixels by which an edge lies too far to the right or below
@@ -108,7 +108,7 @@ def draw(rng: random.Random) -> tuple[Square, ...]:
 
 def ask(rng: random.Random, kinds: tuple[str, ...]) -> Problem:
     """Return a problem of one of these kinds. Where a square is, is asked of one that alone has its colour; how many
-    there are, three times of four of a colour that is there."""
+    there are, three times of four of a colour that is there, else of any."""
     kind = rng.choice(kinds)
     while True:
         squares = draw(rng)
