@@ -245,7 +245,7 @@ def draw_answers(runs: list[Path], path: Path, count: int = 5) -> None:
         answers = [first_responses(file) for file in (files[0], files[-1])]
         if len(table) != len(answers[0]):
             raise SystemExit(f"{source}: {len(table)} rows, but answers to {len(answers[0])}: whose images are they?")
-        seen = [(row[column], *pair) for row, *pair in zip(table, *answers, strict=True) if row[column]]
+        seen = ((row[column], *pair) for row, *pair in zip(table, *answers, strict=True) if row[column])
         for axis, (image, before, after) in zip(row_of_axes, seen, strict=False):
             axis.imshow(image)
             lines = []
