@@ -46,6 +46,7 @@ import torch
 from PIL import Image
 from toy import END, lay_out, make_tokenizer, teach_model
 from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers.utils.logging import disable_progress_bar
 
 FOLDER = Path(__file__).parent / "toy-images"
 SIZE = 24  # pixels of the image's side
@@ -283,11 +284,13 @@ def main():
     parser.add_argument("--steps", type=int, default=400, help=f"steps of {BATCH} right responses")
     parser.add_argument("--teacher-steps", type=int, default=100, help=f"then steps of {BATCH} of the teacher's")
     args = parser.parse_args()
+    datasets.disable_progress_bars()
+    disable_progress_bar()
     taken = write_problems(args.out, args.seed)
     torch.manual_seed(args.seed)
     tokenizer, processor = make_processors(args.out / "model")
     model = make_model(tokenizer)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    print(f"making {args.out}, once, some three minutes: a model of {model.num_parameters():,} parameters")
     rng = random.Random(args.seed)
     lesson = functools.partial(lessons, rng, tokenizer, processor, taken, BATCH)
     teach_model(model, lesson, args.steps)
