@@ -208,18 +208,9 @@ def test_evaluation_shows_the_images(seeing, models, tmp_path):
         file = tmp_path / name / "squares.parquet"
         file.parent.mkdir()
         write_images(file, [size] * 3)
-        flags = [
-            models["qwen2_vl"],
-            "--protocols",
-            "lisa",
-            "--sets",
-            file,
-            "--template",
-            "plain",
-            "--texts",
-            file.parent,
-        ]
-        flags += ["--max-prompt-tokens", 64, "--max-response-tokens", 16, "--out", tmp_path / "eval.json"]
+        flags = [models["qwen2_vl"], "--protocols", "lisa", "--sets", file, "--template", "plain"]
+        flags += ["--texts", file.parent, "--max-prompt-tokens", 64, "--max-response-tokens", 16]
+        flags += ["--out", tmp_path / "eval.json"]
         output = seeing(script="eval", flags=flags)
         assert re.search("squares +3 +0.00 ", output) and re.search("lisa-val +- +not run +51.3 ", output)
         texts.append((file.parent / "samples" / "lisa-squares.txt").read_text())
@@ -231,6 +222,7 @@ def test_answers_are_drawn_with_their_images(tmp_path):
     write_images(tmp_path / "seen.parquet", [None, (16, 24)])
     flags = {"eval": f"{tmp_path}/seen.parquet", "image_column": "image"}
     (tmp_path / "run.json").write_text(json.dumps({"args": flags}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/seen/avg@2": 0.0}\n')
     (tmp_path / "samples").mkdir()
     place = SimpleNamespace(world=SimpleNamespace(rank=0), folder=tmp_path)
     for step, text, reward in ((0, "one\n\nor $\\boxed{2}$", 0), (20, "x" * 990 + "(250,500),(750,1000)", 0.5)):

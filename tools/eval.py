@@ -401,12 +401,16 @@ def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: d
     return rows
 
 
+def mean_over_sets(values: list[float], rows: list[dict], by_question: bool) -> float:
+    """Return the mean of a figure over the sets of these rows, or over all their questions."""
+    return float(np.average(values, weights=[row["problems"] if by_question else 1 for row in rows]))
+
+
 def averages(rows: list[dict], by_question: bool = False) -> dict[str, float]:
     """Return the mean over a protocol's sets, or over all their questions, of each figure of its table: of what has a
     mean and may have spreads."""
     labels = [label for label, figure in rows[0].items() if isinstance(figure, dict)] if rows else []
-    weights = [row["problems"] if by_question else 1 for row in rows]
-    return {label: float(np.average([row[label]["mean"] for row in rows], weights=weights)) for label in labels}
+    return {label: mean_over_sets([row[label]["mean"] for row in rows], rows, by_question) for label in labels}
 
 
 def cell(label: str, mean: float, over_problems: float | None = None, over_seeds: float | None = None) -> str:
@@ -427,10 +431,9 @@ def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[list[str]]
         mine = [cell(label, **row[label]) for label in labels] if row else ["not run"] * len(labels)
         table.append([one, str(row["problems"]) if row else "-", *mine, *papers])
     if len(rows) > 1:
-        weights = [row["problems"] if protocol.by_question else 1 for row in ours.values()]
         same = [figure if figure.keys() == ours.keys() else {} for _, figure in protocol.papers]
         same = [[float(figure[one].partition("/")[0]) for one in ours if figure] for figure in same]
-        papers = [f"{np.average(its, weights=weights):.2f}" if its else "-" for its in same]
+        papers = [f"{mean_over_sets(its, [*ours.values()], protocol.by_question):.2f}" if its else "-" for its in same]
         what = "all questions" if protocol.by_question else f"average of {len(rows)}"
         table.append([what, "", *(cell(*mean) for mean in means.items()), *papers])
     return table

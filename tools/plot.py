@@ -230,6 +230,7 @@ def draw_answers(runs: list[Path], path: Path, count: int = 5) -> None:
     after training; boxes in thousandths of the image are drawn, those before dashed. Raises SystemExit for a run
     without images, or a set of which rows were left out."""
     import datasets
+    import rewards
 
     import common
 
@@ -238,7 +239,8 @@ def draw_answers(runs: list[Path], path: Path, count: int = 5) -> None:
     for run, row_of_axes in zip(runs, axes, strict=True):
         flags = json.loads((run / "run.json").read_text())["args"]
         source, column = flags["eval"].split(",")[0], flags["image_column"]
-        files = sorted((run / "samples").glob(f"{Path(source.replace(':', '-')).stem}-step*.txt"))
+        name = next((key.split("/")[1] for row in read(run) for key in row if key.startswith("eval/")), "")
+        files = sorted((run / "samples").glob(f"{name}-step*.txt"))
         if not column or len(files) < 2:
             raise SystemExit(f"{run}: no --image-column, or no answers before and after")
         table = common.read_table(source, "--eval").cast_column(column, datasets.Image())
@@ -252,7 +254,7 @@ def draw_answers(runs: list[Path], path: Path, count: int = 5) -> None:
             for when, (_, reward, said), style in (("before", before, "--"), ("after", after, "-")):
                 end = " ".join(said.split())[-160:]  # where the answer is
                 lines += [f"{when}, reward {reward:.2g}", *textwrap.wrap(end, 40)]
-                for box in re.findall(r"\((\d+),(\d+)\),\((\d+),(\d+)\)", said):
+                for box in rewards.BOX.findall(said):
                     left, top, right, bottom = np.array(box, float) / 1000 * [*image.size, *image.size] - 0.5
                     shape = ((left, top), right - left, bottom - top)
                     axis.add_patch(plt.Rectangle(*shape, fill=False, linestyle=style, linewidth=1.5, clip_on=False))

@@ -44,7 +44,7 @@ import datasets
 import numpy as np
 import torch
 from PIL import Image
-from toy import END, lay_out, make_tokenizer, teach_model
+from toy import BATCH, END, lay_out, make_tokenizer, teach_model
 from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.utils.logging import disable_progress_bar
 
@@ -72,7 +72,6 @@ FILES = (
     ("ground-train", 4096, ABOUT_PLACES),
 )
 SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-BATCH = 128
 
 
 class Square(NamedTuple):
