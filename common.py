@@ -49,7 +49,6 @@ from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
-from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -162,7 +161,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh
 
-    def gather(self, thing) -> list:
+    def all_gather(self, thing) -> list:
         """Return every rank's picklable `thing`, in rank order, on every rank."""
         things = [None] * self.size
         dist.all_gather_object(things, thing)
@@ -170,10 +169,10 @@ class World:
 
     def union(self, part: dict) -> dict:
         """Return the entries of every rank's dict, on every rank."""
-        return {key: value for each in self.gather(part) for key, value in each.items()}
+        return {key: value for each in self.all_gather(part) for key, value in each.items()}
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Add a CPU tensor over ranks, in place."""
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Add a CPU tensor over ranks, in place, and return it."""
         dist.all_reduce(x)
         return x
 
@@ -294,7 +293,7 @@ def empty_model(config, **how):
         return kind.from_config(config, trust_remote_code=False, **how)
 
 
-def load_model_folder(args: Args) -> Path:
+def model_folder(args: Args) -> Path:
     """Return the folder of --model, fetching a hub id; runs no code in it. Raises ValueError for what cannot train."""
     folder = Path(args.model)
     flag = f"--model {args.model}"
@@ -682,7 +681,6 @@ AttentionInterface.register("packed", packed_attention)
 AttentionInterface.register("packed_flash", packed_attention)  # by this name transformers' towers say what they packed
 AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
-SKIPS_IN_A_ROW = 5  # updates
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements in a chunk of the head; each writes a whole gradient
 
 
@@ -759,28 +757,6 @@ def set_lr(optimizer, args: Args, step: int) -> None:
         group["lr"] = args.lr * share
 
 
-@functools.cache
-def matmul_rate(device: torch.device) -> float:
-    """Return FLOP/s of a large matrix product in the dtype of compute, measured once: what MFU is a share of."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
-    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
-    return 2 * size**3 / Timer("a @ b", globals=locals(), num_threads=torch.get_num_threads()).timeit(5).mean
-
-
-def mfu(policy: Policy, batch: Batch, tokens: int, seconds: float, world: World) -> float:
-    """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward: 6 FLOP a weight,
-    the head's at response tokens only, and 6 a layer, channel and position, since causal attention skips half."""
-    decoder = policy.model.get_decoder()
-    head = decoder.embed_tokens.weight.numel()
-    width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
-    body = sum(p.numel() for p in decoder.parameters()) - head
-    flop_R = body * batch.packed_R + head * batch.length_R + width * batch.packed_R.double().square()
-    if hasattr(policy.model, "visual"):  # without the attention of its patches
-        flop_R += sum(p.numel() for p in policy.model.visual.parameters()) * (batch.total_R - batch.packed_R)
-    flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
-    return tokens * flop / max(seconds, 1e-9) / world.size / matmul_rate(world.device)
-
-
 @torch.no_grad()
 def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: World):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
@@ -793,7 +769,7 @@ def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: W
         logp_T[micro.token_T] = logp.cpu()
         entropy_T[micro.token_T] = entropy.cpu()
     policy.to(home)  # which reshards: what no backward pass follows stays gathered, hiding what the optimiser moves
-    return world.sum(logp_T), world.sum(entropy_T)
+    return world.all_reduce(logp_T), world.all_reduce(entropy_T)
 
 
 def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: float) -> torch.Tensor:
@@ -801,24 +777,10 @@ def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: flo
     return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap) if cap else torch.ones_like(logp_T)
 
 
-def update_is_finite(finite: bool, norm: float, inputs: dict, policy: Policy, batch: Batch, record: "Record") -> bool:
-    """Say whether gradient norm, losses and log-probs (`finite`) are finite on every rank. An update that fails is kept
-    in nonfinite/ for tools/replay.py, the newest with its weights. Raises FloatingPointError after SKIPS_IN_A_ROW."""
-    if record.world.sum(torch.tensor(float(not finite))) == 0 and math.isfinite(norm):
-        record.skips_in_a_row = 0
-        return True
-    record.skipped += 1
-    record.skips_in_a_row += 1
-    folder = record.folder / "nonfinite"
-    number = record.world.gather(len(list(folder.glob("update-*"))))[0] + 1
-    file = folder / f"update-{number:05d}.pt"
-    dcp.save(sharded.get_model_state_dict(policy), checkpoint_id=folder / "weights")
-    if record.world.rank == 0:
-        torch.save({"groups": batch.groups, "inputs": inputs}, file)
-    record.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm}); kept in {file}")
-    if record.skips_in_a_row == SKIPS_IN_A_ROW:
-        raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row not finite; smaller --lr? tools/replay.py {file}")
-    return False
+def is_finite(finite: bool, norm: float, world: World) -> bool:
+    """Say whether an update's losses and log-probs (`finite`) and its gradient's norm are finite, on every rank."""
+    failed = torch.tensor(float(not finite or not math.isfinite(norm)))
+    return world.all_reduce(failed) == 0
 
 
 def full_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -892,12 +854,11 @@ class Sampler:
         self.sleep()
 
     def sample(
-        self, problems: list[Problem], n: int, temperature: float, args: Args, stream: tuple | list, top_p: float = 1.0
+        self, problems: list[Problem], n: int, temperature: float, args: Args, streams: list[tuple], top_p: float = 1.0
     ) -> list[Group]:
-        """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. Seeds hash
-        --seed, stream, problem and response number, or a list's entry for each problem: samples do not repeat across
-        prompts, nor depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
-        streams = stream if isinstance(stream, list) else [(*stream, p) for p in range(len(problems))]
+        """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. A seed hashes
+        --seed, the problem's entry in `streams` and the number of the response: samples do not repeat across prompts,
+        nor depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         my_keys = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
@@ -977,13 +938,14 @@ def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str,
 MAY_CHANGE = {"run_dir", "resume", "steps", "eval", "eval_every", "eval_samples", "eval_temperature"}
 MAY_CHANGE |= {"checkpoint_every", "checkpoints_kept", "micro_batch_tokens", "activation_checkpointing"}
 MAY_CHANGE |= {"gpu_memory_utilization", "max_num_seqs", "tensor_parallel", "track"}
+SKIPS_IN_A_ROW = 5  # updates
 SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "irl/moved_share")
-SHOWN += ("tokens_per_second/update", "mfu")
+SHOWN += "tokens_per_second/update"
 
 
 def digests(folder: Path, world: World) -> dict[str, str]:
     """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
-    names = world.gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
+    names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
     digest = {}
     for name in names[world.rank :: world.size]:
         with open(folder / name, "rb") as opened:
@@ -1007,7 +969,9 @@ def save_checkpoint(policy: Policy, optimizer, step: int, position: int, record:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    need(all(world.gather(partial.is_dir())), f"--run-dir {record.folder}: must lie on storage that all nodes share")
+    need(
+        all(world.all_gather(partial.is_dir())), f"--run-dir {record.folder}: must lie on storage that all nodes share"
+    )
     state = {"policy": sharded.get_model_state_dict(policy)}
     if optimizer.state:  # else asking for it would make it, a step old
         state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)
@@ -1028,7 +992,7 @@ def resume(policy: Policy, optimizer, record: "Record") -> tuple[int, int]:
     ones are named and passed over, a run that never completed one starts over. Raises ValueError if all are damaged."""
     if not record.args.resume:
         return 0, 0
-    found = record.world.gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]
+    found = record.world.all_gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]
     for folder in found:
         file = folder / "manifest.json"
         manifest = json.loads(file.read_text()) if file.is_file() else {"files": None}
@@ -1100,7 +1064,7 @@ def open_run(folder: Path, args: Args, script: str, world: World) -> None:
     """Make the run folder and write run.json, what a run is: command, arguments, versions, commit, each resumption.
     Raises ValueError when the folder holds another run, or with --resume none, or one with other flags."""
     file = folder / "run.json"
-    exists = world.gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
+    exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
     need(args.resume or not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     need(exists or not args.resume, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
     before = json.loads(file.read_text()) if args.resume else {"args": {}}
@@ -1134,7 +1098,7 @@ class Record:
         name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.args = args
         self.world = world
-        self.folder = Path(world.gather(args.run_dir or f"runs/{name}")[0])
+        self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
         self.started = time.time()
         self.seconds = Counter()  # of the present step's phases
         self.tokens = Counter()
@@ -1177,17 +1141,25 @@ class Record:
         self.started = time.time() - last["time"]
         self.trained = last["cost/seconds"]
 
+    def skip_update(self, norm: float) -> None:
+        """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
+        self.skipped += 1
+        self.skips_in_a_row += 1
+        self.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm})")
+        if self.skips_in_a_row == SKIPS_IN_A_ROW:
+            raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
+
     def stop_requested(self) -> bool:
         """Say whether a file named `stop` lies in the run folder, and take it away."""
-        requested = self.world.gather((self.folder / "stop").exists())[0]
+        requested = self.world.all_gather((self.folder / "stop").exists())[0]
         if requested:
             (self.folder / "stop").unlink(missing_ok=True)
             self.say("a stop file: ending with a checkpoint; --resume goes on")
         return requested
 
     @contextmanager
-    def phase(self, name: str, tokens: int = 0):
-        """Add a block's wall-clock seconds, GPU work included, and tokens to a phase of the step; note its memory."""
+    def phase(self, name: str):
+        """Add a block's wall-clock seconds, GPU work included, to a phase of the step; note its memory."""
         start = time.perf_counter()
         yield
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -1197,7 +1169,6 @@ class Record:
             used = total - free
         self.memory[name] = max(self.memory[name], used / 2**30)
         self.seconds[name] += time.perf_counter() - start
-        self.tokens[name] += tokens
 
     def samples(self, name: str, groups: list[Group]) -> None:
         """Write groups to samples/<name>.txt."""

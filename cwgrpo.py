@@ -217,11 +217,13 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
     # ---- old and reference log-probs of the whole step: c, sigma and the normaliser span micro-batches and ranks
     tokens = sum(costs).sum().item()
     micro_batches = [responses for plan in plans for responses in plan]
-    with record.phase("old_logp", tokens):
+    record.tokens["old_logp"] += tokens
+    with record.phase("old_logp"):
         old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)
     ref_logp_T = old_logp_T
     if reference is not None:
-        with record.phase("reference", tokens):
+        record.tokens["reference"] += tokens
+        with record.phase("reference"):
             ref_logp_T, _ = common.score(reference, batch, micro_batches, world)
     truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     inputs = {
@@ -243,12 +245,14 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
             continue  # without a gradient AdamW's momentum and decay would still move the weights
         own_T = update_R[batch.response_T] == update
         if update and args.reweight != "none":
-            with record.phase("start_logp", tokens=costs[update].sum().item()):
+            record.tokens["start_logp"] += costs[update].sum().item()
+            with record.phase("start_logp"):
                 start_logp_T[own_T] = common.score(policy, batch, plan, world)[0][own_T]
         if args.reweight != "none":
             of_tokens = (start_logp_T, old_logp_T, advantage_T, weight_T * truncated_T, batch.response_T, group_T)
             inputs["factor_T"][own_T] = token_factors(args, *(x[own_T] for x in of_tokens), generator).float()
-        with record.phase("update", tokens=(costs[update] * trained_R).sum().item()):
+        record.tokens["update"] += (costs[update] * trained_R).sum().item()
+        with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
@@ -259,14 +263,17 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if common.update_is_finite(finite, norm, inputs, policy, batch, record):
+            if common.is_finite(finite, norm, world):
                 optimizer.step()
                 grad_norms.append(norm)
+                record.skips_in_a_row = 0
+            else:
+                record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
     c_T = covariance(start_logp_T, advantage_T, batch.response_T, group_T, args.centre)
     w_T = kernel_weights(c_T, group_T) if args.reweight == "kernel" else inputs["factor_T"]
-    logp_T = world.sum(logp_T)[trained_T]
+    logp_T = world.all_reduce(logp_T)[trained_T]
     loss, means = policy_loss(logp_T, **common.cut(inputs | {"factor_T": w_T}, trained_T))
     metrics = {
         "loss": loss.item() / args.updates_per_step,
@@ -298,7 +305,7 @@ def main(args: Args) -> None:
     common.validate(args, world)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
     common.need(args.clip_cov_low <= args.clip_cov_high, "--clip-cov-low: at most --clip-cov-high")
-    folder = common.load_model_folder(args)
+    folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
@@ -307,7 +314,13 @@ def main(args: Args) -> None:
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, 1e-8, args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=args.lr,
+        betas=args.adam_betas,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:
@@ -317,7 +330,8 @@ def main(args: Args) -> None:
         # ---- sample and verify
         with record.phase("sample"):
             prompts = common.problems_from(problems, args, position)
-            groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
+            streams = [("train", position, p) for p in range(len(prompts))]
+            groups = sampler.sample(prompts, args.group_size, args.temperature, args, streams)
             record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
         with record.phase("verify"):
             common.verify(verifier, groups)
@@ -331,7 +345,6 @@ def main(args: Args) -> None:
         common.set_lr(optimizer, args, step)
         seed = common.seed_of(args.seed, "clip-cov", step)
         metrics = common.drawn_metrics(groups) | learn(policy, reference, optimizer, batch, seed, record)
-        metrics["mfu"] = common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world)
 
         # ---- sync
         with record.phase("sync"):

@@ -157,14 +157,16 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
 
     # ---- reference log-probs
     if reference is not None:
-        with record.phase("reference", tokens):
+        record.tokens["reference"] += tokens
+        with record.phase("reference"):
             inputs["ref_logp_T"], _ = common.score(reference, batch, plan, world)
 
     # ---- update
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
     grad_norms = []
     if trained_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
-        with record.phase("update", tokens):
+        record.tokens["update"] += tokens
+        with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
@@ -178,13 +180,16 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if common.update_is_finite(finite, norm, inputs, policy, batch, record):
+            if common.is_finite(finite, norm, world):
                 optimizer.step()
                 grad_norms.append(norm)
+                record.skips_in_a_row = 0
+            else:
+                record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
-    logp_T = world.sum(logp_T)[trained_T]
-    entropy_T = world.sum(entropy_T)[trained_T]
+    logp_T = world.all_reduce(logp_T)[trained_T]
+    entropy_T = world.all_reduce(entropy_T)[trained_T]
     sampled_T = batch.sampler_logp_T[trained_T]
     trained = common.cut(inputs, trained_T)
     trained["advantage_T"] *= common.truncated_ratio(logp_T, sampled_T, args.tis_cap)
@@ -210,7 +215,7 @@ def main(args: Args) -> None:
     # ---- whatever can be wrong is found before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    folder = common.load_model_folder(args)
+    folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
@@ -219,7 +224,13 @@ def main(args: Args) -> None:
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, 1e-8, args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=args.lr,
+        betas=args.adam_betas,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:
@@ -231,7 +242,8 @@ def main(args: Args) -> None:
         for _ in range(args.max_draws):
             with record.phase("sample"):
                 prompts = common.problems_from(problems, args, position)
-                groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
+                streams = [("train", position, p) for p in range(len(prompts))]
+                groups = sampler.sample(prompts, args.group_size, args.temperature, args, streams)
                 record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
             with record.phase("verify"):
                 common.verify(verifier, groups)
@@ -251,7 +263,6 @@ def main(args: Args) -> None:
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
         metrics |= learn(policy, reference, optimizer, batch, record)
-        metrics["mfu"] = common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world)
 
         # ---- sync
         with record.phase("sync"):

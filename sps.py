@@ -156,11 +156,13 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
 
     # ---- old and reference log-probs, over the micro-batches that the updates will use
     micro_batches = [responses for plan in plans for responses in plan]
-    with record.phase("old_logp", tokens=sum(costs).sum().item()):
+    record.tokens["old_logp"] += sum(costs).sum().item()
+    with record.phase("old_logp"):
         old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)
     ref_logp_T = old_logp_T
     if reference is not None:
-        with record.phase("reference", tokens=sum(costs).sum().item()):
+        record.tokens["reference"] += sum(costs).sum().item()
+        with record.phase("reference"):
             ref_logp_T, _ = common.score(reference, batch, micro_batches, world)
     truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     inputs = {
@@ -178,7 +180,8 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     for update, plan in enumerate(plans):
         if not trained_R[update_R == update].any():
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        with record.phase("update", tokens=costs[update].sum().item()):
+        record.tokens["update"] += costs[update].sum().item()
+        with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
@@ -189,12 +192,15 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if common.update_is_finite(finite, norm, inputs, policy, batch, record):
+            if common.is_finite(finite, norm, world):
                 optimizer.step()
                 grad_norms.append(norm)
+                record.skips_in_a_row = 0
+            else:
+                record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
-    logp_T = world.sum(logp_T)[trained_T]
+    logp_T = world.all_reduce(logp_T)[trained_T]
     loss, means = policy_loss(logp_T, **common.cut(inputs, trained_T))
     metrics = {
         "loss": loss.item() / args.updates_per_step,
@@ -235,10 +241,13 @@ def learn_irl(policy, batches, record) -> dict[str, float]:
             finite &= bool(loss.isfinite() & logp.isfinite().all())
             logp_T[micro.token_T] = logp.detach().cpu()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-        if common.update_is_finite(finite, norm, inputs, policy, batch, record):
+        if common.is_finite(finite, norm, world):
             optimizer.step()
             grad_norms.append(norm)
-        loss, means = irl_loss(world.sum(logp_T), **inputs)
+            record.skips_in_a_row = 0
+        else:
+            record.skip_update(norm)
+        loss, means = irl_loss(world.all_reduce(logp_T), **inputs)
         row = {"loss": loss.item(), "probability": means["probability"].item()}
         row["response_length"] = batch.length_R.double().mean().item()
         row["wrong_share"] = (batch.reward_PG < 1).double().mean().item()
@@ -257,7 +266,7 @@ def shards(policy) -> list[torch.Tensor]:
 def moved_share(before: list[torch.Tensor], after: list[torch.Tensor], dtype: torch.dtype, world) -> float:
     """Return the share of weights, over all ranks, that differ once both are rounded to `dtype`."""
     moved = sum((a.to(b.device, dtype) != b.to(dtype)).sum().item() for a, b in zip(before, after, strict=True))
-    moved, count = world.sum(torch.tensor([moved, sum(a.numel() for a in before)]).double()).tolist()
+    moved, count = world.all_reduce(torch.tensor([moved, sum(a.numel() for a in before)]).double()).tolist()
     return moved / count
 
 
@@ -317,7 +326,7 @@ def main(args: Args) -> None:
     divides = args.prompts_per_step % args.updates_per_step == 0
     common.need(divides, "--updates-per-step must divide --prompts-per-step")
     common.need(args.demonstrations <= args.group_size, f"--demonstrations: 1 to --group-size, {args.group_size}")
-    folder = common.load_model_folder(args)
+    folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     rl_steps, irl_steps = stage_lengths(args, len(problems))
@@ -329,7 +338,13 @@ def main(args: Args) -> None:
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, 1e-8, args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=args.lr,
+        betas=args.adam_betas,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
     start, position = common.resume(policy, optimizer, record)
     if irl_steps and (share := movable_share(shards(policy), args.irl_lr, torch.float32, world)) < 0.99:
         sampled = movable_share(shards(policy), args.irl_lr, torch.bfloat16, world)
@@ -343,7 +358,8 @@ def main(args: Args) -> None:
         # ---- stage 1: sample and verify
         with record.phase("sample"):
             prompts = common.problems_from(problems, args, position)
-            groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
+            streams = [("train", position, p) for p in range(len(prompts))]
+            groups = sampler.sample(prompts, args.group_size, args.temperature, args, streams)
             record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
         with record.phase("verify"):
             common.verify(verifier, groups)
@@ -357,7 +373,6 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(groups) | learn(policy, reference, optimizer, batch, record)
-        metrics["mfu"] = common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world)
 
         # ---- stage 2: the demonstrations, all in one step; a checkpoint is before or after it
         if irl_steps and step % rl_steps == 0:

@@ -168,7 +168,8 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     plans = [common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank] for cost_R in costs]
 
     # ---- old log-probs and entropies, over the micro-batches that the updates will use
-    with record.phase("old_logp", tokens=sum(costs).sum().item()):
+    record.tokens["old_logp"] += sum(costs).sum().item()
+    with record.phase("old_logp"):
         micro_batches = [responses for plan in plans for responses in plan]
         old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)  # Eq. 12
     entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
@@ -192,7 +193,8 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     for update, plan in enumerate(plans):
         if not trained_R[update_R == update].any():
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        with record.phase("update", tokens=costs[update].sum().item()):
+        record.tokens["update"] += costs[update].sum().item()
+        with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
@@ -203,12 +205,15 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if common.update_is_finite(finite, norm, inputs, policy, batch, record):
+            if common.is_finite(finite, norm, world):
                 optimizer.step()
                 grad_norms.append(norm)
+                record.skips_in_a_row = 0
+            else:
+                record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
-    logp_T = world.sum(logp_T)[trained_T]
+    logp_T = world.all_reduce(logp_T)[trained_T]
     loss, ratios = policy_loss(logp_T, **common.cut(inputs, trained_T))
     high, low = (ratios.pop(name).item() / len(trained_T) for name in ("clipped_high", "clipped_low"))
     metrics = {
@@ -240,7 +245,7 @@ def main(args: Args) -> None:
     common.validate(args, world)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
     common.need(args.overlong_buffer <= args.max_response_tokens, "--overlong-buffer: at most --max-response-tokens")
-    folder = common.load_model_folder(args)
+    folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     verifier = common.Verifier(args, world)
@@ -248,7 +253,13 @@ def main(args: Args) -> None:
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.adam_betas, 1e-8, args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=args.lr,
+        betas=args.adam_betas,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:
@@ -260,7 +271,8 @@ def main(args: Args) -> None:
         for _ in range(args.max_draws):
             with record.phase("sample"):
                 prompts = common.problems_from(problems, args, position)
-                groups = sampler.sample(prompts, args.group_size, args.temperature, args, ("train", position))
+                streams = [("train", position, p) for p in range(len(prompts))]
+                groups = sampler.sample(prompts, args.group_size, args.temperature, args, streams)
                 record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
             with record.phase("verify"):
                 common.verify(verifier, groups)
@@ -281,7 +293,6 @@ def main(args: Args) -> None:
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
         metrics |= learn(policy, optimizer, batch, tokenizer, record)
-        metrics["mfu"] = common.mfu(policy, batch, record.tokens["update"], record.seconds["update"], world)
 
         # ---- sync
         with record.phase("sync"):

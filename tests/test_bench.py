@@ -71,7 +71,7 @@ def test_an_untrained_model_can_be_trained(tmp_path, monkeypatch):
     """What `step --shape` gives a run: a model that is read, and rewards that differ for texts that do."""
     monkeypatch.chdir(ROOT)
     args = tyro.cli(sspo.Args, args=[*bench.varied("toy", tmp_path / "model"), "--max-response-tokens", "512"])
-    assert common.load_model_folder(args) == tmp_path / "model"
+    assert common.model_folder(args) == tmp_path / "model"
     assert common.stop_tokens(tmp_path / "model", AutoTokenizer.from_pretrained(tmp_path / "model"))
     reward = common.Verifier(args, None).reward
     assert {reward(str(n), {}) for n in range(9)} == {0.0, 1.0}

@@ -50,11 +50,11 @@ def test_code_in_a_model_folder_is_not_run(tmp_path, model_type, readable):
         (folder / name).write_text(json.dumps(settings))
     args = common.Args(model=str(folder), max_prompt_tokens=32, max_response_tokens=64)
     if readable:
-        assert common.load_model_folder(args) == folder
+        assert common.model_folder(args) == folder
         AutoTokenizer.from_pretrained(folder)  # as the scripts do
     else:
         with pytest.raises(ValueError, match=r"--model .*: cannot be read, and no code in it is run"):
-            common.load_model_folder(args)
+            common.model_folder(args)
     assert not (tmp_path / "run").exists()
 
 
@@ -278,20 +278,20 @@ def test_models_that_cannot_work(tiny, tmp_path, change, message):
     config.pop("layer_types", None)
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | change))
     args = common.Args(model=str(tmp_path / "model"), max_prompt_tokens=32, max_response_tokens=64)
-    assert common.load_model_folder(replace(args, model=str(tiny))) == tiny
+    assert common.model_folder(replace(args, model=str(tiny))) == tiny
     with pytest.raises(ValueError, match=message):
-        common.load_model_folder(args)
+        common.model_folder(args)
 
 
 def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="--model no/such: neither a folder here nor a model of the hub"):
-        common.load_model_folder(common.Args(model="no/such"))
+        common.model_folder(common.Args(model="no/such"))
     with pytest.raises(ValueError, match=r"no config\.json"):
-        common.load_model_folder(common.Args(model=str(tmp_path)))
+        common.model_folder(common.Args(model=str(tmp_path)))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no config\.json or weights"):
-        common.load_model_folder(common.Args(model=str(tmp_path)))
+        common.model_folder(common.Args(model=str(tmp_path)))
 
 
 def test_reward_functions(tmp_path, tokenizer):

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import plot
 import pytest
-import replay
 import torch
 from conftest import ROOT, torchrun
 from faults import differences
@@ -161,11 +160,9 @@ def test_an_update_does_not_depend_on_ranks_or_packing(update):
         assert two["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_a_skipped_update_keeps_its_images(update, plain_python, capsys):
+def test_an_update_that_is_not_finite_is_left_out(update):
     result = update(2, budget=300, poisoned=True)
     assert result["skipped"] == 1 and not any(moved.nan_to_num().any() for moved in result["moved"].values())
-    replay.main(Path(result["folder"]) / "nonfinite" / "update-00001.pt")
-    assert "1 of 24 responses are not finite" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
@@ -250,7 +247,7 @@ def test_a_saved_model_is_whole(models, tmp_path, plain_python):
     """Names as on the hub, and the image processor beside it."""
     folder, args = models["qwen2_5_vl"], settings(models["qwen2_5_vl"])
     world = common.init_world()
-    policy = common.load_policy(common.load_model_folder(args), args, world)
+    policy = common.load_policy(common.model_folder(args), args, world)
     common.save_model(policy, tmp_path / "model", folder, torch.float32, world)
     names = {"config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json"}
     assert names | {"tokenizer.json", "tokenizer_config.json"} == {file.name for file in (tmp_path / "model").iterdir()}
@@ -298,7 +295,7 @@ def test_rows_that_cannot_be_seen(models, tmp_path, image, text, message):
 def test_flags_that_cannot_work(models, tiny):
     args = settings(models["qwen2_vl"])
     with pytest.raises(ValueError, match=r"--image-column image: --model .* has no vision tower"):
-        common.load_model_folder(replace(args, model=str(tiny)))
+        common.model_folder(replace(args, model=str(tiny)))
     with pytest.raises(ValueError, match=r"no image column; looked for \['photo'\], saw \['image', .*; --image-column"):
         common.load_data(replace(args, image_column="photo"), AutoTokenizer.from_pretrained(args.model))
 

@@ -1,11 +1,8 @@
 """One update does not depend on the number of processes, the micro-batch budget, the order or the packing."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
-import replay
 import torch
 from jobs import Jobs
 
@@ -277,26 +274,13 @@ def test_an_empty_response_is_part_of_its_group(update, script):
 
 @pytest.mark.parametrize(("script", "more"), [*((script, {}) for script in ONE_UPDATE), ("sps", {"irl": True})])
 def test_an_update_that_is_not_finite_is_left_out(update, script, more):
-    """One token of one response on one rank: no rank steps, and the batch that is kept shows which response it was."""
+    """One token of one response on one rank: no rank steps."""
     result = update(3, script, 60, poisoned=True, **more)
     assert result["skipped"] == 1 and not any(moved.nan_to_num().any() for moved in result["moved"].values())
     assert not all(gradient.isfinite().all() for gradient in result["gradient"].values())
 
 
-@pytest.mark.parametrize(("script", "more"), [("sspo", {}), ("sps", {}), ("sps", {"irl": True})])
-def test_such_an_update_is_repeated(update, plain_python, capsys, script, more):
-    folder = Path(update(2, script, 60, poisoned=True, **more)["folder"])
-    replay.main(folder / "nonfinite" / "update-00001.pt")
-    output = capsys.readouterr().out
-    line = r"^response 0, \d+ tokens: \d+ log-probs not finite, .* loss nan, gradient norm nan"
-    assert re.search(line, output, re.M) and re.search(r"^1 of \d+ responses are not finite", output, re.M)
-
-
 def test_a_number_of_such_updates_in_a_row_ends_the_run(update):
     result = update(2, "gpg", poisoned=True, repeat=9)
     assert result["skipped"] == common.SKIPS_IN_A_ROW == 5
-    assert result["said"].startswith("5 updates in a row not finite; smaller --lr? tools/replay.py")
-    folder = Path(result["folder"]) / "nonfinite"
-    assert sorted(file.name for file in folder.iterdir()) == [*(f"update-{n:05d}.pt" for n in range(1, 6)), "weights"]
-    with pytest.raises(ValueError, match=r"only the newest update has its weights, .*update-00005\.pt"):
-        replay.main(folder / "update-00004.pt")
+    assert result["said"] == "5 updates in a row are not finite; try a smaller --lr"

@@ -4,6 +4,7 @@ import random
 import re
 from types import SimpleNamespace
 
+import bench
 import numpy as np
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_seeds_are_hashes_that_agree_everywhere():
 @pytest.mark.parametrize("tied", [False, True])
 def test_mfu_counts_what_torch_counts(monkeypatch, tied):
     """Matrix products of forward and backward, of which torch also sees the head's recomputation; attention by hand."""
-    monkeypatch.setattr(common, "matmul_rate", lambda device: 1.0)
+    monkeypatch.setattr(bench, "matmul_rate", lambda device: 1.0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3Config(vocab_size=80, num_hidden_layers=2, head_dim=16, tie_word_embeddings=tied, **shape)
     config._attn_implementation = "packed"
@@ -211,12 +212,12 @@ def test_mfu_counts_what_torch_counts(monkeypatch, tied):
     attention = 6 * 2 * 4 * 16 * batch.total_R.square().sum().item()  # layers, heads, channels of a head
     vectors = 6 * tokens * sum(p.numel() for p in policy.parameters() if p.dim() == 1)  # which torch does not count
     world = SimpleNamespace(size=1, device=CPU)
-    flop = common.mfu(policy, batch, tokens, 1.0, world)
+    flop = bench.mfu(policy, batch, tokens, 1.0, world)
     assert flop == pytest.approx(products - again + attention + vectors, rel=1e-6)
-    assert common.mfu(policy, batch, 3 * tokens, 0.5, world) == pytest.approx(6 * flop)
-    assert common.mfu(policy, batch, 0, 0.0, world) == 0
+    assert bench.mfu(policy, batch, 3 * tokens, 0.5, world) == pytest.approx(6 * flop)
+    assert bench.mfu(policy, batch, 0, 0.0, world) == 0
 
 
 def test_the_matrix_rate_is_measured_once():
-    rate = common.matmul_rate(CPU)
-    assert rate > 0 and common.matmul_rate(CPU) == rate
+    rate = bench.matmul_rate(CPU)
+    assert rate > 0 and bench.matmul_rate(CPU) == rate

@@ -174,7 +174,7 @@ def test_a_checkpoint_of_other_parameters_is_refused(tiny, plain_python, tmp_pat
 
 @pytest.mark.slow
 def test_a_lost_rank_is_said_in_one_line(tmp_path):
-    source = "import os, common; w = common.init_world(); w.gather(0); w.rank and os._exit(9); w.gather(0)"
+    source = "import os, common; w = common.init_world(); w.all_gather(0); w.rank and os._exit(9); w.all_gather(0)"
     (tmp_path / "two.py").write_text(source)
     port = str(faults.free_port())
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

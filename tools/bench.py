@@ -13,6 +13,7 @@ Nothing here is a test: timings are printed and compared within one run. `fit` i
 """
 
 import argparse
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -43,6 +44,7 @@ import numpy as np
 import torch
 import tyro
 from plot import phases, read
+from torch.utils.benchmark import Timer
 from toy import make_tokenizer
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -152,21 +154,43 @@ def random_model(shape: Shape, folder: Path) -> None:
     Qwen2ForCausalLM(config_of(shape)).to(torch.bfloat16).save_pretrained(folder)
 
 
+@functools.cache
+def matmul_rate(device: torch.device) -> float:
+    """Return FLOP/s of a large matrix product in the dtype of compute, measured once: what MFU is a share of."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+    return 2 * size**3 / Timer("a @ b", globals=locals(), num_threads=torch.get_num_threads()).timeit(5).mean
+
+
+def mfu(policy: common.Policy, batch: common.Batch, tokens: int, seconds: float, world: common.World) -> float:
+    """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward: 6 FLOP a weight,
+    the head's at response tokens only, and 6 a layer, channel and position, since causal attention skips half."""
+    decoder = policy.model.get_decoder()
+    head = decoder.embed_tokens.weight.numel()
+    width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
+    body = sum(p.numel() for p in decoder.parameters()) - head
+    flop_R = body * batch.packed_R + head * batch.length_R + width * batch.packed_R.double().square()
+    if hasattr(policy.model, "visual"):  # without the attention of its patches
+        flop_R += sum(p.numel() for p in policy.model.visual.parameters()) * (batch.total_R - batch.packed_R)
+    flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
+    return tokens * flop / max(seconds, 1e-9) / world.size / matmul_rate(world.device)
+
+
 def policy(args) -> None:
     """Print tokens/s per process, share of the measured matrix rate, and peak memory of FSDP forward and backward."""
     shape = SHAPES[args.shape]
     world = common.init_world()
-    folder = Path(world.gather(tempfile.mkdtemp())[0])
+    folder = Path(world.all_gather(tempfile.mkdtemp())[0])
     if world.rank == 0:
         random_model(shape, folder)
-    world.gather(None)
+    world.all_gather(None)
     settings = common.Args(model=str(folder), activation_checkpointing=args.activation_checkpointing)
     model = common.load_policy(folder, settings, world)
     cuda = world.device.type == "cuda"
     weights = sum(p.numel() for p in model.parameters())
     if world.rank == 0:
         print(f"{args.shape}: {weights / 1e6:,.1f} M parameters, {world.size} processes; {hardware()}")
-        print(f"a large matrix product: {common.matmul_rate(world.device) / 1e12:.3f} TFLOP/s")
+        print(f"a large matrix product: {matmul_rate(world.device) / 1e12:.3f} TFLOP/s")
     for length in args.lengths:
         prompt, count = length // 8, max(1, args.tokens // length)
         batch = random_batch(shape.vocabulary, prompt, length - prompt, count)
@@ -184,7 +208,7 @@ def policy(args) -> None:
             seconds.append(time.perf_counter() - start)
         best = min(seconds[1:])
         tokens = count * length
-        share = common.mfu(model, batch, tokens * world.size, best, world)
+        share = mfu(model, batch, tokens * world.size, best, world)
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else resource.getrusage(0).ru_maxrss / 2**20
         if world.rank == 0:
             print(f"length {length:6d} x {count:4d}: {tokens / best:9.0f} tokens/s  {share:4.0%}  peak {peak:.2f} GiB")
@@ -311,7 +335,7 @@ def verifier(_args) -> None:
             common.Group(common.Problem("", [0], gold), [common.Rollout([], None, f"\\boxed{{{answer}}}", False)])
             for answer, gold in cases
         ]
-        world.gather(None)
+        world.all_gather(None)
         start = time.perf_counter()
         common.verify(made, groups)
         seconds = time.perf_counter() - start

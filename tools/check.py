@@ -61,7 +61,7 @@ class Check:
     """An engine and the policy it samples for, in one process of many."""
 
     def __init__(self, args: common.Args, world: common.World):
-        self.folder = common.load_model_folder(args)
+        self.folder = common.model_folder(args)
         self.args, self.world, self.record = args, world, common.Record(args, "check", world)
         self.statistic, self.limits = LIMITS[world.device.type]
         self.sampler = common.Sampler(self.folder, AutoTokenizer.from_pretrained(self.folder), args, world)
@@ -89,7 +89,9 @@ class Check:
 
         def sampled() -> list[common.Group]:
             self.sampler.load(self.policy)
-            groups = self.sampler.sample(problems, 4, self.args.temperature, self.args, ("check",))
+            groups = self.sampler.sample(
+                problems, 4, self.args.temperature, self.args, [("check", p) for p in range(len(problems))]
+            )
             self.sampler.sleep()
             return groups
 
@@ -121,7 +123,7 @@ class Check:
                 logp_T, entropy_T = policy(micro)
                 said[-1][:, micro.token_T] = torch.stack([logp_T.detach(), entropy_T]).cpu()
                 (scale * (logp_T * micro.inputs["weight_T"]).sum()).backward()
-        difference = (world.sum(said[0]) - said[1]).abs()
+        difference = (world.all_reduce(said[0]) - said[1]).abs()
         for name, difference_T in zip(("log-probs", "entropies"), difference, strict=True):
             figure = getattr(difference_T, self.statistic)().item()
             self.note(f"packed against single, {self.statistic}, {name}", figure, "nats", *self.limits["packed"])
@@ -144,7 +146,7 @@ class Check:
         states = (get_state_dict(*each) for each in ((self.policy, optimizer), (other, its_optimizer)))
         leaves = [[getattr(x, "_local_tensor", x) for x in tree_leaves(state)] for state in states]
         differ = sum(not torch.equal(a, b) for a, b in zip(*leaves, strict=True) if isinstance(a, torch.Tensor))
-        self.note("checkpoint, weights and moments that differ", sum(self.world.gather(differ)), "tensors", "≤", 0)
+        self.note("checkpoint, weights and moments that differ", sum(self.world.all_gather(differ)), "tensors", "≤", 0)
 
     def measure(self, name: str, length: int, response: int, *bound) -> None:
         """Measure sampling of 64 x `response` tokens by each engine behind a cached prompt that fills up `length`, then
@@ -156,8 +158,9 @@ class Check:
         problems = [common.Problem("", ids, "0")] * world.size
         self.sampler.load(policy)
         for phase in ("warm-up", "sampling"):
+            streams = [(phase, p) for p in range(len(problems))]
             with record.phase(phase):
-                groups = self.sampler.sample(problems, 64, self.args.temperature, self.args, (phase,))
+                groups = self.sampler.sample(problems, 64, self.args.temperature, self.args, streams)
         self.sampler.sleep()
         name = f"{name} at {length:,} tokens"
         self.gap(name, [common.Group(group.problem, group.rollouts[:1]) for group in groups])
@@ -170,18 +173,18 @@ class Check:
                 policy(micro)[0].sum().backward()
             optimizer.step()  # its moments take memory
         policy.zero_grad()
-        rate = common.matmul_rate(world.device)
+        rate = bench.matmul_rate(world.device)
         sampled = sum(len(one.ids) for group in groups for one in group.rollouts)
         # a forward pass is a third of it; a token of a sequence twice as long meets `length` others on average
         decoding = bench.random_batch(config.vocab_size, 0, 2 * length, 1)
         work = {"sampling": (sampled, decoding, 1 / 3), "training": (count * length * world.size, batch, 1)}
         for phase, (tokens, like, passes) in work.items():
-            seconds = max(world.gather(record.seconds.pop(phase)))
-            share = passes * common.mfu(policy, like, tokens, seconds, world)
+            seconds = max(world.all_gather(record.seconds.pop(phase)))
+            share = passes * bench.mfu(policy, like, tokens, seconds, world)
             speed = tokens / world.size / seconds
             unit = f"tokens/s a rank, MFU {share:.1%} of {rate / 1e12:.3g} TFLOP/s"
             self.note(f"{phase}, {name}", speed, unit)
-            memory = max(world.gather(record.memory.pop(phase)))
+            memory = max(world.all_gather(record.memory.pop(phase)))
             self.note(f"memory of a rank, {phase}, {name}", memory, "GiB", *(bound if phase == "training" else ()))
 
 
@@ -205,7 +208,7 @@ def part(what: str, folder: Path, most: float) -> None:
         with world.device:  # a CPU would take minutes for 7B
             bench.random_model(shape, Path(args.model))
         AutoTokenizer.from_pretrained(TOY).save_pretrained(args.model)
-    world.gather(None)
+    world.all_gather(None)
     check = Check(args, world)
     if not shape:
         check.passes(check.syncs())

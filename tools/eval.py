@@ -478,7 +478,7 @@ def main(args: Args) -> None:
     if is_checkpoint:
         model = json.loads((run.parent.parent / "run.json").read_text())["args"]["model"]
     world = common.init_world()
-    folder = common.load_model_folder(common.Args(model=model, max_prompt_tokens=1, max_response_tokens=1))
+    folder = common.model_folder(common.Args(model=model, max_prompt_tokens=1, max_response_tokens=1))
     config = AutoConfig.from_pretrained(folder)
     context, sees = config.get_text_config().max_position_embeddings, hasattr(config, "vision_config")
     tokenizer = AutoTokenizer.from_pretrained(folder)
