@@ -193,11 +193,13 @@ def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
 def test_order_of_the_data():
     data = [common.Problem(str(n), [n], "0") for n in range(10)]
     args = common.Args(prompts_per_step=4, seed=5)
-    drawn = [p.text for position in range(0, 20, 4) for p in common.problems_from(data, args, position)]
+    drawn = [p.text for position in range(0, 20, 4) for p in common.problems_from(data, args, position).values()]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == [str(n) for n in range(10)] and drawn[:10] != drawn[10:]
-    assert drawn[8:12] == [p.text for p in common.problems_from(data, args, 8)]  # a function of the position alone
+    assert drawn[8:12] == [
+        p.text for p in common.problems_from(data, args, 8).values()
+    ]  # a function of the position alone
     args.seed = 6
-    assert drawn[:4] != [p.text for p in common.problems_from(data, args, 0)]
+    assert drawn[:4] != [p.text for p in common.problems_from(data, args, 0).values()]
 
 
 @pytest.mark.parametrize(
