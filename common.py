@@ -166,8 +166,6 @@ def validate(args, world):
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from None
-    if args.dataset == Args.dataset and args.steps:
-        need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
     if args.track:
         need([*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
     if args.template not in PROMPTS:
@@ -189,6 +187,8 @@ def validate(args, world):
     need(longest > args.max_prompt_tokens, f"--max-total-tokens {args.max_total_tokens}: no room for a response")
     small = f"--micro-batch-tokens {args.micro_batch_tokens}: no response is split, and with its prompt one may have"
     need(args.micro_batch_tokens >= longest, f"{small} {longest} tokens (--max-...-tokens)")
+    if args.dataset == Args.dataset and args.steps:
+        need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
