@@ -1510,7 +1510,8 @@ def verify(verifier, groups: list[Group]):
     if verifier.reward:
         grades = [(float(verifier.reward(text, problem.row)), "") for problem, text in mine]
     else:
-        grades = verifier.judge([text for _, text in mine], [problem.answer for problem, _ in mine])
+        responses = [text for _, text in mine]
+        grades = verifier.judge(responses, [each.answer for each, _ in mine], [each.text for each, _ in mine])
     everyone = [None] * len(asked)
     for rank, part in enumerate(world.all_gather(grades)):
         everyone[rank :: world.size] = part
@@ -1539,91 +1540,205 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-SPELLINGS = [  # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
-    (r"(?<=\d) ?(?:, ?\\!|\{ ?, ?\}(?:\\!)?) ?(?=\d{3})", ""),  # 10,\!080 and 1{,}008
-    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])|(?<!\\)\\[!()]|\\?\$", ""),
-    (r"\\(?:text(?:bf|it|rm|normal|sf)?|mbox|math(?:rm|bf|it|sf)|operatorname) ?\{", r"\\text{"),
-    (r",? ?\\text\{[ ,]*(?:and|or)[ ,]*\}|,? ?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
-    (r"\\[dtc]?frac ?", r"\\frac"),
-    (r"\\frac(\d) ?(?=[\d{])", r"\\frac{\1}"),
-    (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),
-    (r"_ ?\{(\w)\}", r"_\1"),
-    (r"(^|c\{)([+-]?\d{1,3}),(\d{3})(?=/|\}\{|\\[a-z])", r"\1\2\3"),  # 20,000/\pi, but not (4,112\pi)
-    (r" ?(?:\^ ?\{? ?\\circ ?\}?|°|\\?%)", ""),
-    (r"np\.(?=arc)", r"\\"),  # in Minerva
-    (r"(?:(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
-]
-NAME = re.compile(  # of what an answer is the value: x, AB, x_1, f(x), \text{Area}, (p,q)
-    r"(?:^|(?<=,)) ?(\\?[A-Za-z]+(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?|\\text\{[^{}]*\}|\([a-zA-Z, ]+\))?"
-    r" ?(?:=|\\(?:approx|in)(?![a-zA-Z])) ?"
+NEST = r"[^\[\](){}⦃⦄]*"  # what stands between two brackets
+for _ in range(4):
+    NEST = rf"(?:[^\[\](){{}}⦃⦄]|[\[({{⦃]{NEST}[\])}}⦄])*"
+UNITS = (  # units by letters and names, and what can be counted: nouns in the plural
+    r"(?:(?:square|cubic|sq\.?|cu\.?|per|of|in|the|right|distinct)[ ~]+)*"
+    r"(?:[kcmnpMG]?(?:[msghLlJWVNAKCFT]|Hz|Pa|eV|mol|cal|rad|bar)|in|ft|yd|mi|oz|lb|gm|erg|min|hr|sec|mph|rpm|USD|yuan"
+    r"|dollar|degree|percent(?:age)?|pct|unit|feet|foot|inch|people|children|men|women|years old|\\AA|Å"
+    r"|[ML] ?_ ?\{?\\odot\}?|\\mu[ ~]*[msgAFVW]|-?gon|th|st|nd|rd"
+    r"|(?!(?:i|wa|le|plu|minu|time|ten|dozen|halve|third|quarter|hundred|thousand|\w+illion|\w+(?:[urfxn]|gh|ven|nd|on)th)s)"
+    r"[a-z]{2,}s)(?![a-zA-Z])(?: ?\^ ?\{?[ ~]*-?\d ?\}?| squared| cubed)?"
 )
-UNIT = re.compile(  # any will do: \text{ cm}^2, words after a space
-    r"(?<=[\d})i])(?: ?\\text\{[a-zA-Z./ ]*\}(?: ?\^ ?\{?\d\}?)?| [a-zA-Z.]{2,}(?:\^\{?\d\}?)?)+(?= ?,|$)"
+MEANING = str.maketrans({"␣": " ", "∅": "", "…": NEST, "Ⓤ": UNITS})
+
+
+def table(rules: str) -> list[list[str]]:
+    """Return pattern and replacement of each line, whose signs stand for MEANING; the rest of a line is a comment."""
+    return [[cell.translate(MEANING) for cell in line.split()[:2]] for line in rules.strip().splitlines()]
+
+
+# one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
+SPELLINGS = table(r"""
+[−–]  -
+²  ^2
+³  ^3
+(?<!\\)\\\\(?=(?:left|right|[dt]?frac|sqrt|pi)(?![a-z]))  \\
+\\\\\[\w+\]  \\\\
+(?<=\d)␣?(?:,␣?\\!|\{␣?\\?,␣?\}(?:\\!)?)␣?(?=\d{3})  ∅  10,\!080 and 1{,}008
+\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style|bf|rm|pounds)(?![a-zA-Z])|(?<!\\)\\[\[\]!()]|\\?\$|[£€¢\u200b\ufeff]  ∅
+(?:\\\\\s*)?\\end\{(?:[pbB]?matrix|array)\}\s*[\])]?  \\end{pmatrix}
+[\[(]?\s*\\begin\{(?:[pbB]?matrix|array)\}(?:\{\w*\})?  \\begin{pmatrix}
+(?:(?<!\\)\\[,;:>␣]|\\q?quad(?![a-zA-Z])|~|\s)+  ␣
+\\\{|\\lbrace(?![a-z])  ⦃
+\\\}|\\rbrace(?![a-z])  ⦄
+\\(?:text)?color␣?\{\w+\}  \\text
+\\(?:text(?:bf|it|rm|normal|sf)?|mbox|math(?:rm|bf|it|sf|op|bin)|operatorname|boldsymbol|bm|underline)␣?\{(…)\}  ␣~\1␣
+\\(?:text(?:bf|it|rm|normal|sf)?|mbox|math(?:rm|bf|it|sf|op|bin)|operatorname|boldsymbol|bm|underline)␣?\{(…)\}  ␣~\1␣
+^[␣~]*(?:(?:USD|Rs\.?)(?![a-z])|=|\\approx(?![a-z]))  ∅
+^[␣~]*(?:[Cc]hoice|[Oo]ption)[␣~]*  ∅
+^[␣~]*(-?)\{(…)\}[␣~]*$  \1\2
+^[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+);␣?[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+)$  (\1,\2),(\3,\4)
+[,~␣]*(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\lor(?![a-z])|;)[␣~,]*  ,
+\{([^{}]*)\\over(?![a-z])␣?([^{}]*)\}  \\frac{\1}{\2}
+\\(?:[dtcs]|nice)?frac␣?  \\frac
+\\frac(\w|\\pi)␣?(?=[\w{\\])  \\frac{\1}
+(\\frac\{…\})␣?(\w|\\pi)  \1{\2}
+^(-?)[({](…)[)}]/[({](…)[)}]$  \1\\frac{\2}{\3}
+^([+-]?\d+)␣(\d+)/(\d+)$  \1\\frac{\2}{\3}
+␣?_?␣?[({]?[␣~]*\(?base[␣~]*(\d+)[␣)}]*  _\1
+_␣?[{(](\w)[)}]  _\1
+(^|c\{)([+-]?\d{1,3}),(\d{3})(?=/|\}\{|\\[a-z])  \1\2\3  20,000/\pi, but not (4,112\pi)
+␣?(?:(?:\^␣?\{?␣?\\circ␣?\}?|°)(?:[␣~]*[CFK](?![a-zA-Z]))?|\\?%)(?!␣?\d)  ∅
+(?<![a-zA-Z\\.])(?:np\.)?(?=(?:arc)?(?:sin|cos|tan)(?![a-z]))  \\  np. is Minerva's
+␣?(?:\\(?:cdot|times|ast)(?![a-z])|×|(?<=\d)␣?x␣?(?=10))␣?  *
+\\le(?:q|qslant)?(?![a-zA-Z])|<=  ≤
+\\lt(?![a-z])  <
+\\gt(?![a-z])  >
+\\ge(?:q|qslant)?(?![a-zA-Z])|>=  ≥
+\\neq?(?![a-zA-Z])|!=|\\not␣?=  ≠
+\\cup(?![a-z])|(?<=[\])])␣?U␣?(?=[\[(])  ∪
+\\pm(?![a-z])  ±
+∞  \\infty␣
+\+(?=\\infty)  ∅
+^([^=]*[\d)}\]]␣?)\\approx(?![a-z]).*  \1
+[␣.,;:~]+$  ∅
+(?<=[\d})])␣?\^?␣?\{?[␣~]*(?:th|st|nd|rd)␣?\}?$  ∅
+(?<=[\d})i])[␣~]*\([␣~]*(?:in␣)?([a-zA-Z]{2,}[a-zA-Z\d^{}␣]*)\)[␣~]*$  ␣~\1
+(?<=[\d})i])␣*(?:~[␣~]*(?:in␣)?|(?:in␣)?(?=[a-zA-Z]{2}|\\|Å|[ML]_))Ⓤ(?:[␣~/*.-]+Ⓤ)*[␣~.]*(?=␣?,|$)  ∅
+^⦃␣?\w␣?(?:\\in␣?\\mathbb␣?\{?R\}?)?␣?(?::|\\mid|\|)␣?([^=]+)⦄$  \1
+^(?:\\mathbb␣?\{?R\}?|\(-\\infty␣?,␣?\\infty␣?\))␣?\\setminus␣?⦃([^,]+)⦄$  (-\\infty,\1)∪(\1,\\infty)
+^\]([^\[\]]+)\]$  (\1]
+^\]([^\[\]]+)\[$  (\1)
+\\frac\{(…)±(…)\}(\{…\})  \\frac{\1}\3±\\frac{\2}\3
+([^\[\](){}⦃⦄,=∪±]*(?:\{…\}[^\[\](){}⦃⦄,=∪±]*)*)±((?:[^\[\](){}⦃⦄,∪±]|[({]…[)}])*)  \1+\2,\1-\2
+[␣~]+  ␣
+(?<![a-zA-Z\d,])␣|␣(?![a-zA-Z\d])|(?<=,)␣(?!\d{3}(?!\d))  ∅
+""")
+# a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
+NUMBERS = table(r"""
+^([+-]?)[⦃(]([^,]*)[⦄)]$  \1\2
+^([+-]?\d{1,3})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
+^([+-]?\d{4,6})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
+^([+-]?\d{7,9})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
+^([+-]?\d{10,12})[␣,](\d{3}(?:\.\d+)?)$  \1\2
+(?<![\d.])␣|␣(?![\d.])  ∅
+(?:(?<=[\d.])\*|^)\{?10\}?\^(?:\{([+-]?\d{1,3})\}|(\d))$  e\1\2
+^([+-]?)[eE]  \g<1>1e
+^([+-]?)(\d*)␣?\\frac\{([^{}]+)\}\{([^{}]+)\}$  \g<1>0\2␣\1\3/\4
+""")
+# inequalities as intervals
+BOUNDS = table(r"""
+^([^,<≤]+)≤\|[a-z]\|≤([^,<≤]+)$  [-\2¸-\1]∪[\1¸\2]
+(?<=[a-z])\([a-z]\)(?=[<>≤≥])  ∅
+(?:^|(?<=,))[a-z]≠([^,]+)(?=,|$)  (-\\infty¸\1)∪(\1¸\\infty)
+(?:^|(?<=,))([a-z])>([^,<≤]+)(?=,|$)  \2<\1<\\infty
+(?:^|(?<=,))([a-z])≥([^,<≤]+)(?=,|$)  \2≤\1<\\infty
+(?:^|(?<=,))[a-z](?=[<≤])  -\\infty<\g<0>
+(?<=[<≤])[a-z](?=,|$)  \g<0><\\infty
+(?:^|(?<=,))([^,<≤]+)<[a-z](?=[<≤])  (\1¸
+(?:^|(?<=,))([^,<≤]+)≤[a-z](?=[<≤])  [\1¸
+¸<([^,<≤]+)  ¸\1)
+¸≤([^,<≤]+)  ¸\1]
+¸  ,
+""")
+
+
+NAME = re.compile(  # of what an answer is the value: x, AB, x_1, f(x), a:b, m+n, (p,q), Area
+    r"(?:^|(?<=,)) ?(\\?[A-Za-z]+(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?(?::[A-Z](?:_\w)?)?|[A-Z][a-z]+[A-Za-z ]*"
+    r"|\([a-zA-Z, ]+\)|(?:10+)?[a-z](?:\+(?:10+)?[a-z])+|\\frac\{[a-zA-Z]+\}\{[a-zA-Z]+\}|\|[A-Z]+\||\\[a-z]+[ {][A-Z]+\}?)?"
+    r" ?(?:=(?! ?[A-Z]{2})|\\(?:approx|in)(?![a-zA-Z])) ?|^[A-Za-z ]{4,}: ?"
 )
-THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+")
-DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
-NUMBER = re.compile(  # 12, -.5, 3., 3.83e35, 3.83 \cdot 10^{35} and 10^{35}
-    rf"([+-]?)({DECIMAL})?(?:(?:(?<=\d)(?:\\cdot|\\times|\*)|(?<!\d))10\^(?:\{{([+-]?\d{{1,3}})\}}|(\d))"
-    r"|(?<=\d)[eE]([+-]?\d{1,3}))?"
-)
-FRACTION = re.compile(rf"([+-]?)(\d*)\\frac\{{([+-]?{DECIMAL})\}}\{{({DECIMAL})\}}|([+-]?{DECIMAL})/({DECIMAL})")
-WORDS = re.compile(  # words, letters to choose from and 52_8
-    r"(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+|-?[\dA-Z.]+_ ?\{?\d+\}?"
+NUMBER = re.compile(r"(?:[+-]?\d+ (?=.*/))?[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3}|/[+-]?(?![0.]+$)(?:\d+(?:\.\d*)?|\.\d+))?")
+WORDS = re.compile(  # what is compared as text: 3:1, words, letters to choose from and 52_8
+    r"[^⦃]+:[^⦃]+|(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+|-?[A-Z.]*\d[\dA-Z.]*_ ?\{?\d+\}?"
 )
 OPERATION = re.compile(  # what is left to compute
-    r"(?<=[\w)}\]])[-+]|!(?!=)|\^|(?<=\d)(?:\\cdot|\\times|\*) ?(?=[\d(])"
+    r"(?<=[\w)}\]])[-+]|!(?!=)|\^|(?<=\d)\* ?(?=[\d(])"
     r"|\\(?:sqrt|arc|sin|cos|tan|cot|sec|csc|exp|log|ln|binom|sum|prod|int)"
 )
+SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
+    r"\\\\|\\(?:frac|sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)(?![a-z])|$"
+    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
+)
+VALUE = re.compile(rf"(?:[^\[\](){{}}⦃⦄,∪]|[\[({{⦃]{NEST}[\])}}⦄])+")
+GROUP = re.compile(rf"([\[(⦃])({NEST})([\])⦄])")
+
+
+TRUSTED = re.compile(  # in a gold answer any words are a unit; doubled backslashes; the beginning of a chain
+    r"(?<=\d) ?\\text\{ ?(?!\w+illion|[ap]\.m)[a-zA-Z ]+\}$|(?<!\\)\\(?=\\[lg]e)|^[^,=]*=[^,=]*=[^,=]*="
+)
+
+
+def rewrite(text: str, rules: list) -> str:
+    """Return a text after a table's replacements, one after another."""
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def spell(text: str) -> tuple[str, str, Fraction | None]:
     """Return an answer in one spelling, without its unit; where it is a plain number also its name and its value."""
-    text = " ".join(text.split())
-    for pattern, replacement in SPELLINGS:
-        text = re.sub(pattern, replacement, text)
-    text = UNIT.sub("", text.strip().rstrip(" .,;:"))
-    text = UNIT.sub("", " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split()))
+    text = rewrite(" ".join(text.split()), SPELLINGS).strip()
     name = NAME.match(text)
-    plain = re.sub(r"^(?:\\\{|\()([^,]*)(?:\\\}|\))$", r"\1", NAME.sub("", text, count=1))
-    plain = re.sub("[ ,]" if THOUSANDS.fullmatch(plain) else r"(?<![\d.]) | (?![\d.])", "", plain)
-    text = re.sub(r"(?<![a-zA-Z\d]) | (?![a-zA-Z\d])", "", text)
+    plain = rewrite(NAME.sub("", text, count=1), NUMBERS)
     value = None
-    if (match := NUMBER.fullmatch(plain)) and any(match.groups()[1:]):
-        value = Fraction(f"{match[1]}{match[2] or 1}e{match[3] or match[4] or match[5] or 0}")
-    elif (match := FRACTION.fullmatch(plain)) and (divisor := Fraction(match[4] or match[6])):
-        value = Fraction(match[2] or 0) + Fraction(match[3] or match[5]) / divisor  # 1\frac{4}{5}
-        value = -value if match[1] == "-" else value
+    if NUMBER.fullmatch(plain):
+        quotients = [part.partition("/") for part in plain.split()]
+        value = sum(Fraction(above) / Fraction(below or 1) for above, _, below in quotients)
     return text, name and name[1], value
 
 
-def compare(answer: str, gold: str) -> bool | tuple[str, str]:
-    """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify."""
+def values(text: str) -> tuple[str, list[str]]:
+    """Return the values of a list, set, tuple, interval, union or matrix, and what is around and between them."""
+    kind = VALUE.sub("", text)
+    if not kind and (match := GROUP.fullmatch(text)):
+        inner = VALUE.sub("", match[2])
+        if inner or match[1] == "⦃":
+            return match[1] + inner + match[3], VALUE.findall(match[2])
+    return kind, VALUE.findall(text)
+
+
+def compare(answer: str, gold: str, problem: str = "") -> bool | list:
+    """Say whether an answer equals the gold one. Where that takes mathematics, return both for math_verify; of several
+    values return a row for each of the gold one's, with what is said so of each of the answer's."""
     answer, name, value = spell(answer)
-    gold, gold_name, gold_value = spell(gold)
+    gold, gold_name, gold_value = spell(TRUSTED.sub("", gold))
     if gold_value is not None:  # a number must be written out
         return value == gold_value and (not name or not gold_name or name == gold_name)
     if answer == gold:
         return True
-    if ":" in gold and r"\{" not in gold:  # 3:1 is no quotient
-        return answer.rpartition("=")[2].lstrip("0") == gold.rpartition("=")[2].lstrip("0")
-    if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):  # never a product of letters
-        answer, gold = (re.sub(r"[\s.,;()'{}]", "", text) for text in (answer, gold))
-        return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
     if not ("=" in answer and "=" in gold):
         answer, gold = (NAME.sub("", text) for text in (answer, gold))
-    relation = re.search(r"[=<>]|\\(?:[lgn]e|[lgn]eq|[lg]eqslant|in|pm)(?![a-z])", gold)
-    more = re.compile("(?<![<>!])=" if relation else "(?<![<>!])=|[,;]")
-    capitals = [set(re.findall("[A-Z]", re.sub(r"\\[a-zA-Z]+", "", text))) for text in (answer, gold)]
-    if len(more.findall(answer)) > len(more.findall(gold)) or (capitals[0] != capitals[1] and not relation):
-        return False  # latex2sympy reads B as b, and the last of several equations
-    if not relation and len(OPERATION.findall(answer)) > 2 * len(OPERATION.findall(gold)):
-        return False  # the question's own expression
-    return answer, gold
+    if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):  # never a product of letters
+        answer, gold = (re.sub(r"^0+(?=\d)|[\s.,;()'{}]", "", text) for text in (answer, gold))
+        return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
+    given, asked = (len(re.findall("[=<>≤≥≠]", text)) for text in (answer, gold))
+    if asked and not given or given and re.search(r"[\[\]∪]|\\infty", gold):
+        answer, gold = (rewrite(text, BOUNDS) for text in (answer, gold))
+    kind, parts = values(answer)
+    gold_kind, golds = values(gold)
+    if kind or gold_kind:
+        if kind not in {gold_kind, gold_kind.strip("()⦃⦄").replace("∪", ","), f"⦃{gold_kind}⦄"}:
+            return False
+        rows = []
+        for g, each in enumerate(golds):
+            here = [part if p == g or gold_kind[:1] not in "([" else "" for p, part in enumerate(parts)]
+            rows.append([compare(part, each, problem) for part in here])
+        return all(map(any, rows)) and rows
+    found, wanted = ({*SYMBOL.findall(text)} for text in (answer, gold))
+    if given != asked or found != wanted or answer in spell(problem)[0]:
+        return False
+    if asked:
+        return len(wanted) > 1 and [answer, gold]  # not 1 = 1
+    few = len(OPERATION.findall(answer)) <= 2 * len(OPERATION.findall(gold))
+    return few and [answer, gold]  # not the question's own expression
 
 
 def _verifier_worker(seconds: float, memory: int):
-    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout; alone, in a bare interpreter.
+    """Answer lines, what `compare` returned, on stdin with lines [score, verdict] on stdout; alone, in a bare interpreter.
     `seconds` of processor time raise inside Python, one more ends C code. `memory`: bytes beyond what imports took."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -1635,11 +1750,32 @@ def _verifier_worker(seconds: float, memory: int):
 
     @functools.lru_cache(maxsize=1 << 12)
     def read(text):
+        # latex2sympy reads B as b, E_1 not at all, \gamma as a function and i in two ways
+        name = r"\\\\|\\(?:begin|end)\{\w+\}|\\(?!gamma)[a-zA-Z]+|([A-Zi](?:_\w|_\{[^{}]*\})?|[a-z](?:_\w|_\{[^{}]*\})|\\gamma)"
+        text = re.sub(name, lambda m: f"x_{{{int.from_bytes(m[1].encode())}}}" if m[1] else m[0], text)
         text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
-        return parse(rf"\boxed{{{text}}}", boxes, fallback_mode="no_fallback", parsing_timeout=None)
+        how = {"extraction_mode": "first_match", "fallback_mode": "no_fallback", "parsing_timeout": None}
+        return parse(rf"\boxed{{{text}}}", boxes, **how)
+
+    def same(one, other):
+        return verify(one, other, float_rounding=30, numeric_precision=30, timeout_seconds=None)
 
     def equal(answer, gold):
-        return verify(read(gold), read(answer), float_rounding=30, numeric_precision=30, timeout_seconds=None)
+        answer, gold = read(answer), read(gold)
+        if not same(gold, answer):
+            return False
+        tiny = getattr(gold[0], "is_number", False)  # a difference may be below 1e-30
+        return not tiny or same(gold[0] / answer[0], gold[0] / gold[0])
+
+    def holds(task):
+        if isinstance(task, bool):
+            return task
+        if isinstance(task[0], str):
+            return equal(*task)
+        taken = set()
+        for row in task:
+            taken.add(next((n for n, cell in enumerate(row) if n not in taken and holds(cell)), None))
+        return None not in taken
 
     signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
     with open("/proc/self/statm") as statm:
@@ -1654,7 +1790,7 @@ def _verifier_worker(seconds: float, memory: int):
             try:
                 signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
                 signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-                score = float(equal(*json.loads(line)))
+                score = float(holds(json.loads(line)))
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
                 signal.setitimer(signal.ITIMER_PROF, 0)
@@ -1681,7 +1817,7 @@ class Worker(subprocess.Popen):
         waiting.register(self.stdout, select.POLLIN)
         return self.stdout.readline() if waiting.poll(seconds * 1000) else None
 
-    def ask(self, task: tuple[str, str], seconds: float) -> str | None:
+    def ask(self, task: list, seconds: float) -> str | None:
         """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
         if not self.greeted and self.line(120) != "ready\n":
             raise RuntimeError(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
@@ -1721,7 +1857,7 @@ class Verifier:
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
         self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
 
-    def _verdict(self, task: tuple[str, str]) -> tuple[float, str]:
+    def _verdict(self, task: list) -> tuple[float, str]:
         """Return a free worker's verdict; a worker that died or is late is replaced."""
         worker = self.workers.pop()  # there are no more threads than workers
         try:
@@ -1737,28 +1873,30 @@ class Verifier:
         finally:
             self.workers.append(worker)
 
-    def judge(self, completions: list[str], golds: list[str]) -> list:
-        """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict.
-        Raises RuntimeError when workers cannot be started at all."""
+    def judge(self, completions: list[str], golds: list[str], problems: Iterable[str] = ()) -> list:
+        """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict. What
+        stands in a problem's text equals nothing but itself. Raises RuntimeError when workers cannot be started."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
-        pairs = list(zip(answers, [gold.strip() for gold in golds], strict=True))
+        golds = [gold.strip() for gold in golds]
+        cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
         verdicts = {}
         tasks = {}
-        for answer, gold in dict.fromkeys(pairs):
+        for case in dict.fromkeys(cases):
+            answer, gold, _ = case
             if answer and answer == gold:
-                verdicts[answer, gold] = 1.0, "graded"
+                verdicts[case] = 1.0, "graded"
             elif max(len(answer), len(gold)) > self.longest:
-                verdicts[answer, gold] = 0.0, "too long"
+                verdicts[case] = 0.0, "too long"
             elif not spell(answer)[0]:
-                verdicts[answer, gold] = 0.0, "no answer"
-            elif isinstance(decided := compare(answer, gold), bool):
-                verdicts[answer, gold] = float(decided), "graded"
+                verdicts[case] = 0.0, "no answer"
+            elif isinstance(decided := compare(*case), bool):
+                verdicts[case] = float(decided), "graded"
             else:
-                tasks[answer, gold] = decided
+                tasks[case] = decided
         with ThreadPoolExecutor(max(1, len(self.workers))) as pool:
             verdicts |= zip(tasks, pool.map(self._verdict, tasks.values()), strict=True)
-        return [verdicts[pair] for pair in pairs]
+        return [verdicts[case] for case in cases]
 
-    def grade(self, completions: list[str], golds: list[str]) -> list[float]:
+    def grade(self, completions: list[str], golds: list[str], problems: Iterable[str] = ()) -> list[float]:
         """Return the scores of `judge` alone."""
-        return [score for score, _ in self.judge(completions, golds)]
+        return [score for score, _ in self.judge(completions, golds, problems)]
