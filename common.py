@@ -1510,8 +1510,8 @@ def verify(verifier, groups: list[Group]):
     if verifier.reward:
         grades = [(float(verifier.reward(text, problem.row)), "") for problem, text in mine]
     else:
-        responses = [text for _, text in mine]
-        grades = verifier.judge(responses, [each.answer for each, _ in mine], [each.text for each, _ in mine])
+        texts, problems = [text for _, text in mine], [problem for problem, _ in mine]
+        grades = verifier.judge(texts, [each.answer for each in problems], [each.text for each in problems])
     everyone = [None] * len(asked)
     for rank, part in enumerate(world.all_gather(grades)):
         everyone[rank :: world.size] = part
@@ -1551,16 +1551,18 @@ UNITS = (  # units by letters and names, and what can be counted: nouns in the p
     r"|(?!(?:i|wa|le|plu|minu|time|ten|dozen|halve|third|quarter|hundred|thousand|\w+illion|\w+(?:[urfxn]|gh|ven|nd|on)th)s)"
     r"[a-z]{2,}s)(?![a-zA-Z])(?: ?\^ ?\{?[ ~]*-?\d ?\}?| squared| cubed)?"
 )
-MEANING = str.maketrans({"␣": " ", "∅": "", "…": NEST, "Ⓤ": UNITS})
 
 
-def table(rules: str) -> list[list[str]]:
-    """Return pattern and replacement of each line, whose signs stand for MEANING; the rest of a line is a comment."""
-    return [[cell.translate(MEANING) for cell in line.split()[:2]] for line in rules.strip().splitlines()]
+def table(rules: str):
+    """Return a function that rewrites a text by a table's lines, one after another: pattern, replacement and comment,
+    two spaces apart. ␣ is a space, ∅ nothing, … whatever stands between two brackets, Ⓤ a unit."""
+    signs = str.maketrans({"␣": " ", "∅": "", "…": NEST, "Ⓤ": UNITS})
+    rows = [line.translate(signs).split("  ")[:2] for line in rules.strip().splitlines()]
+    return lambda text: functools.reduce(lambda text, row: re.sub(*row, text), rows, text)
 
 
 # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
-SPELLINGS = table(r"""
+spelled = table(r"""
 [−–]  -
 ²  ^2
 ³  ^3
@@ -1617,7 +1619,7 @@ _␣?[{(](\w)[)}]  _\1
 (?<![a-zA-Z\d,])␣|␣(?![a-zA-Z\d])|(?<=,)␣(?!\d{3}(?!\d))  ∅
 """)
 # a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
-NUMBERS = table(r"""
+as_fraction = table(r"""
 ^([+-]?)[⦃(]([^,]*)[⦄)]$  \1\2
 ^([+-]?\d{1,3})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
 ^([+-]?\d{4,6})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
@@ -1629,7 +1631,7 @@ NUMBERS = table(r"""
 ^([+-]?)(\d*)␣?\\frac\{([^{}]+)\}\{([^{}]+)\}$  \g<1>0\2␣\1\3/\4
 """)
 # inequalities as intervals
-BOUNDS = table(r"""
+as_interval = table(r"""
 ^([^,<≤]+)≤\|[a-z]\|≤([^,<≤]+)$  [-\2¸-\1]∪[\1¸\2]
 (?<=[a-z])\([a-z]\)(?=[<>≤≥])  ∅
 (?:^|(?<=,))[a-z]≠([^,]+)(?=,|$)  (-\\infty¸\1)∪(\1¸\\infty)
@@ -1641,7 +1643,16 @@ BOUNDS = table(r"""
 (?:^|(?<=,))([^,<≤]+)≤[a-z](?=[<≤])  [\1¸
 ¸<([^,<≤]+)  ¸\1)
 ¸≤([^,<≤]+)  ¸\1]
+(?<=[\])]),(?=[\[(])  ∪
 ¸  ,
+""")
+# what latex2sympy would misread: B as b, E_1, \gamma as a function, i in two ways, 45,135 as a number
+for_parser = table(r"""
+(?<!\\)(?<!\\mathbb\{)([A-Z])(?:_(\w)|_\{([^{}]*)\})?  x_{c\1\2\3}
+\\(gamma)(?![a-z])|(?<![a-zA-Z\\{])(i)(?![a-zA-Z])  x_{c\1\2}
+,  ,␣
+⦃  \\{
+⦄  \\}
 """)
 
 
@@ -1650,7 +1661,9 @@ NAME = re.compile(  # of what an answer is the value: x, AB, x_1, f(x), a:b, m+n
     r"|\([a-zA-Z, ]+\)|(?:10+)?[a-z](?:\+(?:10+)?[a-z])+|\\frac\{[a-zA-Z]+\}\{[a-zA-Z]+\}|\|[A-Z]+\||\\[a-z]+[ {][A-Z]+\}?)?"
     r" ?(?:=(?! ?[A-Z]{2})|\\(?:approx|in)(?![a-zA-Z])) ?|^[A-Za-z ]{4,}: ?"
 )
-NUMBER = re.compile(r"(?:[+-]?\d+ (?=.*/))?[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3}|/[+-]?(?![0.]+$)(?:\d+(?:\.\d*)?|\.\d+))?")
+NUMBER = re.compile(
+    r"(?:[+-]?\d+ (?=.*/))?[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3}|/[+-]?(?![0.]+$)(?:\d+(?:\.\d*)?|\.\d+))?"
+)
 WORDS = re.compile(  # what is compared as text: 3:1, words, letters to choose from and 52_8
     r"[^⦃]+:[^⦃]+|(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+|-?[A-Z.]*\d[\dA-Z.]*_ ?\{?\d+\}?"
 )
@@ -1660,30 +1673,22 @@ OPERATION = re.compile(  # what is left to compute
 )
 SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
     r"\\\\|\\(?:frac|sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)(?![a-z])|$"
-    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
+    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|[^\w\s\\+*/^.(){}⦃⦄\[\]=<>≤≥≠!-])"
 )
 VALUE = re.compile(rf"(?:[^\[\](){{}}⦃⦄,∪]|[\[({{⦃]{NEST}[\])}}⦄])+")
-GROUP = re.compile(rf"([\[(⦃])({NEST})([\])⦄])")
-
-
+TUPLE = re.compile(rf"[\[(](?:{VALUE.pattern},)+{VALUE.pattern}[\])]|⦃{NEST}⦄")
+RELATION = re.compile("[=<>≤≥≠]")
 TRUSTED = re.compile(  # in a gold answer any words are a unit; doubled backslashes; the beginning of a chain
     r"(?<=\d) ?\\text\{ ?(?!\w+illion|[ap]\.m)[a-zA-Z ]+\}$|(?<!\\)\\(?=\\[lg]e)|^[^,=]*=[^,=]*=[^,=]*="
 )
 
 
-def rewrite(text: str, rules: list) -> str:
-    """Return a text after a table's replacements, one after another."""
-    for pattern, replacement in rules:
-        text = re.sub(pattern, replacement, text)
-    return text
-
-
 @functools.lru_cache(maxsize=1 << 14)
-def spell(text: str) -> tuple[str, str, Fraction | None]:
+def spell(text: str):
     """Return an answer in one spelling, without its unit; where it is a plain number also its name and its value."""
-    text = rewrite(" ".join(text.split()), SPELLINGS).strip()
+    text = spelled(" ".join(text.split())).strip()
     name = NAME.match(text)
-    plain = rewrite(NAME.sub("", text, count=1), NUMBERS)
+    plain = as_fraction(NAME.sub("", text, count=1))
     value = None
     if NUMBER.fullmatch(plain):
         quotients = [part.partition("/") for part in plain.split()]
@@ -1691,19 +1696,16 @@ def spell(text: str) -> tuple[str, str, Fraction | None]:
     return text, name and name[1], value
 
 
-def values(text: str) -> tuple[str, list[str]]:
-    """Return the values of a list, set, tuple, interval, union or matrix, and what is around and between them."""
-    kind = VALUE.sub("", text)
-    if not kind and (match := GROUP.fullmatch(text)):
-        inner = VALUE.sub("", match[2])
-        if inner or match[1] == "⦃":
-            return match[1] + inner + match[3], VALUE.findall(match[2])
-    return kind, VALUE.findall(text)
+def values(text: str):
+    """Return what is around and between the values of a list, set, tuple, interval or union, and the values."""
+    if TUPLE.fullmatch(text):
+        kind, parts = values(text[1:-1])
+        return text[0] + kind + text[-1], parts
+    return VALUE.sub("", text), VALUE.findall(text)
 
 
-def compare(answer: str, gold: str, problem: str = "") -> bool | list:
-    """Say whether an answer equals the gold one. Where that takes mathematics, return both for math_verify; of several
-    values return a row for each of the gold one's, with what is said so of each of the answer's."""
+def compare(answer: str, gold: str, problem: str = ""):
+    """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify."""
     answer, name, value = spell(answer)
     gold, gold_name, gold_value = spell(TRUSTED.sub("", gold))
     if gold_value is not None:  # a number must be written out
@@ -1714,31 +1716,31 @@ def compare(answer: str, gold: str, problem: str = "") -> bool | list:
         answer, gold = (NAME.sub("", text) for text in (answer, gold))
     if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):  # never a product of letters
         answer, gold = (re.sub(r"^0+(?=\d)|[\s.,;()'{}]", "", text) for text in (answer, gold))
-        return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
-    given, asked = (len(re.findall("[=<>≤≥≠]", text)) for text in (answer, gold))
-    if asked and not given or given and re.search(r"[\[\]∪]|\\infty", gold):
-        answer, gold = (rewrite(text, BOUNDS) for text in (answer, gold))
+        return answer.lower() == gold.lower() if len(gold) > 1 else answer == gold
+    if re.search(r"[<>≤≥≠\[\]∪]|\\infty", gold) and not (RELATION.search(answer) and RELATION.search(gold)):
+        answer, gold = map(as_interval, (answer, gold))
     kind, parts = values(answer)
     gold_kind, golds = values(gold)
-    if kind or gold_kind:
-        if kind not in {gold_kind, gold_kind.strip("()⦃⦄").replace("∪", ","), f"⦃{gold_kind}⦄"}:
-            return False
-        rows = []
-        for g, each in enumerate(golds):
-            here = [part if p == g or gold_kind[:1] not in "([" else "" for p, part in enumerate(parts)]
-            rows.append([compare(part, each, problem) for part in here])
-        return all(map(any, rows)) and rows
-    found, wanted = ({*SYMBOL.findall(text)} for text in (answer, gold))
-    if given != asked or found != wanted or answer in spell(problem)[0]:
+    if kind not in {gold_kind, gold_kind.strip("()⦃⦄"), f"⦃{gold_kind}⦄"}:
         return False
-    if asked:
-        return len(wanted) > 1 and [answer, gold]  # not 1 = 1
-    few = len(OPERATION.findall(answer)) <= 2 * len(OPERATION.findall(gold))
-    return few and [answer, gold]  # not the question's own expression
+    if len(golds) > 1:
+        ordered = gold_kind[0] in "(["
+        for place, each in enumerate(golds):
+            if not any(compare(part, each, problem) for part in (parts[place : place + 1] if ordered else parts)):
+                return False
+        if ordered:  # math_verify takes every (2, 1) for the empty interval
+            answer, gold = (r"\begin{pmatrix}" + r"\\".join(each) + r"\end{pmatrix}" for each in (parts, golds))
+    found, wanted = (({*SYMBOL.findall(text)}, len(RELATION.findall(text))) for text in (answer, gold))
+    allowed = len(wanted[0]) > 1  # not 1 = 1
+    if not wanted[1]:  # nor the question's own expression
+        allowed = len(OPERATION.findall(answer)) <= 2 * len(OPERATION.findall(gold))
+    if found != wanted or not allowed or answer in spell(problem)[0]:
+        return False
+    return for_parser(answer), for_parser(gold)
 
 
 def _verifier_worker(seconds: float, memory: int):
-    """Answer lines, what `compare` returned, on stdin with lines [score, verdict] on stdout; alone, in a bare interpreter.
+    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout; alone, in a bare interpreter.
     `seconds` of processor time raise inside Python, one more ends C code. `memory`: bytes beyond what imports took."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -1750,32 +1752,18 @@ def _verifier_worker(seconds: float, memory: int):
 
     @functools.lru_cache(maxsize=1 << 12)
     def read(text):
-        # latex2sympy reads B as b, E_1 not at all, \gamma as a function and i in two ways
-        name = r"\\\\|\\(?:begin|end)\{\w+\}|\\(?!gamma)[a-zA-Z]+|([A-Zi](?:_\w|_\{[^{}]*\})?|[a-z](?:_\w|_\{[^{}]*\})|\\gamma)"
-        text = re.sub(name, lambda m: f"x_{{{int.from_bytes(m[1].encode())}}}" if m[1] else m[0], text)
         text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
         how = {"extraction_mode": "first_match", "fallback_mode": "no_fallback", "parsing_timeout": None}
         return parse(rf"\boxed{{{text}}}", boxes, **how)
 
-    def same(one, other):
-        return verify(one, other, float_rounding=30, numeric_precision=30, timeout_seconds=None)
+    def same(gold, answer):
+        return verify(gold, answer, float_rounding=30, numeric_precision=30, timeout_seconds=None)
 
     def equal(answer, gold):
         answer, gold = read(answer), read(gold)
-        if not same(gold, answer):
-            return False
-        tiny = getattr(gold[0], "is_number", False)  # a difference may be below 1e-30
-        return not tiny or same(gold[0] / answer[0], gold[0] / gold[0])
-
-    def holds(task):
-        if isinstance(task, bool):
-            return task
-        if isinstance(task[0], str):
-            return equal(*task)
-        taken = set()
-        for row in task:
-            taken.add(next((n for n, cell in enumerate(row) if n not in taken and holds(cell)), None))
-        return None not in taken
+        if same(gold, answer) and getattr(gold[0], "is_number", False):  # a difference may be below 1e-30
+            return same(gold[0] / gold[0], answer[0] / gold[0])
+        return same(gold, answer)
 
     signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
     with open("/proc/self/statm") as statm:
@@ -1790,7 +1778,7 @@ def _verifier_worker(seconds: float, memory: int):
             try:
                 signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
                 signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-                score = float(holds(json.loads(line)))
+                score = float(equal(*json.loads(line)))
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
                 signal.setitimer(signal.ITIMER_PROF, 0)
@@ -1817,7 +1805,7 @@ class Worker(subprocess.Popen):
         waiting.register(self.stdout, select.POLLIN)
         return self.stdout.readline() if waiting.poll(seconds * 1000) else None
 
-    def ask(self, task: list, seconds: float) -> str | None:
+    def ask(self, task: tuple[str, str], seconds: float) -> str | None:
         """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
         if not self.greeted and self.line(120) != "ready\n":
             raise RuntimeError(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
@@ -1857,7 +1845,7 @@ class Verifier:
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
         self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
 
-    def _verdict(self, task: list) -> tuple[float, str]:
+    def _verdict(self, task: tuple[str, str]) -> tuple[float, str]:
         """Return a free worker's verdict; a worker that died or is late is replaced."""
         worker = self.workers.pop()  # there are no more threads than workers
         try:
@@ -1877,7 +1865,6 @@ class Verifier:
         """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict. What
         stands in a problem's text equals nothing but itself. Raises RuntimeError when workers cannot be started."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
-        golds = [gold.strip() for gold in golds]
         cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
         verdicts = {}
         tasks = {}
@@ -1897,6 +1884,6 @@ class Verifier:
             verdicts |= zip(tasks, pool.map(self._verdict, tasks.values()), strict=True)
         return [verdicts[case] for case in cases]
 
-    def grade(self, completions: list[str], golds: list[str], problems: Iterable[str] = ()) -> list[float]:
-        """Return the scores of `judge` alone."""
-        return [score for score, _ in self.judge(completions, golds, problems)]
+    def grade(self, *lists) -> list[float]:
+        """Return the scores of `judge`, which takes the same, alone."""
+        return [score for score, _ in self.judge(*lists)]
