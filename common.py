@@ -385,7 +385,7 @@ def check_model(folder: Path, args):
     other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention"})
     other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
     need(not other, f"{flag}: has {other}; only plain causal attention is supported")
-    lm = empty_model(config)
+    lm = empty_model(config, attn_implementation="eager")  # not one that config.json names
     decoder = lm.model.language_model if sees else getattr(lm, "model", None)
     known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
     need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
@@ -471,11 +471,16 @@ def load_problems(source: str, tokenizer, args, flag: str) -> list[Problem]:
     config = AutoConfig.from_pretrained(tokenizer.name_or_path)
     processor = None
     if args.image_column:
-        processor = AutoImageProcessor.from_pretrained(config.name_or_path, max_pixels=args.max_pixels)
+        processor = AutoImageProcessor.from_pretrained(
+            config.name_or_path,
+            max_pixels=args.max_pixels,
+            trust_remote_code=False,
+        )
     problems = []
     left_out = Counter()
     texts = set()
-    for number, row in enumerate(table):
+    for number, row in enumerate(table.with_format("arrow")):  # decoding media may fetch what a row names
+        row = row.to_pylist()[0]
         where = f"{flag} {source}, row {number}"
         text = problem_text(row[columns["problem"]])
         if not text:
@@ -486,7 +491,7 @@ def load_problems(source: str, tokenizer, args, flag: str) -> list[Problem]:
         texts.add(text)
         image = None
         if value := row.pop(args.image_column, None):
-            image = read_picture(value, processor, config.image_token_id, where)
+            image = read_picture(value, processor, config.image_token_id, where, Path(source).parent)
             cost = longest_sequence(args) + image.patches
             need(cost <= args.micro_batch_tokens, f"{where}: --micro-batch-tokens: it needs {cost} with image patches")
         prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config, where)
@@ -523,11 +528,21 @@ def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, co
     return prompt_ids
 
 
-def read_picture(value: dict, processor, token: int, where: str) -> Picture:
-    """Return the image of a row, bytes or a path as `datasets` has it. Raises ValueError, naming the row, for what
-    cannot be read or has a shape that the model does not take."""
+LARGEST_IMAGE = 1 << 26  # bytes
+
+
+def read_picture(value: dict, processor, token: int, where: str, folder: Path) -> Picture:
+    """Return the image of a row, bytes or a path in the data set's folder. Raises ValueError, naming the row, for what
+    cannot be read, is too large, lies elsewhere or has a shape that the model does not take."""
     try:
-        image = Picture(value["bytes"] or Path(value["path"]).read_bytes(), processor, (0, 0), token)
+        data = value["bytes"]
+        if data is None:
+            file = (folder / value["path"]).resolve()
+            need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
+            with file.open("rb") as stream:
+                data = stream.read(LARGEST_IMAGE + 1)
+        need(len(data) <= LARGEST_IMAGE, f"more than {LARGEST_IMAGE} bytes")
+        image = Picture(data, processor, (0, 0), token)
         _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
     except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
         raise ValueError(f"{where}: its image cannot be read ({' '.join(str(error).split())})") from error
@@ -956,7 +971,7 @@ def save_model(policy, folder: Path, source: Path, dtype, world):
         lm.save_pretrained(folder, state_dict=weights)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         if hasattr(lm.config, "vision_config"):
-            AutoImageProcessor.from_pretrained(source).save_pretrained(folder)
+            AutoImageProcessor.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     dist.barrier()
 
 
@@ -1569,7 +1584,8 @@ spelled = table(r"""
 (?<!\\)\\\\(?=(?:left|right|[dt]?frac|sqrt|pi)(?![a-z]))  \\
 \\\\\[\w+\]  \\\\
 (?<=\d)␣?(?:,␣?\\!|\{␣?\\?,␣?\}(?:\\!)?)␣?(?=\d{3})  ∅  10,\!080 and 1{,}008
-\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style|bf|rm|pounds)(?![a-zA-Z])|(?<!\\)\\[\[\]!()]|\\?\$|[£€¢\u200b\ufeff]  ∅
+\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style|bf|rm|pounds)(?![a-zA-Z])|\\?\$|[£€¢\u200b\ufeff]  ∅
+(?<!\\)\\[\[\]!()]  ∅
 (?:\\\\\s*)?\\end\{(?:[pbB]?matrix|array)\}\s*[\])]?  \\end{pmatrix}
 [\[(]?\s*\\begin\{(?:[pbB]?matrix|array)\}(?:\{\w*\})?  \\begin{pmatrix}
 (?:(?<!\\)\\[,;:>␣]|\\q?quad(?![a-zA-Z])|~|\s)+  ␣
@@ -1657,15 +1673,16 @@ for_parser = table(r"""
 
 
 NAME = re.compile(  # of what an answer is the value: x, AB, x_1, f(x), a:b, m+n, (p,q), Area
-    r"(?:^|(?<=,)) ?(\\?[A-Za-z]+(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?(?::[A-Z](?:_\w)?)?|[A-Z][a-z]+[A-Za-z ]*"
-    r"|\([a-zA-Z, ]+\)|(?:10+)?[a-z](?:\+(?:10+)?[a-z])+|\\frac\{[a-zA-Z]+\}\{[a-zA-Z]+\}|\|[A-Z]+\||\\[a-z]+[ {][A-Z]+\}?)?"
-    r" ?(?:=(?! ?[A-Z]{2})|\\(?:approx|in)(?![a-zA-Z])) ?|^[A-Za-z ]{4,}: ?"
+    r"(?:^|(?<=,)) ?(\\?[A-Za-z]+(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?(?::[A-Z](?:_\w)?)?|\([a-zA-Z, ]+\)"
+    r"|[A-Z][a-z]+[A-Za-z ]*|(?:10+)?[a-z](?:\+(?:10+)?[a-z])+|\\frac\{[a-zA-Z]+\}\{[a-zA-Z]+\}|\|[A-Z]+\|"
+    r"|\\[a-z]+[ {][A-Z]+\}?)? ?(?:=(?! ?[A-Z]{2})|\\(?:approx|in)(?![a-zA-Z])) ?|^[A-Za-z ]{4,}: ?"
 )
 NUMBER = re.compile(
     r"(?:[+-]?\d+ (?=.*/))?[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3}|/[+-]?(?![0.]+$)(?:\d+(?:\.\d*)?|\.\d+))?"
 )
-WORDS = re.compile(  # what is compared as text: 3:1, words, letters to choose from and 52_8
-    r"[^⦃]+:[^⦃]+|(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+|-?[A-Z.]*\d[\dA-Z.]*_ ?\{?\d+\}?"
+WORDS = re.compile(  # what is compared as text: words, letters to choose from, 52_8 and 3:1
+    r"(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+|-?[A-Z.]*\d[\dA-Z.]*_ ?\{?\d+\}?"
+    r"|[^⦃]+:[^⦃]+"
 )
 OPERATION = re.compile(  # what is left to compute
     r"(?<=[\w)}\]])[-+]|!(?!=)|\^|(?<=\d)\* ?(?=[\d(])"
@@ -1795,7 +1812,7 @@ class Worker(subprocess.Popen):
     def __init__(self, seconds: float, memory: int):
         source = f"import functools, json, os, re, resource, signal, sys\n{inspect.getsource(_verifier_worker)}"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        command = [sys.executable, "-c", f"{source}\n_verifier_worker({seconds}, {memory})"]
+        command = [sys.executable, "-P", "-c", f"{source}\n_verifier_worker({seconds}, {memory})"]
         super().__init__(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
         self.greeted = False
 

@@ -308,8 +308,9 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float
 
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
-def keep_demonstrations(folder: Path, step: int, groups: list[common.Group], args) -> None:
-    """Write the demonstrations among an RL step's groups to step-<step>.pt, groups of one."""
+def keep_demonstrations(folder: Path, step: int, groups: list[common.Group], problems, args) -> None:
+    """Write the demonstrations among an RL step's groups to step-<step>.pt: each response, its reward, and its problem
+    by place and text. Only tensors, numbers and text, which can be read back without running code from the file."""
     mean_logp = []
     for group in groups:
         mean_logp.append([rollout.logp.mean(dtype=np.float64) for rollout in group.rollouts])
@@ -323,14 +324,21 @@ def keep_demonstrations(folder: Path, step: int, groups: list[common.Group], arg
         how=args.choose,
         generator=generator,
     )
+    places = {id(problem): place for place, problem in enumerate(problems)}
     kept = []
     for p, g in chosen:
-        alone = common.Group(
-            groups[p].problem,
-            rollouts=[groups[p].rollouts[g]],
-            reward_G=reward_PG[p, g : g + 1].clone(),
-        )
-        kept.append(alone)
+        problem = groups[p].problem
+        rollout = groups[p].rollouts[g]
+        demonstration = {
+            "problem": places[id(problem)],
+            "problem_text": problem.text,
+            "ids": torch.from_numpy(rollout.ids),
+            "logp": torch.from_numpy(rollout.logp),
+            "text": rollout.text,
+            "truncated": rollout.truncated,
+            "reward": reward_PG[p, g].item(),
+        }
+        kept.append(demonstration)
     folder.mkdir(exist_ok=True)
     torch.save(kept, folder / "partial")
     (folder / "partial").rename(folder / f"step-{step:05d}.pt")
@@ -344,17 +352,24 @@ def stage_lengths(args, problems: int) -> tuple[int, int]:
     return rl_steps, irl_steps
 
 
-def demonstrations(folder: Path, steps: range, count: int, seed: int) -> list[common.Group]:
-    """Return `count` of the demonstrations kept in a stage's `steps`, drawn without replacement while they last. Raises
-    FileNotFoundError for those that are gone."""
+def demonstrations(folder: Path, steps: range, problems, count: int, seed: int) -> list[common.Group]:
+    """Return `count` of the demonstrations kept in a stage's `steps`, as groups of one, drawn without replacement while
+    they last. Raises FileNotFoundError for those that are gone and ValueError where the problems are other ones."""
     kept = []
     for step in steps:
-        kept += torch.load(folder / f"step-{step:05d}.pt", weights_only=False)
+        kept += torch.load(folder / f"step-{step:05d}.pt", weights_only=True)
     generator = torch.Generator().manual_seed(seed)
     order = []
     while len(order) < count:
         order += torch.randperm(len(kept), generator=generator).tolist()
-    return [kept[number] for number in order[:count]]
+    groups = []
+    for number in order[:count]:
+        one = kept[number]
+        problem = problems[one["problem"]]
+        common.need(problem.text == one["problem_text"], f"{folder}: its demonstrations are of another --dataset")
+        rollout = common.Rollout(one["ids"].numpy(), one["logp"].numpy(), one["text"], one["truncated"])
+        groups.append(common.Group(problem, [rollout], reward_G=torch.tensor([one["reward"]], dtype=torch.float64)))
+    return groups
 
 
 def forget_demonstrations(folder: Path, checkpoints: Path, rl_steps: int) -> None:
@@ -419,7 +434,7 @@ def main(args: Args) -> None:
         batch = common.Batch(groups)
         kept = record.folder / "demonstrations"
         if irl_steps and world.rank == 0:
-            keep_demonstrations(kept, step, groups, args)
+            keep_demonstrations(kept, step, groups, problems, args)
 
         # ---- learn
         common.set_lr(optimizer, args, step)
@@ -432,7 +447,7 @@ def main(args: Args) -> None:
             with record.phase("irl"):
                 stage = range(step - rl_steps + 1, step + 1)
                 seed = common.seed_of(args.seed, "irl", step)
-                drawn = demonstrations(kept, stage, irl_steps * args.irl_batch, seed)
+                drawn = demonstrations(kept, stage, problems, irl_steps * args.irl_batch, seed)
                 batches = []
                 for first in range(0, len(drawn), args.irl_batch):
                     batch_irl = common.Batch(drawn[first : first + args.irl_batch])
