@@ -1525,8 +1525,7 @@ def verify(verifier, groups: list[Group]):
     if verifier.reward:
         grades = [(float(verifier.reward(text, problem.row)), "") for problem, text in mine]
     else:
-        texts, problems = [text for _, text in mine], [problem for problem, _ in mine]
-        grades = verifier.judge(texts, [each.answer for each in problems], [each.text for each in problems])
+        grades = verifier.judge(*zip(*[(text, problem.answer, problem.text) for problem, text in mine], strict=True))
     everyone = [None] * len(asked)
     for rank, part in enumerate(world.all_gather(grades)):
         everyone[rank :: world.size] = part
@@ -1568,7 +1567,7 @@ UNITS = (  # units by letters and names, and what can be counted: nouns in the p
 )
 
 
-def table(rules: str):
+def table(rules):
     """Return a function that rewrites a text by a table's lines, one after another: pattern, replacement and comment,
     two spaces apart. ␣ is a space, ∅ nothing, … whatever stands between two brackets, Ⓤ a unit."""
     signs = str.maketrans({"␣": " ", "∅": "", "…": NEST, "Ⓤ": UNITS})
@@ -1578,6 +1577,7 @@ def table(rules: str):
 
 # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
 spelled = table(r"""
+\s+  ␣
 [−–]  -
 ²  ^2
 ³  ^3
@@ -1586,6 +1586,8 @@ spelled = table(r"""
 (?<=\d)␣?(?:,␣?\\!|\{␣?\\?,␣?\}(?:\\!)?)␣?(?=\d{3})  ∅  10,\!080 and 1{,}008
 \\(?:left|right|[bB]igg?[lr]?|(?:display|text)style|bf|rm|pounds)(?![a-zA-Z])|\\?\$|[£€¢\u200b\ufeff]  ∅
 (?<!\\)\\[\[\]!()]  ∅
+\\lparen(?![a-z])  (
+\\rparen(?![a-z])  )
 (?:\\\\\s*)?\\end\{(?:[pbB]?matrix|array)\}\s*[\])]?  \\end{pmatrix}
 [\[(]?\s*\\begin\{(?:[pbB]?matrix|array)\}(?:\{\w*\})?  \\begin{pmatrix}
 (?:(?<!\\)\\[,;:>␣]|\\q?quad(?![a-zA-Z])|~|\s)+  ␣
@@ -1599,7 +1601,7 @@ spelled = table(r"""
 ^[␣~]*(-?)\{(…)\}[␣~]*$  \1\2
 ^[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+);␣?[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+)$  (\1,\2),(\3,\4)
 [,~␣]*(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\lor(?![a-z])|;)[␣~,]*  ,
-\{([^{}]*)\\over(?![a-z])␣?([^{}]*)\}  \\frac{\1}{\2}
+\{([^{}]*?)␣?\\over(?![a-z])␣?([^{}]*)\}  \\frac{\1}{\2}
 \\(?:[dtcs]|nice)?frac␣?  \\frac
 \\frac(\w|\\pi)␣?(?=[\w{\\])  \\frac{\1}
 (\\frac\{…\})␣?(\w|\\pi)  \1{\2}
@@ -1632,7 +1634,7 @@ _␣?[{(](\w)[)}]  _\1
 \\frac\{(…)±(…)\}(\{…\})  \\frac{\1}\3±\\frac{\2}\3
 ([^\[\](){}⦃⦄,=∪±]*(?:\{…\}[^\[\](){}⦃⦄,=∪±]*)*)±((?:[^\[\](){}⦃⦄,∪±]|[({]…[)}])*)  \1+\2,\1-\2
 [␣~]+  ␣
-(?<![a-zA-Z\d,])␣|␣(?![a-zA-Z\d])|(?<=,)␣(?!\d{3}(?!\d))  ∅
+(?<![a-zA-Z\d,])␣|␣(?![a-zA-Z\d])|(?<=,)␣(?!\d{3}(?!\d))|^␣|␣$  ∅
 """)
 # a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
 as_fraction = table(r"""
@@ -1643,8 +1645,12 @@ as_fraction = table(r"""
 ^([+-]?\d{10,12})[␣,](\d{3}(?:\.\d+)?)$  \1\2
 (?<![\d.])␣|␣(?![\d.])  ∅
 (?:(?<=[\d.])\*|^)\{?10\}?\^(?:\{([+-]?\d{1,3})\}|(\d))$  e\1\2
-^([+-]?)[eE]  \g<1>1e
+^([+-]?)e  \g<1>1e
+(?<=\d)E(?=[+-]?\d+$)  e
 ^([+-]?)(\d*)␣?\\frac\{([^{}]+)\}\{([^{}]+)\}$  \g<1>0\2␣\1\3/\4
+\.(?=/|$)  ∅
+(\d+)/-  -\1/
+--  ∅
 """)
 # inequalities as intervals
 as_interval = table(r"""
@@ -1662,8 +1668,9 @@ as_interval = table(r"""
 (?<=[\])]),(?=[\[(])  ∪
 ¸  ,
 """)
-# what latex2sympy would misread: B as b, E_1, \gamma as a function, i in two ways, 45,135 as a number
+# what latex2sympy would misread: B as b, E_1, \gamma as a function, i in two ways, 45,135 as a number, (2, 1) as empty
 for_parser = table(r"""
+(?<![\w∪])[\[(]([^\[\],∪=]+),([^\[\],∪=]+)[\])](?!∪)  \\begin{pmatrix}\1\\\\\2\\end{pmatrix}
 (?<!\\)(?<!\\mathbb\{)([A-Z])(?:_(\w)|_\{([^{}]*)\})?  x_{c\1\2\3}
 \\(gamma)(?![a-z])|(?<![a-zA-Z\\{])(i)(?![a-zA-Z])  x_{c\1\2}
 ,  ,␣
@@ -1677,9 +1684,7 @@ NAME = re.compile(  # of what an answer is the value: x, AB, x_1, f(x), a:b, m+n
     r"|[A-Z][a-z]+[A-Za-z ]*|(?:10+)?[a-z](?:\+(?:10+)?[a-z])+|\\frac\{[a-zA-Z]+\}\{[a-zA-Z]+\}|\|[A-Z]+\|"
     r"|\\[a-z]+[ {][A-Z]+\}?)? ?(?:=(?! ?[A-Z]{2})|\\(?:approx|in)(?![a-zA-Z])) ?|^[A-Za-z ]{4,}: ?"
 )
-NUMBER = re.compile(
-    r"(?:[+-]?\d+ (?=.*/))?[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3}|/[+-]?(?![0.]+$)(?:\d+(?:\.\d*)?|\.\d+))?"
-)
+NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3})?|(?:[+-]?\d+ )?[+-]?\d+/\d*[1-9]\d*")
 WORDS = re.compile(  # what is compared as text: words, letters to choose from, 52_8 and 3:1
     r"(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+|-?[A-Z.]*\d[\dA-Z.]*_ ?\{?\d+\}?"
     r"|[^⦃]+:[^⦃]+"
@@ -1694,26 +1699,24 @@ SYMBOL = re.compile(  # names and signs, which equal expressions share; function
 )
 VALUE = re.compile(rf"(?:[^\[\](){{}}⦃⦄,∪]|[\[({{⦃]{NEST}[\])}}⦄])+")
 TUPLE = re.compile(rf"[\[(](?:{VALUE.pattern},)+{VALUE.pattern}[\])]|⦃{NEST}⦄")
-RELATION = re.compile("[=<>≤≥≠]")
 TRUSTED = re.compile(  # in a gold answer any words are a unit; doubled backslashes; the beginning of a chain
     r"(?<=\d) ?\\text\{ ?(?!\w+illion|[ap]\.m)[a-zA-Z ]+\}$|(?<!\\)\\(?=\\[lg]e)|^[^,=]*=[^,=]*=[^,=]*="
 )
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def spell(text: str):
+def spell(text):
     """Return an answer in one spelling, without its unit; where it is a plain number also its name and its value."""
-    text = spelled(" ".join(text.split())).strip()
+    text = spelled(text)
     name = NAME.match(text)
     plain = as_fraction(NAME.sub("", text, count=1))
     value = None
     if NUMBER.fullmatch(plain):
-        quotients = [part.partition("/") for part in plain.split()]
-        value = sum(Fraction(above) / Fraction(below or 1) for above, _, below in quotients)
+        value = sum(map(Fraction, plain.split()))
     return text, name and name[1], value
 
 
-def values(text: str):
+def values(text):
     """Return what is around and between the values of a list, set, tuple, interval or union, and the values."""
     if TUPLE.fullmatch(text):
         kind, parts = values(text[1:-1])
@@ -1721,7 +1724,7 @@ def values(text: str):
     return VALUE.sub("", text), VALUE.findall(text)
 
 
-def compare(answer: str, gold: str, problem: str = ""):
+def compare(answer, gold, problem=""):
     """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify."""
     answer, name, value = spell(answer)
     gold, gold_name, gold_value = spell(TRUSTED.sub("", gold))
@@ -1734,20 +1737,20 @@ def compare(answer: str, gold: str, problem: str = ""):
     if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):  # never a product of letters
         answer, gold = (re.sub(r"^0+(?=\d)|[\s.,;()'{}]", "", text) for text in (answer, gold))
         return answer.lower() == gold.lower() if len(gold) > 1 else answer == gold
-    if re.search(r"[<>≤≥≠\[\]∪]|\\infty", gold) and not (RELATION.search(answer) and RELATION.search(gold)):
+    if re.search(r"^(?!.*[=<>≤≥≠].*\n.*[=<>≤≥≠]).*\n.*(?:[<>≤≥≠\[\]∪]|\\infty)", f"{answer}\n{gold}"):
         answer, gold = map(as_interval, (answer, gold))
     kind, parts = values(answer)
     gold_kind, golds = values(gold)
     if kind not in {gold_kind, gold_kind.strip("()⦃⦄"), f"⦃{gold_kind}⦄"}:
         return False
-    if len(golds) > 1:
+    if gold_kind:
         ordered = gold_kind[0] in "(["
         for place, each in enumerate(golds):
             if not any(compare(part, each, problem) for part in (parts[place : place + 1] if ordered else parts)):
                 return False
-        if ordered:  # math_verify takes every (2, 1) for the empty interval
-            answer, gold = (r"\begin{pmatrix}" + r"\\".join(each) + r"\end{pmatrix}" for each in (parts, golds))
-    found, wanted = (({*SYMBOL.findall(text)}, len(RELATION.findall(text))) for text in (answer, gold))
+        if ordered:
+            answer = gold[0] + ",".join(parts) + gold[-1]
+    found, wanted = (({*SYMBOL.findall(text)}, len(re.findall("[=<>≤≥≠]", text))) for text in (answer, gold))
     allowed = len(wanted[0]) > 1  # not 1 = 1
     if not wanted[1]:  # nor the question's own expression
         allowed = len(OPERATION.findall(answer)) <= 2 * len(OPERATION.findall(gold))
@@ -1770,8 +1773,13 @@ def _verifier_worker(seconds: float, memory: int):
     @functools.lru_cache(maxsize=1 << 12)
     def read(text):
         text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
-        how = {"extraction_mode": "first_match", "fallback_mode": "no_fallback", "parsing_timeout": None}
-        return parse(rf"\boxed{{{text}}}", boxes, **how)
+        return parse(
+            rf"\boxed{{{text}}}",
+            boxes,
+            extraction_mode="first_match",
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+        )
 
     def same(gold, answer):
         return verify(gold, answer, float_rounding=30, numeric_precision=30, timeout_seconds=None)
@@ -1878,7 +1886,7 @@ class Verifier:
         finally:
             self.workers.append(worker)
 
-    def judge(self, completions: list[str], golds: list[str], problems: Iterable[str] = ()) -> list:
+    def judge(self, completions=(), golds=(), problems=()):
         """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict. What
         stands in a problem's text equals nothing but itself. Raises RuntimeError when workers cannot be started."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
@@ -1901,6 +1909,6 @@ class Verifier:
             verdicts |= zip(tasks, pool.map(self._verdict, tasks.values()), strict=True)
         return [verdicts[case] for case in cases]
 
-    def grade(self, *lists) -> list[float]:
+    def grade(self, *lists):
         """Return the scores of `judge`, which takes the same, alone."""
         return [score for score, _ in self.judge(*lists)]
