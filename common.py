@@ -536,7 +536,7 @@ def read_picture(value: dict, processor, token: int, where: str, folder: Path) -
     cannot be read, is too large, lies elsewhere or has a shape that the model does not take."""
     try:
         data = value["bytes"]
-        if data is None:
+        if not data:
             file = (folder / value["path"]).resolve()
             need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
             with file.open("rb") as stream:
@@ -1557,13 +1557,18 @@ def last_boxed(text: str) -> str | None:
 NEST = r"[^\[\](){}⦃⦄]*"  # what stands between two brackets
 for _ in range(4):
     NEST = rf"(?:[^\[\](){{}}⦃⦄]|[\[({{⦃]{NEST}[\])}}⦄])*"
-UNITS = (  # units by letters and names, and what can be counted: nouns in the plural
-    r"(?:(?:square|cubic|sq\.?|cu\.?|per|of|in|the|right|distinct)[ ~]+)*"
-    r"(?:[kcmnpMG]?(?:[msghLlJWVNAKCFT]|Hz|Pa|eV|mol|cal|rad|bar)|in|ft|yd|mi|oz|lb|gm|erg|min|hr|sec|mph|rpm|USD|yuan"
-    r"|dollar|degree|percent(?:age)?|pct|unit|feet|foot|inch|people|children|men|women|years old|\\AA|Å"
-    r"|[ML] ?_ ?\{?\\odot\}?|\\mu[ ~]*[msgAFVW]|-?gon|th|st|nd|rd"
-    r"|(?!(?:i|wa|le|plu|minu|time|ten|dozen|halve|third|quarter|hundred|thousand|\w+illion|\w+(?:[urfxn]|gh|ven|nd|on)th)s)"
-    r"[a-z]{2,}s)(?![a-zA-Z])(?: ?\^ ?\{?[ ~]*-?\d ?\}?| squared| cubed)?"
+UNITS = (  # by letters, by names, currencies, and what problems count
+    r"(?:(?:square|cubic|sq\.?|cu\.?|per|of|the|right|distinct)[ ~]+)*(?:"
+    r"[kcmnpMG]?(?:[msghLlJWVNAKCFT]|Hz|Pa|eV|mol|cal|rad|bar)|\\mu[ ~]*[msgAFVW]|\\AA|Å|[ML] ?_ ?\{?\\odot\}?"
+    r"|in|ft|yd|mi|oz|lbs?|gm|erg|min|hr|sec|mph|kph|rpm|pct|percent(?:age)?|USD|-?gon|th|st|nd|rd"
+    r"|(?:(?:kilo|centi|milli)?(?:met(?:er|re)|gram|lit(?:er|re)|watt|joule|calorie)|second|minute|hour|day|week|month"
+    r"|year(?:s old)?|degree|radian|newton|volt|amp(?:ere)?|ohm|pascal|kelvin|mole|bit|byte|foot|feet|inch(?:e(?=s))?|yard"
+    r"|mile|acre|ounce|pound|ton(?:ne)?|gallon|quart|pint|cup|dollar|cent|euro|rupee|yen|yuan|unit|point|way|people|person"
+    r"|child(?:ren)?|men|women|student|boy|girl|friend|player|worker|team|game|apple|orange|ball|marble|book|page|card|coin"
+    r"|cookie|egg|flower|tree|animal|bird|cat|dog|car|chair|ticket|toy|tile|block|stick|step|item|piece|number|integer|digit"
+    r"|letter|word|value|solution|element|set|subset|function|term|choice|outcome|arrangement|permutation|combination|path"
+    r"|triangle|rectangle|side|edge|face|vert(?:ex|ices)|diagonal|line|region|row|column|question|problem)s?"
+    r")(?![a-zA-Z])(?: ?\^ ?\{?[ ~]*-?\d ?\}?| squared| cubed)?"
 )
 
 
@@ -1600,7 +1605,7 @@ spelled = table(r"""
 ^[␣~]*(?:[Cc]hoice|[Oo]ption)[␣~]*  ∅
 ^[␣~]*(-?)\{(…)\}[␣~]*$  \1\2
 ^[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+);␣?[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+)$  (\1,\2),(\3,\4)
-[,~␣]*(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\lor(?![a-z])|;)[␣~,]*  ,
+(?<![,~␣])[,~␣]*(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\lor(?![a-z])|;)[␣~,]*  ,
 \{([^{}]*?)␣?\\over(?![a-z])␣?([^{}]*)\}  \\frac{\1}{\2}
 \\(?:[dtcs]|nice)?frac␣?  \\frac
 \\frac(\w|\\pi)␣?(?=[\w{\\])  \\frac{\1}
@@ -1623,7 +1628,7 @@ _␣?[{(](\w)[)}]  _\1
 ∞  \\infty␣
 \+(?=\\infty)  ∅
 ^([^=]*[\d)}\]]␣?)\\approx(?![a-z]).*  \1
-[␣.,;:~]+$  ∅
+(?<![␣.,;:~])[␣.,;:~]+$  ∅
 (?<=[\d})])␣?\^?␣?\{?[␣~]*(?:th|st|nd|rd)␣?\}?$  ∅
 (?<=[\d})i])[␣~]*\([␣~]*(?:in␣)?([a-zA-Z]{2,}[a-zA-Z\d^{}␣]*)\)[␣~]*$  ␣~\1
 (?<=[\d})i])␣*(?:~[␣~]*(?:in␣)?|(?:in␣)?(?=[a-zA-Z]{2}|\\|Å|[ML]_))Ⓤ(?:[␣~/*.-]+Ⓤ)*[␣~.]*(?=␣?,|$)  ∅
@@ -1632,7 +1637,7 @@ _␣?[{(](\w)[)}]  _\1
 ^\]([^\[\]]+)\]$  (\1]
 ^\]([^\[\]]+)\[$  (\1)
 \\frac\{(…)±(…)\}(\{…\})  \\frac{\1}\3±\\frac{\2}\3
-([^\[\](){}⦃⦄,=∪±]*(?:\{…\}[^\[\](){}⦃⦄,=∪±]*)*)±((?:[^\[\](){}⦃⦄,∪±]|[({]…[)}])*)  \1+\2,\1-\2
+(?<![^\[(⦃,=∪])([^\[\](){}⦃⦄,=∪±]*(?:\{…\}[^\[\](){}⦃⦄,=∪±]*)*)±((?:[^\[\](){}⦃⦄,∪±]|[({]…[)}])*)  \1+\2,\1-\2
 [␣~]+  ␣
 (?<![a-zA-Z\d,])␣|␣(?![a-zA-Z\d])|(?<=,)␣(?!\d{3}(?!\d))|^␣|␣$  ∅
 """)
@@ -1649,9 +1654,10 @@ as_fraction = table(r"""
 (?<=\d)E(?=[+-]?\d+$)  e
 ^([+-]?)(\d*)␣?\\frac\{([^{}]+)\}\{([^{}]+)\}$  \g<1>0\2␣\1\3/\4
 \.(?=/|$)  ∅
-(\d+)/-  -\1/
+(?<!\d)(\d+)/-  -\1/
 --  ∅
 """)
+without_marks = table(r"^0+(?=\d)|[\s.,;()'{}]  ∅")
 # inequalities as intervals
 as_interval = table(r"""
 ^([^,<≤]+)≤\|[a-z]\|≤([^,<≤]+)$  [-\2¸-\1]∪[\1¸\2]
@@ -1670,7 +1676,7 @@ as_interval = table(r"""
 """)
 # what latex2sympy would misread: B as b, E_1, \gamma as a function, i in two ways, 45,135 as a number, (2, 1) as empty
 for_parser = table(r"""
-(?<![\w∪])[\[(]([^\[\],∪=]+),([^\[\],∪=]+)[\])](?!∪)  \\begin{pmatrix}\1\\\\\2\\end{pmatrix}
+(?<![\w∪(\[])[\[(]([^\[\],∪=]+),([^\[\],∪=]+)[\])](?!∪)  \\begin{pmatrix}\1\\\\\2\\end{pmatrix}
 (?<!\\)(?<!\\mathbb\{)([A-Z])(?:_(\w)|_\{([^{}]*)\})?  x_{c\1\2\3}
 \\(gamma)(?![a-z])|(?<![a-zA-Z\\{])(i)(?![a-zA-Z])  x_{c\1\2}
 ,  ,␣
@@ -1695,7 +1701,7 @@ OPERATION = re.compile(  # what is left to compute
 )
 SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
     r"\\\\|\\(?:frac|sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)(?![a-z])|$"
-    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|[^\w\s\\+*/^.(){}⦃⦄\[\]=<>≤≥≠!-])"
+    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|(?<=\d)_|[^\w\s\\+*/^.(){}⦃⦄\[\]=<>≤≥≠!-])"
 )
 VALUE = re.compile(rf"(?:[^\[\](){{}}⦃⦄,∪]|[\[({{⦃]{NEST}[\])}}⦄])+")
 TUPLE = re.compile(rf"[\[(](?:{VALUE.pattern},)+{VALUE.pattern}[\])]|⦃{NEST}⦄")
@@ -1710,9 +1716,7 @@ def spell(text):
     text = spelled(text)
     name = NAME.match(text)
     plain = as_fraction(NAME.sub("", text, count=1))
-    value = None
-    if NUMBER.fullmatch(plain):
-        value = sum(map(Fraction, plain.split()))
+    value = sum(map(Fraction, plain.split())) if NUMBER.fullmatch(plain) else None
     return text, name and name[1], value
 
 
@@ -1735,7 +1739,7 @@ def compare(answer, gold, problem=""):
     if not ("=" in answer and "=" in gold):
         answer, gold = (NAME.sub("", text) for text in (answer, gold))
     if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):  # never a product of letters
-        answer, gold = (re.sub(r"^0+(?=\d)|[\s.,;()'{}]", "", text) for text in (answer, gold))
+        answer, gold = map(without_marks, (answer, gold))
         return answer.lower() == gold.lower() if len(gold) > 1 else answer == gold
     if re.search(r"^(?!.*[=<>≤≥≠].*\n.*[=<>≤≥≠]).*\n.*(?:[<>≤≥≠\[\]∪]|\\infty)", f"{answer}\n{gold}"):
         answer, gold = map(as_interval, (answer, gold))
@@ -1746,14 +1750,13 @@ def compare(answer, gold, problem=""):
     if gold_kind:
         ordered = gold_kind[0] in "(["
         for place, each in enumerate(golds):
-            if not any(compare(part, each, problem) for part in (parts[place : place + 1] if ordered else parts)):
+            if not any(compare(part, each) for part in (parts[place : place + 1] if ordered else parts)):
                 return False
         if ordered:
             answer = gold[0] + ",".join(parts) + gold[-1]
     found, wanted = (({*SYMBOL.findall(text)}, len(re.findall("[=<>≤≥≠]", text))) for text in (answer, gold))
-    allowed = len(wanted[0]) > 1  # not 1 = 1
-    if not wanted[1]:  # nor the question's own expression
-        allowed = len(OPERATION.findall(answer)) <= 2 * len(OPERATION.findall(gold))
+    few = len(OPERATION.findall(answer)) <= 2 * len(OPERATION.findall(gold))
+    allowed = len(wanted[0]) > 1 if wanted[1] else few  # not 1 = 1, not the question's own expression
     if found != wanted or not allowed or answer in spell(problem)[0]:
         return False
     return for_parser(answer), for_parser(gold)
@@ -1773,13 +1776,7 @@ def _verifier_worker(seconds: float, memory: int):
     @functools.lru_cache(maxsize=1 << 12)
     def read(text):
         text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
-        return parse(
-            rf"\boxed{{{text}}}",
-            boxes,
-            extraction_mode="first_match",
-            fallback_mode="no_fallback",
-            parsing_timeout=None,
-        )
+        return parse(rf"\boxed{{{text}}}", boxes, "no_fallback", "first_match", None)
 
     def same(gold, answer):
         return verify(gold, answer, float_rounding=30, numeric_precision=30, timeout_seconds=None)
