@@ -52,7 +52,7 @@ MIB, GIB = 2**20, 2**30
 
 
 class Shape(NamedTuple):
-    """A Qwen2 decoder. Norms and biases are left out of the counts: less than a thousandth."""
+    """A Qwen2 decoder. The counts leave out norms and biases, which are less than a thousandth."""
 
     hidden: int
     intermediate: int
@@ -91,7 +91,7 @@ SHAPES = {
     "qwen2.5-7b": Shape(3584, 18_944, 28, 28, 4, 152_064, False),
 }
 Name = Literal[*SHAPES]
-ONE_GPU = {  # a run of run.sh with flags that suit one GPU: its shape, the GPU's memory in GiB
+ONE_GPU = {  # These runs of run.sh suit one GPU: their flags, their shape, and the GPU's memory in GiB.
     "sspo-0.5b": ("qwen2.5-0.5b", 24),
     "sspo-1.5b --no-activation-checkpointing --micro-batch-tokens 8192": ("qwen2.5-1.5b", 80),
 }
@@ -136,7 +136,7 @@ def config_of(shape: Shape) -> Qwen2Config:
 
 
 def random_model(shape: Shape, folder: Path) -> None:
-    """Save an untrained model of this shape, in bf16, always the same."""
+    """Save an untrained model of this shape in bf16. It is always the same one."""
     torch.manual_seed(0)
     Qwen2ForCausalLM(config_of(shape)).to(torch.bfloat16).save_pretrained(folder)
 
@@ -156,7 +156,7 @@ def memory() -> None:
 
 @functools.cache
 def matmul_rate(device: torch.device) -> float:
-    """Return FLOP/s of a large matrix product in the dtype of compute, measured once: what MFU is a share of."""
+    """Return FLOP/s of a large matrix product in the dtype of compute, of which MFU is a share. It is measured once."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
@@ -169,14 +169,15 @@ def weights_in(module: torch.nn.Module) -> int:
 
 
 def mfu(policy: common.Policy, batch: common.Batch, tokens: int, seconds: float, world: common.World) -> float:
-    """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward: 6 FLOP a weight,
-    the head's at response tokens only, and 6 a layer, channel and position, since causal attention skips half."""
+    """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward. A token takes 6
+    FLOP for each weight, those of the head only if it is a response token, and 6 for each layer, channel and
+    position, since causal attention skips half of the positions."""
     decoder = policy.model.get_decoder()
     head = decoder.embed_tokens.weight.numel()
     body = weights_in(decoder) - head
     width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
     flop_R = body * batch.packed_R + head * batch.length_R + width * batch.packed_R.double().square()
-    if hasattr(policy.model, "visual"):  # without the attention of its patches
+    if hasattr(policy.model, "visual"):  # The attention of its patches is not counted.
         flop_R += weights_in(policy.model.visual) * (batch.total_R - batch.packed_R)
     flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
     rate = tokens * flop / max(seconds, 1e-9)
@@ -184,8 +185,8 @@ def mfu(policy: common.Policy, batch: common.Batch, tokens: int, seconds: float,
 
 
 def fastest_pass(model: common.Policy, micro: common.MicroBatch, repeats: int) -> tuple[float, float]:
-    """Return the seconds of the fastest forward and backward, the first aside, and the peak of memory in GiB: of the
-    GPU in the last of them, or of this process so far."""
+    """Return the seconds of the fastest forward and backward pass but the first, and the peak of memory in GiB. On a
+    GPU that is the last pass's, on a CPU the process's so far."""
     cuda = torch.cuda.is_available()
     seconds = []
     for _ in range(repeats + 1):
@@ -252,7 +253,7 @@ def training_bytes(shape: Shape, gpus: int, tokens: int, recompute: bool) -> int
 
 
 def sampling_bytes(shape: Shape, gpus: int, share: float, gib: int) -> int:
-    """Return what one of so many GPUs holds while vLLM fills this share of it: 12 bytes a weight lie beside."""
+    """Return what one of so many GPUs holds while vLLM fills this share of it, with 12 bytes a weight beside vLLM."""
     return 12 * shape.weights // gpus + int(share * gib * GIB)
 
 
@@ -350,8 +351,8 @@ def fit(
 
 
 def one_gpu(run: list[str], shape: Shape, gib: int) -> list[str]:
-    """Return the cells of a run: GiB while it trains and samples, 3 for CUDA among them, and how many sequences of
-    full length vLLM's cache holds beside bf16 weights and 2 GiB (a guess) for its activations."""
+    """Return the cells of a run: GiB while it trains and while it samples, of which 3 are for CUDA, and how many
+    sequences of full length fit into vLLM's cache beside bf16 weights and 2 GiB (a guess) for its activations."""
     command = subprocess.check_output(["./run.sh", *run], cwd=ROOT, env=os.environ | {"DRY": "1"}, text=True)
     script, *flags = shlex.split(command)
     settings = tyro.cli(runpy.run_path(str(ROOT / script))["Args"], args=flags)
@@ -359,7 +360,7 @@ def one_gpu(run: list[str], shape: Shape, gib: int) -> list[str]:
     training = training_bytes(shape, 1, settings.micro_batch_tokens, settings.activation_checkpointing)
     sampling = sampling_bytes(shape, 1, share, gib)
     weights = 2 * shape.weights
-    if shape.tied:  # vLLM has a head of its own
+    if shape.tied:  # vLLM nevertheless has a head of its own.
         weights += 2 * shape.root
     cache = share * gib * GIB - weights - 2 * GIB
     token = 2 * 2 * shape.kv_width * shape.layers
@@ -368,7 +369,7 @@ def one_gpu(run: list[str], shape: Shape, gib: int) -> list[str]:
 
 
 def boxed(answer: str, gold: str) -> common.Group:
-    """Return a group of one response, which boxes this answer to a problem."""
+    """Return a group of one response, which has this answer in a box."""
     response = common.Rollout([], None, f"\\boxed{{{answer}}}", False)
     return common.Group(common.Problem("", [0], gold), [response])
 
@@ -386,7 +387,7 @@ def verifier() -> None:
 
     first = [boxed(f"\\frac{{{n}\\sqrt{{3}}}}{{5}}", f"\\frac{{\\sqrt{{3}} {n}}}{{5}}") for n in range(2, 66)]
     ordinary = []
-    for n in range(1, 1025):  # three of four are numbers, as in MATH-500; of the others math_verify is asked
+    for n in range(1, 1025):  # Three of four are numbers, as in MATH-500; the others go to math_verify.
         root = "" if n % 4 else "\\sqrt{2}"
         gold = f"\\frac{{{2 * n}{root}}}{{{2 * n + 2 + n // 4 % 2}}}"
         ordinary.append(boxed(f"\\frac{{{n}{root}}}{{{n + 1}}}", gold))
@@ -406,7 +407,7 @@ def verifier() -> None:
 
 
 def coin(completion: str, _row: dict) -> float:
-    """Return 0 or 1 by a hash of the completion: a --reward that differs inside groups of nonsense."""
+    """Return 0 or 1 by a hash of the completion, so that rewards differ even in a group of nonsense."""
     return float(zlib.crc32(completion.encode()) % 2)
 
 
@@ -421,14 +422,14 @@ def varied(name: str, folder: Path) -> list[str]:
 
 
 def toy_run(method: str, folder: Path, flags: list[str], env: dict | None = None) -> list[dict]:
-    """Train METHOD-toy of run.sh without evaluation, in FOLDER/run; return the metrics of its steps."""
+    """Train METHOD-toy of run.sh in FOLDER/run, without evaluation; return the metrics of its steps."""
     command = ["./run.sh", f"{method}-toy", "--eval", "", "--run-dir", str(folder / "run"), *flags]
     subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
     return [row for row in read(folder / "run") if row["step"]]
 
 
 def mean_of(name: str, rows: list[dict]) -> float:
-    """Return a metric's mean over the steps that have it; it is null where it was not finite."""
+    """Return a metric's mean over the steps that have it. A value that was not finite is null and does not count."""
     values = np.array([row.get(name) for row in rows], float)
     return float(np.nanmean(values))
 
@@ -439,13 +440,13 @@ def step(
     shape: Name | None = None,
     lengths: tuple[int, ...] = (512,),
 ) -> None:
-    """Run experiments of run.sh on the embedded default for some steps each, one after another; print phase tables.
-    With --shape on an untrained model, whose responses vary in length and are cut at each of --lengths.
+    """Run experiments of run.sh on the embedded default, one after another, and print a table of phases for each. With
+    --shape the model is an untrained one, whose responses vary in length and are cut at each of --lengths.
 
     Args:
-        methods: as in ./run.sh help
-        shape: of an untrained model; without, the embedded default
-        lengths: with --shape: responses are cut here
+        methods: experiments as ./run.sh help names them
+        shape: shape of an untrained model; without it the model is the embedded default
+        lengths: with --shape, where responses are cut
     """
     print(f"{shape or 'the embedded default'}; {hardware()}")
     for method in methods:
@@ -460,7 +461,7 @@ def step(
 
 
 def grpo_config(args: sspo.Args, processes: int) -> dict:
-    """Return the arguments of TRL's GRPOConfig that make its step that of sspo.py, one update a step, on a CPU."""
+    """Return the arguments with which TRL's GRPOConfig makes a step like one of sspo.py with one update, on a CPU."""
     return {
         "per_device_train_batch_size": args.prompts_per_step * args.group_size // processes,
         "num_generations": args.group_size,
@@ -488,8 +489,8 @@ def grpo_config(args: sspo.Args, processes: int) -> dict:
 
 
 def trl_run(folder: tyro.conf.Positional[Path]) -> None:
-    """Train with TRL's GRPOTrainer what a run of sspo.py in FOLDER/run did; the command `trl` starts this. Write
-    FOLDER/trl.json: of each step when it ended, seconds, its mean reward and response length."""
+    """Train with TRL's GRPOTrainer as a run of sspo.py in FOLDER/run did; the command `trl` starts this. Write
+    FOLDER/trl.json, which says of each step when it ended, in seconds, and its mean reward and response length."""
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -527,7 +528,8 @@ def trl_run(folder: tyro.conf.Positional[Path]) -> None:
 
 
 def pace(rows: list[dict]) -> str:
-    """Say what a step took from end to end, median after the fifth, with mean length and reward of these steps."""
+    """Say how long a step took from end to end, the median after the fifth step, and these steps' mean length and
+    reward."""
     seconds = float(np.median(np.diff([row["time"] for row in rows[4:]])))
     length = mean_of("response_length", rows[5:])
     reward = mean_of("reward", rows[5:])
@@ -535,8 +537,8 @@ def pace(rows: list[dict]) -> str:
 
 
 def trl() -> None:
-    """Run GRPO, one update a step of 16 x 8 responses, here and with TRL in turn, on 2 processes of the CPU in float32:
-    on the embedded default, then on an untrained model whose responses vary in length; print what a step takes."""
+    """Run GRPO, one update a step of 16 x 8 responses, here and with TRL in turn, on 2 processes of the CPU in float32.
+    The model is the embedded default, then an untrained one whose responses vary in length. Print what a step takes."""
     if importlib.util.find_spec("trl") is None:
         sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
     if torch.cuda.is_available():
@@ -550,7 +552,7 @@ def trl() -> None:
             flags = ["--prompts-per-step", "16", "--updates-per-step", "1", "--steps", str(steps)]
             if name == "an untrained model":
                 flags += [*varied("toy", Path(folder) / "model"), "--max-response-tokens", "512"]
-                flags += ["--lr", "0"]  # a coin teaches nothing, and by chance the lengths would drift apart
+                flags += ["--lr", "0"]  # A coin teaches nothing, and by chance the lengths would drift apart.
             print(f"\n{name}, steps 6 to {steps}", flush=True)
             print(f"  sspo.py     {pace(toy_run('grpo', Path(folder), flags, env))}", flush=True)
             subprocess.run([*trl_side, folder], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)

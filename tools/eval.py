@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import rewards
 
 import common
-import gpg  # noqa: F401  it has the prompt qwen-boxed
+import gpg  # noqa: F401  It registers the prompt qwen-boxed.
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a paper evaluates, and what it reports: (label, its figure for each of the sets, or -)."""
+    """How a paper evaluates, and what it reports: rows of a label and of a figure for each set, - where it has none."""
 
     sets: tuple[str, ...]
     template: str
@@ -42,26 +42,27 @@ class Protocol:
     seeds: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
-    ks: tuple[int, ...] = (1,)  # The pass@k that it reports. If there are none, it reports the mean IoU.
-    max_total_tokens: int = 0  # Bound of a prompt and its response together. 0: the sum of their own.
-    greedy_logp: bool = False  # Sample a greedy answer to each question, too, for its log-prob.
-    reward: str = ""  # Of tools/rewards.py, for questions about images. Empty: boxes and math_verify, no images.
-    also: str = ""  # Another of its rewards, which is reported beside pass@1.
-    by_question: bool = False  # Average over questions, not over sets.
+    ks: tuple[int, ...] = (1,)  # It reports these pass@k, or the mean IoU if there are none.
+    max_total_tokens: int = 0  # It bounds a prompt and its response together. 0: only their own bounds hold.
+    greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
+    reward: str = ""  # A function of tools/rewards.py grades questions about images. Empty: there are no images.
+    also: str = ""  # It reports another function's grades beside pass@1.
+    by_question: bool = False  # Its average is over questions, not over sets.
     note: str = ""
 
 
 HERE = Path(__file__).parent
 for name in ("geoqa", "sat"):
     common.PROMPTS[name] = (HERE / f"{name}.txt").read_text(encoding="utf-8")
-common.PROMPTS["r1-eval"] = (  # LightEval's, with which 2504.02546 (Fig. 4) and Open-RS evaluate R1-distilled models
+# It is LightEval's. 2504.02546 (Fig. 4) and Open-RS evaluate R1-distilled models with it.
+common.PROMPTS["r1-eval"] = (
     "",
     "Solve the following math problem efficiently and clearly.  The last line of your response should be of the "
     "following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without quotes) "
     "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
     "answering.\n\n{problem}",
 )
-SETS = {  # where a name is on the hub
+SETS = {  # The hub has a set under this id.
     "aime24": "HuggingFaceH4/aime_2024",
     "aime25": "math-ai/aime25",
     "math500": "HuggingFaceH4/MATH-500",
@@ -76,7 +77,7 @@ SETS = {  # where a name is on the hub
 VIRFT = ("flower", "pets", "aircraft", "car")
 CV_BENCH = ("cvbench-count", "cvbench-relation", "cvbench-depth", "cvbench-distance")
 LISA = ("lisa-test", "lisa-val")
-IMAGES = ("geoqa", *VIRFT, *CV_BENCH, *LISA)  # what tools/images.py prepares
+IMAGES = ("geoqa", *VIRFT, *CV_BENCH, *LISA)  # tools/images.py prepares them.
 SETS |= {name: f"data/{name}.parquet" for name in IMAGES}
 OPEN_RS = ("aime24", "math500", "amc23", "minerva", "olympiad")
 PROTOCOLS = {
@@ -91,7 +92,7 @@ PROTOCOLS = {
             ("GRPO 7B", "33.30 67.47 79.00 40.07 45.91"),
         ),
     ),
-    "open-rs": Protocol(  # CW-GRPO's 1.5B and GPG-RS
+    "open-rs": Protocol(  # CW-GRPO's 1.5B and GPG-RS are evaluated so.
         sets=OPEN_RS,
         template="r1-eval",
         max_response_tokens=32768,
@@ -163,7 +164,7 @@ PROTOCOLS = {
             ("GRPO 1.5B 3k, pass@128", "- - 53.33 - -"),
         ),
     ),
-    "geoqa": Protocol(  # this and what follows are GPG's Tables 5 to 8
+    "geoqa": Protocol(  # This one and the next three are of GPG's Tables 5 to 8.
         sets=("geoqa",),
         template="geoqa",
         max_response_tokens=1024,
@@ -212,7 +213,7 @@ PROTOCOLS = {
         note="mIoU is of boxes; the table's gIoU of masks takes SAM, which is not here",
     ),
 }
-TOLERANCE = Fraction("1e-4")  # relative, of Qwen2.5-Math's grader
+TOLERANCE = Fraction("1e-4")  # It is relative, and what Qwen2.5-Math's grader allows.
 HOW = ("samples", "seeds", "temperature", "top_p", "template", "max_response_tokens", "max_total_tokens")
 
 
@@ -252,7 +253,7 @@ class Args:
 
 # ---------------------------------------------------------------------------------------------------------- what to do
 def with_changes(protocol: Protocol, args: Args) -> Protocol:
-    """Return the protocol with what the command line changes in it."""
+    """Return the protocol with the changes that the command line asks for."""
     sets = protocol.sets
     if args.sets:
         sets = tuple(name for name in args.sets if name in protocol.sets)
@@ -312,7 +313,8 @@ def where(name: str, data_dir: str) -> str:
 
 
 def place(folder: Path) -> Path:
-    """Return the file of a model's figures where --out names none: inside, or beside what a run's folder holds."""
+    """Return the file of a model's figures if --out names none. It lies in the model's folder, but beside what a run's
+    folder holds."""
     if not folder.is_dir():
         return Path("eval.json")
     for run in folder.parents[:2]:
@@ -338,14 +340,14 @@ def checkpoint_weights(checkpoint: Path, dtype: torch.dtype):
     for key in sizes:
         prefix, _, name = key.partition(".")
         if prefix == "policy":
-            weights = {name: torch.empty(sizes[key].size)}  # one at a time, since every rank reads them
+            weights = {name: torch.empty(sizes[key].size)}  # Every rank reads them all, so it reads one at a time.
             dcp.load({"policy": weights}, checkpoint_id=str(checkpoint), no_dist=True)
             yield name, weights[name].to(dtype)
 
 
 def weights_of(folder: Path, dtype: torch.dtype):
-    """Yield (name, tensor) of a model folder, as `Sampler.load` takes them, without a tied head. Models that see have
-    other names on the hub than in memory."""
+    """Yield (name, tensor) of a model folder, as `Sampler.load` takes them, without a tied head. The parameters of
+    models that see have other names on the hub than in memory."""
     from safetensors import safe_open
 
     model = common.empty_model(AutoConfig.from_pretrained(folder))
@@ -358,10 +360,10 @@ def weights_of(folder: Path, dtype: torch.dtype):
 
 # ------------------------------------------------------------------------------------------------------------- figures
 def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]) -> dict:
-    """Return pass@k for seeds x problems x samples, percent, mean over seeds, with two spreads.
+    """Return pass@k of seeds x problems x samples in percent: its mean over seeds, with two spreads.
 
-    over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches; over_seeds the standard deviation
-    of the seeds' figures (none for one seed).
+    over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches. over_seeds is the standard
+    deviation of the seeds' figures, and None for one seed.
     """
     problems = correct_SPN.shape[1]
     found = {}
@@ -378,8 +380,8 @@ def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]) -> dict:
 
 
 def best_average_step(run: Path) -> tuple[int, float] | None:
-    """Return the step of a run's metrics with the highest avg@n, mean over held-out sets, and that average. It is never
-    step 0, nor one whose average is not finite."""
+    """Return the step at which a run logged the highest avg@n, averaged over its held-out sets, and that average.
+    Step 0 does not count, nor does a step with an avg@n that was not finite, which is null."""
     file = run / "metrics.jsonl"
     averages = {}
     for line in file.read_text().splitlines() if file.is_file() else ():
@@ -391,8 +393,9 @@ def best_average_step(run: Path) -> tuple[int, float] | None:
 
 
 def similarity(responses_PG: list[list[np.ndarray]]) -> float:
-    """Return how alike responses to one question are, percent (Table 4 of SPS; the measure is ours): the cosine between
-    counts of token bigrams, mean over the pairs of a group, then over groups. 100: all the same."""
+    """Return how alike the responses to a question are, in percent; 100 says that they are all the same. It is the
+    cosine between counts of token bigrams, averaged over the pairs of a group and then over groups. Table 4 of SPS
+    has such a figure; the measure is ours."""
     per_group = []
     for group in responses_PG:
         kinds, units = [], []
@@ -405,17 +408,18 @@ def similarity(responses_PG: list[list[np.ndarray]]) -> float:
         unit = np.concatenate(units)
         summed = np.bincount(column, unit)
         pairs = len(group) * (len(group) - 1)
-        per_group.append((summed @ summed - unit @ unit) / pairs)  # an empty response is like no other
+        per_group.append((summed @ summed - unit @ unit) / pairs)  # An empty response is like no other.
     return 100 * float(np.mean(per_group))
 
 
 def greedy_logp(groups: list[common.Group]) -> float:
-    """Return the mean over greedy answers of their mean token log-prob, nats (Table 6 of SPS; which mean is ours)."""
+    """Return the mean log-prob of a token in nats, averaged over each greedy answer and then over the answers. Table
+    6 of SPS has such a figure; which mean to take is our choice."""
     return float(np.mean([group.rollouts[0].logp.mean(dtype=np.float64) for group in groups]))
 
 
 def near(completion: str, reference: str) -> bool:
-    """Say whether a completion's answer and the reference are numbers apart, but by no more than `TOLERANCE`."""
+    """Say whether a completion's answer and the reference are different numbers, but within `TOLERANCE`."""
     _, _, given = common.spell(common.last_boxed(completion) or "")
     _, _, right = common.spell(reference)
     if given is None or right is None:
@@ -435,8 +439,8 @@ def near_misses(groups: list[common.Group]) -> int:
 
 
 def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group], greedy: list[common.Group]) -> dict:
-    """Return the figures of a set: of its graded completions, those of one seed after those of another, and of its
-    greedy answers, if there are any."""
+    """Return the figures of a set. `groups` are its graded completions, all of one seed before those of the next;
+    `greedy` are its greedy answers, if there are any."""
     correct_GN = torch.stack([group.correct_G for group in groups])
     correct_SPN = correct_GN.unflatten(0, (protocol.seeds, -1))
     row = {"protocol": name, "set": label, "problems": correct_SPN.shape[1]}
@@ -469,8 +473,8 @@ def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group]
 
 
 def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: dict, texts: str) -> list[dict]:
-    """Sample, grade and summarise a protocol's sets, {name: problems}, all at once so that they share one tail; write
-    the completions to a folder, if one is named."""
+    """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
+    waits only once for the longest responses. Write the completions to the folder `texts`, if one is named."""
     problems = [problem for its in data.values() for problem in its]
     places = [(shown, p) for shown, its in data.items() for p in range(len(its))]
 
@@ -514,8 +518,8 @@ def mean_over_sets(values: list[float], rows: list[dict], by_question: bool) -> 
 
 
 def averages(rows: list[dict], by_question: bool = False) -> dict[str, float]:
-    """Return the mean over a protocol's sets, or over all their questions, of each figure of its table: of what has a
-    mean and may have spreads."""
+    """Return the mean of each figure of a protocol's table over its sets, or over all their questions. A figure of a
+    row is a dict with a mean, and perhaps with spreads."""
     means = {}
     for label, figure in rows[0].items() if rows else ():
         if isinstance(figure, dict):
@@ -525,7 +529,7 @@ def averages(rows: list[dict], by_question: bool = False) -> dict[str, float]:
 
 
 def paper_average(figures: dict[str, str], rows: list[dict], by_question: bool) -> str:
-    """Return the average of a paper's figures, - where they are of other sets than these rows."""
+    """Return the average of a paper's figures, or - if they are not of the same sets as these rows."""
     given = {name for name, figure in figures.items() if figure != "-"}
     if given != {row["set"] for row in rows}:
         return "-"
@@ -544,7 +548,8 @@ def cell(label: str, mean: float, over_problems: float | None = None, over_seeds
 
 
 def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[list[str]]:
-    """Return a protocol's table: ours, the papers' figures beside them, below averages over the sets that were run."""
+    """Return a protocol's table: our figures, beside them the papers', and at the end averages over the sets that were
+    run."""
     sets = PROTOCOLS[name].sets
     ours = {row["set"]: row for row in rows}
     means = averages(rows, protocol.by_question)
@@ -568,7 +573,7 @@ def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[list[str]]
 
 
 def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
-    """Print a protocol's figures, the papers' beside them."""
+    """Print a protocol's figures with the papers' beside them."""
     how = "greedy"
     if protocol.temperature:
         how = f"temperature {protocol.temperature}, top-p {protocol.top_p}"
@@ -619,7 +624,7 @@ def main(args: Args) -> None:
             data[name] = {one: common.load_problems(its, tokenizer, how, "--sets") for one, its in sources.items()}
     rows = {name: [] for name in chosen}
     if data:
-        widest = max((settings[name] for name in data), key=common.longest_sequence)  # one engine for all
+        widest = max((settings[name] for name in data), key=common.longest_sequence)  # All share an engine.
         verifiers = {}
         for name in data:
             reward = settings[name].reward
