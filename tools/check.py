@@ -263,6 +263,7 @@ def part(what: str, folder: Path, most: float) -> None:
         check.checkpoint()
     for length in lengths:
         check.measure(Path(what).name, length, response, *bound)
+    check.sampler.load(check.policy)  # An engine that sleeps has unmapped its memory, and its end would unmap it again.
     check.sampler.close()
 
 
