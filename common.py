@@ -836,7 +836,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
         if hasattr(self.model, "visual"):
             self.model.visual.config._attn_implementation = "packed_flash"
-            # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 brings,
+            # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 has,
             # its bf16 gradient is reported to fail, and the convolution to be up to 50,000 times slower.
             conv = self.model.visual.patch_embed.proj
             conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))

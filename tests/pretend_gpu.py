@@ -1,6 +1,6 @@
 """A pretended GPU: the project's CUDA branches on torch's CPU build, forward and backward, in seconds.
 
-    python tests/pretend_gpu.py    answers jobs, a line of JSON each, such as {"job": "learn", "ranks": 8, "script": "gpg"}
+    python tests/pretend_gpu.py    answers jobs, a line of JSON each: {"job": "learn", "ranks": 8, "script": "gpg"}
 
 CPU tensors are real. A CUDA tensor is fake: it has a shape, a dtype and a device, and its bytes are counted, but it has
 no values. Integers that come from the CPU, and what is computed from them alone, keep their values: places, lengths, an
@@ -18,19 +18,21 @@ import ctypes
 import gc
 import importlib
 import json
+import os
 import sys
 import tempfile
 import traceback
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import bench
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,6 +46,22 @@ from transformers import AutoTokenizer
 import common
 
 TORCH = "2.13."
+TRACED = [  # docs/performance.md: shape, ranks, those of a node, packed tokens, whether activations are recomputed
+    ("qwen2.5-0.5b", 1, 1, 16_384, True),
+    ("qwen2.5-1.5b", 1, 1, 16_384, True),
+    ("qwen2.5-1.5b", 8, 8, 16_384, True),
+    ("qwen2.5-1.5b", 16, 8, 16_384, True),
+    ("qwen2.5-3b", 8, 8, 16_384, True),
+    ("qwen2.5-7b", 2, 2, 16_384, True),
+    ("qwen2.5-7b", 4, 4, 16_384, True),
+    ("qwen2.5-7b", 8, 8, 16_384, True),
+    ("qwen2.5-7b", 16, 8, 16_384, True),
+    ("qwen2.5-0.5b", 1, 1, 16_384, False),
+    ("qwen2.5-1.5b", 1, 1, 8192, False),
+    ("qwen2.5-1.5b", 8, 8, 16_384, False),
+    ("qwen2.5-3b", 8, 8, 16_384, False),
+    ("qwen2.5-7b", 8, 8, 16_384, False),
+]
 TOY = Path(__file__).parent.parent / "tools" / "toy" / "model"
 KEPT = []  # C++ points at these
 aten = torch.ops.aten
@@ -188,10 +206,14 @@ class Gpu(TorchDispatchMode):
                 self.count(storage._cdata, storage.nbytes())
 
         torch.UntypedStorage.resize_ = counted  # how FSDP frees what it has gathered
+        torch._C._set_only_lift_cpu_tensors(
+            True
+        )  # torch.tensor(…, device="cuda") moves a tensor that it makes on the CPU
         return super().__enter__()
 
     def __exit__(self, *error):
         torch.UntypedStorage.resize_ = self.resize
+        torch._C._set_only_lift_cpu_tensors(False)
         return super().__exit__(*error)
 
 
@@ -213,28 +235,59 @@ def world_of(ranks: int, local: int) -> Iterator[World]:
 
 
 # --------------------------------------------------------------------------------------------------------------- jobs
-def described(calls: list) -> callable:
-    """Return varlen_attn that first notes what reaches it; keys may be more than queries."""
-    real = varlen.varlen_attn
+def described(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """Return the dtypes and the kinds of device that there are among these tensors."""
+    return sorted({f"{x.dtype} on {x.device.type}" for x in tensors})
+
+
+def places(model) -> list[str]:
+    """Return the kinds of device on which a model's parameters and buffers are."""
+    return sorted({x.device.type for x in (*model.parameters(), *model.buffers())})
+
+
+def held(gpu: Gpu) -> int:
+    """Return the bytes on the GPU, without those that only a cycle of references still held."""
+    gc.collect()
+    return gpu.now
+
+
+def noting_calls(calls: list[dict]) -> Callable:
+    """Return varlen_attn that notes what reaches it. A piece of the row may see more keys than it has queries."""
+    attention = varlen.varlen_attn
 
     def noting(query, key, value, query_ends, key_ends, longest_query, longest_key, **how):
-        pieces = [ends.value.diff() for ends in (query_ends, key_ends)]
-        calls.append(
-            {
-                "dtypes": sorted({str(x.dtype) for x in (query, key, value)}),
-                "borders": sorted({str(x.dtype) for x in (query_ends, key_ends)}),
-                "devices": sorted({x.device.type for x in (query, key, value, query_ends, key_ends)}),
-                "row ends": query_ends.value[[0, -1]].tolist() == [0, len(query)],
-                "keys end": key_ends.value[[0, -1]].tolist() == [0, len(key)] and len(key) == len(value),
-                "a piece sees itself": bool((pieces[1] >= pieces[0]).all()),
-                "longest": [longest_query, longest_key] == [int(each.max()) for each in pieces],
-                "numbers": type(longest_query) is type(longest_key) is int,
-                "channels lie together": query.stride(-1) == key.stride(-1) == value.stride(-1) == 1,
-                "window": list(how["window_size"]),
-                "heads": [query.shape[1], key.shape[1], how["enable_gqa"]],
-            }
-        )
-        return real(query, key, value, query_ends, key_ends, longest_query, longest_key, **how)
+        queries, keys = query_ends.value.diff(), key_ends.value.diff()
+        call = {
+            "tensors": described([query, key, value]),
+            "borders": described([query_ends, key_ends]),
+            "queries are covered": query_ends.value[[0, -1]].tolist() == [0, len(query)],
+            "keys are covered": key_ends.value[[0, -1]].tolist() == [0, len(key)] and len(key) == len(value),
+            "a piece sees itself": bool((keys >= queries).all()),
+            "longest": [longest_query, longest_key] == [int(queries.max()), int(keys.max())],
+            "longest are numbers": type(longest_query) is type(longest_key) is int,
+            "channels are neighbours": {query.stride(-1), key.stride(-1), value.stride(-1)} == {1},
+            "grouped if heads differ": how["enable_gqa"] == (query.shape[1] != key.shape[1]),
+            "window": list(how["window_size"]),
+        }
+        if call not in calls:
+            calls.append(call)
+        return attention(query, key, value, query_ends, key_ends, longest_query, longest_key, **how)
+
+    return noting
+
+
+def noting_places(notes: list[dict], gpu: Gpu) -> Callable:
+    """Return `common.score` that notes where a model is before, in and after it, and how many bytes it leaves."""
+    score = common.score
+
+    def noting(policy, *rest):
+        note = {"trains": any(x.requires_grad for x in policy.parameters()), "before": places(policy)}
+        hook = policy.register_forward_pre_hook(lambda *_: note.update(within=places(policy)))
+        before = held(gpu)
+        result = score(policy, *rest)
+        hook.remove()
+        notes.append(note | {"after": places(policy), "left": held(gpu) - before})
+        return result
 
     return noting
 
@@ -252,17 +305,6 @@ def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
         reward_G = torch.tensor([1.0, 0.0, 0.0, 1.0]).double()
         found.append(common.Group(problem, rollouts, reward_G, reward_G))
     return found
-
-
-def places(model) -> list[str]:
-    """Return the kinds of device on which a model's parameters and buffers are."""
-    return sorted({x.device.type for x in (*model.parameters(), *model.buffers())})
-
-
-def held(gpu: Gpu) -> int:
-    """Return the bytes on the GPU without what only a cycle of references still holds."""
-    gc.collect()
-    return gpu.now
 
 
 def learn(
@@ -284,136 +326,148 @@ def learn(
     args = module.Args(model=model, run_dir=str(folder / "run"), group_size=4, template="plain", **limits | flags)
     attention = []
     scored = []
-    score = common.score
-    with world_of(ranks, local or ranks) as world, Gpu(scalar) as gpu, contextlib.ExitStack() as after:
-        after.callback(setattr, common, "score", score)
-        after.callback(setattr, varlen, "varlen_attn", varlen.varlen_attn)
-        varlen.varlen_attn = described(attention)
-
-        def watched(policy, *rest):
-            note = {"model": "policy" if policy is models[0] else "reference", "before": places(policy)}
-            hook = policy.register_forward_pre_hook(lambda *_: note.update(within=places(policy)))
-            bytes_before = held(gpu)
-            result = score(policy, *rest)
-            hook.remove()
-            scored.append(note | {"after": places(policy), "left": held(gpu) - bytes_before})
-            return result
-
-        common.score = watched
+    with world_of(ranks, local or ranks) as world, Gpu(scalar) as gpu, contextlib.ExitStack() as watching:
+        watching.enter_context(mock.patch.object(varlen, "varlen_attn", noting_calls(attention)))
+        watching.enter_context(mock.patch.object(common, "score", noting_places(scored, gpu)))
         tokenizer = AutoTokenizer.from_pretrained(model)
         problems = common.load_problems(args.dataset, tokenizer, args, "--dataset") if images else None
-        record = common.Record(args, script, world)
-        models = [common.load_policy(Path(model), args, world)]
-        if script != "sspo" and not irl:
-            models.append(None)
-            if args.kl_coef:
-                models[1] = common.load_policy(Path(model), args, world).requires_grad_(False).to("cpu")
-        policy = models[0]
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, fused=True)
         batch = common.Batch(groups(problems))
+        record = common.Record(args, script, world)
+        policy = common.load_policy(Path(model), args, world)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, fused=True)
         if irl:
             metrics = module.learn_irl(policy, [batch] * 2, record)
+        elif script == "sspo":
+            metrics = module.learn(policy, optimizer, batch, tokenizer, record)
         else:
-            more = {"sspo": [tokenizer], "cwgrpo": [5]}.get(script, [])
-            metrics = module.learn(*models, optimizer, batch, *more, record)
-        trained = [x for x in policy.parameters() if x.requires_grad]
-        gradients = [x.grad for x in trained if x.grad is not None]
+            reference = None
+            if args.kl_coef:
+                reference = common.load_policy(Path(model), args, world).requires_grad_(False).to("cpu")
+            seed = [5] if script == "cwgrpo" else []
+            metrics = module.learn(policy, reference, optimizer, batch, *seed, record)
+            del reference
+        gradients = [x.grad for x in policy.parameters() if x.grad is not None]
         moments = [x for state in optimizer.state.values() for x in state.values()]
-        local_tensors = [getattr(x, "_local_tensor", x) for x in (*policy.parameters(), *gradients, *moments)]
-        storages = {x.untyped_storage() for x in (*local_tensors, *policy.buffers())}
+        sharded = [getattr(x, "_local_tensor", x) for x in (*policy.parameters(), *gradients, *moments)]
+        storages = {x.untyped_storage() for x in (*sharded, *policy.buffers())}
         return {
             "metrics": metrics,
             "skipped": record.skipped,
             "attention": attention,
             "scored": scored,
             "places": places(policy),
-            "gradients": [sorted({str(x.dtype) for x in gradients}), len(gradients), len(trained)],
-            "moments": sorted({f"{x.dtype} on {x.device.type}" for x in moments}),
+            "gradients": sorted({str(x.dtype) for x in gradients}),
+            "without gradient": len(list(policy.parameters())) - len(gradients),
+            "moments": described(moments),
             "weights": sum(x.numel() for x in policy.parameters()),
-            "its weights": sum(x.to_local().numel() for x in policy.parameters()),
+            "weights here": sum(x.to_local().numel() for x in policy.parameters()),
             "bytes": held(gpu),
-            "own bytes": sum(-(-x.nbytes() // 512) * 512 for x in storages),
+            "bytes of shards": sum(-(-x.nbytes() // 512) * 512 for x in storages),
         }
 
 
-def folders(ranks: int = 1, local: int = 0) -> dict:
+def folders() -> dict:
     """Load a model, update it, write a checkpoint, resume from it and save the model; return what came of it."""
     import sspo
 
     folder = Path(tempfile.mkdtemp())
     limits = {"max_prompt_tokens": 100, "max_response_tokens": 100, "micro_batch_tokens": 300}
-    args = sspo.Args(model=str(TOY), run_dir=str(folder / "run"), group_size=4, **limits)
-    with world_of(ranks, local or ranks) as world, Gpu():
+    args = sspo.Args(model=str(TOY), run_dir=str(folder / "run"), group_size=4, updates_per_step=1, **limits)
+    with world_of(1, 1) as world, Gpu():
         record = common.Record(args, "sspo", world)
         policy, other = (common.load_policy(TOY, args, world) for _ in range(2))
         mine, its = (torch.optim.AdamW(each.parameters(), fused=True) for each in (policy, other))
         sspo.learn(policy, mine, common.Batch(groups()), AutoTokenizer.from_pretrained(TOY), record)
         common.save_checkpoint(policy, mine, 1, 24, record)
         record.args = replace(args, resume=True)
-        at = common.resume(other, its, record)
-        sent = {name: [str(x.dtype), x.device.type, list(x.shape)] for name, x in common.full_weights(policy, torch.bfloat16)}
+        step, position = common.resume(other, its, record)
+        sent = dict(common.full_weights(policy, torch.bfloat16))
         common.save_model(policy, folder / "model", TOY, torch.bfloat16, world)
-        with safe_open(folder / "model" / "model.safetensors", "pt") as file:
-            saved = {name: [str(x.dtype), list(x.shape)] for name in file.keys() for x in [file.get_tensor(name)]}
+        saved = load_file(folder / "model" / "model.safetensors")
         return {
-            "resumed at": at,
-            "checkpoint": sorted(file.name for file in (folder / "run/checkpoints/step-00001").iterdir()),
+            "resumed at": [step, position],
             "places": places(other),
-            "moments": sorted({f"{x.dtype} on {x.device.type}" for state in its.state.values() for x in state.values()}),
-            "with moments": [len(its.state), len(list(other.parameters()))],
-            "sent": sent,
-            "saved": saved,
+            "moments": described(x for state in its.state.values() for x in state.values()),
+            "without moments": len(list(other.parameters())) - len(its.state),
+            "sent": described(sent.values()),
+            "saved": described(saved.values()),
+            "shapes sent": {name: list(x.shape) for name, x in sent.items()},
+            "shapes saved": {name: list(x.shape) for name, x in saved.items()},
         }
 
 
-def peak(shape: str, tokens: int, ranks: int = 1, local: int = 0, recompute: bool = True, length: int = 1024) -> dict:
-    """Return the peak of bytes on a GPU over an update of two micro-batches of so many tokens, once the moments are
-    there, as `bench.training_bytes` computes it."""
+def peak(shape: str, tokens: int, ranks: int = 1, local: int = 0, recompute: bool = True, layers: int = 0) -> dict:
+    """Return the peak of bytes on a GPU over two updates of two micro-batches of so many tokens, and what
+    `bench.training_bytes` computes. Fewer `layers` than the shape's take less time."""
     name = bench.SHAPES[shape]
+    name = name._replace(layers=layers or name.layers)
+    length = 1024
     folder = Path(tempfile.mkdtemp())
     bench.config_of(name).save_pretrained(folder)
     count = tokens // length
     batch = bench.random_batch(name.vocabulary, length // 8, length - length // 8, count)
     args = common.Args(activation_checkpointing=recompute)
-    load = common.dcp.load
-    peaks = []
-    with world_of(ranks, local or ranks) as world, Gpu() as gpu, contextlib.ExitStack() as after:
-        after.callback(setattr, common.dcp, "load", load)
-        common.dcp.load = lambda *_, **__: None  # there are no weights to be read
+    unread = mock.patch.object(common.dcp, "load")  # there are no weights to read
+    with unread, world_of(ranks, local or ranks) as world, Gpu() as gpu:
         policy = common.load_policy(folder, args, world)
         optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
         micro = batch.pack(list(range(count)), world.device)
-        for _ in range(2):
+        gpu.peak = held(gpu)
+        for _ in range(2):  # The second finds moments.
             optimizer.zero_grad()
-            gpu.peak = held(gpu)
-            for _ in range(2):
-                logp_T, _ = policy(micro)
-                logp_T.sum().backward()
-                del logp_T
-                peaks.append(gpu.peak)
+            for _ in range(2):  # The second finds gradients.
+                policy(micro)[0].sum().backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
             optimizer.step()
-            peaks.append(gpu.peak)
-    return {"peak": max(peaks), "peaks": peaks, "computed": bench.training_bytes(name, local or ranks, tokens, recompute)}
+    return {"traced": gpu.peak, "computed": bench.training_bytes(name, local or ranks, tokens, recompute)}
 
 
-JOBS = {"learn": learn, "folders": folders, "peak": peak}
+def join() -> dict:
+    """Return what `init_world` makes of this process where there is a GPU; the fake backend is in NCCL's place."""
+    really_join = dist.init_process_group
+    backends = []
+
+    def joined(backend, **how):
+        backends.append(backend)
+        really_join(backend.replace("nccl", "fake"), **how)
+
+    yes = dict.fromkeys(("is_available", "is_initialized", "set_device"), lambda *_: True)
+    replaced = mock.patch.object(dist, "init_process_group", joined)
+    with mock.patch.dict(os.environ), mock.patch.multiple(torch.cuda, **yes), replaced:
+        world = common.init_world()
+    about = {
+        "device": str(world.device),
+        "mesh": [world.mesh.device_type, list(world.mesh.shape), list(world.mesh.mesh_dim_names)],
+        "backends": backends,
+        "gathered": world.all_gather(7),
+        "reduced": world.all_reduce(torch.tensor([1.0])).tolist(),
+    }
+    dist.destroy_process_group()
+    return about
+
+
+JOBS = {"learn": learn, "folders": folders, "peak": peak, "join": join}
 
 
 def main() -> None:
-    """Answer the jobs on stdin: a line of JSON for each, its result or its traceback."""
+    """Answer the jobs on stdin, each with a line of JSON: its result, or its traceback."""
     replies = sys.stdout
     sys.stdout = sys.stderr
-    patch()
-    for line in sys.stdin:
-        job = json.loads(line)
-        try:
-            reply = {"result": JOBS[job.pop("job")](**job)}
-        except Exception:
-            reply = {"error": traceback.format_exc()}
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        print(json.dumps(reply), file=replies, flush=True)
+    try:
+        patch()
+    except RuntimeError as error:
+        sys.exit(str(error))
+    gc.freeze()  # `held` need not look through what has been imported.
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:
+        for line in sys.stdin:
+            job = json.loads(line)
+            try:
+                reply = {"result": JOBS[job.pop("job")](**job)}
+            except Exception:
+                reply = {"error": traceback.format_exc()}
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            print(json.dumps(reply), file=replies, flush=True)
 
 
 if __name__ == "__main__":

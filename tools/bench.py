@@ -239,17 +239,24 @@ def policy(
 
 
 def training_bytes(shape: Shape, gpus: int, tokens: int, recompute: bool) -> int:
-    """Return what one of so many GPUs holds while it trains on micro-batches of so many packed tokens.
+    """Return what one of so many GPUs holds at most while it trains on micro-batches of so many packed tokens.
 
-    16 bytes a weight (float32 weight, gradient and two moments) over the GPUs; the largest gathered piece (head and
-    embedding, or two layers) in bf16 with its bf16 gradient and the float32 copy that is reduced; 8 bytes a token for
-    each intermediate channel and 24 for each hidden one, of one layer where activations are recomputed (then also each
-    layer's input), else of all: counted off the operations, not measured; one chunk of the head's logits.
+    16 bytes a weight (float32 weight, gradient and two moments) over the GPUs; embedding and head gathered in bf16; of
+    each layer its input where activations are recomputed, else all that its backward pass reads. Beside these lies
+    either a chunk of the head's logits, four times in float32, or in the backward pass the head's gradient, what the
+    last layer reads and makes, and weights and gradients of two layers. At the end it is the gradient of embedding and
+    head instead, in float32 with a copy in bf16 or its float32 sum. Counted on a trace (tests/pretend_gpu.py).
     """
-    gathered = 8 * max(shape.root, 2 * shape.layer)
-    one_layer = 8 * shape.intermediate + 24 * shape.hidden
-    inside = one_layer + 2 * shape.hidden * shape.layers if recompute else one_layer * shape.layers
-    return 16 * shape.weights // gpus + gathered + tokens * inside + 4 * 4 * common.LOGITS_AT_ONCE["cuda"]
+    hidden = 2 * tokens * shape.hidden
+    intermediate = 2 * tokens * shape.intermediate
+    layer = hidden
+    if not recompute:
+        layer = 10 * hidden + 4 * intermediate + 4 * tokens * shape.kv_width
+    logits = 8 * hidden + 2 * shape.layer + 4 * 4 * common.LOGITS_AT_ONCE["cuda"]
+    backward = 2 * shape.vocabulary * shape.hidden + 11 * hidden + 8 * intermediate + 10 * shape.layer
+    end = 2 * shape.root + max(2 * shape.root, 4 * shape.root // gpus) + 11 * hidden
+    held = 16 * shape.weights // gpus + 2 * shape.root
+    return held + max(shape.layers * layer + max(logits, backward), end)
 
 
 def sampling_bytes(shape: Shape, gpus: int, share: float, gib: int) -> int:
