@@ -19,6 +19,7 @@ import re
 import resource
 import runpy
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -45,13 +46,26 @@ import transformers
 from huggingface_hub import snapshot_download
 from PIL import Image, ImageOps
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
-from torch.distributed.checkpoint import state_dict as sharded
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.masking_utils import AttentionMaskInterface
 
 # ---------------------------------------------------------------------------------------------------------- arguments
@@ -74,14 +88,20 @@ class Args:
     model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id or folder with config.json and *.safetensors.
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"  # run.sh fetches it
     """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id (`id:[name:]split`)."""
-    eval: str = ""  # Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation.
+    eval: str = ""
+    """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
     problem_column: str = ""  # Of the training problems. Empty: problem, question or prompt.
-    answer_column: str = ""  # Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model.
-    image_column: str = ""  # Image in front of a problem, in all sets, for Qwen2-VL and Qwen2.5-VL. Empty: none.
-    max_pixels: PositiveInt = 401408  # Larger images are shrunk to so many pixels (GPG's released scripts).
+    answer_column: str = ""
+    """Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model."""
+    image_column: str = ""
+    """Image in front of a problem, in all sets, for Qwen2-VL and Qwen2.5-VL. Empty: none."""
+    max_pixels: PositiveInt = 401408
+    """Larger images are shrunk to so many pixels (GPG's released scripts)."""
     subset: NonNegativeInt = 0  # Train on so many problems, drawn uniformly by --seed. 0: on all.
-    template: str = "qwen-math"  # plain, qwen-math; tokenizer's format: chat, chat-boxed; the script's; or a text file.
-    run_dir: str = ""  # Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
+    template: str = "qwen-math"
+    """plain, qwen-math; tokenizer's format: chat, chat-boxed; the script's; or a text file."""
+    run_dir: str = ""
+    """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
     seed: int = 1  # Seeds the order of the data and every sampled token.
     steps: NonNegativeInt = 200  # Rollout steps; 0 only evaluates.
 
@@ -89,65 +109,86 @@ class Args:
     group_size: Annotated[int, Field(ge=2)] = 8  # Responses to each prompt (G).
     max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted.
     max_response_tokens: PositiveInt = 3000  # A response is cut here and scores as it stands.
-    max_total_tokens: NonNegativeInt = 0  # Bound of a prompt and its response together. 0: the sum of their own.
-    reward: str = "math"  # The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row).
-    temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer alike; top-p and top-k are off.
+    max_total_tokens: NonNegativeInt = 0
+    """Bound of a prompt and its response together. 0: the sum of their own."""
+    reward: str = "math"
+    r"""The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row)."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits in sampler and trainer alike; top-p and top-k are off."""
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
-    lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises in a straight line.
-    lr_floor: Share = 1.0  # After the warm-up the rate falls along a cosine to this share of --lr. 1: constant.
+    lr_warmup: Share = 0.0
+    """Share of --steps over which the learning rate rises in a straight line."""
+    lr_floor: Share = 1.0
+    """After the warm-up the rate falls along a cosine to this share of --lr. 1: constant."""
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
     adam_betas: tuple[Share, Share] = (0.9, 0.999)  # How much AdamW's moments keep.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
-    tis_cap: NonNegativeFloat = 0.0  # Multiply advantages by min(exp(old logp - sampler logp), cap). 0: off.
+    tis_cap: NonNegativeFloat = 0.0
+    """Multiply advantages by min(exp(old logp - sampler logp), cap). 0: off."""
     eval_every: PositiveInt = 10  # Evaluate before training, every so many steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
-    keep_best: bool = False  # Keep the model of the evaluation of highest avg@n, mean over sets, in best/.
+    keep_best: bool = False
+    """Keep the model of the evaluation of highest avg@n, mean over sets, in best/."""
     checkpoint_every: PositiveInt = 50  # Write a checkpoint every so many steps and at the end.
     checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
-    resume: bool = False  # Go on from the last whole checkpoint in --run-dir; --steps may grow, at constant lr.
-    micro_batch_tokens: PositiveInt = 16384  # Packed tokens, and patches, in a rank's pass: memory, not gradients.
-    activation_checkpointing: bool = False  # Recompute decoder layers in the backward pass: less memory, more time.
-    track: str = ""  # Weights & Biases project that shows the TensorBoard curves, too; needs `pip install wandb`.
+    resume: bool = False
+    """Go on from the last whole checkpoint in --run-dir; --steps may grow, at constant lr."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Packed tokens, and patches, in a rank's pass: memory, not gradients."""
+    activation_checkpointing: bool = False
+    """Recompute decoder layers in the backward pass: less memory, more time."""
+    track: str = ""
+    """Weights & Biases project that shows the TensorBoard curves, too; needs `pip install wandb`."""
     tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
-    max_num_seqs: PositiveInt = 256  # Responses that an engine samples at a time; more take more memory.
-    gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while the policy does not train.
+    max_num_seqs: PositiveInt = 256
+    """Responses that an engine samples at a time; more take more memory."""
+    gpu_memory_utilization: Share = 0.6
+    """Share of a GPU that vLLM fills while the policy does not train."""
 
 
-def need(holds, message: str) -> None:
+def need(holds, message: str):
     """Raise ValueError for what does not hold."""
     if not holds:
         raise ValueError(message)
 
 
-def longest_sequence(args: Args) -> int:
+def longest_sequence(args) -> int:
     """Return how many tokens a prompt and its response may have together."""
     most = args.max_prompt_tokens + args.max_response_tokens
     return min(most, args.max_total_tokens or most)
 
 
-def validate(args: Args, world: "World") -> None:
+def validate(args, world):
     """Raise ValueError, naming the flag and its legal values, for a setting that cannot work."""
     try:
         TypeAdapter(type(args)).validate_python(asdict(args))
     except ValidationError as error:
         wrong = error.errors()[0]
-        need(False, f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}")
-    need(not args.track or [*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
-    own = Path(args.template)
-    fits = args.template in PROMPTS or (own.is_file() and "{problem}" in own.read_text(encoding="utf-8"))
-    need(fits, f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it")
-    blind = "--steps 0 and --keep-best need held-out problems: name them with --eval"
-    need(args.eval or (args.steps and not args.keep_best), blind)
-    same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set a temperature above 0"
-    need(args.eval_temperature or args.eval_samples == 1, same)
-    divides = world.device.type == "cuda" and world.local_size % args.tensor_parallel == 0
-    legal = f"1, or on GPUs a divisor of the {world.local_size} ranks of a node"
-    need(args.tensor_parallel == 1 or divides, f"--tensor-parallel {args.tensor_parallel}: legal: {legal}")
+        raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from None
+    if args.track:
+        need([*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
+    if args.template not in PROMPTS:
+        own = Path(args.template)
+        fits = own.is_file() and "{problem}" in own.read_text(encoding="utf-8")
+        legal = f"legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"
+        need(fits, f"--template {args.template}: {legal}")
+    if not args.eval:
+        blind = args.steps == 0 or args.keep_best
+        need(not blind, "--steps 0 and --keep-best need held-out problems: name them with --eval")
+    if args.eval_temperature == 0:
+        same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set a temperature above 0"
+        need(args.eval_samples == 1, same)
+    if args.tensor_parallel > 1:
+        divides = world.device.type == "cuda" and world.local_size % args.tensor_parallel == 0
+        legal = f"legal: 1, or on GPUs a divisor of the {world.local_size} ranks of a node"
+        need(divides, f"--tensor-parallel {args.tensor_parallel}: {legal}")
     longest = longest_sequence(args)
     need(longest > args.max_prompt_tokens, f"--max-total-tokens {args.max_total_tokens}: no room for a response")
     small = f"--micro-batch-tokens {args.micro_batch_tokens}: no response is split, and with its prompt one may have"
     need(args.micro_batch_tokens >= longest, f"{small} {longest} tokens (--max-...-tokens)")
+    if args.dataset == Args.dataset and args.steps:
+        need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
@@ -169,26 +210,37 @@ class World:
 
     def union(self, part: dict) -> dict:
         """Return the entries of every rank's dict, on every rank."""
-        return {key: value for each in self.all_gather(part) for key, value in each.items()}
+        whole = {}
+        for each in self.all_gather(part):
+            whole.update(each)
+        return whole
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor):
         """Add a CPU tensor over ranks, in place, and return it."""
         dist.all_reduce(x)
         return x
 
 
-def _report(kind: type, error: BaseException, trace) -> None:
-    """Show as one line an error that names a flag, which every rank raises, a divergence, and the loss of a rank."""
-    name = Path(sys.argv[0]).name
+def _report(kind: type, error: BaseException, trace):
+    """Show in one line a refused flag, which every rank raises, a divergence, and the loss of a rank; leave what went
+    wrong to torchrun, too, for the summary that it prints last."""
     text = str(error)
-    if issubclass(kind, FloatingPointError) or (issubclass(kind, ValueError) and text.startswith("--")):
-        if os.environ["LOCAL_RANK"] == "0":
-            print(f"\n{name}: {text}\n", file=sys.stderr, flush=True)
-    elif issubclass(kind, RuntimeError) and re.search("gloo/transport|remote process exited", text):  # gloo's, NCCL's
-        gone = "another rank is gone; its output says why"
-        print(f"{name}, rank {os.environ['RANK']}: {gone} ({text.splitlines()[0]})", file=sys.stderr, flush=True)
-    else:
+    lost = issubclass(kind, RuntimeError) and re.search("gloo/transport|remote process exited", text)  # gloo's, NCCL's
+    known = issubclass(kind, FloatingPointError) or (issubclass(kind, ValueError) and text.startswith("--"))
+    if lost:
+        text = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({text.splitlines()[0]})"
+    line = f"{Path(sys.argv[0]).name}: {text}"
+    if not lost and not known:
         sys.__excepthook__(kind, error, trace)
+    elif lost or os.environ["LOCAL_RANK"] == "0":
+        print(f"\n{line}\n", file=sys.stderr, flush=True)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not lost:  # the summary should show the failure of the rank that is gone
+        message = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
+        Path(file).write_text(json.dumps({"message": message}))
+
+
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def init_world() -> World:
@@ -197,20 +249,23 @@ def init_world() -> World:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free
     else:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing else would end the ranks
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it may be gone by now; joining would wait for it
+        # PR_SET_PDEATHSIG: nothing else would end the ranks of a torchrun that is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        # torchrun may be gone by now; joining would wait for it
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     sys.excepthook = _report
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in RANKS)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=4))  # for slow downloads
-    dims = {"replicate": size // local_size, "shard": local_size} if size > local_size else {"shard": size}
+    dims = {"shard": local_size}
+    if size > local_size:
+        dims = {"replicate": size // local_size, "shard": local_size}
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     return World(rank, size, local_size, device, mesh)
 
@@ -221,6 +276,7 @@ def seed_of(*parts) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- data
+FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ALIASES = {
     "problem": ("problem", "question", "prompt"),
     "answer": ("answer", "ground_truth", "final_answer", "solution", "reward_model"),
@@ -237,7 +293,7 @@ class Picture:
     """An image as it was encoded; `grid` is its height and width in tokens, `token` the id that stands for each."""
 
     data: bytes
-    processor: "transformers.BaseImageProcessor"
+    processor: transformers.BaseImageProcessor
     grid: tuple[int, int]
     token: int
 
@@ -252,19 +308,21 @@ class Picture:
     def open(self) -> Image.Image:
         """Return the image upright, what is transparent on white: vLLM would do so, transformers would not."""
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  some 10 MB each; the responses of a group share one
-    def pixels(self) -> torch.Tensor:
+    def pixels(self):
         """Return what the vision tower takes, a row for each patch."""
-        return self.processor(images=[self.open()], return_tensors="pt")["pixel_values"][: self.patches]
+        return self.processor(images=[self.open()], return_tensors="pt")["pixel_values"]
 
-    def positions(self, at: int, length: int) -> torch.Tensor:
+    def positions(self, at: int, length: int):
         """Return positions_3N (time, height, width) of a sequence of this length with the image's tokens from `at` on:
         text counts on in all three, the image's tokens have their place in it, and text goes on behind the largest."""
-        image = torch.cartesian_prod(torch.zeros(1, dtype=torch.long), *map(torch.arange, self.grid)).T
-        rest = torch.arange(length - at - self.tokens) + max(self.grid)
-        return torch.cat([torch.arange(-at, 0).expand(3, -1), image, rest.expand(3, -1)], 1) + at
+        before = torch.arange(at).expand(3, -1)
+        image = torch.cartesian_prod(torch.arange(1), *map(torch.arange, self.grid)).T
+        behind = torch.arange(length - at - self.tokens).expand(3, -1) + max(self.grid)
+        return torch.cat([before, image + at, behind + at], 1)
 
 
 @dataclass(frozen=True)
@@ -286,107 +344,134 @@ class Problem:
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
 
 
-def empty_model(config, **how):
+def empty_model(config, **settings):
     """Return transformers' model of a config without weights, with a vision tower where the config has one."""
-    kind = transformers.AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
-        return kind.from_config(config, trust_remote_code=False, **how)
+        return kind.from_config(config, trust_remote_code=False, **settings)
 
 
-def model_folder(args: Args) -> Path:
-    """Return the folder of --model, fetching a hub id; runs no code in it. Raises ValueError for what cannot train."""
+def model_folder(args) -> Path:
+    """Return the folder of --model, fetched if that is a hub id. Raises ValueError for a model that cannot train."""
     folder = Path(args.model)
-    flag = f"--model {args.model}"
     if not folder.is_dir():
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         try:
-            folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # one rank of a node, the others wait
+            # one rank of a node downloads, the others wait
+            folder = Path(snapshot_download(args.model, allow_patterns=patterns))
         except (OSError, ValueError) as error:
-            need(False, f"{flag}: neither a folder here nor a model of the hub ({' '.join(str(error).split())})")
+            reason = " ".join(str(error).split())
+            unknown = "neither a folder here nor a model of the hub"
+            raise ValueError(f"--model {args.model}: {unknown} ({reason})") from error
+    check_model(folder, args)
+    return folder
+
+
+def check_model(folder: Path, args):
+    """Raise ValueError for what this project cannot train; run no code that lies in the folder."""
+    flag = f"--model {args.model}"
     need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), f"{flag}: no config.json or weights")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
-        need(False, f"{flag}: cannot be read, and no code in it is run ({error})")
-    kind = config.model_type if hasattr(config, "vision_config") else ""
-    need(kind or not args.image_column, f"--image-column {args.image_column}: {flag} has no vision tower")
-    need(kind in ("", "qwen2_vl", "qwen2_5_vl"), f"{flag}: of models that see only qwen2_vl and qwen2_5_vl, not {kind}")
+        raise ValueError(f"{flag}: cannot be read, and no code in it is run ({error})") from error
+    sees = hasattr(config, "vision_config")
+    need(sees or not args.image_column, f"--image-column {args.image_column}: {flag} has no vision tower")
+    if sees:
+        known = config.model_type in ("qwen2_vl", "qwen2_5_vl")
+        need(known, f"{flag}: of models that see only qwen2_vl and qwen2_5_vl, not {config.model_type}")
     text = config.get_text_config()
     other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention"})
     other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
     need(not other, f"{flag}: has {other}; only plain causal attention is supported")
     lm = empty_model(config)
-    decoder = lm.model.language_model if kind else getattr(lm, "model", None)
+    decoder = lm.model.language_model if sees else getattr(lm, "model", None)
     known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
     need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
-    longest, limit = longest_sequence(args), text.max_position_embeddings
+    longest = longest_sequence(args)
+    limit = text.max_position_embeddings
     need(longest <= limit, f"{flag}: context {limit}, and a prompt with its response may have {longest}")
-    return folder
 
 
-def load_data(args: Args, tokenizer) -> tuple[list[Problem], dict[str, list[Problem]]]:
+def load_data(args, tokenizer):
     """Return the training problems of --dataset, or --subset of them, and the held-out ones of --eval by name."""
-    sources = [source for source in args.eval.split(",") if source]
-    held_out = {Path(source.replace(":", "-")).stem: source for source in sources}
-    need(len(held_out) == len(sources), f"--eval {args.eval}: two sets of one name; their metrics would mix")
-    held_out = {name: load_problems(source, tokenizer, args, "--eval") for name, source in held_out.items()}
-    problems = load_problems(args.dataset, tokenizer, args, "--dataset") if args.steps else []
-    if args.subset and args.steps:
-        need(args.subset <= len(problems), f"--subset {args.subset}: --dataset has {len(problems)} usable rows")
-        chosen = np.random.default_rng(seed_of(args.seed, "subset")).permutation(len(problems))[: args.subset]
-        problems = [problems[n] for n in sorted(chosen)]
+    held_out = {}
+    for source in filter(None, args.eval.split(",")):
+        name = Path(source.replace(":", "-")).stem
+        need(name not in held_out, f"--eval {args.eval}: two sets of one name; their metrics would mix")
+        held_out[name] = load_problems(source, tokenizer, args, "--eval")
+    if args.steps == 0:
+        return [], held_out
+    problems = load_problems(args.dataset, tokenizer, args, "--dataset")
+    if args.subset:
+        usable = len(problems)
+        need(args.subset <= usable, f"--subset {args.subset}: --dataset has {usable} usable rows")
+        order = np.random.default_rng(seed_of(args.seed, "subset")).permutation(usable)
+        problems = [problems[n] for n in sorted(order[: args.subset])]
     return problems, held_out
 
 
 def read_table(source: str, flag: str) -> datasets.Dataset:
     """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(path).suffix)
+    kind = FILES.get(Path(path).suffix)
     try:
         if kind:
             table = datasets.load_dataset(kind, data_files=path)
+        elif Path(path).is_dir():
+            table = datasets.load_from_disk(path)
         else:
-            table = datasets.load_from_disk(path) if Path(path).is_dir() else datasets.load_dataset(path, *names[:-1])
-    except (OSError, ValueError, ConnectionError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
+            table = datasets.load_dataset(path, *names[:-1])
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
         kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
-        need(False, f"{flag} {source}: cannot be read, {kinds} ({error.__cause__ or error!r})")
+        raise ValueError(f"{flag} {source}: cannot be read, {kinds} ({error.__cause__ or error!r})") from error
     if not isinstance(table, datasets.DatasetDict):
         return table
-    split = names[-1] if names else next(iter(table)) if len(table) == 1 else ""
-    need(split in table, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
-    return table[split]
+    if not names and len(table) == 1:
+        names = list(table)
+    if not names or names[-1] not in table:
+        raise ValueError(f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
+    return table[names[-1]]
 
 
-def choose_columns(table: datasets.Dataset, source: str, args: Args, flag: str) -> tuple[datasets.Dataset, dict]:
+def choose_columns(table: datasets.Dataset, source: str, args, flag: str):
     """Return a table, images encoded, and its columns of problem, answer and image. Raises ValueError without them."""
+    wanted = dict(ALIASES)
+    if flag == "--dataset":
+        wanted["problem"] = [args.problem_column] if args.problem_column else ALIASES["problem"]
+        wanted["answer"] = [args.answer_column] if args.answer_column else ALIASES["answer"]
+    if args.reward != "math":
+        del wanted["answer"]
+    if args.image_column:
+        wanted["image"] = [args.image_column]
     columns = {}
-    for role in ["problem"] + ["answer"] * (args.reward == "math") + ["image"] * bool(args.image_column):
-        own = getattr(args, f"{role}_column") if flag == "--dataset" or role == "image" else ""
-        wanted = [own] if own else ALIASES[role]
-        columns[role] = next((column for column in wanted if column in table.column_names), None)
-        seen = f"looked for {list(wanted)}, saw {table.column_names}; --{role}-column names another"
-        need(columns[role], f"{flag} {source}: no {role} column; {seen}")
+    for role, names in wanted.items():
+        found = [name for name in names if name in table.column_names]
+        seen = f"looked for {list(names)}, saw {table.column_names}; --{role}-column names another"
+        need(found, f"{flag} {source}: no {role} column; {seen}")
+        columns[role] = found[0]
     if "answer" in columns:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns(list(columns.values()))
     try:
-        table = table.cast_column(args.image_column, datasets.Image(decode=False)) if args.image_column else table
+        if args.image_column:
+            table = table.cast_column(args.image_column, datasets.Image(decode=False))
     except (TypeError, ValueError, NotImplementedError) as error:
-        need(False, f"{flag} {source}: --image-column {args.image_column}: not an image in each row ({error})")
+        wrong = f"--image-column {args.image_column}: not an image in each row"
+        raise ValueError(f"{flag} {source}: {wrong} ({error})") from error
     return table, columns
 
 
-def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem]:
+def load_problems(source: str, tokenizer, args, flag: str) -> list[Problem]:
     """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
     row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
     table = read_table(source, flag)
     verl = "reward_model" in table.column_names and not args.image_column
     table, columns = choose_columns(table, source, args, flag)
-    graded = "answer" in columns
     config = AutoConfig.from_pretrained(tokenizer.name_or_path)
     processor = None
     if args.image_column:
-        processor = transformers.AutoImageProcessor.from_pretrained(config.name_or_path, max_pixels=args.max_pixels)
+        processor = AutoImageProcessor.from_pretrained(config.name_or_path, max_pixels=args.max_pixels)
     problems = []
     left_out = Counter()
     texts = set()
@@ -399,18 +484,23 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem
             left_out["repeated"] += 1
             continue
         texts.add(text)
-        value = row.pop(args.image_column, None)
-        image = read_picture(value, processor, config.image_token_id, where) if value else None
-        cost = longest_sequence(args) + image.patches if image else 0
-        need(cost <= args.micro_batch_tokens, f"{where}: --micro-batch-tokens: it needs {cost} with image patches")
+        image = None
+        if value := row.pop(args.image_column, None):
+            image = read_picture(value, processor, config.image_token_id, where)
+            cost = longest_sequence(args) + image.patches
+            need(cost <= args.micro_batch_tokens, f"{where}: --micro-batch-tokens: it needs {cost} with image patches")
         prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config, where)
-        answer = reference_answer(row[columns["answer"]], columns["answer"]) if graded else "(graded by --reward)"
+        if "answer" in columns:
+            answer = reference_answer(row[columns["answer"]], columns["answer"])
+            row = None
+        else:
+            answer = "(graded by --reward)"
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(text, prompt_ids, answer, None if graded else row, image))
+            problems.append(Problem(text, prompt_ids, answer, row, image))
     need(problems, f"{flag} {source}: no usable row among {len(table)}; left out: {dict(left_out)}")
     if os.environ.get("RANK", "0") == "0":
         prompt = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
@@ -420,12 +510,15 @@ def load_problems(source: str, tokenizer, args: Args, flag: str) -> list[Problem
 
 def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, config, where: str) -> list[int]:
     """Return a problem's prompt as token ids, an image's in front of the problem's text."""
-    shown = f"<|vision_start|>{'<|image_pad|>' * image.tokens}<|vision_end|>{text}" if image else text
-    prompt_ids = tokenizer.encode(prompt_of(shown, template, tokenizer), add_special_tokens=False)
-    vocabulary = config.get_text_config().vocab_size
-    unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= vocabulary])
-    need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {vocabulary}: {unknown}")
-    places, tokens = prompt_ids.count(getattr(config, "image_token_id", None)), image.tokens if image else 0
+    tokens = 0
+    if image:
+        tokens = image.tokens
+        text = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}"
+    prompt_ids = tokenizer.encode(prompt_of(text, template, tokenizer), add_special_tokens=False)
+    size = config.get_text_config().vocab_size
+    unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= size])
+    need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {size}: {unknown}")
+    places = prompt_ids.count(getattr(config, "image_token_id", None))
     need(places == tokens, f"{where}: the prompt holds {places} <|image_pad|>, its image takes {tokens}: {text!r}")
     return prompt_ids
 
@@ -437,16 +530,17 @@ def read_picture(value: dict, processor, token: int, where: str) -> Picture:
         image = Picture(value["bytes"] or Path(value["path"]).read_bytes(), processor, (0, 0), token)
         _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
     except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
-        need(False, f"{where}: its image cannot be read ({' '.join(str(error).split())})")
+        raise ValueError(f"{where}: its image cannot be read ({' '.join(str(error).split())})") from error
     return replace(image, grid=(height // processor.merge_size, width // processor.merge_size))
 
 
 def problem_text(value) -> str:
     """Return the text of a problem, out of chat turns and without DAPO's instruction; empty where there is none."""
     if isinstance(value, list):
-        value = next((turn["content"] for turn in value if turn["role"] == "user"), None)
-    text = value if isinstance(value, str) and value.strip() else ""
-    return text.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
+        value = next((turn["content"] for turn in value if turn["role"] == "user"), "")
+    if not isinstance(value, str) or not value.strip():
+        return ""
+    return value.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
 
 
 def prompt_of(problem: str, template: str, tokenizer) -> str:
@@ -457,30 +551,43 @@ def prompt_of(problem: str, template: str, tokenizer) -> str:
     if isinstance(prompt, str):
         return prompt.replace("{problem}", problem)
     need(tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template")
-    roles = zip(("system", "user"), prompt, strict=True)
-    turns = [{"role": role, "content": text.replace("{problem}", problem)} for role, text in roles if text]
+    system, user = prompt
+    turns = [{"role": "user", "content": user.replace("{problem}", problem)}]
+    if system:
+        turns.insert(0, {"role": "system", "content": system})
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
 def reference_answer(value, column: str) -> str:
-    """Return the bare reference: out of a list of one, out of $…$, out of a worked solution's last box."""
+    """Return the bare reference: out of a list, out of $…$, out of a worked solution's last box."""
     if column == "reward_model":
         value = value["ground_truth"]
     if isinstance(value, list):
-        value = value[0] if len(value) == 1 else ", ".join(map(str, value))
+        value = ", ".join(map(str, value))
     text = "" if value is None else str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
-    if (boxed := last_boxed(text)) is not None:
+    boxed = last_boxed(text)
+    if boxed is not None:
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
     return text[1:-1].strip() if re.fullmatch(r"\$[^$]*\$", text) else text
 
 
-def problems_from(problems: list[Problem], args: Args, position: int) -> list[Problem]:
-    """Return the P problems from this position on in endless passes over the data, each in its own seeded order."""
-    places = [divmod(number, len(problems)) for number in range(position, position + args.prompts_per_step)]
-    order = {epoch: np.random.default_rng([args.seed, epoch]).permutation(len(problems)) for epoch in dict(places)}
-    return [problems[order[epoch][within]] for epoch, within in places]
+@functools.lru_cache(maxsize=2)
+def order_of(epoch: int, seed: int, count: int) -> np.ndarray:
+    """Return the order in which a pass over so many problems takes them."""
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+def problems_from(problems: list[Problem], args, position: int) -> dict[tuple, Problem]:
+    """Return the P problems from this position on in endless passes over the data, each in its own seeded order; a key
+    names the seed of a problem's samples."""
+    asked = {}
+    for p in range(args.prompts_per_step):
+        epoch, place = divmod(position + p, len(problems))
+        order = order_of(epoch, args.seed, len(problems))
+        asked["train", position, p] = problems[order[place]]
+    return asked
 
 
 # -------------------------------------------------------------------------------------------------------------- batch
@@ -515,29 +622,33 @@ def first_valid(drawn: list[Group], valid_P: Iterable[bool], count: int, updates
     return [drawn[p] for update in range(updates) for p in chosen[:count][update::updates]]
 
 
-def valid(reward_PG: torch.Tensor) -> torch.Tensor:
+def valid(reward_PG):
     """Return valid_P: which groups have rewards that differ, and so a gradient."""
     return (reward_PG != reward_PG[:, :1]).any(1)
 
 
-def mean_by(x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def mean_by(x: torch.Tensor, number: torch.Tensor):
     """Return the mean of x for each number; 0 for a number not in use."""
     size = int(number.max()) + 1 if len(number) else 0
-    sums = x.new_zeros(size).index_add(0, number, x)
-    return sums / x.new_zeros(size).index_add(0, number, torch.ones_like(x)).clamp(min=1)
+    zeros = x.new_zeros(size)
+    sums = zeros.index_add(0, number, x)
+    counts = zeros.index_add(0, number, torch.ones_like(x))
+    return sums / counts.clamp(min=1)
 
 
-def drawn_metrics(groups: list[Group], draws: int = 1) -> dict[str, float]:
+def drawn_metrics(groups: list[Group], draws: int = 1) -> dict:
     """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     reward_PG = torch.stack([group.reward_G for group in groups])
     correct_PG = torch.stack([group.correct_G for group in groups])
+    correction = min(1, reward_PG.shape[1] - 1)
     tokens = sum(len(rollout.ids) for rollout in rollouts)
+    logp = sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in rollouts)
     verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
-    return {
+    metrics = {
         "reward": reward_PG.mean().item(),
         "accuracy": correct_PG.mean().item(),
-        "reward_group_std": reward_PG.std(1, correction=min(1, reward_PG.shape[1] - 1)).mean().item(),
+        "reward_group_std": reward_PG.std(1, correction=correction).mean().item(),
         "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
         "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
         "draws": draws,
@@ -545,9 +656,11 @@ def drawn_metrics(groups: list[Group], draws: int = 1) -> dict[str, float]:
         "responses_drawn": len(rollouts),
         "response_length": tokens / len(rollouts),
         "truncated_share": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-        "sampler_nll": -sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in rollouts) / tokens,
-        **{f"verifier/{verdict.replace(' ', '_')}": verdicts[verdict] for verdict in VERDICTS},
+        "sampler_nll": -logp / tokens,
     }
+    for verdict in VERDICTS:
+        metrics[f"verifier/{verdict.replace(' ', '_')}"] = verdicts[verdict]
+    return metrics
 
 
 @dataclass
@@ -562,16 +675,23 @@ class MicroBatch:
     inputs: dict
 
 
-def ranges(first: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+def ranges(first, length):
     """Return first[0], first[0] + 1, … (length[0] of them), then those from first[1] on, end to end."""
-    within = torch.arange(int(length.sum())) - (length.cumsum(0) - length).repeat_interleave(length)
-    return first.repeat_interleave(length) + within
+    start = length.cumsum(0) - length
+    place = torch.arange(int(length.sum()))
+    return place + (first - start).repeat_interleave(length)
 
 
-def cut(inputs: dict, tokens: torch.Tensor, device: str | torch.device = "cpu") -> dict:
+def cut(inputs: dict, tokens, device="cpu") -> dict:
     """Return a loss's inputs for some of the step's tokens (numbers or a mask): every *_T cut, tensors on `device`."""
-    parts = {name: x[tokens] if name.endswith("_T") else x for name, x in inputs.items()}
-    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
+    parts = {}
+    for name, x in inputs.items():
+        if name.endswith("_T"):
+            x = x[tokens]
+        if isinstance(x, torch.Tensor):
+            x = x.to(device)
+        parts[name] = x
+    return parts
 
 
 class Batch:
@@ -580,50 +700,60 @@ class Batch:
     def __init__(self, groups: list[Group]):
         self.groups = groups
         self.reward_PG = torch.stack([group.reward_G for group in groups])
+        self.problem_R = [group.problem for group in groups for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
-        self.prompt_ids_R = [group.problem.prompt_ids for group in groups for _ in group.rollouts]
         self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
-        self.image_R = [group.problem.image for group in groups for _ in group.rollouts]
-        self.packed_R = self.length_R + torch.tensor([len(ids) for ids in self.prompt_ids_R])
-        self.total_R = self.packed_R + torch.tensor([image.patches if image else 0 for image in self.image_R])
+        self.packed_R = self.length_R + torch.tensor([len(problem.prompt_ids) for problem in self.problem_R])
+        patches = [problem.image.patches if problem.image else 0 for problem in self.problem_R]
+        self.total_R = self.packed_R + torch.tensor(patches)
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
 
-    def _places(self, responses: list[int], total: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a packed row's position ids, the pixels of its images, and image_N, the places of their tokens. Once a
-        step has an image each row needs one, or some ranks would run the tower alone: the dummy's is one token."""
-        first = next(filter(None, self.image_R), None)
+    def _places(self, problems: list[Problem], total) -> dict:
+        """Return the position ids of sequences of these lengths, the pixels of their images, and image_N, the places of
+        the images' tokens."""
+        first = next((problem.image for problem in self.problem_R if problem.image), None)
         if not first:
             return {"position_ids": ranges(torch.zeros_like(total), total)[None]}
-        seen = [(self.image_R[r], self.prompt_ids_R[r]) for r in responses]
-        seen += [(replace(first, grid=(1, 1)), [first.token])] * (len(total) - len(seen))
-        positions, places, pixels, grids = [], [], [], []
-        for (image, prompt), length, end in zip(seen, total.tolist(), total.cumsum(0).tolist(), strict=True):
-            at = prompt.index(image.token) if image else 0
-            positions.append(image.positions(at, length) if image else torch.arange(length).expand(3, -1))
-            if image:
+        merge = first.processor.merge_size
+        positions, places, pixels, grids = [], [torch.arange(0)], [], []
+        for problem, length, end in zip(problems, total.tolist(), total.cumsum(0).tolist(), strict=True):
+            if image := problem.image:
+                at = problem.prompt_ids.index(image.token)
+                positions.append(image.positions(at, length))
                 places.append(torch.arange(image.tokens) + end - length + at)
                 pixels.append(image.pixels())
-                grids.append([1, *(n * image.processor.merge_size for n in image.grid)])
-        row = {"position_ids": torch.cat(positions, 1)[:, None], "image_N": torch.cat(places)}
-        return row | {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
+                grids.append(image.grid)
+            else:
+                positions.append(torch.arange(length).expand(3, -1))
+        # The ranks run a sharded tower together, so a row without an image gives it one token's patches, for nothing.
+        if not grids:
+            pixels.append(first.pixels()[: merge**2])
+            grids.append((1, 1))
+        return {
+            "position_ids": torch.cat(positions, 1)[:, None],
+            "image_N": torch.cat(places),
+            "pixel_values": torch.cat(pixels),
+            "image_grid_thw": torch.tensor([[1, height * merge, width * merge] for height, width in grids]),
+        }
 
-    def pack(self, responses: list[int], device: torch.device, inputs: dict | None = None) -> MicroBatch:
-        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. A row of none, or without the
-        images that others have, ends with a dummy sequence of two tokens."""
+    def pack(self, responses: list[int], device, inputs=None) -> MicroBatch:
+        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. A rank with no response left
+        takes part all the same, with a sequence of two tokens."""
         chosen_R = torch.tensor(responses, dtype=torch.long)
-        dummy = [[0, 0]] * (not responses or any(self.image_R) != any(self.image_R[r] for r in responses))
+        problems = [self.problem_R[r] for r in responses] or [Problem("", [0, 0], "")]
         length = self.length_R[chosen_R]
-        total = torch.cat([self.packed_R[chosen_R], torch.tensor([2] * len(dummy), dtype=torch.long)])
+        total = self.packed_R[chosen_R] if responses else torch.tensor([2])
         end = total.cumsum(0)
-        ids = [part for r in responses for part in (self.prompt_ids_R[r], self.rollout_R[r].ids)] + dummy
-        input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        ids = [ids for r in responses for ids in (self.problem_R[r].prompt_ids, self.rollout_R[r].ids)]
+        input_ids_N = torch.from_numpy(np.concatenate(ids or [[0, 0]]).astype(np.int64))
         index_T = ranges(end[: len(length)] - length - 1, length)
         token_T = ranges((self.length_R.cumsum(0) - self.length_R)[chosen_R], length)
-        row = {"input_ids": input_ids_N[None]} | self._places(responses, total)
-        row |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), F.pad(end, (1, 0)).int())
+        row = self._places(problems, total)
+        row["input_ids"] = input_ids_N[None]
+        row["cu_seq_lens_q"] = F.pad(end, (1, 0)).int()
         row = {name: x.to(device) for name, x in row.items()}
-        row |= dict.fromkeys(("max_length_q", "max_length_k"), int(total.max()))
+        row["max_length_q"] = int(total.max())
         target_T = input_ids_N[index_T + 1]
         return MicroBatch(row, index_T.to(device), target_T.to(device), token_T, cut(inputs or {}, token_T, device))
 
@@ -631,13 +761,14 @@ class Batch:
 def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
     """Deal responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank, some empty,
     none above `budget` (packed tokens); those that run at the same time cost about the same. Cost 0 is left out."""
-    order = sorted((r for r, cost in enumerate(cost_R) if cost), key=lambda r: -cost_R[r])
+    order = [r for r, cost in enumerate(cost_R) if cost]
+    order.sort(key=lambda r: -cost_R[r])
     if order and cost_R[order[0]] > budget:
         raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
     rounds = math.ceil(sum(cost_R) / (ranks * budget))
     while True:
         loads = [0] * (rounds * ranks)
-        bins: list[list[int]] = [[] for _ in loads]
+        bins = [[] for _ in loads]
         for r in order:  # longest first, into the emptiest
             number = loads.index(min(loads))
             bins[number].append(r)
@@ -652,36 +783,46 @@ def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
 # ------------------------------------------------------------------------------------------------------------- policy
 def packed_attention(module, query, key, value, *_, scaling, cu_seq_lens_q, max_length_q, is_causal=True, **__):
     """Attention inside each sequence of a packed row; transformers' attention interface. query (1, H, N, D), key and
-    value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel. A CPU has none: a run of sequences of equal
-    length, or if causal of similar (`plan` sorts them), is laid out as rows, the padding behind each row's end."""
+    value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    gqa = query.shape[1] != key.shape[1]
-    if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
+    grouped = query.shape[1] != key.shape[1]
+    if not query.is_cuda:
+        return _dense_attention(query, key, value, cu_seq_lens_q, scaling, is_causal, grouped)[None], None
+    from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
 
-        borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        how = {"scale": scaling, "window_size": (-1, 0 if is_causal else -1), "enable_gqa": gqa}
-        return varlen_attn(query, key, value, *borders, **how)[None], None
-    lengths = cu_seq_lens_q.diff().long()
-    alike = (2 * lengths.log2()).ceil() if is_causal else lengths
-    runs = lengths.split(alike.unique_consecutive(return_counts=True)[1].tolist())
+    borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    window = (-1, 0 if is_causal else -1)
+    out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
+    return out[None], None
+
+
+def _dense_attention(query, key, value, borders, scaling, is_causal, grouped):
+    """Return the attention of (N, H, D) inside the sequences between these borders, which are laid out as rows. If
+    causal, neighbours of similar length (`plan` sorts them) share a call, the padding behind each one's end."""
+    lengths = borders.diff().long()
+    bucket = (2 * lengths.log2()).ceil() if is_causal else lengths
+    runs = lengths.split(bucket.unique_consecutive(return_counts=True)[1].tolist())
     parts = [x.split([int(run.sum()) for run in runs]) for x in (query, key, value)]
     out = []
-    for run, *dense in zip(runs, *parts, strict=True):
-        size = (len(run), int(run.max()))
-        place_N = ranges(torch.arange(size[0]) * size[1], run)
-        dense = [x.new_zeros(math.prod(size), *x.shape[1:]).index_copy(0, place_N, x) for x in dense]
-        dense = [x.unflatten(0, size).transpose(1, 2) for x in dense]
-        dense = F.scaled_dot_product_attention(*dense, is_causal=is_causal, scale=scaling, enable_gqa=gqa)
-        out.append(dense.transpose(1, 2).flatten(0, 1)[place_N])
-    return torch.cat(out)[None], None
+    for run, *tensors in zip(runs, *parts, strict=True):
+        rows, width = len(run), int(run.max())
+        place_N = ranges(torch.arange(rows) * width, run)
+        dense = []
+        for x in tensors:
+            padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, place_N, x)
+            dense.append(padded.unflatten(0, (rows, width)).transpose(1, 2))
+        seen = F.scaled_dot_product_attention(*dense, is_causal=is_causal, scale=scaling, enable_gqa=grouped)
+        out.append(seen.transpose(1, 2).flatten(0, 1)[place_N])
+    return torch.cat(out)
 
 
 AttentionInterface.register("packed", packed_attention)
-AttentionInterface.register("packed_flash", packed_attention)  # by this name transformers' towers say what they packed
+# With "flash" in the name transformers' vision towers tell where their sequences end.
+AttentionInterface.register("packed_flash", packed_attention)
 AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
-LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements in a chunk of the head; each writes a whole gradient
+# elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
+LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
 
 
 class Policy(torch.nn.Module):
@@ -696,7 +837,7 @@ class Policy(torch.nn.Module):
         if hasattr(self.model, "visual"):
             self.model.visual.config._attn_implementation = "packed_flash"
 
-    def _head(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, target_T: torch.Tensor):
+    def _head(self, hidden_TH, weight_VH, target_T):
         logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)
         logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
@@ -704,61 +845,73 @@ class Policy(torch.nn.Module):
             entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
         return logp_T, entropy_T
 
-    def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, micro):
         """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), float32, both at
         the sampling temperature. The head sees response positions, a chunk at a time; the backward pass repeats it."""
         row = micro.row.copy()
-        embedding_NH = self.model.get_input_embeddings()(row.pop("input_ids")[0])
+        embeddings = self.model.get_input_embeddings()
+        embedding_NH = embeddings(row.pop("input_ids")[0])
         if "image_N" in row:  # by place, not by token: a response may hold the placeholder, too, as a word
-            features = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw")).pooler_output
-            embedding_NH = embedding_NH.index_copy(0, row.pop("image_N"), torch.cat(features).to(embedding_NH))
+            image_N = row.pop("image_N")
+            seen = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
+            features = torch.cat(seen.pooler_output)[: len(image_N)].to(embedding_NH)
+            embedding_NH = embedding_NH.index_copy(0, image_N, features)
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
-        weight_VH = (self.model.get_input_embeddings() if self.lm_head is None else self.lm_head).weight
+        weight_VH = (self.lm_head or embeddings).weight
         size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
         chunks = zip(hidden_NH[micro.index_T].split(size), micro.target_T.split(size), strict=True)
         parts = [checkpoint(self._head, hidden, weight_VH, target, use_reentrant=False) for hidden, target in chunks]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        logp, entropy = zip(*parts, strict=True)
+        return torch.cat(logp), torch.cat(entropy)
 
 
 def hub_name(name: str) -> str:
-    """Return the name that checkpoints have for a parameter; of models that see it is not the one in memory."""
+    """Return the name under which a parameter is stored in a model's safetensors. It is the name in memory but for
+    models that see, whose decoder and tower are stored one level higher."""
     return name.replace(".language_model", "").replace("model.visual", "visual")
 
 
-def load_policy(folder: Path, args: Args, world: World) -> Policy:
+def load_policy(folder: Path, args, world) -> Policy:
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
-    lm = empty_model(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="packed")
+    config = AutoConfig.from_pretrained(folder)
+    lm = empty_model(config, dtype=torch.float32, attn_implementation="packed")
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    if hasattr(lm.model, "visual") and not args.image_column:
-        lm.model.visual.requires_grad_(False)
+    units = list(lm.get_decoder().layers)
+    if hasattr(config, "vision_config"):
+        units += lm.model.visual.blocks
+        lm.model.visual.requires_grad_(bool(args.image_column))
     policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
     dtypes = (torch.bfloat16, torch.float32) if world.device.type == "cuda" else ()  # of compute, of reductions
-    tower = lm.model.visual.blocks if hasattr(lm.model, "visual") else ()
-    for module in (*tower, *lm.get_decoder().layers, policy):  # the head is the last's: per chunk it would deadlock
+    for module in (*units, policy):  # the head is the last's: gathered for each chunk it would deadlock
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
     if world.device.type == "cpu":
-        policy.set_reshard_after_forward(False)  # the backward pass need not gather again what memory has room for
+        # the backward pass need not gather again what memory has room for
+        policy.set_reshard_after_forward(False)
     policy.to_empty(device=world.device)
-    for module in [each for each in policy.modules() if hasattr(each, "inv_freq")]:  # buffers in no checkpoint
-        for name, buffer in type(module)(module.config).to(world.device).named_buffers():
-            module.register_buffer(name, buffer, persistent=False)
-    weights = {hub_name(name): x for name, x in sharded.get_model_state_dict(policy).items()}
+    for module in policy.modules():
+        if hasattr(module, "inv_freq"):  # buffers that are in no checkpoint
+            for name, buffer in type(module)(module.config).to(world.device).named_buffers():
+                module.register_buffer(name, buffer, persistent=False)
+    weights = {hub_name(name): x for name, x in get_model_state_dict(policy).items()}
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     return policy
 
 
-def set_lr(optimizer, args: Args, step: int) -> None:
+def set_lr(optimizer, args, step: int):
     """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
     warm_up = args.lr_warmup * args.steps
-    fallen = (1 - math.cos(math.pi * (step - warm_up) / (args.steps - warm_up or 1))) / 2
-    share = step / warm_up if step < warm_up else 1 - (1 - args.lr_floor) * fallen
+    if step < warm_up:
+        share = step / warm_up
+    else:
+        done = (step - warm_up) / (args.steps - warm_up or 1)
+        share = 1 - (1 - args.lr_floor) * (1 - math.cos(math.pi * done)) / 2
     for group in optimizer.param_groups:
         group["lr"] = args.lr * share
 
 
 @torch.no_grad()
-def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: World):
+def score(policy, batch, micro_batches: list[list[int]], world):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
     home = next(policy.parameters()).device  # a reference waits in the host's memory
     policy.to(world.device)
@@ -768,28 +921,32 @@ def score(policy: Policy, batch: Batch, micro_batches: list[list[int]], world: W
         logp, entropy = policy(micro)
         logp_T[micro.token_T] = logp.cpu()
         entropy_T[micro.token_T] = entropy.cpu()
-    policy.to(home)  # which reshards: what no backward pass follows stays gathered, hiding what the optimiser moves
+    # This reshards, too: layers that no backward pass follows stay gathered, and would hide what the optimiser moves.
+    policy.to(home)
     return world.all_reduce(logp_T), world.all_reduce(entropy_T)
 
 
-def truncated_ratio(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor, cap: float) -> torch.Tensor:
+def truncated_ratio(logp_T, sampler_logp_T, cap: float):
     """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
-    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap) if cap else torch.ones_like(logp_T)
+    if cap == 0:
+        return torch.ones_like(logp_T)
+    ratio_T = (logp_T - sampler_logp_T.to(logp_T.device)).exp()
+    return ratio_T.clamp(max=cap)
 
 
-def is_finite(finite: bool, norm: float, world: World) -> bool:
+def is_finite(finite: bool, norm: float, world) -> bool:
     """Say whether an update's losses and log-probs (`finite`) and its gradient's norm are finite, on every rank."""
     failed = torch.tensor(float(not finite or not math.isfinite(norm)))
     return world.all_reduce(failed) == 0
 
 
-def full_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def full_weights(policy, dtype) -> Iterator:
     """Yield (name, whole tensor); every rank must take every item. Casting first halves the traffic."""
     for name, parameter in policy.named_parameters():
         yield name, parameter.detach().to(dtype).full_tensor()
 
 
-def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, world: World) -> None:
+def save_model(policy, folder: Path, source: Path, dtype, world):
     """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
     weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
     if world.rank == 0:
@@ -799,32 +956,63 @@ def save_model(policy: Policy, folder: Path, source: Path, dtype: torch.dtype, w
         lm.save_pretrained(folder, state_dict=weights)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         if hasattr(lm.config, "vision_config"):
-            transformers.AutoImageProcessor.from_pretrained(source).save_pretrained(folder)
+            AutoImageProcessor.from_pretrained(source).save_pretrained(folder)
     dist.barrier()
 
 
 # ------------------------------------------------------------------------------------------------------------ sampler
+VLLM = {  # environment variables; what is set already stays
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+
+
 def stop_tokens(folder: Path, tokenizer) -> list[int]:
     """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
     ids = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
     if (folder / "generation_config.json").is_file():
-        listed = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids.update(listed if isinstance(listed, list) else [listed])
+        listed = GenerationConfig.from_pretrained(folder).eos_token_id  # one or a list
+        ids.update(np.ravel(listed).tolist())
     return sorted(ids - {None})
+
+
+def cpu_settings(args) -> dict:
+    """Return what vLLM's engine must be told on a CPU."""
+    return {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,  # vLLM 0.32 cannot rewind a seeded request's generator after a chunk
+        "max_num_batched_tokens": max(8192, longest_sequence(args)),
+    }
+
+
+def image_settings(args, cuda: bool) -> dict:
+    """Return what vLLM's engine must be told of a model that sees."""
+    return {
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "mm_processor_kwargs": {"max_pixels": args.max_pixels},
+        "skip_mm_profiling": not cuda,
+        "mm_device_do_normalize": False,  # vLLM 0.32's dummy loading overwrites the mean and deviation
+    }
 
 
 class Sampler:
     """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks. It starts
     without weights, asleep: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU."""
 
-    def __init__(self, folder: Path, tokenizer, args: Args, world: World):
-        cuda = world.device.type == "cuda"
-        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-        os.environ.update(settings | {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ)  # GiB
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its imports log before it reads that
+    def __init__(self, folder: Path, tokenizer, args, world):
+        for name, value in VLLM.items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        # vLLM's imports log before it reads its level
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|transformers")
-        torch._dynamo.config.disable = not cuda  # else a small function is compiled for seconds before the first token
+        cuda = world.device.type == "cuda"
+        # else vLLM compiles a small function for seconds before the first token
+        torch._dynamo.config.disable = not cuda
         from vllm import LLM, SamplingParams
 
         self.params = SamplingParams
@@ -836,62 +1024,85 @@ class Sampler:
         config = AutoConfig.from_pretrained(folder)
         self.tied = config.tie_word_embeddings
         self.expected = {name for name, _ in empty_model(config).named_parameters()}
-        longest = longest_sequence(args)
-        how = {"dtype": str(self.dtype).removeprefix("torch."), "seed": args.seed, "max_model_len": longest}
-        how |= {"tensor_parallel_size": args.tensor_parallel, "distributed_executor_backend": "external_launcher"}
-        how |= {"gpu_memory_utilization": args.gpu_memory_utilization, "max_num_seqs": args.max_num_seqs}
-        how |= {"enable_sleep_mode": cuda, "enforce_eager": not cuda}
-        # on a CPU vLLM 0.32 cannot rewind a seeded request's generator after a chunk
-        how |= {"enable_chunked_prefill": cuda, "max_num_batched_tokens": None if cuda else max(8192, longest)}
-        how |= {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True, "load_format": "dummy"}
+        settings = {"skip_tokenizer_init": True}
         if hasattr(config, "vision_config"):
-            how |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 0}}
-            how |= {"mm_processor_kwargs": {"max_pixels": args.max_pixels}, "skip_mm_profiling": not cuda}
-            how["mm_device_do_normalize"] = False  # vLLM 0.32's dummy loading overwrites the mean and deviation
-        how["generation_config"] = "vllm"  # a model's own top-p or repetition penalty would make the samples off-policy
-        # vLLM 0.32 leaves a tied head behind when weights are reloaded on a CPU: give the engine a head of its own
-        self.llm = LLM(model=str(folder), hf_overrides={"tie_word_embeddings": False}, **how)
+            settings = image_settings(args, cuda)
+        if not cuda:
+            settings.update(cpu_settings(args))
+        self.llm = LLM(
+            model=str(folder),
+            dtype=str(self.dtype).removeprefix("torch."),
+            seed=args.seed,
+            max_model_len=longest_sequence(args),
+            max_num_seqs=args.max_num_seqs,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            tensor_parallel_size=args.tensor_parallel,
+            distributed_executor_backend="external_launcher",
+            enable_sleep_mode=cuda,
+            load_format="dummy",
+            logprobs_mode="processed_logprobs",
+            # a model's own top-p or repetition penalty would make the samples off-policy
+            generation_config="vllm",
+            # vLLM 0.32 leaves a tied head behind when weights are reloaded on a CPU: the engine has a head of its own
+            hf_overrides={"tie_word_embeddings": False},
+            **settings,
+        )
         self.sleep()
 
-    def sample(
-        self, problems: list[Problem], n: int, temperature: float, args: Args, streams: list[tuple], top_p: float = 1.0
-    ) -> list[Group]:
+    def sample(self, asked: dict[tuple, Problem], n: int, temperature: float, args, top_p: float = 1.0) -> list[Group]:
         """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. A seed hashes
-        --seed, the problem's entry in `streams` and the number of the response: samples do not repeat across prompts,
-        nor depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
+        --seed, the problem's key in `asked` and the number of the response: samples do not repeat across prompts, nor
+        depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
+        names = list(asked)
+        problems = list(asked.values())
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         my_keys = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
-        how = {"temperature": temperature, "top_p": top_p}
-        how |= {"stop_token_ids": self.stop, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
-        params = []
-        for p, g in my_keys:
-            left = longest_sequence(args) - len(problems[p].prompt_ids)
-            seed = seed_of(args.seed, *streams[p], g)
-            params.append(self.params(**how, max_tokens=min(args.max_response_tokens, left), seed=seed))
+        at_once = len(problems) * n
+        if any(problem.image for problem in problems):
+            at_once = 512  # images take memory
         rollout_of = {}
-        outputs = []
-        size = 512 if any(problem.image for problem in problems) else max(1, len(my_keys))  # images take memory
-        for start in range(0, len(my_keys), size):
-            prompts = [problems[p].for_sampler() for p, _ in my_keys[start : start + size]]
-            outputs += self.llm.generate(prompts, params[start : start + size], use_tqdm=False)
-        for key, output in zip(my_keys, outputs, strict=True):
-            best = output.outputs[0]
-            text = self.tokenizer.decode(best.token_ids, skip_special_tokens=True)
-            logp = np.array(best.logprobs.logprobs, np.float32)
-            rollout_of[key] = Rollout(np.array(best.token_ids, np.int64), logp, text, best.finish_reason == "length")
+        for start in range(0, len(my_keys), at_once):
+            keys = my_keys[start : start + at_once]
+            prompts = [problems[p].for_sampler() for p, _ in keys]
+            params = []
+            for p, g in keys:
+                left = longest_sequence(args) - len(problems[p].prompt_ids)
+                params.append(
+                    self.params(
+                        temperature=temperature,
+                        top_p=top_p,
+                        seed=seed_of(args.seed, *names[p], g),
+                        max_tokens=min(args.max_response_tokens, left),
+                        stop_token_ids=self.stop,
+                        logprobs=0,
+                        flat_logprobs=True,
+                        detokenize=False,
+                    )
+                )
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            for key, output in zip(keys, outputs, strict=True):
+                best = output.outputs[0]
+                rollout_of[key] = Rollout(
+                    ids=np.array(best.token_ids, np.int64),
+                    logp=np.array(best.logprobs.logprobs, np.float32),
+                    text=self.tokenizer.decode(best.token_ids, skip_special_tokens=True),
+                    truncated=best.finish_reason == "length",
+                )
         rollout_of = self.world.union(rollout_of)
         if not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
             raise FloatingPointError("no response has finite log-probs: the weights have diverged; try a smaller --lr")
         return [Group(problem, [rollout_of[p, g] for g in range(n)]) for p, problem in enumerate(problems)]
 
-    def load(self, weights: Policy | Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights):
         """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget its cached prefixes.
         Raises RuntimeError when the names sent are not the model's: vLLM misses a layer without a word."""
-        sent: set[str] = set()
+        if isinstance(weights, Policy):
+            weights = full_weights(weights, self.dtype)
+        sent = set()
 
         def stream():
-            for name, tensor in full_weights(weights, self.dtype) if isinstance(weights, Policy) else weights:
+            for name, tensor in weights:
                 sent.add(name)
                 yield name, tensor
                 if self.tied and name.endswith("embed_tokens.weight"):
@@ -909,41 +1120,65 @@ class Sampler:
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def sleep(self) -> None:
+    def sleep(self):
         """Give a GPU's memory back to the policy, until `load`; the host keeps its weights (`tools/bench.py fit`)."""
         if self.sleeps:
             self.llm.sleep(level=1)  # level 2 lost state in several vLLM releases
 
-    def close(self) -> None:
+    def close(self):
         """End the engine, and with it the process group, which vLLM destroys."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def sampler_gap(logp_T: torch.Tensor, sampler_logp_T: torch.Tensor) -> dict[str, float]:
+def sampler_gap(logp_T, sampler_logp_T) -> dict:
     """Return how far trainer and sampler disagree on the tokens that are trained: mean and max |difference| (nats), k3
     estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
     if len(logp_T) == 0:
         return {}
     difference = (logp_T - sampler_logp_T).double()
+    size = difference.abs()
     ratio = difference.exp()
+    effective = ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())
     return {
-        "gap_mean": difference.abs().mean().item(),
-        "gap_max": difference.abs().max().item(),
+        "gap_mean": size.mean().item(),
+        "gap_max": size.max().item(),
         "gap_kl": (ratio - 1 - difference).mean().item(),
-        "gap_ess": (ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())).item(),
+        "gap_ess": effective.item(),
     }
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoint
-MAY_CHANGE = {"run_dir", "resume", "steps", "eval", "eval_every", "eval_samples", "eval_temperature"}
-MAY_CHANGE |= {"checkpoint_every", "checkpoints_kept", "micro_batch_tokens", "activation_checkpointing"}
-MAY_CHANGE |= {"gpu_memory_utilization", "max_num_seqs", "tensor_parallel", "track"}
+MAY_CHANGE = {  # when a run is resumed
+    "run_dir",
+    "resume",
+    "steps",
+    "eval",
+    "eval_every",
+    "eval_samples",
+    "eval_temperature",
+    "checkpoint_every",
+    "checkpoints_kept",
+    "micro_batch_tokens",
+    "activation_checkpointing",
+    "gpu_memory_utilization",
+    "max_num_seqs",
+    "tensor_parallel",
+    "track",
+}
 SKIPS_IN_A_ROW = 5  # updates
-SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "irl/moved_share")
-SHOWN += "tokens_per_second/update"
+SHOWN = (  # in the line of a step
+    "reward",
+    "entropy",
+    "clip_fraction",
+    "response_length",
+    "grad_norm",
+    "irl/loss",
+    "irl/moved_share",
+    "tokens_per_second/update",
+)
 
 
-def digests(folder: Path, world: World) -> dict[str, str]:
+def digests(folder: Path, world) -> dict:
     """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
     names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
     digest = {}
@@ -953,13 +1188,13 @@ def digests(folder: Path, world: World) -> dict[str, str]:
     return world.union(digest)
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str):
     """Write a text file that is complete or not there."""
     file.with_suffix(".new").write_text(text)
     file.with_suffix(".new").rename(file)
 
 
-def save_checkpoint(policy: Policy, optimizer, step: int, position: int, record: "Record") -> None:
+def save_checkpoint(policy, optimizer, step: int, position: int, record):
     """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest. Order of the
     data and seeds are functions of --seed and the position."""
     world = record.world
@@ -969,48 +1204,61 @@ def save_checkpoint(policy: Policy, optimizer, step: int, position: int, record:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    need(
-        all(world.all_gather(partial.is_dir())), f"--run-dir {record.folder}: must lie on storage that all nodes share"
-    )
-    state = {"policy": sharded.get_model_state_dict(policy)}
+    shared = all(world.all_gather(partial.is_dir()))
+    need(shared, f"--run-dir {record.folder}: must lie on storage that all nodes share")
+    state = {"policy": get_model_state_dict(policy)}
     if optimizer.state:  # else asking for it would make it, a step old
-        state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)
+        state["optimizer"] = get_optimizer_state_dict(policy, optimizer)
     dcp.save(state, checkpoint_id=str(partial))
-    manifest = {"step": step, "ranks": world.size, "position": position, "best": record.best}
-    manifest["files"] = digests(partial, world)
+    manifest = {
+        "step": step,
+        "ranks": world.size,
+        "position": position,
+        "best": record.best,
+        "files": digests(partial, world),
+    }
     if world.rank == 0:
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        for old in sorted(final.parent.glob("step-?????"))[: -record.args.checkpoints_kept]:
+        whole = sorted(final.parent.glob("step-?????"))
+        for old in whole[: -record.args.checkpoints_kept]:
             shutil.rmtree(old)
     dist.barrier()
 
 
-def resume(policy: Policy, optimizer, record: "Record") -> tuple[int, int]:
-    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0. Damaged
-    ones are named and passed over, a run that never completed one starts over. Raises ValueError if all are damaged."""
+def newest_checkpoint(record):
+    """Return the newest whole checkpoint and its manifest, None where a run never completed one. Damaged ones are named
+    and passed over. Raises ValueError if all are damaged."""
+    found = sorted((record.folder / "checkpoints").glob("step-*"), reverse=True)
+    damaged = 0
+    for folder in record.world.all_gather(found)[0]:
+        file = folder / "manifest.json"
+        if folder.suffix != ".partial":
+            manifest = json.loads(file.read_text()) if file.is_file() else {"files": None}
+            if digests(folder, record.world) == manifest["files"]:
+                return folder, manifest
+            damaged += 1
+        record.say(f"{folder}: half-written or damaged; passed over")
+    need(not damaged, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
+    return None, {}
+
+
+def resume(policy, optimizer, record) -> tuple[int, int]:
+    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0."""
     if not record.args.resume:
         return 0, 0
-    found = record.world.all_gather(sorted((record.folder / "checkpoints").glob("step-*"), reverse=True))[0]
-    for folder in found:
-        file = folder / "manifest.json"
-        manifest = json.loads(file.read_text()) if file.is_file() else {"files": None}
-        if folder.suffix != ".partial" and digests(folder, record.world) == manifest["files"]:
-            break
-        record.say(f"{folder}: half-written or damaged; passed over")
-    else:
-        damaged = [folder for folder in found if folder.suffix != ".partial"]
-        need(not damaged, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
+    folder, manifest = newest_checkpoint(record)
+    if not folder:
         record.rewind(-1)
         record.say("the run had not come to a checkpoint: it starts over")
         return 0, 0
-    weights = {"policy": sharded.get_model_state_dict(policy)}
+    weights = {"policy": get_model_state_dict(policy)}
     dcp.load(weights, checkpoint_id=str(folder))
-    sharded.set_model_state_dict(policy, weights["policy"])
-    moments = {"optimizer": sharded.get_optimizer_state_dict(policy, optimizer)}
+    set_model_state_dict(policy, weights["policy"])
+    moments = {"optimizer": get_optimizer_state_dict(policy, optimizer)}
     dcp.load(moments, checkpoint_id=str(folder), planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    sharded.set_optimizer_state_dict(policy, optimizer, moments["optimizer"])
+    set_optimizer_state_dict(policy, optimizer, moments["optimizer"])
     held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     for name, parameter in policy.named_parameters():
         if f"optimizer.state.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
@@ -1027,85 +1275,111 @@ def pass_at_k(correct_PN, k: int) -> float:
     correct = np.asarray(correct_PN)
     n = correct.shape[1]
     need(1 <= k <= n, f"pass@{k} needs between 1 and n = {n} samples")
-    wrong = n - correct.sum(1).astype(int)
-    return float(np.mean([1 - math.comb(w, k) / math.comb(n, k) for w in wrong]))
+    wrong_P = n - correct.sum(1).astype(int)
+    return float(np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P]))
 
 
-def evaluate(held_out: dict[str, list[Problem]], sampler: Sampler, verifier: "Verifier", record: "Record", step: int):
+def evaluate(held_out: dict[str, list[Problem]], sampler, verifier, record, step: int):
     """Sample --eval-samples completions of every held-out problem, with the same seeds each time, all sets at once so
     that they share one tail; write them to samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
-    n = record.args.eval_samples
-    metrics = {}
+    if not held_out:
+        return {}
+    args = record.args
+    n = args.eval_samples
     asked = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
-    graded = sampler.sample([*asked.values()], n, record.args.eval_temperature, record.args, [*asked]) if asked else []
+    graded = sampler.sample(asked, n, args.eval_temperature, args)
     verify(verifier, graded)
-    for name in held_out:
-        groups = [group for (_, of, _), group in zip(asked, graded, strict=True) if of == name]
+    metrics = {}
+    for name, problems in held_out.items():
+        groups = graded[: len(problems)]
+        graded = graded[len(problems) :]
         drawn = drawn_metrics(groups)
         correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
         metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
-        metrics |= {f"eval/{name}/pass@{2**i}": pass_at_k(correct_PN, 2**i) for i in range(1, n.bit_length())}
+        for i in range(1, n.bit_length()):
+            metrics[f"eval/{name}/pass@{2**i}"] = pass_at_k(correct_PN, 2**i)
         metrics[f"eval/{name}/length"] = drawn["response_length"]
         metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
         record.samples(f"{name}-step{step:05d}", groups)
     return metrics
 
 
-def keep_best(policy: Policy, source: Path, dtype: torch.dtype, metrics: dict, record: "Record", step: int) -> None:
+def keep_best(policy, source: Path, dtype, metrics: dict, record, step: int):
     """With --keep-best write the model to best/ if the mean avg@n over the held-out sets is the highest so far."""
+    if not record.args.keep_best:
+        return
     averages = [value for name, value in metrics.items() if "/avg@" in name]
-    if record.args.keep_best and sum(averages) / len(averages) > record.best:
-        record.best = sum(averages) / len(averages)
+    average = sum(averages) / len(averages)
+    if average > record.best:
+        record.best = average
         save_model(policy, record.folder / "best", source, dtype, record.world)
-        record.say(f"step {step}: the best average so far, {record.best:.3f}; its model is in {record.folder}/best")
+        record.say(f"step {step}: the best average so far, {average:.3f}; its model is in {record.folder}/best")
 
 
-def open_run(folder: Path, args: Args, script: str, world: World) -> None:
-    """Make the run folder and write run.json, what a run is: command, arguments, versions, commit, each resumption.
-    Raises ValueError when the folder holds another run, or with --resume none, or one with other flags."""
-    file = folder / "run.json"
-    exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
-    need(args.resume or not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
-    need(exists or not args.resume, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
-    before = json.loads(file.read_text()) if args.resume else {"args": {}}
-    fixed = {"steps"} if args.lr_warmup or args.lr_floor < 1 else set()  # the schedule would bend
-    fixed |= {"eval", "eval_samples", "eval_temperature"} if args.keep_best else set()  # averages would not compare
-    for name, value in before["args"].items():
-        now = json.loads(json.dumps(getattr(args, name)))
-        same = now == value or name in MAY_CHANGE - fixed
-        need(same, f"--resume with --{name.replace('_', '-')} {now}: the run was started with {value}")
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    about = {
+def about_run(args, script: str, world) -> dict:
+    """Return what a run is: script, command, arguments, versions, commit."""
+    versions = {each.name: each.version for each in importlib.metadata.distributions()}
+    git = "git describe --always --dirty --abbrev=12"
+    said = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return {
         "script": script,
-        "command": subprocess.list2cmdline(sys.argv),
-        "args": asdict(args),
+        "command": shlex.join(sys.argv),
+        "args": json.loads(json.dumps(asdict(args))),
         "ranks": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
-        "versions": {"python": sys.version} | {each.name: each.version for each in importlib.metadata.distributions()},
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
+        "versions": {"python": sys.version, **versions},
+        "commit": said.stdout.strip(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def check_same_run(before: dict, now: dict, args):
+    """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
+    if before["script"] != now["script"]:
+        raise ValueError(f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py")
+    may_change = set(MAY_CHANGE)
+    if args.lr_warmup or args.lr_floor < 1:
+        may_change -= {"steps"}  # the schedule would bend
+    if args.keep_best:
+        may_change -= {"eval", "eval_samples", "eval_temperature"}  # averages would not compare
+    for name, old in before["args"].items():
+        new = now["args"].get(name)
+        need(
+            new == old or name in may_change,
+            f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}",
+        )
+
+
+def open_run(folder: Path, args, script: str, world):
+    """Make the run folder and write run.json, what the run is, and each resumption. Raises ValueError when the folder
+    holds another run, or with --resume none, or one with other flags."""
+    file = folder / "run.json"
+    exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
+    about = about_run(args, script, world)
+    if args.resume:
+        need(exists, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
+        before = json.loads(file.read_text())
+        check_same_run(before, about, args)
+        about = before | {"resumed": [*before.get("resumed", []), about]}
+    else:
+        need(not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     if world.rank == 0:
         (folder / "samples").mkdir(parents=True, exist_ok=True)
-        about = before | {"resumed": [*before.get("resumed", []), about]} if args.resume else about
         write_whole(file, json.dumps(about, indent=2) + "\n")
 
 
 class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
-    def __init__(self, args: Args, script: str, world: World):
+    def __init__(self, args, script: str, world):
         name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.args = args
         self.world = world
         self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
         self.started = time.time()
-        self.seconds = Counter()  # of the present step's phases
-        self.tokens = Counter()
-        self.memory = Counter()  # GiB
+        self.start_step()
         self.trained = 0.0  # seconds
         self.best = -math.inf  # average of an evaluation
-        self.skipped = 0
         self.skips_in_a_row = 0
         self.board = None
         open_run(self.folder, args, script, world)
@@ -1116,32 +1390,42 @@ class Record:
             about = {"name": self.folder.name, "dir": self.folder, "config": asdict(args)}
             wandb.init(project=args.track, sync_tensorboard=True, **about)
 
-    def write(self, name: str, line: str) -> None:
+    def start_step(self):
+        """Set what is counted in each step back to nothing."""
+        self.seconds = Counter()  # of phases
+        self.tokens = Counter()
+        self.memory = Counter()  # GiB
+        self.skipped = 0  # updates
+
+    def write(self, name: str, line: str):
         """Add a line to a file of the run folder."""
         if self.world.rank == 0:
             with open(self.folder / name, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str):
         """Print a line on rank 0's terminal and to log.txt."""
         if self.world.rank == 0:
             print(text, flush=True)
         self.write("log.txt", text)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int):
         """Drop the metrics of later steps, which will be written again, and let times go on."""
         if self.world.rank:
             return
         file = self.folder / "metrics.jsonl"
         file.touch()
-        lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        kept = []
+        for line in file.read_text().splitlines(keepends=True):
+            if line.endswith("}\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
         write_whole(file, "".join(kept))
-        last = json.loads(kept[-1]) if kept else {"time": 0, "cost/seconds": 0}
-        self.started = time.time() - last["time"]
-        self.trained = last["cost/seconds"]
+        if kept:
+            last = json.loads(kept[-1])
+            self.started = time.time() - last["time"]
+            self.trained = last["cost/seconds"]
 
-    def skip_update(self, norm: float) -> None:
+    def skip_update(self, norm: float):
         """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
         self.skipped += 1
         self.skips_in_a_row += 1
@@ -1151,9 +1435,10 @@ class Record:
 
     def stop_requested(self) -> bool:
         """Say whether a file named `stop` lies in the run folder, and take it away."""
-        requested = self.world.all_gather((self.folder / "stop").exists())[0]
+        file = self.folder / "stop"
+        requested = self.world.all_gather(file.exists())[0]
         if requested:
-            (self.folder / "stop").unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
             self.say("a stop file: ending with a checkpoint; --resume goes on")
         return requested
 
@@ -1170,7 +1455,7 @@ class Record:
         self.memory[name] = max(self.memory[name], used / 2**30)
         self.seconds[name] += time.perf_counter() - start
 
-    def samples(self, name: str, groups: list[Group]) -> None:
+    def samples(self, name: str, groups: list[Group]):
         """Write groups to samples/<name>.txt."""
         if self.world.rank:
             return
@@ -1178,57 +1463,64 @@ class Record:
         for p, group in enumerate(groups):
             parts.append(f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n")
             for g, rollout in enumerate(group.rollouts):
-                about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens{', cut off' * rollout.truncated}"
+                about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens"
+                if rollout.truncated:
+                    about += ", cut off"
                 parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
         (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    def step(self, step: int, metrics: dict[str, float]):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
-        metrics |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
-        metrics |= {f"tokens_per_second/{name}": n / self.seconds[name] for name, n in self.tokens.items() if n}
-        metrics |= {f"memory_gib/{name}": used for name, used in self.memory.items()}
-        metrics["skipped_updates"] = self.skipped
         seconds = self.seconds.total()
         self.trained += seconds - self.seconds["evaluate"]
+        for name, taken in self.seconds.items():
+            metrics[f"seconds/{name}"] = taken
+            metrics[f"memory_gib/{name}"] = self.memory[name]
+            if self.tokens[name]:
+                metrics[f"tokens_per_second/{name}"] = self.tokens[name] / taken
         metrics["cost/seconds"] = self.trained
-        for counter in (self.seconds, self.tokens, self.memory):
-            counter.clear()
-        self.skipped = 0
-        self.write("metrics.jsonl", json.dumps({"step": step, "time": round(time.time() - self.started, 2)} | metrics))
+        metrics["skipped_updates"] = self.skipped
+        self.start_step()
+        row = {"step": step, "time": round(time.time() - self.started, 2)}
+        for name, value in metrics.items():
+            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
+        self.write("metrics.jsonl", json.dumps(row))
         if self.world.rank == 0:
             self.board = self.board or SummaryWriter(str(self.folder), purge_step=step)
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
-        evaluation = "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
+        evaluation = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
         if evaluation:
-            self.say(f"step {step}: {evaluation}")
+            self.say(f"step {step}: {'  '.join(evaluation)}")
         if step:
-            values = "  ".join(f"{name} {x:,.{3 * (x < 1000)}f}" for name, x in metrics.items() if name in SHOWN)
+            shown = [f"{name} {metrics[name]:,.3f}" for name in SHOWN if name in metrics]
             left = (self.args.steps - step) * (time.time() - self.started) / step / 60
-            self.say(f"step {step}/{self.args.steps}  {values}  {seconds:.2f} s  left {left:.1f} min")
+            self.say(f"step {step}/{self.args.steps}  {'  '.join(shown)}  {seconds:.2f} s  left {left:.1f} min")
         if metrics.get("zero_advantage_share") == 1:
             why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
             self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
 
 
 # ----------------------------------------------------------------------------------------------------------- verifier
-def verify(verifier: "Verifier", groups: list[Group]) -> None:
+def verify(verifier, groups: list[Group]):
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank."""
-    keys = [(p, g) for p, group in enumerate(groups) for g in range(len(group.rollouts))]
-    my_keys = keys[verifier.world.rank :: verifier.world.size]
-    mine = [(groups[p].problem, groups[p].rollouts[g].text) for p, g in my_keys]
+    world = verifier.world
+    asked = [(group.problem, rollout.text) for group in groups for rollout in group.rollouts]
+    mine = asked[world.rank :: world.size]
     if verifier.reward:
         grades = [(float(verifier.reward(text, problem.row)), "") for problem, text in mine]
     else:
         grades = verifier.judge([text for _, text in mine], [problem.answer for problem, _ in mine])
-    everyone = verifier.world.union(dict(zip(my_keys, grades, strict=True)))
-    for p, group in enumerate(groups):
-        scores, group.verdicts = zip(*(everyone[p, g] for g in range(len(group.rollouts))), strict=True)
+    everyone = [None] * len(asked)
+    for rank, part in enumerate(world.all_gather(grades)):
+        everyone[rank :: world.size] = part
+    for (problem, text), (grade, _) in zip(asked, everyone, strict=True):
+        need(math.isfinite(grade), f"--reward: {grade} for row {problem.row}, completion {text!r}")
+    graded = iter(everyone)
+    for group in groups:
+        scores, group.verdicts = zip(*(next(graded) for _ in group.rollouts), strict=True)
         group.correct_G = torch.tensor(scores, dtype=torch.float64)
         group.reward_G = group.correct_G.clone()
-        for rollout, score_of_it in zip(group.rollouts, scores, strict=True):
-            if not math.isfinite(score_of_it):
-                raise ValueError(f"--reward: {score_of_it} for row {group.problem.row}, completion {rollout.text!r}")
 
 
 VERDICTS = ("graded", "no answer", "too long", "timeout", "memory", "error", "crash")
@@ -1401,7 +1693,7 @@ class Worker(subprocess.Popen):
             return ""
         return self.line(seconds)
 
-    def end(self) -> None:
+    def end(self):
         """Kill the process."""
         self.kill()
         self.wait()
@@ -1414,7 +1706,11 @@ class Verifier:
     """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run. An answer is
     what the last box holds, and scores 0 beyond its time, memory or length. docs/evaluation.md: what equals what."""
 
-    def __init__(self, args, world, seconds: float = 1.0, memory: int = 1 << 28, longest: int = 2000):
+    seconds = 1.0  # of processor time
+    memory = 1 << 28  # bytes beyond what a worker's imports take
+    longest = 2000  # characters
+
+    def __init__(self, args, world):
         self.reward = None
         if args.reward != "math":
             path, _, name = args.reward.rpartition(":")
@@ -1422,11 +1718,8 @@ class Verifier:
             self.reward = runpy.run_path(path).get(name)
             need(callable(self.reward), f"--reward {args.reward}: no function {name!r} in {path}")
         self.world = world
-        self.seconds = seconds
-        self.memory = memory
-        self.longest = longest
-        count = 0 if self.reward else max(1, os.cpu_count() // world.local_size)
-        self.workers = [Worker(seconds, memory) for _ in range(count)]
+        count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
+        self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
 
     def _verdict(self, task: tuple[str, str]) -> tuple[float, str]:
         """Return a free worker's verdict; a worker that died or is late is replaced."""
@@ -1444,7 +1737,7 @@ class Verifier:
         finally:
             self.workers.append(worker)
 
-    def judge(self, completions: list[str], golds: list[str]) -> list[tuple[float, str]]:
+    def judge(self, completions: list[str], golds: list[str]) -> list:
         """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict.
         Raises RuntimeError when workers cannot be started at all."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]

@@ -61,39 +61,54 @@ LOW, HIGH = 0.0, 2.0  # bounds of the ratio (Clip-Cov's authors); a single updat
 class Args(common.Args):
     """CW-GRPO on DeepSeek-R1-Distill-Qwen-1.5B (Tables 2 and 5)."""
 
-    model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"  # Hub id or folder with config and safetensors.
+    model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+    """Hub id or folder with config and safetensors."""
     dataset: str = "knoveleng/open-rs"
     template: str = "open-rs"  # open-rs, or one of sspo.py's; a text file with {problem}.
-    steps: NonNegativeInt = 300  # Rollout steps: the schedule's length (released code); the paper's checkpoint is 100.
+    steps: NonNegativeInt = 300
+    """Rollout steps: the schedule's length (released code); the paper's checkpoint is 100."""
     prompts_per_step: PositiveInt = 12  # Prompts sampled in a step (P; Table 5).
     group_size: Annotated[int, Field(ge=2)] = 12  # Responses to each prompt (G; Table 5).
-    max_prompt_tokens: PositiveInt = 512  # Longer prompts are left out of the data and counted (Table 5).
-    max_response_tokens: PositiveInt = 4096  # A response is cut here and scores as it stands (Table 5).
-    max_total_tokens: NonNegativeInt = 4096  # Bound of a prompt and its response together (released code). 0: none.
-    temperature: PositiveFloat = 0.7  # Divides the logits in the sampler and in the trainer alike (Table 5).
-    lr_warmup: common.Share = 0.1  # Share of --steps over which the rate rises in a straight line (Table 5).
-    lr_floor: common.Share = 0.1  # Then it falls along a cosine to this share of --lr (released code). 1: constant.
+    max_prompt_tokens: PositiveInt = 512
+    """Longer prompts are left out of the data and counted (Table 5)."""
+    max_response_tokens: PositiveInt = 4096
+    """A response is cut here and scores as it stands (Table 5)."""
+    max_total_tokens: NonNegativeInt = 4096
+    """Bound of a prompt and its response together (released code). 0: none."""
+    temperature: PositiveFloat = 0.7
+    """Divides the logits in the sampler and in the trainer alike (Table 5)."""
+    lr_warmup: common.Share = 0.1
+    """Share of --steps over which the rate rises in a straight line (Table 5)."""
+    lr_floor: common.Share = 0.1
+    """Then it falls along a cosine to this share of --lr (released code). 1: constant."""
     weight_decay: NonNegativeFloat = 0.0  # AdamW's decay, on every parameter (TRL's default).
-    checkpoints_kept: PositiveInt = 6  # The newest that stay; Table 3 needs 100, 150 and 200 of 300.
-    updates_per_step: PositiveInt = 1  # Optimiser steps on one rollout batch, each on its own prompts (the paper: 1).
+    checkpoints_kept: PositiveInt = 6
+    """The newest that stay; Table 3 needs 100, 150 and 200 of 300."""
+    updates_per_step: PositiveInt = 1
+    """Optimiser steps on one rollout batch, each on its own prompts (the paper: 1)."""
     reweight: Literal["kernel", "none", "clip-cov"] = "kernel"
     """kernel: section 2.3; none: GRPO; clip-cov: Clip-Cov's mask."""
-    detach_kernel: bool = False  # Take the kernel's weights as constants; as printed they have a gradient.
+    detach_kernel: bool = False
+    """Take the kernel's weights as constants; as printed they have a gradient."""
     centre: Literal["response", "group"] = "response"
     """Tokens over which the covariance centres log-probs: the response's own (released code) or the group's."""
-    kl_coef: NonNegativeFloat = 0.04  # Weight of the KL to the initial model (TRL's default). 0: no reference.
+    kl_coef: NonNegativeFloat = 0.04
+    """Weight of the KL to the initial model (TRL's default). 0: no reference."""
     normaliser: Literal["response", "token"] = "response"
     """response: 1/G 1/|o_i| (section 2.3); token: 1 / the update's tokens (Clip-Cov)."""
-    format_reward: bool = True  # Add 1 to the reward of a response in the think format (appendix C).
-    clip_cov_share: common.Share = 2e-4  # Share of all tokens that Clip-Cov masks (its authors' scripts).
+    format_reward: bool = True
+    """Add 1 to the reward of a response in the think format (appendix C)."""
+    clip_cov_share: common.Share = 2e-4
+    """Share of all tokens that Clip-Cov masks (its authors' scripts)."""
     clip_cov_low: float = 1.0  # Smallest covariance that Clip-Cov may mask (its authors' scripts).
     clip_cov_high: float = 5.0  # Largest covariance that Clip-Cov may mask (its authors' scripts).
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG: torch.Tensor) -> torch.Tensor:
+def advantages(reward_PG) -> torch.Tensor:
     """Return advantage_PG: unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
-    advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)
+    advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
+    advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
@@ -102,18 +117,21 @@ def covariance(logp_T, advantage_T, response_T, group_T, centre: str = "response
     share_T = 1 / torch.bincount(response_T)[response_T].to(advantage_T.dtype)  # of its response, which counts once
     mean_P = common.mean_by(share_T * advantage_T, group_T) / common.mean_by(share_T, group_T)
     centre_T = response_T if centre == "response" else group_T
-    return (logp_T - common.mean_by(logp_T, centre_T)[centre_T]) * (advantage_T - mean_P[group_T])  # covariance
+    mean_logp_T = common.mean_by(logp_T, centre_T)[centre_T]
+    return (logp_T - mean_logp_T) * (advantage_T - mean_P[group_T])  # covariance
 
 
-def bandwidth(c_T: torch.Tensor, group_T: torch.Tensor) -> torch.Tensor:
+def bandwidth(c_T, group_T) -> torch.Tensor:
     """Return sigma_P, the population standard deviation of c over each group's tokens, 1e-8 added to it."""
-    variance_P = common.mean_by((c_T - common.mean_by(c_T, group_T)[group_T]) ** 2, group_T)
+    centred_T = c_T - common.mean_by(c_T, group_T)[group_T]
+    variance_P = common.mean_by(centred_T**2, group_T)
     return variance_P.clamp(min=torch.finfo(c_T.dtype).tiny).sqrt() + 1e-8  # at 0 sqrt has no derivative
 
 
-def kernel_weights(c_T: torch.Tensor, group_T: torch.Tensor) -> torch.Tensor:
+def kernel_weights(c_T, group_T) -> torch.Tensor:
     """Return w_T, the Gaussian kernel of c with the group's own bandwidth; mean 1 over each group's tokens."""
-    w_T = torch.exp(-(c_T**2) / (2 * bandwidth(c_T, group_T)[group_T] ** 2))  # kernel
+    sigma_T = bandwidth(c_T, group_T)[group_T]
+    w_T = torch.exp(-(c_T**2) / (2 * sigma_T**2))  # kernel
     return w_T / common.mean_by(w_T, group_T)[group_T]  # normalisation
 
 
@@ -122,8 +140,9 @@ def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, centre:
     objective as printed, through w. weight_T is what stands in front of w and A, a ratio other than 1 included."""
     logp_T, advantage_T, weight_T = (x.detach().double() for x in (logp_T, advantage_T, weight_T))
     leaf_T = logp_T.clone().requires_grad_()
-    w_T = kernel_weights(covariance(leaf_T, advantage_T, response_T, group_T, centre), group_T)
-    objective = (weight_T * (leaf_T - logp_T).exp() * w_T * advantage_T).sum()
+    c_T = covariance(leaf_T, advantage_T, response_T, group_T, centre)
+    ratio_T = (leaf_T - logp_T).exp()
+    objective = (weight_T * ratio_T * kernel_weights(c_T, group_T) * advantage_T).sum()
     (gradient_T,) = torch.autograd.grad(objective, leaf_T)
     plain_T = weight_T * advantage_T  # the gradient with weights 1
     return torch.where(plain_T != 0, gradient_T / plain_T, 1.0)
@@ -135,17 +154,22 @@ def clip_cov_mask(logp_T, old_logp_T, advantage_T, low, high, share, cov_low, co
     cov_T = (advantage_T - advantage_T.mean()) * (logp_T - logp_T.mean())
     ratio_T = (logp_T - old_logp_T).exp()
     clipped_T = ratio_T.clamp(low, high) * advantage_T < ratio_T * advantage_T
-    candidates = torch.nonzero((cov_T > cov_low) & (cov_T < cov_high) & ~clipped_T)[:, 0]
-    chosen = torch.randperm(len(candidates), generator=generator)[: max(1, int(share * len(cov_T)))]
+    inside_T = (cov_T > cov_low) & (cov_T < cov_high)
+    candidates = torch.nonzero(inside_T & ~clipped_T)[:, 0]
+    order = torch.randperm(len(candidates), generator=generator)
+    chosen = candidates[order[: max(1, int(share * len(cov_T)))]]
     keep_T = torch.ones_like(logp_T)
-    keep_T[candidates[chosen]] = 0.0
+    keep_T[chosen] = 0.0
     return keep_T
 
 
-def token_weights(length_R: torch.Tensor, normaliser: str = "response") -> torch.Tensor:
+def token_weights(length_R, normaliser: str = "response") -> torch.Tensor:
     """Return weight_T, the factor in front of each token of the update's responses, all of them; sums to 1."""
-    per_response_R = length_R if normaliser == "response" else length_R.double().mean().expand(len(length_R))
-    return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)
+    tokens_R = length_R.double()
+    if normaliser == "token":
+        tokens_R = tokens_R.mean().expand(len(length_R))
+    weight_R = 1 / (len(length_R) * tokens_R)
+    return weight_R.repeat_interleave(length_R)
 
 
 def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T, kl_coef: float, low=LOW, high=HIGH):
@@ -153,8 +177,10 @@ def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T,
     factor_T may be negative: which bound of the ratio acts is up to the sign of factor times advantage."""
     ratio_T = (logp_T - old_logp_T).exp()
     gain_T = factor_T * advantage_T
-    surrogate_T = torch.minimum(ratio_T * gain_T, ratio_T.clamp(low, high) * gain_T)
-    kl_T = (ref_logp_T - logp_T).exp() - (ref_logp_T - logp_T) - 1  # k3
+    clipped_T = ratio_T.clamp(low, high)
+    surrogate_T = torch.minimum(ratio_T * gain_T, clipped_T * gain_T)
+    behind_T = ref_logp_T - logp_T
+    kl_T = behind_T.exp() - behind_T - 1  # k3
     loss = (weight_T * (kl_coef * kl_T - surrogate_T)).sum()  # loss
     return loss, {"kl": (weight_T * kl_T).sum().detach()}
 
@@ -164,38 +190,55 @@ def format_reward(text: str) -> float:
     return float(text.count("\n</think>\n") == 1)
 
 
-def covariance_summary(c_T: torch.Tensor) -> dict[str, float]:
+def covariance_summary(c_T) -> dict:
     """Return by sign the mean c of the tokens whose rank by size lies between Table 1's share before and this one, and
     the share of sum |c| that the largest |c| make up (Fig. 3)."""
     summary = {}
     for sign, signed_T in (("positive", c_T[c_T > 0]), ("negative", c_T[c_T < 0])):
-        ordered_T = signed_T[signed_T.abs().argsort(descending=True)].double()
-        for before, percent in ((0, 0.01), (0.01, 1), (1, 20), (20, 40), (40, 100)):
-            first, end = (math.ceil(len(ordered_T) * each / 100) for each in (before, percent))
+        order = signed_T.abs().argsort(descending=True)
+        ordered_T = signed_T[order].double()
+        first = 0
+        for percent in (0.01, 1, 20, 40, 100):
+            end = math.ceil(len(ordered_T) * percent / 100)
             if end > first:
                 summary[f"covariance/{sign}@{percent}%"] = ordered_T[first:end].mean().item()
-    ordered_T = c_T.abs().sort(descending=True).values.double()
-    for percent in (0.01, 0.1, 1, 5, 10, 20, 40, 60, 80) if ordered_T.sum() > 0 else ():
-        top_T = ordered_T[: math.ceil(len(ordered_T) * percent / 100)]
-        summary[f"covariance/cumulative@{percent}%"] = (top_T.sum() / ordered_T.sum()).item()
+            first = end
+    size_T = c_T.abs().sort(descending=True).values.double()
+    total = size_T.sum()
+    if total > 0:
+        for percent in (0.01, 0.1, 1, 5, 10, 20, 40, 60, 80):
+            top_T = size_T[: math.ceil(len(size_T) * percent / 100)]
+            summary[f"covariance/cumulative@{percent}%"] = (top_T.sum() / total).item()
     return summary
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def token_factors(args: Args, logp_T, old_logp_T, advantage_T, weight_T, response_T, group_T, generator):
+def token_factors(args, logp_T, old_logp_T, advantage_T, weight_T, response_T, group_T, generator):
     """Return factor_T of one update's tokens, what multiplies their advantages in `policy_loss`."""
+    if args.reweight == "none":
+        return torch.ones_like(logp_T)
     if args.reweight == "clip-cov":
-        clip_cov = (args.clip_cov_share, args.clip_cov_low, args.clip_cov_high)
-        return clip_cov_mask(logp_T, old_logp_T, advantage_T, LOW, HIGH, *clip_cov, generator)
+        return clip_cov_mask(
+            logp_T,
+            old_logp_T,
+            advantage_T,
+            LOW,
+            HIGH,
+            share=args.clip_cov_share,
+            cov_low=args.clip_cov_low,
+            cov_high=args.clip_cov_high,
+            generator=generator,
+        )
     if args.detach_kernel:
-        return kernel_weights(covariance(logp_T, advantage_T, response_T, group_T, args.centre), group_T)
+        c_T = covariance(logp_T, advantage_T, response_T, group_T, args.centre)
+        return kernel_weights(c_T, group_T)
     weight_T = weight_T * (logp_T - old_logp_T).exp()
     return effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, args.centre)
 
 
 def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
-    args: Args = record.args
+    args = record.args
     world = record.world
 
     # ---- advantages, and everything else that needs no log-probs
@@ -207,12 +250,18 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
     valid_T = valid_R[batch.response_T]
     trained_R = valid_R | (args.kl_coef > 0)  # without KL a dead group has no gradient
     trained_T = trained_R[batch.response_T]
-    update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
-    lengths = [batch.length_R[update_R == update] for update in range(args.updates_per_step)]
-    weight_T = torch.cat([token_weights(each, args.normaliser) for each in lengths]).float()
     scored_R = trained_R | (args.reweight == "clip-cov")  # whose means span dead groups all the same
-    costs = [batch.total_R * (scored_R & (update_R == update)) for update in range(args.updates_per_step)]
-    plans = [common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank] for cost_R in costs]
+    update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
+    weights = []
+    costs = []
+    plans = []
+    for update in range(args.updates_per_step):
+        mine_R = update_R == update
+        weights.append(token_weights(batch.length_R[mine_R], args.normaliser))
+        cost_R = batch.total_R * (mine_R & scored_R)
+        costs.append(cost_R)
+        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
+    weight_T = torch.cat(weights).float()
 
     # ---- old and reference log-probs of the whole step: c, sigma and the normaliser span micro-batches and ranks
     tokens = sum(costs).sum().item()
@@ -234,24 +283,32 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
         "weight_T": weight_T,
         "kl_coef": args.kl_coef,
     }
+    statistics = {
+        "logp_T": old_logp_T.clone(),  # of the policy that each update starts from
+        "old_logp_T": old_logp_T,
+        "advantage_T": advantage_T,
+        "weight_T": weight_T * truncated_T,
+        "response_T": batch.response_T,
+        "group_T": group_T,
+    }
 
     # ---- updates
     generator = torch.Generator().manual_seed(seed)
-    start_logp_T = old_logp_T.clone()  # of the policy that each update starts from
     logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
     for update, plan in enumerate(plans):
-        if not trained_R[update_R == update].any():
+        cost = costs[update][trained_R].sum().item()
+        if cost == 0:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
         own_T = update_R[batch.response_T] == update
         if update and args.reweight != "none":
             record.tokens["start_logp"] += costs[update].sum().item()
             with record.phase("start_logp"):
-                start_logp_T[own_T] = common.score(policy, batch, plan, world)[0][own_T]
-        if args.reweight != "none":
-            of_tokens = (start_logp_T, old_logp_T, advantage_T, weight_T * truncated_T, batch.response_T, group_T)
-            inputs["factor_T"][own_T] = token_factors(args, *(x[own_T] for x in of_tokens), generator).float()
-        record.tokens["update"] += (costs[update] * trained_R).sum().item()
+                start_logp_T, _ = common.score(policy, batch, plan, world)
+            statistics["logp_T"][own_T] = start_logp_T[own_T]
+        factor_T = token_factors(args, **common.cut(statistics, own_T), generator=generator)
+        inputs["factor_T"][own_T] = factor_T.float()
+        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
@@ -271,19 +328,21 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
                 record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
-    c_T = covariance(start_logp_T, advantage_T, batch.response_T, group_T, args.centre)
-    w_T = kernel_weights(c_T, group_T) if args.reweight == "kernel" else inputs["factor_T"]
+    c_T = covariance(statistics["logp_T"], advantage_T, batch.response_T, group_T, args.centre)
+    if args.reweight == "kernel":
+        inputs["factor_T"] = kernel_weights(c_T, group_T)
+    w_T = inputs["factor_T"]
     logp_T = world.all_reduce(logp_T)[trained_T]
-    loss, means = policy_loss(logp_T, **common.cut(inputs | {"factor_T": w_T}, trained_T))
+    loss, means = policy_loss(logp_T, **common.cut(inputs, trained_T))
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        **common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]),
-        **covariance_summary(c_T[valid_T]),
     }
+    metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
+    metrics.update(covariance_summary(c_T[valid_T]))
     if reference is not None:
         metrics["kl"] = means["kl"].item() / args.updates_per_step
     if trained_T.any():
@@ -291,7 +350,8 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
         entropy_R = common.mean_by(entropy_T.double(), batch.response_T)
         metrics["entropy_response"] = entropy_R[batch.response_T[trained_T].unique()].mean().item()  # section 2.2
     if valid_T.any():
-        metrics["covariance/sigma"] = bandwidth(c_T, group_T)[group_T[valid_T].unique()].double().mean().item()
+        sigma_P = bandwidth(c_T, group_T)[group_T[valid_T].unique()]
+        metrics["covariance/sigma"] = sigma_P.double().mean().item()
         metrics["weight_removed"] = (1 - w_T[valid_T]).clamp(min=0).double().mean().item()
         metrics["weight_below_half"] = (w_T[valid_T] < 0.5).double().mean().item()
     return metrics
@@ -313,7 +373,9 @@ def main(args: Args) -> None:
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
+    reference = None
+    if args.kl_coef:
+        reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -329,14 +391,13 @@ def main(args: Args) -> None:
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify
         with record.phase("sample"):
-            prompts = common.problems_from(problems, args, position)
-            streams = [("train", position, p) for p in range(len(prompts))]
-            groups = sampler.sample(prompts, args.group_size, args.temperature, args, streams)
-            record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
+            asked = common.problems_from(problems, args, position)
+            groups = sampler.sample(asked, args.group_size, args.temperature, args)
         with record.phase("verify"):
             common.verify(verifier, groups)
-        for group in groups if args.format_reward else ():
-            group.reward_G += torch.tensor([format_reward(rollout.text) for rollout in group.rollouts])
+        if args.format_reward:
+            for group in groups:
+                group.reward_G += torch.tensor([format_reward(rollout.text) for rollout in group.rollouts])
         position += len(groups)
         sampler.sleep()
         batch = common.Batch(groups)
@@ -344,7 +405,9 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         seed = common.seed_of(args.seed, "clip-cov", step)
-        metrics = common.drawn_metrics(groups) | learn(policy, reference, optimizer, batch, seed, record)
+        metrics = common.drawn_metrics(groups)
+        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
+        metrics.update(learn(policy, reference, optimizer, batch, seed, record))
 
         # ---- sync
         with record.phase("sync"):
@@ -354,7 +417,7 @@ def main(args: Args) -> None:
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
-                metrics |= common.evaluate(held_out, sampler, verifier, record, step)
+                metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
                 common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
             record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)

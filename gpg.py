@@ -36,6 +36,7 @@ Where the paper is silent, contradicts itself, or is departed from (docs/gpg.md 
 - Left out: evaluating the R1-distilled models as they train: its prompt and sampling are other ones.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,14 +67,17 @@ class Args(common.Args):
 
     model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id or folder with config.json and *.safetensors.
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
-    template: str = "qwen-boxed"  # qwen-boxed, open-rs, or one of sspo.py's; a text file with {problem}.
+    template: str = "qwen-boxed"
+    """qwen-boxed, open-rs, or one of sspo.py's; a text file with {problem}."""
     steps: NonNegativeInt = 1100  # Rollout steps; 0 only evaluates.
     prompts_per_step: PositiveInt = 144  # Prompts sampled in a step, or in each of its draws (P).
-    max_response_tokens: PositiveInt = 3072  # A response is cut here and scores as it stands (not given: ours).
+    max_response_tokens: PositiveInt = 3072
+    """A response is cut here and scores as it stands (not given: ours)."""
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter.
     norm: Literal["none", "group", "batch"] = "none"
     """F_norm of Eq. 6: 1, the standard deviation of the group's rewards, or of the batch's (Tables 1, 13)."""
-    normaliser: Literal["group", "response"] = "group"  # 1 / sum |o_i| (Eq. 5); 1 / G 1 / |o_i| (multimodal, released).
+    normaliser: Literal["group", "response"] = "group"
+    """1 / sum |o_i| (Eq. 5); 1 / G 1 / |o_i| (multimodal, released)."""
     accurate_gradient: bool = True
     """Scale by alpha (Eq. 7)."""
     beta_th: common.Share = 0.6
@@ -116,7 +120,8 @@ def format_reward(text: str) -> float:
     rest = rest.strip()
     inside = thoughts + rest.removeprefix("<answer>").removesuffix("</answer>")
     tagged = closed and rest.startswith("<answer>") and rest.endswith("</answer>")
-    return float(bool(tagged) and not any(tag in inside for tag in ("<think>", "</think>", "<answer>", "</answer>")))
+    again = re.search("</?(think|answer)>", inside)
+    return 1.0 if tagged and not again else 0.0
 
 
 def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.0, ref_logp_T=None):
@@ -126,10 +131,11 @@ def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.
     loss = -alpha * (weight_T * logp_T * advantage_T).sum()  # Eq. 8
     metrics = {}
     if ref_logp_T is not None:
-        kl_T = (ref_logp_T - logp_T).exp() - (ref_logp_T - logp_T) - 1  # k3
+        behind_T = ref_logp_T - logp_T
+        kl_T = behind_T.exp() - behind_T - 1  # k3
         metrics["kl"] = (weight_T * kl_T).sum()
         loss = loss + kl_coef * metrics["kl"]
-    for name, chosen_T in {"logp_positive": advantage_T > 0, "logp_negative": advantage_T < 0}.items():
+    for name, chosen_T in (("logp_positive", advantage_T > 0), ("logp_negative", advantage_T < 0)):
         if chosen_T.any():
             metrics[name] = logp_T[chosen_T].mean()
     return loss, {name: value.detach() for name, value in metrics.items()}
@@ -138,16 +144,17 @@ def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.
 # ------------------------------------------------------------------------------------------------------------ one step
 def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
-    args: Args = record.args
+    args = record.args
     world = record.world
 
     # ---- advantages, and everything else that needs no log-probs
     advantage_R = advantages(batch.reward_PG, args.norm).flatten().float()
     trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL no gradient without an advantage
     trained_T = trained_R[batch.response_T]
+    together = args.group_size if args.normaliser == "group" else 1  # responses that share a denominator
     inputs = {
         "advantage_T": advantage_R[batch.response_T],
-        "weight_T": token_weights(batch.length_R, args.group_size if args.normaliser == "group" else 1).float(),
+        "weight_T": token_weights(batch.length_R, together).float(),
         "alpha": alpha(batch.reward_PG) if args.accurate_gradient else 1.0,
         "kl_coef": args.kl_coef,
     }
@@ -201,9 +208,10 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        **common.sampler_gap(logp_T, sampled_T),
-        **{name: value.item() for name, value in means.items()},
     }
+    for name, value in means.items():
+        metrics[name] = value.item()
+    metrics.update(common.sampler_gap(logp_T, sampled_T))
     if trained_T.any():
         metrics["entropy"] = entropy_T.double().mean().item()
     return metrics
@@ -223,7 +231,9 @@ def main(args: Args) -> None:
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
+    reference = None
+    if args.kl_coef:
+        reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -241,28 +251,30 @@ def main(args: Args) -> None:
         drawn: list[common.Group] = []
         for _ in range(args.max_draws):
             with record.phase("sample"):
-                prompts = common.problems_from(problems, args, position)
-                streams = [("train", position, p) for p in range(len(prompts))]
-                groups = sampler.sample(prompts, args.group_size, args.temperature, args, streams)
-                record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
+                asked = common.problems_from(problems, args, position)
+                groups = sampler.sample(asked, args.group_size, args.temperature, args)
             with record.phase("verify"):
                 common.verify(verifier, groups)
-            for group in groups if args.format_reward else ():
-                group.reward_G += torch.tensor([format_reward(rollout.text) for rollout in group.rollouts])
+            if args.format_reward:
+                for group in groups:
+                    group.reward_G += torch.tensor([format_reward(rollout.text) for rollout in group.rollouts])
             drawn += groups
             position += len(groups)
-            valid_P = common.valid(torch.stack([group.reward_G for group in drawn]))
+            reward_PG = torch.stack([group.reward_G for group in drawn])
+            valid_P = common.valid(reward_PG)
             if valid_P.sum().item() / args.prompts_per_step >= args.beta_th:
                 break
         else:
             record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
         sampler.sleep()
-        batch = common.Batch(common.first_valid(drawn, valid_P, args.prompts_per_step))
+        chosen = common.first_valid(drawn, valid_P, args.prompts_per_step)
+        batch = common.Batch(chosen)
 
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
-        metrics |= learn(policy, reference, optimizer, batch, record)
+        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
+        metrics.update(learn(policy, reference, optimizer, batch, record))
 
         # ---- sync
         with record.phase("sync"):
@@ -272,7 +284,7 @@ def main(args: Args) -> None:
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
-                metrics |= common.evaluate(held_out, sampler, verifier, record, step)
+                metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
                 common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
             record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)

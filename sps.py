@@ -59,13 +59,17 @@ class Args(common.Args):
     """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2)."""
 
     dataset: str = "Elliott/Openr1-Math-46k-8192"
-    subset: NonNegativeInt = 3000  # Train on so many, drawn by --seed (section 5.1: 3k, 5k, 10k). 0: on all.
+    subset: NonNegativeInt = 3000
+    """Train on so many, drawn by --seed (section 5.1: 3k, 5k, 10k). 0: on all."""
     steps: NonNegativeInt = 700  # RL steps (section 5.2); 0 only evaluates.
-    prompts_per_step: PositiveInt = 16  # Prompts sampled in a step (P): 128 completions (section 5.1).
-    max_response_tokens: PositiveInt = 3072  # A response is cut here and scores as it stands (ours).
+    prompts_per_step: PositiveInt = 16
+    """Prompts sampled in a step (P): 128 completions (section 5.1)."""
+    max_response_tokens: PositiveInt = 3072
+    """A response is cut here and scores as it stands (ours)."""
     lr: NonNegativeFloat = 5e-7  # AdamW's largest learning rate in RL stages (section 5.1).
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter (ms-swift's default).
-    adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)  # How much AdamW's moments keep (ms-swift).
+    adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)
+    """How much AdamW's moments keep (ms-swift)."""
     updates_per_step: PositiveInt = 1
     """Optimiser steps on one rollout batch, each on its own prompts. 4: the other reading of section 5.1 (ours)."""
     kl_coef: NonNegativeFloat = 0.01
@@ -92,56 +96,64 @@ CLIP = {"low": 0.8, "high": 1.2}
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG: torch.Tensor) -> torch.Tensor:
+def advantages(reward_PG) -> torch.Tensor:
     """Return advantage_PG (Eq. 25): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
-    advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 25
+    advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
+    advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 25
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
-def token_weights(length_R: torch.Tensor, normaliser: str = "response") -> torch.Tensor:
+def token_weights(length_R, normaliser: str = "response") -> torch.Tensor:
     """Return weight_T, the factor in front of each token of these responses, which sums to 1. response: 1/R 1/|y_i|,
     the mean over prompts, 1/G and 1/|y_i| of Eq. 23. token: 1 / sum |y_i|, Eq. 4."""
-    per_response_R = length_R if normaliser == "response" else length_R.double().mean().expand(len(length_R))
-    return (1 / (len(length_R) * per_response_R.double())).repeat_interleave(length_R)
+    tokens_R = length_R.double()
+    if normaliser == "token":
+        tokens_R = tokens_R.mean().expand(len(length_R))
+    weight_R = 1 / (len(length_R) * tokens_R)
+    return weight_R.repeat_interleave(length_R)
 
 
 def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, weight_T, low: float, high: float, kl_coef: float):
     """Return the RL loss of these tokens and metrics: kl, its KL term without coefficient (nats, weighted alike)."""
     ratio_T = (logp_T - old_logp_T).exp()
-    surrogate_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low, high) * advantage_T)
-    kl_T = (ref_logp_T - logp_T).exp() - (ref_logp_T - logp_T) - 1  # k3
-    loss = (weight_T * (kl_coef * kl_T - surrogate_T)).sum()  # Eq. 23
-    return loss, {"kl": (weight_T * kl_T).sum().detach()}
+    free_T = ratio_T * advantage_T
+    clipped_T = ratio_T.clamp(low, high) * advantage_T
+    behind_T = ref_logp_T - logp_T
+    kl_T = behind_T.exp() - behind_T - 1  # k3
+    loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_T))).sum()  # Eq. 23
+    kl = (weight_T * kl_T).sum()
+    return loss, {"kl": kl.detach()}
 
 
-def choose_demonstrations(
-    mean_logp_PG: torch.Tensor, reward_PG: torch.Tensor, k: int, how: str, generator: torch.Generator | None = None
-) -> list[tuple[int, int]]:
+def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=None) -> list[tuple[int, int]]:
     """Return the (prompt, response) numbers of the demonstrations among a step's rollouts, k for each prompt, in order.
     l2te: the wrong responses of lowest mean log-prob, filled up with the right ones of lowest. uniform: k at random,
     with `generator`. quantile: the k P responses of lowest mean log-prob of all prompts. Of equals the first."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
-        chosen = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1
-        return [divmod(number, group) for number in chosen.sort().values.tolist()]
+        lowest = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1
+        return [divmod(number, group) for number in lowest.sort().values.tolist()]
     if how == "uniform":
         order_PG = torch.rand(prompts, group, generator=generator).argsort(1)
     else:
         by_logp_PG = mean_logp_PG.argsort(dim=1, stable=True)
         right_PG = (reward_PG >= 1).long().gather(1, by_logp_PG)
         order_PG = by_logp_PG.gather(1, right_PG.argsort(dim=1, stable=True))  # L2TE
-    return [(p, g) for p, chosen in enumerate(order_PG[:, :k].sort(1).values.tolist()) for g in chosen]
+    chosen_PG = order_PG[:, :k].sort(1).values
+    return [(p, g) for p, chosen in enumerate(chosen_PG.tolist()) for g in chosen]
 
 
-def irl_loss(logp_T: torch.Tensor, weight_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def irl_loss(logp_T, weight_T) -> tuple[torch.Tensor, dict]:
     """Return the IRL loss of these tokens, nats, and metrics: probability, the mean one of a token, weighted alike."""
-    return -(weight_T * logp_T).sum(), {"probability": (weight_T * logp_T.exp()).sum().detach()}  # Eq. 4
+    loss = -(weight_T * logp_T).sum()  # Eq. 4
+    probability = (weight_T * logp_T.exp()).sum()
+    return loss, {"probability": probability.detach()}
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
 def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
-    args: Args = record.args
+    args = record.args
     world = record.world
 
     # ---- advantages, and everything else that needs no log-probs
@@ -149,19 +161,24 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL no gradient without an advantage
     trained_T = trained_R[batch.response_T]
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
-    lengths = [batch.length_R[update_R == update] for update in range(args.updates_per_step)]
-    weight_T = torch.cat([token_weights(each) for each in lengths]).float()
-    costs = [batch.total_R * (trained_R & (update_R == update)) for update in range(args.updates_per_step)]
-    plans = [common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank] for cost_R in costs]
+    weights = []
+    costs = []
+    plans = []
+    for update in range(args.updates_per_step):
+        mine_R = update_R == update
+        weights.append(token_weights(batch.length_R[mine_R]))
+        cost_R = batch.total_R * (mine_R & trained_R)
+        costs.append(cost_R.sum().item())
+        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
 
     # ---- old and reference log-probs, over the micro-batches that the updates will use
     micro_batches = [responses for plan in plans for responses in plan]
-    record.tokens["old_logp"] += sum(costs).sum().item()
+    record.tokens["old_logp"] += sum(costs)
     with record.phase("old_logp"):
         old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)
     ref_logp_T = old_logp_T
     if reference is not None:
-        record.tokens["reference"] += sum(costs).sum().item()
+        record.tokens["reference"] += sum(costs)
         with record.phase("reference"):
             ref_logp_T, _ = common.score(reference, batch, micro_batches, world)
     truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
@@ -169,7 +186,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
         "old_logp_T": old_logp_T,
         "ref_logp_T": ref_logp_T,
         "advantage_T": advantage_R[batch.response_T] * truncated_T,
-        "weight_T": weight_T,
+        "weight_T": torch.cat(weights).float(),
         "kl_coef": args.kl_coef,
         **CLIP,
     }
@@ -177,10 +194,10 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     # ---- updates
     logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
-    for update, plan in enumerate(plans):
-        if not trained_R[update_R == update].any():
+    for cost, plan in zip(costs, plans, strict=True):
+        if cost == 0:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += costs[update].sum().item()
+        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
@@ -201,6 +218,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
 
     # ---- metrics: the same functions on the whole step
     logp_T = world.all_reduce(logp_T)[trained_T]
+    old_logp_T = old_logp_T[trained_T]
     loss, means = policy_loss(logp_T, **common.cut(inputs, trained_T))
     metrics = {
         "loss": loss.item() / args.updates_per_step,
@@ -208,8 +226,8 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        **common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]),
     }
+    metrics.update(common.sampler_gap(old_logp_T, batch.sampler_logp_T[trained_T]))
     if reference is not None:
         metrics["kl"] = means["kl"].item() / args.updates_per_step
     if trained_T.any():
@@ -220,10 +238,15 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
 def learn_irl(policy, batches, record) -> dict[str, float]:
     """Train on an IRL stage's batches of demonstrations with an AdamW of the stage's own; return means over them, and
     the loss of the last and the shares of weights that the stage moved; the same on every rank."""
-    args: Args = record.args
+    args = record.args
     world = record.world
-    adamw = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.irl_lr, **adamw)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=args.irl_lr,
+        betas=args.adam_betas,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
     before = [weights.to("cpu", copy=True) for weights in shards(policy)]
     rows = []
     grad_norms = []
@@ -248,14 +271,19 @@ def learn_irl(policy, batches, record) -> dict[str, float]:
         else:
             record.skip_update(norm)
         loss, means = irl_loss(world.all_reduce(logp_T), **inputs)
-        row = {"loss": loss.item(), "probability": means["probability"].item()}
-        row["response_length"] = batch.length_R.double().mean().item()
-        row["wrong_share"] = (batch.reward_PG < 1).double().mean().item()
+        row = {
+            "irl/loss": loss.item(),
+            "irl/probability": means["probability"].item(),
+            "irl/response_length": batch.length_R.double().mean().item(),
+            "irl/wrong_share": (batch.reward_PG < 1).double().mean().item(),
+        }
         rows.append(row)
-    moved, moved_bf16 = (moved_share(before, shards(policy), dtype, world) for dtype in (torch.float32, torch.bfloat16))
-    metrics = {f"irl/{name}": sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    metrics = {name: sum(row[name] for row in rows) / len(rows) for name in row}
+    metrics["irl/loss_last"] = row["irl/loss"]
     metrics["irl/grad_norm"] = sum(grad_norms) / max(1, len(grad_norms))
-    return metrics | {"irl/loss_last": loss.item(), "irl/moved_share": moved, "irl/moved_share_bf16": moved_bf16}
+    metrics["irl/moved_share"] = moved_share(before, shards(policy), torch.float32, world)
+    metrics["irl/moved_share_bf16"] = moved_share(before, shards(policy), torch.bfloat16, world)
+    return metrics
 
 
 def shards(policy) -> list[torch.Tensor]:
@@ -263,50 +291,70 @@ def shards(policy) -> list[torch.Tensor]:
     return [parameter.detach().to_local() for parameter in policy.parameters()]
 
 
-def moved_share(before: list[torch.Tensor], after: list[torch.Tensor], dtype: torch.dtype, world) -> float:
+def moved_share(before: list[torch.Tensor], after: list[torch.Tensor], dtype, world) -> float:
     """Return the share of weights, over all ranks, that differ once both are rounded to `dtype`."""
-    moved = sum((a.to(b.device, dtype) != b.to(dtype)).sum().item() for a, b in zip(before, after, strict=True))
-    moved, count = world.all_reduce(torch.tensor([moved, sum(a.numel() for a in before)]).double()).tolist()
+    moved = 0
+    count = 0
+    for old, new in zip(before, after, strict=True):
+        moved += (old.to(new.device, dtype) != new.to(dtype)).sum().item()
+        count += old.numel()
+    moved, count = world.all_reduce(torch.tensor([moved, count]).double()).tolist()
     return moved / count
 
 
-def movable_share(weights: list[torch.Tensor], lr: float, dtype: torch.dtype, world) -> float:
+def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float:
     """Return the share that AdamW's first step, lr in size, away from 0, would move."""
     return moved_share(weights, [each + lr * each.sign() for each in weights], dtype, world)
 
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
-def keep_demonstrations(folder: Path, step: int, groups: list[common.Group], args: Args) -> None:
+def keep_demonstrations(folder: Path, step: int, groups: list[common.Group], args) -> None:
     """Write the demonstrations among an RL step's groups to step-<step>.pt, groups of one."""
-    mean_logp = [[rollout.logp.mean(dtype=np.float64) for rollout in group.rollouts] for group in groups]
+    mean_logp = []
+    for group in groups:
+        mean_logp.append([rollout.logp.mean(dtype=np.float64) for rollout in group.rollouts])
     mean_logp_PG = torch.tensor(mean_logp, dtype=torch.float64)
     reward_PG = torch.stack([group.reward_G for group in groups])
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "demonstrations", step))
-    kept = [
-        common.Group(groups[p].problem, [groups[p].rollouts[g]], reward_G=reward_PG[p, g : g + 1].clone())
-        for p, g in choose_demonstrations(mean_logp_PG, reward_PG, args.demonstrations, args.choose, generator)
-    ]
+    chosen = choose_demonstrations(
+        mean_logp_PG,
+        reward_PG,
+        k=args.demonstrations,
+        how=args.choose,
+        generator=generator,
+    )
+    kept = []
+    for p, g in chosen:
+        alone = common.Group(
+            groups[p].problem,
+            rollouts=[groups[p].rollouts[g]],
+            reward_G=reward_PG[p, g : g + 1].clone(),
+        )
+        kept.append(alone)
     folder.mkdir(exist_ok=True)
     torch.save(kept, folder / "partial")
     (folder / "partial").rename(folder / f"step-{step:05d}.pt")
 
 
-def stage_lengths(args: Args, problems: int) -> tuple[int, int]:
+def stage_lengths(args, problems: int) -> tuple[int, int]:
     """Return the steps of an RL stage and of an IRL stage. A pass that ends within a step takes the whole step."""
     rl_steps = args.rl_steps or max(1, math.ceil(args.rl_passes * problems / args.prompts_per_step))
     chosen = rl_steps * args.prompts_per_step * args.demonstrations
-    return rl_steps, args.irl_steps or math.ceil(args.irl_passes * chosen / args.irl_batch)
+    irl_steps = args.irl_steps or math.ceil(args.irl_passes * chosen / args.irl_batch)
+    return rl_steps, irl_steps
 
 
 def demonstrations(folder: Path, steps: range, count: int, seed: int) -> list[common.Group]:
     """Return `count` of the demonstrations kept in a stage's `steps`, drawn without replacement while they last. Raises
     FileNotFoundError for those that are gone."""
-    files = [folder / f"step-{step:05d}.pt" for step in steps]
-    kept = [group for file in files for group in torch.load(file, weights_only=False)]
+    kept = []
+    for step in steps:
+        kept += torch.load(folder / f"step-{step:05d}.pt", weights_only=False)
     generator = torch.Generator().manual_seed(seed)
-    passes = math.ceil(count / len(kept))
-    order = torch.cat([torch.randperm(len(kept), generator=generator) for _ in range(passes)])
-    return [kept[number] for number in order[:count].tolist()]
+    order = []
+    while len(order) < count:
+        order += torch.randperm(len(kept), generator=generator).tolist()
+    return [kept[number] for number in order[:count]]
 
 
 def forget_demonstrations(folder: Path, checkpoints: Path, rl_steps: int) -> None:
@@ -330,14 +378,17 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     rl_steps, irl_steps = stage_lengths(args, len(problems))
-    short = f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage would come (--irl-steps 0?)"
-    common.need(not irl_steps or not 0 < args.steps < rl_steps, short)
+    if irl_steps and 0 < args.steps < rl_steps:
+        never = f"an RL stage has {rl_steps}, so no IRL stage would come (--irl-steps 0?)"
+        raise ValueError(f"--steps {args.steps}: {never}")
     verifier = common.Verifier(args, world)
     record = common.Record(args, "sps", world)
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu") if args.kl_coef else None
+    reference = None
+    if args.kl_coef:
+        reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -346,10 +397,12 @@ def main(args: Args) -> None:
         fused=True,
     )
     start, position = common.resume(policy, optimizer, record)
-    if irl_steps and (share := movable_share(shards(policy), args.irl_lr, torch.float32, world)) < 0.99:
+    if irl_steps:
+        share = movable_share(shards(policy), args.irl_lr, torch.float32, world)
         sampled = movable_share(shards(policy), args.irl_lr, torch.bfloat16, world)
-        moves = f"a step of that size moves {share:.1%} of the float32 weights, the others round it away"
-        record.say(f"--irl-lr {args.irl_lr}: {moves}; {sampled:.2%} as bfloat16 has them. See docs/sps.md")
+        if share < 0.99:
+            moves = f"a step of that size moves {share:.1%} of the float32 weights, the others round it away"
+            record.say(f"--irl-lr {args.irl_lr}: {moves}; {sampled:.2%} as bfloat16 has them. See docs/sps.md")
     sampler.load(policy)
     if not start:
         record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
@@ -357,10 +410,8 @@ def main(args: Args) -> None:
     for step in range(start + 1, args.steps + 1):
         # ---- stage 1: sample and verify
         with record.phase("sample"):
-            prompts = common.problems_from(problems, args, position)
-            streams = [("train", position, p) for p in range(len(prompts))]
-            groups = sampler.sample(prompts, args.group_size, args.temperature, args, streams)
-            record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
+            asked = common.problems_from(problems, args, position)
+            groups = sampler.sample(asked, args.group_size, args.temperature, args)
         with record.phase("verify"):
             common.verify(verifier, groups)
         position += len(groups)
@@ -372,17 +423,22 @@ def main(args: Args) -> None:
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = common.drawn_metrics(groups) | learn(policy, reference, optimizer, batch, record)
+        metrics = common.drawn_metrics(groups)
+        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
+        metrics.update(learn(policy, reference, optimizer, batch, record))
 
         # ---- stage 2: the demonstrations, all in one step; a checkpoint is before or after it
         if irl_steps and step % rl_steps == 0:
             with record.phase("irl"):
+                stage = range(step - rl_steps + 1, step + 1)
                 seed = common.seed_of(args.seed, "irl", step)
-                drawn = demonstrations(kept, range(step - rl_steps + 1, step + 1), irl_steps * args.irl_batch, seed)
-                starts = range(0, len(drawn), args.irl_batch)
-                batches = [common.Batch(drawn[first : first + args.irl_batch]) for first in starts]
-                metrics |= learn_irl(policy, batches, record)
-                record.tokens["irl"] += sum(each.total_R.sum().item() for each in batches)
+                drawn = demonstrations(kept, stage, irl_steps * args.irl_batch, seed)
+                batches = []
+                for first in range(0, len(drawn), args.irl_batch):
+                    batch_irl = common.Batch(drawn[first : first + args.irl_batch])
+                    record.tokens["irl"] += batch_irl.total_R.sum().item()
+                    batches.append(batch_irl)
+                metrics.update(learn_irl(policy, batches, record))
 
         # ---- sync
         with record.phase("sync"):
@@ -392,7 +448,7 @@ def main(args: Args) -> None:
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
-                metrics |= common.evaluate(held_out, sampler, verifier, record, step)
+                metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
                 common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
             record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)

@@ -41,18 +41,22 @@ import common
 class Args(common.Args):
     """SSPO on Qwen2.5-Math-1.5B (§5.2). 7B: --model Qwen/Qwen2.5-Math-7B --alpha 0.15 (§5.2 prints 0.1) --gamma 2.2."""
 
-    updates_per_step: PositiveInt = 4  # Optimiser steps on one rollout batch, each on its own prompts (ours).
+    updates_per_step: PositiveInt = 4
+    """Optimiser steps on one rollout batch, each on its own prompts (ours)."""
     delimiter: str = r"\n\n"
     r"""Ends a segment: \n\n (§6.2.2), \n, . or any ASCII text; empty: one segment (GSPO); token: every token (GRPO)."""
-    clip: Literal["entropy", "fixed"] = "entropy"  # entropy: Eqs. 14 and 15; fixed: 1 - clip_low to 1 + clip_high.
+    clip: Literal["entropy", "fixed"] = "entropy"
+    """entropy: Eqs. 14 and 15; fixed: 1 - clip_low to 1 + clip_high."""
     alpha: float = 0.0  # Slack of the upper bound (Table 4). To try: see gamma.
     beta: float = 0.8
     """Cap of the lower bound (Table 4). To try: 1 - segment_entropy, at_beta_share neither 0 nor 1 (§6.2.3)."""
     gamma: float = 1.75
     """Cap of the upper bound (Table 4). To try: 1 + alpha + segment_entropy, p50 to p95, and a margin (§6.2.3)."""
-    clip_low: NonNegativeFloat = 0.2  # With --clip fixed. Not given for "+SIR"; the usual PPO value.
+    clip_low: NonNegativeFloat = 0.2
+    """With --clip fixed. Not given for "+SIR"; the usual PPO value."""
     clip_high: NonNegativeFloat = 0.2  # With --clip fixed. 0.28 is Table 1's clip-high.
-    scale_advantage: bool = True  # Divide by the group's standard deviation (Eq. 8); Dr. GRPO does not.
+    scale_advantage: bool = True
+    """Divide by the group's standard deviation (Eq. 8); Dr. GRPO does not."""
     normaliser: Literal["response", "token", "constant"] = "response"
     """response: 1/G 1/|y_i| (Eq. 16); token: 1 / the update's tokens (DAPO); constant: 1/G 1/max length (Dr. GRPO)."""
     valid_share: common.Share = 0.0
@@ -100,10 +104,14 @@ def clip_bounds(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: float
     return low_S, high_S
 
 
-def clip_summary(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: float) -> dict[str, float]:
+def clip_summary(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: float) -> dict:
     """Return percentiles of the entropy (nats) of these segments, and the shares whose bounds are gamma and beta."""
-    capped = {"at_gamma_share": 1 + alpha + entropy_S >= gamma, "at_beta_share": 1 - entropy_S >= beta}
-    summary = {name: capped_S.double().mean().item() for name, capped_S in capped.items()}
+    at_gamma_S = 1 + alpha + entropy_S >= gamma
+    at_beta_S = 1 - entropy_S >= beta
+    summary = {
+        "at_gamma_share": at_gamma_S.double().mean().item(),
+        "at_beta_share": at_beta_S.double().mean().item(),
+    }
     for percent in (5, 25, 50, 75, 95, 99):
         summary[f"segment_entropy/p{percent}"] = float(np.percentile(entropy_S, percent))
     return summary
@@ -132,9 +140,14 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
     clipped_T = ratio_T.clamp(low_S[segment_T], high_S[segment_T]) * advantage_T
     loss = -(weight_T * torch.minimum(free_T, clipped_T)).sum()  # Eq. 16
     smaller_T = clipped_T < free_T
-    metrics = {"clipped_high": smaller_T[advantage_T > 0].sum(), "clipped_low": smaller_T[advantage_T < 0].sum()}
+    metrics = {
+        "clipped_high": smaller_T[advantage_T > 0].sum(),
+        "clipped_low": smaller_T[advantage_T < 0].sum(),
+    }
     if len(ratio_T):
-        metrics |= {"ratio_min": ratio_T.min(), "ratio_mean": ratio_T.mean(), "ratio_max": ratio_T.max()}
+        metrics["ratio_min"] = ratio_T.min()
+        metrics["ratio_mean"] = ratio_T.mean()
+        metrics["ratio_max"] = ratio_T.max()
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
@@ -145,15 +158,15 @@ def step_segments(batch, trained_R, tokenizer, delimiter: str) -> torch.Tensor:
     pieces = {token: tokenizer.decode([token], skip_special_tokens=True) for token in used}  # a stop token has no text
     segment_T = []
     for rollout, trained in zip(batch.rollout_R, trained_R.tolist(), strict=True):
+        texts = [pieces[token] for token in rollout.ids.tolist()]
         first = segment_T[-1] + 1 if segment_T else 0
-        numbers = segments([pieces[token] for token in rollout.ids.tolist()], delimiter if trained else "")
-        segment_T += [first + number for number in numbers]
+        segment_T += [first + number for number in segments(texts, delimiter if trained else "")]
     return torch.tensor(segment_T, dtype=torch.long)
 
 
 def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
-    args: Args = record.args
+    args = record.args
     world = record.world
 
     # ---- advantages, and everything else that needs no log-probs
@@ -162,13 +175,18 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     trained_T = trained_R[batch.response_T]
     segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
-    lengths = [batch.length_R[update_R == update] for update in range(args.updates_per_step)]
-    weight_T = torch.cat([token_weights(each, args.normaliser, args.max_response_tokens) for each in lengths]).float()
-    costs = [batch.total_R * (trained_R & (update_R == update)) for update in range(args.updates_per_step)]
-    plans = [common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank] for cost_R in costs]
+    weights = []
+    costs = []
+    plans = []
+    for update in range(args.updates_per_step):
+        mine_R = update_R == update
+        weights.append(token_weights(batch.length_R[mine_R], args.normaliser, args.max_response_tokens))
+        cost_R = batch.total_R * (mine_R & trained_R)
+        costs.append(cost_R.sum().item())
+        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
 
     # ---- old log-probs and entropies, over the micro-batches that the updates will use
-    record.tokens["old_logp"] += sum(costs).sum().item()
+    record.tokens["old_logp"] += sum(costs)
     with record.phase("old_logp"):
         micro_batches = [responses for plan in plans for responses in plan]
         old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)  # Eq. 12
@@ -184,16 +202,16 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
         "segment_T": segment_T,
         "low_S": low_S,
         "high_S": high_S,
-        "weight_T": weight_T,
+        "weight_T": torch.cat(weights).float(),
     }
 
     # ---- updates
     logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
-    for update, plan in enumerate(plans):
-        if not trained_R[update_R == update].any():
+    for cost, plan in zip(costs, plans, strict=True):
+        if cost == 0:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += costs[update].sum().item()
+        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
@@ -214,26 +232,29 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
 
     # ---- metrics: the same functions on the whole step
     logp_T = world.all_reduce(logp_T)[trained_T]
+    old_logp_T = old_logp_T[trained_T]
     loss, ratios = policy_loss(logp_T, **common.cut(inputs, trained_T))
-    high, low = (ratios.pop(name).item() / len(trained_T) for name in ("clipped_high", "clipped_low"))
+    high = ratios.pop("clipped_high").item() / len(trained_T)
+    low = ratios.pop("clipped_low").item() / len(trained_T)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "clip_fraction": high + low,
         "clip_fraction_high": high,
         "clip_fraction_low": low,
-        **{name: value.item() for name, value in ratios.items()},
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
         "lr": optimizer.param_groups[0]["lr"],
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
-        **common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]),
     }
+    for name, value in ratios.items():
+        metrics[name] = value.item()
+    metrics.update(common.sampler_gap(old_logp_T, batch.sampler_logp_T[trained_T]))
     if trained_T.any():
-        metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         trained_S = segment_T[trained_T].unique()
+        metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         metrics["segments_per_response"] = len(trained_S) / trained_R.sum().item()
         if args.clip == "entropy":
-            metrics |= clip_summary(entropy_S[trained_S], args.alpha, args.beta, args.gamma)
+            metrics.update(clip_summary(entropy_S[trained_S], args.alpha, args.beta, args.gamma))
     return metrics
 
 
@@ -270,10 +291,8 @@ def main(args: Args) -> None:
         drawn: list[common.Group] = []
         for _ in range(args.max_draws):
             with record.phase("sample"):
-                prompts = common.problems_from(problems, args, position)
-                streams = [("train", position, p) for p in range(len(prompts))]
-                groups = sampler.sample(prompts, args.group_size, args.temperature, args, streams)
-                record.tokens["sample"] += sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
+                asked = common.problems_from(problems, args, position)
+                groups = sampler.sample(asked, args.group_size, args.temperature, args)
             with record.phase("verify"):
                 common.verify(verifier, groups)
             for group in groups:
@@ -281,18 +300,21 @@ def main(args: Args) -> None:
                 group.reward_G += overlong_penalty(length_G, args.max_response_tokens, args.overlong_buffer)
             drawn += groups
             position += len(groups)
-            valid_P = common.valid(torch.stack([group.correct_G for group in drawn]) >= 1)  # DAPO: whatever the penalty
+            correct_PG = torch.stack([group.correct_G for group in drawn])
+            valid_P = common.valid(correct_PG >= 1)  # DAPO: whatever the penalty
             if valid_P.sum().item() / args.prompts_per_step >= args.valid_share:
                 break
         else:
             record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
         sampler.sleep()
-        batch = common.Batch(common.first_valid(drawn, valid_P, args.prompts_per_step, args.updates_per_step))
+        chosen = common.first_valid(drawn, valid_P, args.prompts_per_step, args.updates_per_step)
+        batch = common.Batch(chosen)
 
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
-        metrics |= learn(policy, optimizer, batch, tokenizer, record)
+        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
+        metrics.update(learn(policy, optimizer, batch, tokenizer, record))
 
         # ---- sync
         with record.phase("sync"):
@@ -302,7 +324,7 @@ def main(args: Args) -> None:
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
             with record.phase("evaluate"):
-                metrics |= common.evaluate(held_out, sampler, verifier, record, step)
+                metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
                 common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
             record.samples(f"train-step{step:05d}", batch.groups)
         record.step(step, metrics)

@@ -111,8 +111,12 @@ def make_verifier(workers: int = 2, **options):
     from common import Verifier
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "cpu_count", lambda: workers)
-        return Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=1), **options)
+        patch.setattr(os, "sched_getaffinity", lambda process: range(workers))
+        for name, value in options.items():
+            patch.setattr(Verifier, name, value)
+        verifier = Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=1))
+    vars(verifier).update(options)
+    return verifier
 
 
 def central_differences(value, logp, step: float = 1e-6) -> torch.Tensor:

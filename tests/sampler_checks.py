@@ -32,7 +32,7 @@ found = {}
 
 
 def sampled(stream, n=3, temperature=args.temperature):
-    return sampler.sample(problems, n, temperature, args, [(stream, p) for p in range(len(problems))])
+    return sampler.sample({(stream, p): problem for p, problem in enumerate(problems)}, n, temperature, args)
 
 
 def ids(groups):
@@ -68,7 +68,7 @@ found["gap with stale weights"] = gap(sampled("a"))
 bound = replace(args, max_total_tokens=160)
 found["room"] = [
     [one.truncated, len(group.problem.prompt_ids), len(one.ids)]
-    for group in sampler.sample(problems, 3, args.temperature, bound, [("a", p) for p in range(len(problems))])
+    for group in sampler.sample({("a", p): problem for p, problem in enumerate(problems)}, 3, args.temperature, bound)
     for one in group.rollouts
 ]
 sampler.load(policy)

@@ -1,5 +1,6 @@
-"""Every experiment that `./run.sh help` names: its command line parses, and its flags pass the checks before a run."""
+"""Every experiment of run.sh: its command has its method's flags, parses, and passes the checks before a run."""
 
+import functools
 import importlib
 import os
 import re
@@ -8,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,21 +30,18 @@ def run_sh(*arguments: str) -> str:
     ).stdout
 
 
-def experiments() -> dict[str, str]:
-    """Return {METHOD-SIZE: script} from the text of `./run.sh help`."""
-    found = {}
-    for script, head, rows in re.findall(r"^METHOD of (\S+), SIZE ([^:]+):\n((?:  .*\n)+)", run_sh("help"), re.M):
-        sizes = re.split(r",\s+|\s+or ", re.sub(r"\s*\([^)]*\)", "", head))
-        methods = [name for names in re.findall(r"^  (\S.*?)  ", rows, re.M) for name in names.split(", ")]
-        found |= {f"{method}-{size}": script for method in methods for size in sizes}
+@functools.cache
+def table() -> dict[str, tuple[str, list[str]]]:
+    """Return {METHOD-SIZE: (script, the method's flags)}, which `./run.sh list` prints."""
+    rows = [line.split("\t") for line in run_sh("list").splitlines()]
+    found = {name: (script, shlex.split(flags)) for name, script, flags in rows}
+    assert len(found) == len(rows)
     return found
 
 
-def methods_of_run_sh() -> set[str]:
-    """Return the methods that run.sh's own table has."""
-    labels = re.findall(r"^    ([a-z].*?)\) flags=", (ROOT / "run.sh").read_text(), re.M)
-    names = {name for label in labels for name in label.split(" | ")}
-    return names - {"sps-k[1-5]"} | {f"sps-k{k}" for k in range(1, 6)}
+def experiments() -> dict[str, str]:
+    """Return {METHOD-SIZE: script}."""
+    return {name: script for name, (script, _) in table().items()}
 
 
 @pytest.fixture
@@ -54,8 +53,30 @@ def script(request, monkeypatch):
     return request.param, runpy.run_path(str(ROOT / request.param))
 
 
-def test_help_names_every_method():
-    assert {name.partition("-toy")[0] for name in experiments() if name.endswith("-toy")} == methods_of_run_sh()
+def test_help_prints_the_table():
+    found = []
+    for script, sizes, rows in re.findall(r"^METHOD of (\S+), SIZE (.*):\n((?:  .*\n)+)", run_sh("help"), re.M):
+        methods = re.findall(r"^  (\S+)  +\S", rows, re.M)
+        found += [(f"{method}-{size}", script) for method in methods for size in sizes.split(", ")]
+    assert sorted(found) == sorted(experiments().items())
+
+
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("gpg-g2-rs1", "gpg-a-rs1"),  # GPG-RS's groups have 6
+        ("grpo-1.5b-3k", "sps-grpo-1.5b-3k"),
+        ("sspo-clip-cov-toy", "clip-cov-toy"),
+        ("sspo", "sspo-toy"),
+        ("qwen", ""),
+    ],
+)
+def test_an_unknown_name_is_an_error_that_names_the_nearest(name, near):
+    done = subprocess.run(["./run.sh", name], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 2 and not done.stdout
+    found = re.findall(r"[\w.-]+\w", done.stderr.partition("The nearest are ")[2].partition(" ./run.sh help")[0])
+    assert near in found if near else not found, done.stderr
+    assert set(found) <= experiments().keys() and "./run.sh help" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["sspo", "gpg", "cwgrpo", "sps"])
@@ -73,17 +94,21 @@ def test_every_flag_is_explained(name, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("script", ["sspo.py", "gpg.py", "cwgrpo.py", "sps.py"], indirect=True)
-def test_every_experiment_passes_the_checks_before_a_run(script):
+def test_every_experiment_has_its_methods_flags_and_passes_the_checks_before_a_run(script):
     path, module = script
+    parse = functools.cache(lambda *flags: tyro.cli(module["Args"], args=flags))
     world = common.World(0, 1, 1, torch.device("cpu"), None)
-    names = [name for name, its in experiments().items() if its == path]
-    assert len(names) > 8
-    for name in names:
+    methods = {name: flags for name, (its, flags) in table().items() if its == path}
+    assert len(methods) > 8
+    for name, own in methods.items():
         command, *flags = shlex.split(run_sh(name, "--seed", "2"))
         assert command == path, name
         args = tyro.cli(module["Args"], args=flags)
-        common.validate(args, world)
+        common.validate(replace(args, dataset="fetched"), world)
         assert args.seed == 2
+        fields = {re.sub("^--(no-)?", "", word).replace("-", "_") for word in own if word.startswith("--")}
+        wanted = {field: getattr(parse(*own), field) for field in fields}
+        assert wanted == {field: getattr(args, field) for field in fields}, name
         if path == "sspo.py":  # checked in its main
             assert args.prompts_per_step % args.updates_per_step == 0, name
             assert args.overlong_buffer <= args.max_response_tokens, name
@@ -93,12 +118,20 @@ def test_every_experiment_passes_the_checks_before_a_run(script):
 def test_the_commands_of_the_docs_exist(page):
     """In the table of the paper's tables and figures; SIZE stands for any that SPS has."""
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    table = text.partition("## Tables and figures\n")[2].partition("\n## ")[0]
-    assert table
+    rows = text.partition("## Tables and figures\n")[2].partition("\n## ")[0]
+    assert rows
     size = rf"(?:toy|0\.5b|1\.5b|7b|math|rs[13]|zero|SIZE|{IMAGES})(?:-\d+k)?"
     name = rf"`(?:\./run\.sh )?([a-z][a-z0-9.-]*-{size})(?: [^`]*)?`"
-    found = {each.replace("SIZE", "1.5b-3k") for each in re.findall(name, table)}
+    found = {each.replace("SIZE", "1.5b-3k") for each in re.findall(name, rows)}
     assert len(found) > 3 and found <= experiments().keys(), found - experiments().keys()
+
+
+def test_every_experiment_that_is_written_somewhere_exists():
+    """Every `./run.sh METHOD-SIZE` of the README, the docs and the sources, but for those that stand for several."""
+    files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
+    name = r"\./run\.sh ([a-z][\w.-]*-[\w.-]*\w)(?![\w-]|\.[\w.])"
+    found = {each for file in files for each in re.findall(name, file.read_text()) if "SIZE" not in each}
+    assert len(found) > 30 and found <= experiments().keys(), found - experiments().keys()
 
 
 def test_every_method_has_a_first_experiment_of_one_recipe():
@@ -112,7 +145,8 @@ def test_every_method_has_a_first_experiment_of_one_recipe():
             assert 7473 - args.prompts_per_step < args.steps * args.prompts_per_step <= 7473, name
             assert (args.max_response_tokens, common.longest_sequence(args)) == (1024, 1536), name
             recipes[name.removesuffix("-0.5b")] = tuple(getattr(args, field) for field in same)
-    assert recipes.keys() == methods_of_run_sh()
+    toys = {f"{method}-{toy}" for method in recipes for toy in ("toy", "image-toy", "ground-toy")}
+    assert toys == {name for name in experiments() if name.endswith("toy")}
     assert len(set(recipes.values())) == 1
 
 
@@ -148,6 +182,40 @@ def test_gpus_that_pytorch_cannot_use_are_an_error_that_says_what_to_do(tmp_path
         reason, *rest = done.stderr.splitlines()
         assert re.search("cannot use them: .*(CUDA|NVIDIA)", reason) and len(rest) == 2, done.stderr
     assert subprocess.run(["./run.sh", "setup"], env=environment | {"CPU": "1"}, **pipes).returncode == 0
+
+
+def test_an_experiment_fetches_what_it_needs_at_first_use(tmp_path):
+    """From a repository of this name on this machine: git is told to take it instead of GitHub's."""
+    problems = "datasets/train/math_lvl3to5_8k/state.json"
+    origin, here = tmp_path / "understand-r1-zero", tmp_path / "here"
+    (origin / problems).parent.mkdir(parents=True)
+    (origin / problems).touch()
+    here.mkdir()
+    git = ["git", "-C", str(origin), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "problems"]):
+        subprocess.run([*git, *command], check=True)
+    environment = machine(here, "exit 0") | {"CPU": "1", "GIT_CONFIG_COUNT": "1"}
+    environment["GIT_CONFIG_KEY_0"] = f"url.file://{tmp_path}/.insteadOf"
+    environment["GIT_CONFIG_VALUE_0"] = "https://github.com/sail-sg/"
+    pipes = {"cwd": here, "text": True, "capture_output": True}
+
+    for name in ("sspo-1.5b", "gpg-image-toy"):
+        assert subprocess.run(["./run.sh", name], env=environment | {"DRY": "1"}, **pipes).returncode == 0
+    assert not (here / "data").exists()
+    ran = subprocess.run(["./run.sh", "sspo-clip-cov-7b", "--help"], env=environment, **pipes)
+    assert "can't open file" in ran.stderr and "cwgrpo.py" in ran.stderr  # the copy of run.sh has no scripts beside it
+    assert (here / "data" / origin.name / problems).exists()
+    ran = subprocess.run(["./run.sh", "gpg-image-toy", "--help"], env=environment, **pipes)
+    assert "can't open file" in ran.stderr and "toy_images.py" in ran.stderr
+
+    shutil.rmtree(here / "data")
+    (here / "requirements-cpu.txt").unlink()  # without it a set-up fails
+    assert subprocess.run(["./run.sh", "setup"], env=environment, **pipes).returncode == 1
+    for _ in range(2):  # the second time without asking the repository
+        ran = subprocess.run(["./run.sh", "data"], env=environment, **pipes)
+        assert ran.returncode == 0 and (here / "data" / origin.name / problems).exists(), ran.stderr
+        assert common.Args.dataset in ran.stdout
+        shutil.rmtree(origin, ignore_errors=True)
 
 
 def test_the_flags_of_sspos_tables_4_and_5():

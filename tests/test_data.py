@@ -193,11 +193,13 @@ def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
 def test_order_of_the_data():
     data = [common.Problem(str(n), [n], "0") for n in range(10)]
     args = common.Args(prompts_per_step=4, seed=5)
-    drawn = [p.text for position in range(0, 20, 4) for p in common.problems_from(data, args, position)]
+    drawn = [p.text for position in range(0, 20, 4) for p in common.problems_from(data, args, position).values()]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == [str(n) for n in range(10)] and drawn[:10] != drawn[10:]
-    assert drawn[8:12] == [p.text for p in common.problems_from(data, args, 8)]  # a function of the position alone
+    assert drawn[8:12] == [
+        p.text for p in common.problems_from(data, args, 8).values()
+    ]  # a function of the position alone
     args.seed = 6
-    assert drawn[:4] != [p.text for p in common.problems_from(data, args, 0)]
+    assert drawn[:4] != [p.text for p in common.problems_from(data, args, 0).values()]
 
 
 @pytest.mark.parametrize(
@@ -225,21 +227,32 @@ def test_order_of_the_data():
 def test_flags_that_cannot_work(monkeypatch, settings, message):
     world = common.World(0, 4, 4, torch.device("cpu"), None)
     monkeypatch.chdir(ROOT)
-    common.validate(common.Args(), world)
+    common.validate(common.Args(dataset="mine.jsonl"), world)
     with pytest.raises(ValueError, match=message):
-        common.validate(common.Args(**settings), world)
+        common.validate(common.Args(dataset="mine.jsonl", **settings), world)
+
+
+def test_the_default_data_must_be_fetched_first(monkeypatch, tmp_path):
+    """`torchrun sspo.py` on a fresh clone says what to do before it fetches a model."""
+    world = common.World(0, 4, 4, torch.device("cpu"), None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^--dataset data/.*: not there yet; fetch it with \./run\.sh data$"):
+        common.validate(common.Args(), world)
+    common.validate(common.Args(steps=0, eval="mine.jsonl"), world)
+    Path(common.Args.dataset).mkdir(parents=True)
+    common.validate(common.Args(), world)
 
 
 def test_track_needs_wandb(monkeypatch):
     world = common.World(0, 4, 4, torch.device("cpu"), None)
     monkeypatch.setattr("sys.path", [])
     with pytest.raises(ValueError, match="--track: needs `pip install wandb`"):
-        common.validate(common.Args(template="chat", track="mine"), world)
+        common.validate(common.Args(dataset="mine.jsonl", template="chat", track="mine"), world)
 
 
 def test_tensor_parallel_must_divide_a_node():
     world = common.World(0, 4, 4, torch.device("cuda"), None)
-    common.validate(common.Args(tensor_parallel=2), world)
+    common.validate(common.Args(dataset="mine.jsonl", tensor_parallel=2), world)
     with pytest.raises(ValueError, match="--tensor-parallel 3: legal: 1, or on GPUs a divisor of the 4 ranks"):
         common.validate(common.Args(tensor_parallel=3), world)
 
@@ -255,7 +268,7 @@ def test_tensor_parallel_must_divide_a_node():
 def test_flags_of_sspo_that_cannot_work(plain_python, capsys, settings, message):
     """One process of several says it, in one line."""
     with pytest.raises(ValueError, match=message) as found:
-        sspo.main(sspo.Args(**settings))
+        sspo.main(sspo.Args(dataset="mine.jsonl", **settings))
     for rank in "01":
         os.environ["LOCAL_RANK"] = rank
         sys.excepthook(found.type, found.value, found.tb)
@@ -298,7 +311,7 @@ def test_reward_functions(tmp_path, tokenizer):
     (tmp_path / "mine.py").write_text("def length(completion, row):\n    return len(completion) / row['goal']\n")
     source = write(tmp_path / "a.jsonl", [{"prompt": "say", "goal": 4}])
     data = common.load_problems(source, tokenizer, common.Args(template="plain", reward="x"), "--dataset")
-    world = SimpleNamespace(rank=0, size=1, local_size=1, union=lambda mine: mine)
+    world = SimpleNamespace(rank=0, size=1, local_size=1, all_gather=lambda mine: [mine])
     rollouts = [common.Rollout(None, None, text, False) for text in ("ab", "abcd")]
     verifier = common.Verifier(common.Args(reward=f"{tmp_path}/mine.py:length"), world)
     assert verifier.workers == [] and data[0].row == {"prompt": "say", "goal": 4}
@@ -322,7 +335,8 @@ def test_templates(tokenizer, tmp_path):
     )
     (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
     assert common.prompt_of("P {x}", str(tmp_path / "mine.txt"), tokenizer) == "{a} Q: P {x}\nA:"
-    common.validate(common.Args(template=str(tmp_path / "mine.txt")), common.World(0, 1, 1, torch.device("cpu"), None))
+    world = common.World(0, 1, 1, torch.device("cpu"), None)
+    common.validate(common.Args(dataset="mine.jsonl", template=str(tmp_path / "mine.txt")), world)
     with pytest.raises(ValueError, match="--template open-rs: the tokenizer of --model has no chat template"):
         common.prompt_of("P", "open-rs", tokenizer)
     chat = copy.copy(tokenizer)

@@ -56,7 +56,8 @@ def batch_of(problems: list[common.Problem]) -> common.Batch:
 def one_at_a_time(model, batch: common.Batch, temperature: float) -> torch.Tensor:
     """Return logp_T by transformers' own positions and merging, each sequence alone."""
     parts = []
-    for image, prompt, rollout in zip(batch.image_R, batch.prompt_ids_R, batch.rollout_R, strict=True):
+    for problem, rollout in zip(batch.problem_R, batch.rollout_R, strict=True):
+        image, prompt = problem.image, problem.prompt_ids
         ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
         seen = torch.zeros_like(ids)
         seen[0, : len(prompt)] = torch.tensor(prompt) == model.config.image_token_id
@@ -132,8 +133,8 @@ def test_cost_is_tokens_and_patches(models):
     batch = batch_of(problems_of(models["qwen2_vl"]))
     tokens = torch.tensor([4, 6, 25, 8, 0, 4]).repeat_interleave(2)
     assert torch.equal(batch.total_R - batch.packed_R, 4 * tokens)
-    text = len(batch.prompt_ids_R[8])
-    assert [len(ids) for ids in batch.prompt_ids_R] == [text + n + 2 * (n > 0) for n in tokens.tolist()]
+    text = len(batch.problem_R[8].prompt_ids)
+    assert [len(problem.prompt_ids) for problem in batch.problem_R] == [text + n + 2 * (n > 0) for n in tokens.tolist()]
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def seeing(models, tmp_path_factory) -> Jobs:
 
 def test_a_run_stopped_before_and_after_its_first_image_is_resumed(seeing, models, tmp_path):
     """The metrics and weights of one that was never stopped, bit for bit; AdamW has no moments of a tower unreached."""
-    order = common.problems_from(range(6), common.Args(prompts_per_step=6), 0)
+    order = list(common.problems_from(range(6), common.Args(prompts_per_step=6), 0).values())
     write_images(tmp_path / "mixed.parquet", [None if n in order[:2] else (16, 24) for n in range(6)])
     (tmp_path / "even.py").write_text("def even(completion, row):\n    return float(len(completion) % 2)\n")
     flags = ["--model", models["qwen2_vl"], "--template", "plain", "--dataset", tmp_path / "mixed.parquet"]

@@ -57,7 +57,8 @@ def test_logp_entropy_and_gradient_against_full_logits(request, monkeypatch, log
     (logp_T * weight_T).sum().backward()
 
     parts = []
-    for prompt, rollout in zip(batch.prompt_ids_R, batch.rollout_R, strict=True):
+    for problem, rollout in zip(batch.problem_R, batch.rollout_R, strict=True):
+        prompt = problem.prompt_ids
         ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
         logits = reference(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7
         logp_V = logits.log_softmax(-1)

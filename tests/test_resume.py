@@ -192,8 +192,32 @@ def test_a_lost_rank_is_said_in_one_line(tmp_path):
     assert lost.count("two.py, rank 0: another rank is gone") == 1
 
 
+def test_what_a_run_leaves_can_be_read_by_other_programs(monkeypatch, tmp_path):
+    """A shell takes the command as it was given; a metric that is not finite is null, since JSON has no NaN."""
+    words = ["sspo.py", "--delimiter", r"\n", "--eval", "", "--reward", "my file.py:f"]
+    monkeypatch.setattr(sys, "argv", words)
+    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
+    record = common.Record(sspo.Args(run_dir=str(tmp_path)), "sspo", world)
+    command = json.loads((tmp_path / "run.json").read_text())["command"]
+    printed = subprocess.run(["bash", "-c", rf"printf '%s\0' {command}"], capture_output=True, text=True, check=True)
+    assert printed.stdout.split("\0")[:-1] == words
+    record.step(1, {"reward": 0.5, "gap_max": float("nan"), "ratio_max": float("inf")})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=pytest.fail)
+    assert row["reward"] == 0.5 and row["gap_max"] is row["ratio_max"] is None
+
+
+def test_torchruns_summary_repeats_a_refused_flag():
+    """torchrun prints forty lines of its own behind it, so the line must stand among the last."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "sspo.py", "--template", "x"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr.splitlines()
+    assert [line for line in output[-3:] if "sspo.py: --template x: legal: plain" in line], "\n".join(output)
+    before = [line for line in output if "sspo.py: --template x" in line and "traceback" not in line]
+    assert len(before) == 1, "one process of several says it"
+
+
 def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, sspo_run, tmp_path):
-    world = SimpleNamespace(rank=1, size=1, gather=lambda thing: [thing])
+    world = SimpleNamespace(rank=1, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
     about = json.loads((cwgrpo_run.folder / "run.json").read_text())["args"]
     about["adam_betas"] = tuple(about["adam_betas"])
 
@@ -210,6 +234,8 @@ def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, sspo_run, tmp_path
     kept = json.loads((sspo_run.folder / "run.json").read_text())["args"] | {"resume": True}
     with pytest.raises(ValueError, match="--resume with --eval x: the run was started with"):  # --keep-best compares
         common.Record(sspo.Args(**kept | {"adam_betas": tuple(kept["adam_betas"]), "eval": "x"}), "sspo", world)
+    with pytest.raises(ValueError, match=r"--resume: .* holds a run of cwgrpo\.py, not of mine\.py"):
+        common.Record(cwgrpo.Args(**about | {"resume": True}), "mine", world)
     with pytest.raises(ValueError, match=r"no run\.json there"):
         record(resume=True, run_dir=str(tmp_path))
     with pytest.raises(ValueError, match=r"--resume with --run-dir \(empty\)"):

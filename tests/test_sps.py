@@ -228,7 +228,7 @@ def test_what_a_step_of_5e_10_does_to_a_weight():
 
     torch.manual_seed(0)
     weights = torch.randn(100_000) * 0.02
-    world = type("World", (), {"sum": staticmethod(lambda x: x)})
+    world = type("World", (), {"all_reduce": staticmethod(lambda x: x)})
     share = sps.movable_share([weights], 5e-10, torch.float32, world)
     assert share == pytest.approx((weights.abs() < 2**-6).float().mean().item(), abs=0.002)  # 56 %: 44 % never move
     assert 0.55 < share < 0.58

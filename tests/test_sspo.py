@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TOY, central_differences
 from toy import make_tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 import sspo
@@ -237,27 +237,62 @@ def test_dapo():
     assert loss.item() == pytest.approx(-total / int(length_R.sum()), abs=1e-12)
 
 
+WORKED = [  # docs/sspo.md's responses to nw75=?: text, reward; old log-prob, new log-prob and entropy of each token
+    (
+        "w>57\n\nn>75\n\n\\boxed{75}",
+        1.0,
+        [0, -1.65, 0, -0.06, 0, 0, -1.21, 0, -0.03, 0, 0, 0, 0, 0, 0, 0],
+        [0, -0.20, 0, -0.06, 0, 0, -3.21, 0, -0.03, 0, 0, 0, 0, 0, 0, 0],
+        [0.01, 1.19, 0.01, 0.35, 0, 0.01, 1.32, 0.02, 0.22, 0, 0, 0, 0.01, 0.02, 0, 0],
+    ),
+    (
+        "w+78\n\nn+71\n\n\\boxed{71}",
+        0.0,
+        [0, -0.60, 0, -0.04, 0, 0, -1.00, 0, -0.05, 0, 0, 0, 0, 0, 0, 0],
+        [0, -2.55, 0, -0.04, 0, 0, -0.70, 0, -0.05, 0, 0, 0, 0, 0, 0, 0],
+        [0.01, 1.19, 0.02, 0.26, 0, 0.01, 1.34, 0.01, 0.29, 0, 0, 0, 0.01, 0.02, 0, 0],
+    ),
+]
+
+
 def test_the_worked_example():
-    """The numbers of docs/sspo.md."""
-    pieces = [["3+8=11", "\n\n", "\\boxed{11}"], ["\\boxed{", "9}"], ["?"]]
-    assert [sspo.segments(response, "\n\n") for response in pieces] == [[0, 0, 1], [0, 0], [0]]
-    segment_T, length_R = torch.tensor([0, 0, 1, 2, 2, 3]), torch.tensor([3, 2, 1])
-    old_T, logp_T, entropy_T = torch.tensor(
-        [[-0.5, -0.4, -0.6, -0.9, -0.7, -0.4], [-0.2, -0.1, -0.2, -0.4, -0.4, -0.7], [0.3, 0.1, 0.5, 0.2, 0.0, 0.1]],
-        dtype=torch.float64,
-    )
-    advantage_PG = sspo.advantages(torch.tensor([[1.0, 0, 0]], dtype=torch.float64))
-    assert advantage_PG.flatten().tolist() == pytest.approx([1.1547, -0.5774, -0.5774], abs=1e-4)
-    low_S, high_S = sspo.clip_bounds(sspo.segment_mean(entropy_T, segment_T), 0.0, 0.8, 1.75)
-    assert low_S.tolist() == pytest.approx([0.8, 0.5, 0.8, 0.8]) and high_S.tolist() == pytest.approx(
-        [1.2, 1.5, 1.1, 1.1]
-    )
+    """The numbers of docs/sspo.md: the embedded model's log-probs and entropies, and what follows from them."""
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
+    model = AutoModelForCausalLM.from_pretrained(TOY / "model", dtype=torch.float32)
+    prompt = tokenizer.encode("nw75=?\n")
+    segment_T, length_R = [], []
+    for text, _, old, _, entropy in WORKED:
+        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        with torch.no_grad():
+            logp_TV = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert logp_TV[range(len(ids)), ids].tolist() == pytest.approx(old, abs=0.0055)
+        assert (-logp_TV.exp() * logp_TV).sum(1).tolist() == pytest.approx(entropy, abs=0.0055)
+        pieces = [tokenizer.decode([token], skip_special_tokens=True) for token in ids]
+        segment_T += [3 * len(length_R) + number for number in sspo.segments(pieces, "\n\n")]
+        length_R.append(len(ids))
+    assert segment_T == [0] * 5 + [1] * 5 + [2] * 6 + [3] * 5 + [4] * 5 + [5] * 6
+    segment_T, length_R = torch.tensor(segment_T), torch.tensor(length_R)
+
+    _, reward, old, new, entropy = zip(*WORKED, strict=True)
+    advantage_PG = sspo.advantages(torch.tensor([reward], dtype=torch.float64))
+    assert advantage_PG.flatten().tolist() == pytest.approx([0.7071, -0.7071], abs=5e-5)
+    old_T, logp_T, entropy_T = (torch.tensor(rows, dtype=torch.float64).flatten() for rows in (old, new, entropy))
+    entropy_S = sspo.segment_mean(entropy_T, segment_T)
+    assert entropy_S.tolist() == pytest.approx([0.312, 0.314, 0.005, 0.296, 0.330, 0.005])
+    low_S, high_S = sspo.clip_bounds(entropy_S, 0.0, 0.8, 1.75)
+    assert low_S.tolist() == pytest.approx([0.688, 0.686, 0.8, 0.704, 0.670, 0.8])
+    assert high_S.tolist() == pytest.approx([1.312, 1.314, 1.005, 1.296, 1.330, 1.005])
+
     advantage_T, leaf = advantage_PG.flatten().repeat_interleave(length_R), logp_T.requires_grad_()
     weight_T = sspo.token_weights(length_R)
     loss, metrics = sspo.policy_loss(leaf, old_T, advantage_T, segment_T, low_S, high_S, weight_T)
     loss.backward()
-    assert f"{loss.item():.4f}" == "-0.0583" and (metrics["clipped_high"], metrics["clipped_low"]) == (2, 1)
-    assert leaf.grad.tolist() == pytest.approx([0, 0, -0.1914, 0.1436, 0.1436, 0], abs=1e-4)
+    assert f"{loss.item():.4f}" == "-0.0239" and (metrics["clipped_high"], metrics["clipped_low"]) == (5, 5)
+    ratio_S = sspo.segment_mean(logp_T.detach() - old_T, segment_T).exp()
+    assert ratio_S.tolist() == pytest.approx([1.3364, 0.6703, 1, 0.6771, 1.0618, 1], abs=5e-5)
+    slope_S = sspo.segment_mean(leaf.grad, segment_T)
+    torch.testing.assert_close(slope_S[segment_T], leaf.grad)  # one for all tokens of a segment
+    assert slope_S.tolist() == pytest.approx([0, -0.0148, -0.0221, 0, 0.0235, 0.0221], abs=5e-5)
 
 
 def test_overlong_penalty():

@@ -4,10 +4,12 @@ import os
 import signal
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from conftest import make_verifier
 
+import common
 from common import last_boxed
 
 HOSTILE = {
@@ -127,6 +129,16 @@ def test_a_python_without_math_verify_is_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match="math_verify"):
         broken.grade([r"\boxed{1+x}"], ["x+1"])
     for worker in broken.workers:
+        worker.end()
+
+
+def test_there_are_as_many_workers_as_cores_that_may_be_used(monkeypatch):
+    """A container or taskset may leave fewer than the machine has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3, 5})
+    world = SimpleNamespace(local_size=1)
+    verifier = common.Verifier(SimpleNamespace(reward="math"), world)
+    assert len(verifier.workers) == 3
+    for worker in verifier.workers:
         worker.end()
 
 
