@@ -349,6 +349,13 @@ def test_what_does_not_fit_is_said_to_be_not_run(plain_python, tmp_path, capsys)
     assert json.loads((tmp_path / "eval.json").read_text())["rows"] == []
 
 
+def test_two_sets_of_one_name(plain_python, tmp_path):
+    sets = (str(tmp_path / "a" / "x.jsonl"), str(tmp_path / "b" / "x.jsonl"))
+    args = evaluation.Args(str(TOY / "model"), ("gpg-7b",), sets, max_prompt_tokens=32, max_response_tokens=96)
+    with pytest.raises(ValueError, match=r"--sets .*a/x.jsonl .*b/x.jsonl: two sets of one name would mix"):
+        evaluation.main(args)
+
+
 def test_an_unknown_protocol():
     with pytest.raises(ValueError, match=r"--protocols \['ssp'\]: legal: sspo, open-rs"):
         evaluation.main(evaluation.Args(str(TOY / "model"), protocols=("ssp",)))

@@ -113,8 +113,8 @@ class Check:
 
     def sample(self, problems: list[common.Problem], n: int, stream: str) -> list[common.Group]:
         """Sample n responses to each problem; `stream` tells one call's seeds from another's."""
-        streams = [(stream, p) for p in range(len(problems))]
-        return self.sampler.sample(problems, n, self.args.temperature, self.args, streams)
+        asked = {(stream, p): problem for p, problem in enumerate(problems)}
+        return self.sampler.sample(asked, n, self.args.temperature, self.args)
 
     def gap(self, what: str, groups: list[common.Group], limit: str = "gap") -> None:
         """Note how far these samples' log-probs are from the policy's."""

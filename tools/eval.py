@@ -475,34 +475,24 @@ def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group]
 def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: dict, texts: str) -> list[dict]:
     """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
     waits only once for the longest responses. Write the completions to the folder `texts`, if one is named."""
-    problems = [problem for its in data.values() for problem in its]
-    places = [(shown, p) for shown, its in data.items() for p in range(len(its))]
+    graded = {label: [] for label in data}
+    greedy = {label: [] for label in data}
 
-    def streams(kind: str) -> list[tuple]:
-        return [(kind, Path(shown).stem, p) for shown, p in places]
+    def sample(kind: str, into: dict, *how) -> None:
+        asked = {(kind, label, p): problem for label, problems in data.items() for p, problem in enumerate(problems)}
+        groups = sampler.sample(asked, *how)
+        for (_, label, _), group in zip(asked, groups, strict=True):
+            into[label].append(group)
 
-    def of_set(wanted: str, groups: list[common.Group]) -> list[common.Group]:
-        return [group for number, group in enumerate(groups) if places[number % len(places)][0] == wanted]
-
-    graded, greedy = [], []
     for seed in range(settings.seed, settings.seed + protocol.seeds):
         seeded = replace(settings, seed=seed)
-        graded += sampler.sample(
-            problems,
-            protocol.samples,
-            protocol.temperature,
-            seeded,
-            streams("eval"),
-            protocol.top_p,
-        )
-    common.verify(verifier, graded)
+        sample("eval", graded, protocol.samples, protocol.temperature, seeded, protocol.top_p)
     if protocol.greedy_logp:
-        greedy = sampler.sample(problems, 1, 0.0, settings, streams("greedy"))
+        sample("greedy", greedy, 1, 0.0, settings)
+    common.verify(verifier, [group for groups in graded.values() for group in groups])
     rows = []
-    for shown in data:
-        label = Path(shown).stem
-        groups = of_set(shown, graded)
-        rows.append(row_of(name, protocol, label, groups, of_set(shown, greedy)))
+    for label, groups in graded.items():
+        rows.append(row_of(name, protocol, label, groups, greedy[label]))
         if texts:
             (Path(texts) / "samples").mkdir(parents=True, exist_ok=True)
             record = SimpleNamespace(world=sampler.world, folder=Path(texts))
@@ -620,7 +610,8 @@ def main(args: Args) -> None:
         if why:
             why_not[name] = why
         elif sets:
-            sources = {one: where(one, args.data_dir) for one in sets}
+            sources = {Path(one).stem: where(one, args.data_dir) for one in sets}
+            common.need(len(sources) == len(set(sets)), f"--sets {' '.join(sets)}: two sets of one name would mix")
             data[name] = {one: common.load_problems(its, tokenizer, how, "--sets") for one, its in sources.items()}
     rows = {name: [] for name in chosen}
     if data:
