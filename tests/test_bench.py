@@ -50,12 +50,22 @@ def test_training_and_sampling_are_those_of_the_docstring():
     shape = SHAPES["qwen2.5-1.5b"]
     moments = bench.sampling_bytes(shape, 2, 0.5, 80)
     assert moments == 6 * shape.weights + 40 * GIB
-    few, many = (bench.training_bytes(shape, 1, tokens, True) for tokens in (1000, 2000))
-    assert many - few == 1000 * (8 * 8960 + 24 * 1536 + 28 * 2 * 1536)
+    # in the last layer's backward pass, with inputs of 28 layers, or in the head with all that these read
+    few, many = (bench.training_bytes(shape, 1, tokens, True) for tokens in (100_000, 101_000))
+    assert many - few == 1000 * (28 * 2 * 1536 + 22 * 1536 + 16 * 8960)
     few, many = (bench.training_bytes(shape, 1, tokens, False) for tokens in (1000, 2000))
-    assert many - few == 1000 * 28 * (8 * 8960 + 24 * 1536)
-    one, two = (bench.training_bytes(shape, gpus, 0, True) for gpus in (1, 2))
+    assert many - few == 1000 * (28 * (20 * 1536 + 4 * 256 + 8 * 8960) + 16 * 1536)
+    one, two = (bench.training_bytes(shape, gpus, 16_384, True) for gpus in (1, 2))
     assert one - two == 8 * shape.weights
+    # at the end the gradient of embedding and head, with nothing of the layers
+    few, many = (bench.training_bytes(SHAPES["qwen2.5-7b"], 8, tokens, True) for tokens in (0, 100))
+    assert many - few == 100 * 22 * 3584
+
+
+def test_nodes():
+    """By hand, in GiB: 12 bytes for each of 32.76e9 weights on 8 GPUs are 45.8, 2 bytes are 61.0; 72B is too large."""
+    assert bench.on_nodes(SHAPES["qwen2.5-32b"], 16_384, 80) == ["91", "31", "61"]
+    assert bench.on_nodes(SHAPES["qwen2.5-72b"], 16_384, 80)[1] == "0"
 
 
 @pytest.mark.parametrize("run", bench.ONE_GPU)

@@ -89,6 +89,8 @@ SHAPES = {
     "qwen2.5-1.5b": Shape(1536, 8960, 28, 12, 2, 151_936, True),
     "qwen2.5-3b": Shape(2048, 11_008, 36, 16, 2, 151_936, True),
     "qwen2.5-7b": Shape(3584, 18_944, 28, 28, 4, 152_064, False),
+    "qwen2.5-32b": Shape(5120, 27_648, 64, 40, 8, 152_064, False),
+    "qwen2.5-72b": Shape(8192, 29_568, 80, 64, 8, 152_064, False),
 }
 Name = Literal[*SHAPES]
 ONE_GPU = {  # These runs of run.sh suit one GPU: their flags, their shape, and the GPU's memory in GiB.
@@ -327,6 +329,16 @@ def fewest_gpus(shape: Shape, tokens: int, share: float, gib: int) -> str:
     return "no"
 
 
+def on_nodes(shape: Shape, tokens: int, gib: int) -> list[str]:
+    """Return GiB of a GPU on any number of nodes of 8, since weights are sharded inside a node only: while it trains,
+    what vLLM may fill between updates, and what bf16 weights take there without --tensor-parallel."""
+    training = training_bytes(shape, 8, tokens, recompute=True)
+    left = (gib - 3) * GIB - sampling_bytes(shape, 8, 0.0, gib)
+    engine = sum(engine_tensors(shape, max_num_seqs=0))
+    amounts = (training + 3 * GIB, max(0, left), engine)
+    return [f"{amount / GIB:.0f}" for amount in amounts]
+
+
 def fit(
     gib: tuple[int, ...] = (24, 48, 80, 140),
     tokens: int = common.Args.micro_batch_tokens,
@@ -339,10 +351,11 @@ def fit(
         gib: memory of one GPU
         max_num_seqs: sequences that vLLM samples at a time
     """
-    on_gpus, on_host, runs = [], [], []
+    on_gpus, nodes, on_host, runs = [], [], [], []
     for name in list(SHAPES)[1:]:
         shape = SHAPES[name]
         on_gpus.append([name, *(fewest_gpus(shape, tokens, gpu_memory_utilization, size) for size in gib)])
+        nodes.append([name, *on_nodes(shape, tokens, 80)])
         tensors = engine_tensors(shape, max_num_seqs)
         pinned = pinned_bytes(tensors) / GIB
         on_host.append([name, f"{pinned:.1f} GiB", f"{8 * pinned:.0f} GiB", f"{8 * sum(tensors) / GIB:.0f} GiB"])
@@ -350,6 +363,8 @@ def fit(
         runs.append([f"`{run}`", f"{size} GiB", *one_gpu(run.split(), SHAPES[name], size)])
     print(f"one micro-batch of {tokens:,} packed tokens, activation checkpointing; computed, {date.today()}\n")
     print_table(["shape", *(f"{size} GiB" for size in gib)], on_gpus)
+    print("\nNodes of 8 GPUs of 80 GiB\n")
+    print_table(["shape", "trains in", "left for vLLM", "its weights"], nodes)
     print(f"\nOn the host, --max-num-seqs {max_num_seqs}\n")
     print_table(["shape", "a rank", "a node of 8", "not rounded up"], on_host)
     print()
