@@ -116,10 +116,11 @@ def test_the_tables_of_fit(capsys):
     bench.fit(gib=(80,), tokens=16_384, gpu_memory_utilization=0.6, max_num_seqs=256)
     lines = capsys.readouterr().out.splitlines()
     assert lines[2:4] == ["| shape | 80 GiB |", "|---|---|"]
-    assert [line.split(" | ")[0] for line in lines[4:8]] == [f"| {name}" for name in SHAPES if name != "toy"]
+    assert [line.split(" | ")[0] for line in lines[4:10]] == [f"| {name}" for name in SHAPES if name != "toy"]
     training = bench.trains_in(SHAPES["qwen2.5-7b"], 4, 16_384, 0.6, 80)
     assert lines[7] == f"| qwen2.5-7b | 4 (trains in {training:.0f}) |"
     assert not bench.trains_in(SHAPES["qwen2.5-7b"], 2, 16_384, 0.6, 80)
     pinned = bench.pinned_bytes(bench.engine_tensors(SHAPES["qwen2.5-7b"], 256)) / GIB
-    assert lines[9] == "On the host, --max-num-seqs 256" and f"| {8 * pinned:.0f} GiB |" in lines[16]
-    assert len(lines) == 20 + len(bench.ONE_GPU)
+    assert lines[11] == "Nodes of 8 GPUs of 80 GiB" and lines[18].startswith("| qwen2.5-7b | 31 |")
+    assert lines[22] == "On the host, --max-num-seqs 256" and f"| {8 * pinned:.0f} GiB |" in lines[29]
+    assert len(lines) == 35 + len(bench.ONE_GPU)

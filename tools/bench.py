@@ -254,7 +254,8 @@ def training_bytes(shape: Shape, gpus: int, tokens: int, recompute: bool) -> int
     layer = hidden
     if not recompute:
         layer = 10 * hidden + 4 * intermediate + 4 * tokens * shape.kv_width
-    logits = 8 * hidden + 2 * shape.layer + 4 * 4 * common.LOGITS_AT_ONCE["cuda"]
+    chunk = min(common.LOGITS_AT_ONCE["cuda"], tokens * shape.vocabulary)
+    logits = 8 * hidden + 2 * shape.layer + 4 * 4 * chunk
     backward = 2 * shape.vocabulary * shape.hidden + 11 * hidden + 8 * intermediate + 10 * shape.layer
     end = 2 * shape.root + max(2 * shape.root, 4 * shape.root // gpus) + 11 * hidden
     held = 16 * shape.weights // gpus + 2 * shape.root
