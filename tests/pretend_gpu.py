@@ -170,7 +170,8 @@ class Gpu(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             unknown = self.scalar if fakes[0].is_floating_point() else 1
             return torch.tensor(unknown, dtype=fakes[0].dtype).item() if real is None else real
-        if func is aten.index.Tensor and real is None and args[1][0].dtype == torch.bool:
+        chosen_by_mask = func is aten.index.Tensor and getattr(args[1][0], "dtype", None) == torch.bool
+        if chosen_by_mask and real is None:
             return args[0].flatten()  # as if all were chosen
         with self.fake:
             try:
@@ -206,9 +207,8 @@ class Gpu(TorchDispatchMode):
                 self.count(storage._cdata, storage.nbytes())
 
         torch.UntypedStorage.resize_ = counted  # how FSDP frees what it has gathered
-        torch._C._set_only_lift_cpu_tensors(
-            True
-        )  # torch.tensor(…, device="cuda") moves a tensor that it makes on the CPU
+        # torch.tensor(…, device="cuda") then makes its tensor on the CPU and moves it, which this mode sees.
+        torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -252,7 +252,7 @@ def held(gpu: Gpu) -> int:
 
 
 def noting_calls(calls: list[dict]) -> Callable:
-    """Return varlen_attn that notes what reaches it. A piece of the row may see more keys than it has queries."""
+    """Return varlen_attn that notes each kind of call. A piece of the row may see more keys than it has queries."""
     attention = varlen.varlen_attn
 
     def noting(query, key, value, query_ends, key_ends, longest_query, longest_key, **how):
@@ -263,7 +263,7 @@ def noting_calls(calls: list[dict]) -> Callable:
             "queries are covered": query_ends.value[[0, -1]].tolist() == [0, len(query)],
             "keys are covered": key_ends.value[[0, -1]].tolist() == [0, len(key)] and len(key) == len(value),
             "a piece sees itself": bool((keys >= queries).all()),
-            "longest": [longest_query, longest_key] == [int(queries.max()), int(keys.max())],
+            "none is longer": longest_query >= queries.max().item() and longest_key >= keys.max().item(),
             "longest are numbers": type(longest_query) is type(longest_key) is int,
             "channels are neighbours": {query.stride(-1), key.stride(-1), value.stride(-1)} == {1},
             "grouped if heads differ": how["enable_gqa"] == (query.shape[1] != key.shape[1]),
