@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoTokenizer
 
 import common
+import sspo
 
 TORCH = "2.13."
 TRACED = [  # docs/performance.md: shape, ranks, those of a node, packed tokens, whether activations are recomputed
@@ -297,14 +298,26 @@ def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
     rng = np.random.default_rng(7)
     if problems is None:
         problems = [common.Problem("", rng.integers(0, 263, rng.integers(2, 12)).tolist(), "0") for _ in range(6)]
-    found = []
-    for problem in problems:
-        rollouts = []
-        for length in rng.integers(1, 30, 4):
-            rollouts.append(common.Rollout(rng.integers(0, 263, length), np.zeros(length, np.float32), "", False))
-        reward_G = torch.tensor([1.0, 0.0, 0.0, 1.0]).double()
-        found.append(common.Group(problem, rollouts, reward_G, reward_G))
-    return found
+    return [group(problem, rng.integers(1, 30, 4)) for problem in problems]
+
+
+def group(problem: common.Problem, lengths: Iterable[int]) -> common.Group:
+    """Return random responses of these lengths, the first, fourth, fifth and so on of which are right."""
+    rng = np.random.default_rng(7)
+    rollouts = []
+    for length in lengths:
+        rollouts.append(common.Rollout(rng.integers(0, 263, length), np.zeros(length, np.float32), "", False))
+    reward_G = torch.tensor([float(n % 4 in (0, 3)) for n in range(len(rollouts))]).double()
+    return common.Group(problem, rollouts, reward_G, reward_G)
+
+
+def step(script: str, policy, reference, optimizer, batch, record) -> dict:
+    """Make a script's step, each with the arguments of its own."""
+    learn = importlib.import_module(script).learn
+    if script == "sspo":
+        return learn(policy, optimizer, batch, AutoTokenizer.from_pretrained(record.args.model), record)
+    seed = [5] if script == "cwgrpo" else []
+    return learn(policy, reference, optimizer, batch, *seed, record)
 
 
 def learn(
@@ -329,22 +342,20 @@ def learn(
     with world_of(ranks, local or ranks) as world, Gpu(scalar) as gpu, contextlib.ExitStack() as watching:
         watching.enter_context(mock.patch.object(varlen, "varlen_attn", noting_calls(attention)))
         watching.enter_context(mock.patch.object(common, "score", noting_places(scored, gpu)))
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        problems = common.load_problems(args.dataset, tokenizer, args, "--dataset") if images else None
+        problems = None
+        if images:
+            problems = common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
         batch = common.Batch(groups(problems))
         record = common.Record(args, script, world)
         policy = common.load_policy(Path(model), args, world)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, fused=True)
         if irl:
             metrics = module.learn_irl(policy, [batch] * 2, record)
-        elif script == "sspo":
-            metrics = module.learn(policy, optimizer, batch, tokenizer, record)
         else:
             reference = None
-            if args.kl_coef:
+            if script != "sspo" and args.kl_coef:
                 reference = common.load_policy(Path(model), args, world).requires_grad_(False).to("cpu")
-            seed = [5] if script == "cwgrpo" else []
-            metrics = module.learn(policy, reference, optimizer, batch, *seed, record)
+            metrics = step(script, policy, reference, optimizer, batch, record)
             del reference
         gradients = [x.grad for x in policy.parameters() if x.grad is not None]
         moments = [x for state in optimizer.state.values() for x in state.values()]
@@ -368,8 +379,6 @@ def learn(
 
 def folders() -> dict:
     """Load a model, update it, write a checkpoint, resume from it and save the model; return what came of it."""
-    import sspo
-
     folder = Path(tempfile.mkdtemp())
     limits = {"max_prompt_tokens": 100, "max_response_tokens": 100, "micro_batch_tokens": 300}
     args = sspo.Args(model=str(TOY), run_dir=str(folder / "run"), group_size=4, updates_per_step=1, **limits)
@@ -377,15 +386,15 @@ def folders() -> dict:
         record = common.Record(args, "sspo", world)
         policy, other = (common.load_policy(TOY, args, world) for _ in range(2))
         mine, its = (torch.optim.AdamW(each.parameters(), fused=True) for each in (policy, other))
-        sspo.learn(policy, mine, common.Batch(groups()), AutoTokenizer.from_pretrained(TOY), record)
+        step("sspo", policy, None, mine, common.Batch(groups()), record)
         common.save_checkpoint(policy, mine, 1, 24, record)
         record.args = replace(args, resume=True)
-        step, position = common.resume(other, its, record)
+        at = common.resume(other, its, record)
         sent = dict(common.full_weights(policy, torch.bfloat16))
         common.save_model(policy, folder / "model", TOY, torch.bfloat16, world)
         saved = load_file(folder / "model" / "model.safetensors")
         return {
-            "resumed at": [step, position],
+            "resumed at": at,
             "places": places(other),
             "moments": described(x for state in its.state.values() for x in state.values()),
             "without moments": len(list(other.parameters())) - len(its.state),
@@ -422,6 +431,31 @@ def peak(shape: str, tokens: int, ranks: int = 1, local: int = 0, recompute: boo
     return {"traced": gpu.peak, "computed": bench.training_bytes(name, local or ranks, tokens, recompute)}
 
 
+def host(script: str, tokens: int) -> float:
+    """Return bytes of the host's memory for each response token that a rank needs at most in a step of so many."""
+    length = 1000
+    limits = {"max_prompt_tokens": 100, "max_response_tokens": length, "micro_batch_tokens": 200_000, "group_size": 8}
+    folder = tempfile.mkdtemp()
+    args = importlib.import_module(script).Args(model=str(TOY), run_dir=f"{folder}/run", **limits)
+    with world_of(8, 8) as world, Gpu():
+        policy = common.load_policy(TOY, args, world)
+        optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+        record = common.Record(args, script, world)
+        before = resident("VmRSS")
+        lengths = [length] * args.group_size
+        problems = [common.Problem("", [0], "0")] * (tokens // sum(lengths))
+        batch = common.Batch([group(problem, lengths) for problem in problems])
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        step(script, policy, None, optimizer, batch, record)
+        return (resident("VmHWM") - before) / tokens
+
+
+def resident(name: str) -> int:
+    """Return a figure of the process's memory in bytes: VmRSS, that of now, or VmHWM, the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
 def join() -> dict:
     """Return what `init_world` makes of this process where there is a GPU; the fake backend is in NCCL's place."""
     really_join = dist.init_process_group
@@ -446,7 +480,7 @@ def join() -> dict:
     return about
 
 
-JOBS = {"learn": learn, "folders": folders, "peak": peak, "join": join}
+JOBS = {"learn": learn, "folders": folders, "peak": peak, "host": host, "join": join}
 
 
 def main() -> None:

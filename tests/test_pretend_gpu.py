@@ -160,6 +160,15 @@ def test_what_fits_for_whole_models(traced, shape, ranks, local, tokens, recompu
     check_peak(traced, shape=shape, ranks=ranks, local=local, tokens=tokens, recompute=recompute)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script", OWN)
+def test_the_hosts_memory_of_a_step(traced, script):
+    """Every rank has the whole step; docs/performance.md says what that takes."""
+    each = traced(job="host", script=script, tokens=4_000_000)
+    print(f"{script}: {each:.0f} bytes a response token")
+    assert each < 500
+
+
 @pytest.mark.parametrize("version, cuda", [("2.14.0+cpu", None), ("2.13.0", "13.0")])
 def test_another_torch_is_refused(monkeypatch, version, cuda):
     monkeypatch.setattr(torch, "__version__", version)
