@@ -20,7 +20,6 @@ import ctypes
 import itertools
 import json
 import math
-import os
 import shlex
 import shutil
 import signal
@@ -136,7 +135,8 @@ LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """Let this process end with the thread that started it, however that ends (PR_SET_PDEATHSIG)."""
+    """Let this process end with the thread that started it, however that ends (PR_SET_PDEATHSIG). A program that it
+    becomes keeps this: run.sh becomes torchrun, and the ranks end with torchrun by themselves."""
     LIBC.prctl(1, signal.SIGKILL)
 
 
@@ -144,23 +144,19 @@ def script_of(command: list[str]) -> list[str]:
     """Return the script that `./run.sh COMMAND` would start, and its flags."""
     if command[0] == "eval":
         return ["tools/eval.py", *command[1:]]
-    environment = os.environ | {"DRY": "1"}
-    printed = subprocess.check_output(["./run.sh", *command], cwd=ROOT, env=environment, text=True)
-    return shlex.split(printed)
+    dry = ["env", "DRY=1", "./run.sh", *command]
+    return shlex.split(subprocess.check_output(dry, cwd=ROOT, text=True))
 
 
 def launch(command: list[str], jobs: int, log) -> None:
     """Run `./run.sh COMMAND`; beside other jobs as one process with one thread. Raises CalledProcessError."""
-    environment = os.environ.copy()
     if jobs == 1:
         command = ["./run.sh", *command]
     else:
-        command = [sys.executable, *script_of(command)]
-        environment["OMP_NUM_THREADS"] = "1"
+        command = ["env", "OMP_NUM_THREADS=1", sys.executable, *script_of(command)]
     subprocess.run(
         command,
         cwd=ROOT,
-        env=environment,
         stdout=log,
         stderr=subprocess.STDOUT,
         check=True,

@@ -58,7 +58,6 @@ TABLE_1 = {  # of CW-GRPO: positive and negative covariance
     "100%": (0.06, -0.04),
 }
 
-
 Rows = list[dict]  # of a run, one a step: {metric: value}
 Runs = dict[str, Rows]
 
@@ -185,7 +184,7 @@ def covariance_table(runs: Runs) -> str:
 def draw_covariance(runs: Runs, path: Path) -> None:
     """Fig. 3 of CW-GRPO: the share of sum |c| that the tokens of largest |c| make up, mean over a run's steps."""
     prefix = "covariance/cumulative@"
-    axis = plt.figure(figsize=(6, 4.5)).subplots()
+    _, axis = plt.subplots(figsize=(6, 4.5))
     for name, colour in colours(runs).items():
         keys = metrics_of(runs[name], prefix)
         if not keys:
@@ -213,7 +212,7 @@ def answered(path: Path) -> list[dict]:
     return [row for row in rows if row["protocol"] == protocol]
 
 
-def together(questions: Runs) -> dict[str, dict]:
+def together(questions: dict[str, list[dict]]) -> dict[str, dict]:
     """Return each model's questions of all sets that every one has. Raises SystemExit where there is no such set."""
     by_set = {model: {row["set"]: row for row in rows} for model, rows in questions.items()}
     sets = list(dict.fromkeys(itertools.chain(*by_set.values())))
@@ -241,7 +240,7 @@ def draw_pass(whole: dict[str, dict], path: Path) -> None:
     """pass@k for every k up to n."""
     from common import pass_at_k
 
-    axis = plt.figure(figsize=(5, 4)).subplots()
+    _, axis = plt.subplots(figsize=(5, 4))
     for model, colour in colours(whole).items():
         n = whole[model]["n"]
         ks = range(1, n + 1)
@@ -284,7 +283,7 @@ def seen(run: Path) -> Iterator[tuple]:
 
 
 def draw_answer(axis, image, before: tuple, after: tuple) -> None:
-    """An image with the boxes of the answers, those before training dashed; the ends of both answers."""
+    """Draw an image, the boxes of both answers, those before training dashed, and the end of each answer."""
     import rewards
 
     axis.imshow(image)
@@ -304,8 +303,8 @@ def draw_answer(axis, image, before: tuple, after: tuple) -> None:
 
 
 def draw_answers(runs: list[Path], path: Path) -> None:
-    """A row for each run: its first held-out problems with images, and what was answered before and after training;
-    boxes are in thousandths of the image."""
+    """A row for each run: its first held-out problems with images, and what was answered before and after training.
+    Boxes are in thousandths of the image."""
     axes = grid_of(len(runs), 5, 2.7, 3.7)
     for run, row in zip(runs, axes, strict=True):
         for axis, problem in zip(row, seen(run), strict=False):
