@@ -473,7 +473,7 @@ def main(args: Args) -> None:
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint
-        if step % args.eval_every == 0 or step == args.steps:
+        if step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps:
             with record.phase("evaluate"):
                 metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
                 common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
