@@ -76,6 +76,7 @@ ARMS = {
     "gpg-g4": Arm("gpg-g4-toy", "--prompts-per-step 64"),
     "gpg-g16": Arm("gpg-g16-toy", "--prompts-per-step 16"),
     "cwgrpo-detached": Arm("cwgrpo-toy", "--detach-kernel"),
+    "clip-cov-50": Arm("clip-cov-toy", "--clip-cov-share 0.01"),  # some fifty tokens a step, as the default masks one
     "before": Arm("sps-grpo-toy", "--steps 0", stops=(0,)),
     "sps-grpo": Arm("sps-grpo-toy", stops=STAGES),
     "sps-act": Arm("sps-act-toy", stops=STAGES),
@@ -115,7 +116,7 @@ CLAIMS = {
     "gpg-threshold": Claim(("gpg-c", "gpg", "gpg-beta0.8"), (*GPG_PANELS, "alpha", "prompts_drawn"), ROWS),
     "gpg-groups": Claim(("gpg-a", "gpg-g2", "gpg-g4", "gpg-g16"), GPG_PANELS, LEARNT),
     "cwgrpo": Claim(
-        ("grpo-kl", "cwgrpo", "cwgrpo-detached", "clip-cov"),
+        ("grpo-kl", "cwgrpo", "cwgrpo-detached", "clip-cov", "clip-cov-50"),
         ("reward", "sampler_nll", "entropy_response", "kl"),
         (*LEARNT, *(("sampler_nll", how) for how in ("at reward 0.5", "last 10")), ("entropy_response", "last 10")),
     ),

@@ -32,7 +32,7 @@ def reference(row: dict) -> str:
 @functools.cache
 def verifier() -> common.Verifier:
     """Return common.py's verifier with one process, which may be killed; a rank that needs it starts its own."""
-    return common.Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=os.cpu_count()))
+    return common.Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=len(os.sched_getaffinity(0))))
 
 
 def latex(answer: str) -> str:
