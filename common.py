@@ -510,11 +510,9 @@ def load_problems(source: str, tokenizer, args, flag: str) -> list[Problem]:
 
 def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, config, where: str) -> list[int]:
     """Return a problem's prompt as token ids, an image's in front of the problem's text."""
-    tokens = 0
-    if image:
-        tokens = image.tokens
-        text = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}"
-    prompt_ids = tokenizer.encode(prompt_of(text, template, tokenizer), add_special_tokens=False)
+    tokens = image.tokens if image else 0
+    shown = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}" if image else text
+    prompt_ids = tokenizer.encode(prompt_of(shown, template, tokenizer), add_special_tokens=False)
     size = config.get_text_config().vocab_size
     unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= size])
     need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {size}: {unknown}")
