@@ -335,6 +335,11 @@ class Problem:
     row: dict | None = None
     image: Picture | None = None
 
+    @property
+    def cost(self) -> int:
+        """Tokens of the prompt, and patches of its image."""
+        return len(self.prompt_ids) + (self.image.patches if self.image else 0)
+
     def for_sampler(self) -> dict:
         """Return the prompt as vLLM takes it, with one placeholder for an image, which it multiplies itself."""
         if not self.image:
@@ -666,13 +671,15 @@ def drawn_metrics(groups: list[Group], draws: int = 1) -> dict:
 @dataclass
 class MicroBatch:
     """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T;
-    token_T where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes for them."""
+    token_T where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes for them; `cost`
+    the tokens and image patches that a pass computes."""
 
     row: dict
     index_T: torch.Tensor
     target_T: torch.Tensor
     token_T: torch.Tensor
     inputs: dict
+    cost: int
 
 
 def ranges(first, length):
@@ -695,124 +702,176 @@ def cut(inputs: dict, tokens, device="cpu") -> dict:
 
 
 class Batch:
-    """The whole step, the same on every rank, response tokens end to end; total_R counts packed tokens and patches."""
+    """The whole step, the same on every rank, response tokens end to end; total_R counts a response with its prompt,
+    tokens and image patches."""
 
     def __init__(self, groups: list[Group]):
         self.groups = groups
         self.reward_PG = torch.stack([group.reward_G for group in groups])
+        self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
         self.problem_R = [group.problem for group in groups for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
-        self.packed_R = self.length_R + torch.tensor([len(problem.prompt_ids) for problem in self.problem_R])
-        patches = [problem.image.patches if problem.image else 0 for problem in self.problem_R]
-        self.total_R = self.packed_R + torch.tensor(patches)
+        self.total_R = self.length_R + torch.tensor([problem.cost for problem in self.problem_R])
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
 
-    def _places(self, problems: list[Problem], total) -> dict:
-        """Return the position ids of sequences of these lengths, the pixels of their images, and image_N, the places of
-        the images' tokens."""
-        first = next((problem.image for problem in self.problem_R if problem.image), None)
-        if not first:
-            return {"position_ids": ranges(torch.zeros_like(total), total)[None]}
-        merge = first.processor.merge_size
-        positions, places, pixels, grids = [], [torch.arange(0)], [], []
-        for problem, length, end in zip(problems, total.tolist(), total.cumsum(0).tolist(), strict=True):
-            if image := problem.image:
-                at = problem.prompt_ids.index(image.token)
-                positions.append(image.positions(at, length))
-                places.append(torch.arange(image.tokens) + end - length + at)
-                pixels.append(image.pixels())
-                grids.append(image.grid)
+    def deal(self, chosen_R, world, budget: int) -> list[list[int]]:
+        """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank.
+        Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
+        share, so that the ranks can be balanced."""
+        most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
+        bundles = []
+        costs = []
+        for r in chosen_R.nonzero()[:, 0].tolist():
+            length = int(self.length_R[r])
+            if bundles and self.group_R[bundles[-1][0]] == self.group_R[r] and costs[-1] + length <= most:
+                bundles[-1].append(r)
+                costs[-1] += length
             else:
-                positions.append(torch.arange(length).expand(3, -1))
-        # The ranks run a sharded tower together, so a row without an image gives it one token's patches, for nothing.
-        if not grids:
-            pixels.append(first.pixels()[: merge**2])
-            grids.append((1, 1))
+                bundles.append([r])
+                costs.append(int(self.total_R[r]))
+        return plan(bundles, costs, world.size, budget)[world.rank]
+
+    def _prompts(self, responses: list[int]) -> list[int]:
+        """Return the groups whose prompts a row has: those of its responses. Ranks run the layers together, and a
+        vision tower, too, so a row has at least one prompt, and one with an image if any has one."""
+        used = {self.group_R[r] for r in responses}
+        seeing = [p for p, group in enumerate(self.groups) if group.problem.image] or self.group_R
+        if not used.intersection(seeing):
+            used.add(seeing[0])
+        return sorted(used, key=lambda p: -self.groups[p].problem.cost)
+
+    def _images(self, problems: list[Problem], own, seen) -> dict:
+        """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of
+        the images' tokens."""
+        positions, image_N, pixels, sizes = [], [], [], []
+        start = 0
+        for problem, length, keys in zip(problems, own.tolist(), seen.tolist(), strict=True):
+            image = problem.image
+            position_3N = torch.arange(keys).expand(3, -1)
+            if image:
+                first = problem.prompt_ids.index(image.token)
+                position_3N = image.positions(first, keys)
+            if image and keys == length:  # a prompt
+                merge = image.processor.merge_size
+                image_N.append(torch.arange(image.tokens) + start + first)
+                pixels.append(image.pixels())
+                sizes.append([1, *(side * merge for side in image.grid)])
+            positions.append(position_3N[:, keys - length :])
+            start += length
         return {
             "position_ids": torch.cat(positions, 1)[:, None],
-            "image_N": torch.cat(places),
+            "image_N": torch.cat(image_N),
             "pixel_values": torch.cat(pixels),
-            "image_grid_thw": torch.tensor([[1, height * merge, width * merge] for height, width in grids]),
+            "image_grid_thw": torch.tensor(sizes),
         }
 
     def pack(self, responses: list[int], device, inputs=None) -> MicroBatch:
-        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. A rank with no response left
-        takes part all the same, with a sequence of two tokens."""
-        chosen_R = torch.tensor(responses, dtype=torch.long)
-        problems = [self.problem_R[r] for r in responses] or [Problem("", [0, 0], "")]
-        length = self.length_R[chosen_R]
-        total = self.packed_R[chosen_R] if responses else torch.tensor([2])
-        end = total.cumsum(0)
-        ids = [ids for r in responses for ids in (self.problem_R[r].prompt_ids, self.rollout_R[r].ids)]
-        input_ids_N = torch.from_numpy(np.concatenate(ids or [[0, 0]]).astype(np.int64))
-        index_T = ranges(end[: len(length)] - length - 1, length)
-        token_T = ranges((self.length_R.cumsum(0) - self.length_R)[chosen_R], length)
-        row = self._places(problems, total)
-        row["input_ids"] = input_ids_N[None]
-        row["cu_seq_lens_q"] = F.pad(end, (1, 0)).int()
+        """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
+        inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
+        prompts = self._prompts(responses)
+        order = sorted(responses, key=lambda r: -int(self.length_R[r]))  # a CPU pads neighbours to one length
+        problems = [self.groups[p].problem for p in prompts]
+        ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in order]
+        input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        place_N = torch.arange(len(input_ids_N))
+        keys = list(place_N.split([len(piece) for piece in ids]))
+        index = []
+        for n, r in enumerate(order, len(prompts)):
+            keys[n] = torch.cat([keys[prompts.index(self.group_R[r])], keys[n]])
+            index.append(keys[n][-len(ids[n]) - 1 : -1])
+        own = torch.tensor([len(piece) for piece in ids])
+        seen = torch.tensor([len(piece) for piece in keys])
+        row = {
+            "input_ids": input_ids_N[None],
+            "position_ids": ranges(seen - own, own)[None],
+            "cu_seq_lens_q": F.pad(own.cumsum(0), (1, 0)).int(),
+            "cu_seq_lens_k": F.pad(seen.cumsum(0), (1, 0)).int(),
+            "key_N": torch.cat(keys),
+        }
+        if any(problem.image for problem in problems):
+            row.update(self._images(problems + [self.problem_R[r] for r in order], own, seen))
         row = {name: x.to(device) for name, x in row.items()}
-        row["max_length_q"] = int(total.max())
-        target_T = input_ids_N[index_T + 1]
-        return MicroBatch(row, index_T.to(device), target_T.to(device), token_T, cut(inputs or {}, token_T, device))
+        row["max_length_q"] = int(own.max())
+        row["max_length_k"] = int(seen.max())
+        first_R = self.length_R.cumsum(0) - self.length_R
+        token_T = ranges(first_R[order], self.length_R[order])
+        return MicroBatch(
+            row=row,
+            index_T=torch.cat([place_N[:0], *index]).to(device),
+            target_T=input_ids_N[len(place_N) - len(token_T) :].to(device),
+            token_T=token_T,
+            inputs=cut(inputs or {}, token_T, device),
+            cost=len(place_N) + len(row.get("pixel_values", ())),
+        )
 
 
-def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Deal responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank, some empty,
-    none above `budget` (packed tokens); those that run at the same time cost about the same. Cost 0 is left out."""
-    order = [r for r, cost in enumerate(cost_R) if cost]
-    order.sort(key=lambda r: -cost_R[r])
-    if order and cost_R[order[0]] > budget:
-        raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
-    rounds = math.ceil(sum(cost_R) / (ranks * budget))
+def plan(bundles: list[list[int]], costs: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    """Deal bundles of responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank,
+    some empty, none above `budget` (packed tokens); those that run at the same time cost about the same."""
+    order = sorted(range(len(costs)), key=lambda n: -costs[n])
+    if order and costs[order[0]] > budget:
+        raise ValueError(f"a response of {costs[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
+    rounds = math.ceil(sum(costs) / (ranks * budget))
     while True:
         loads = [0] * (rounds * ranks)
         bins = [[] for _ in loads]
-        for r in order:  # longest first, into the emptiest
+        for n in order:  # longest first, into the emptiest
             number = loads.index(min(loads))
-            bins[number].append(r)
-            loads[number] += cost_R[r]
+            bins[number] += bundles[n]
+            loads[number] += costs[n]
         if max(loads, default=0) <= budget:
             break
         rounds += 1
-    bins.sort(key=lambda responses: -sum(cost_R[r] for r in responses))
-    return [bins[rank::ranks] for rank in range(ranks)]
+    emptier = sorted(range(len(loads)), key=lambda number: -loads[number])
+    return [[bins[number] for number in emptier[rank::ranks]] for rank in range(ranks)]
 
 
 # ------------------------------------------------------------------------------------------------------------- policy
-def packed_attention(module, query, key, value, *_, scaling, cu_seq_lens_q, max_length_q, is_causal=True, **__):
-    """Attention inside each sequence of a packed row; transformers' attention interface. query (1, H, N, D), key and
-    value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none."""
+def packed_attention(
+    module, query, key, value, *_, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **settings
+):
+    """Attention inside each piece of a packed row; transformers' attention interface. query (1, H, N, D), key and value
+    (1, H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before
+    its own. On a GPU one varlen kernel, whose causal window ends with the keys; a CPU has none."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if key_N is not None:
+        key = key.index_select(0, key_N)
+        value = value.index_select(0, key_N)
     grouped = query.shape[1] != key.shape[1]
     if not query.is_cuda:
-        return _dense_attention(query, key, value, cu_seq_lens_q, scaling, is_causal, grouped)[None], None
+        own = cu_seq_lens_q.diff().long()
+        seen = cu_seq_lens_k.diff().long()
+        return _dense_attention(query, key, value, own, seen, scaling, is_causal, grouped)[None], None
     from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
 
-    borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
     window = (-1, 0 if is_causal else -1)
     out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
     return out[None], None
 
 
-def _dense_attention(query, key, value, borders, scaling, is_causal, grouped):
-    """Return the attention of (N, H, D) inside the sequences between these borders, which are laid out as rows. If
-    causal, neighbours of similar length (`plan` sorts them) share a call, the padding behind each one's end."""
-    lengths = borders.diff().long()
-    bucket = (2 * lengths.log2()).ceil() if is_causal else lengths
-    runs = lengths.split(bucket.unique_consecutive(return_counts=True)[1].tolist())
-    parts = [x.split([int(run.sum()) for run in runs]) for x in (query, key, value)]
+def _dense_attention(query, key, value, own, seen, scaling, is_causal, grouped):
+    """Return the attention (N, H, D) of pieces with so many queries of their `own` and keys `seen`, laid out as rows of
+    keys with each query at its own. If causal, neighbours of similar length share a call, padded behind their ends."""
+    bucket = (2 * seen.log2()).ceil() if is_causal else seen
+    counts = bucket.unique_consecutive(return_counts=True)[1].tolist()
+    runs = zip(own.split(counts), seen.split(counts), strict=True)
     out = []
-    for run, *tensors in zip(runs, *parts, strict=True):
-        rows, width = len(run), int(run.max())
-        place_N = ranges(torch.arange(rows) * width, run)
+    for own, seen in runs:
+        first = torch.arange(len(seen)) * seen.max()
+        query_N = ranges(first + seen - own, own)
+        key_N = ranges(first, seen)
         dense = []
-        for x in tensors:
-            padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, place_N, x)
-            dense.append(padded.unflatten(0, (rows, width)).transpose(1, 2))
-        seen = F.scaled_dot_product_attention(*dense, is_causal=is_causal, scale=scaling, enable_gqa=grouped)
-        out.append(seen.transpose(1, 2).flatten(0, 1)[place_N])
+        for x, place_N in ((query, query_N), (key, key_N), (value, key_N)):
+            padded = x.new_zeros(len(seen) * seen.max(), *x.shape[1:]).index_copy(0, place_N, x[: len(place_N)])
+            dense.append(padded.unflatten(0, (len(seen), -1)).transpose(1, 2))
+        query = query[len(query_N) :]
+        key = key[len(key_N) :]
+        value = value[len(key_N) :]
+        result = F.scaled_dot_product_attention(*dense, is_causal=is_causal, scale=scaling, enable_gqa=grouped)
+        out.append(result.transpose(1, 2).flatten(0, 1)[query_N])
     return torch.cat(out)
 
 
@@ -911,18 +970,21 @@ def set_lr(optimizer, args, step: int):
 
 
 @torch.no_grad()
-def score(policy, batch, micro_batches: list[list[int]], world):
+def score(policy, batch, micro_batches: list[list[int]], record, phase: str):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
-    home = next(policy.parameters()).device  # a reference waits in the host's memory
-    policy.to(world.device)
+    world = record.world
     logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
-    for responses in micro_batches:
-        micro = batch.pack(responses, world.device)
-        logp, entropy = policy(micro)
-        logp_T[micro.token_T] = logp.cpu()
-        entropy_T[micro.token_T] = entropy.cpu()
-    # This reshards, too: layers that no backward pass follows stay gathered, and would hide what the optimiser moves.
-    policy.to(home)
+    with record.phase(phase):
+        home = next(policy.parameters()).device  # a reference waits in the host's memory
+        policy.to(world.device)
+        for responses in micro_batches:
+            micro = batch.pack(responses, world.device)
+            logp, entropy = policy(micro)
+            logp_T[micro.token_T] = logp.cpu()
+            entropy_T[micro.token_T] = entropy.cpu()
+            record.tokens[phase] += micro.cost
+        # This reshards, too: layers that no backward pass follows stay gathered, and hide what the optimiser moves.
+        policy.to(home)
     return world.all_reduce(logp_T), world.all_reduce(entropy_T)
 
 
@@ -1473,11 +1535,14 @@ class Record:
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
         seconds = self.seconds.total()
         self.trained += seconds - self.seconds["evaluate"]
+        tokens = sum(self.world.all_gather(self.tokens), Counter())
+        if step:
+            tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
         for name, taken in self.seconds.items():
             metrics[f"seconds/{name}"] = taken
             metrics[f"memory_gib/{name}"] = self.memory[name]
-            if self.tokens[name]:
-                metrics[f"tokens_per_second/{name}"] = self.tokens[name] / taken
+            if tokens[name]:
+                metrics[f"tokens_per_second/{name}"] = tokens[name] / taken
         metrics["cost/seconds"] = self.trained
         metrics["skipped_updates"] = self.skipped
         self.start_step()

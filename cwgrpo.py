@@ -253,27 +253,19 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
     scored_R = trained_R | (args.reweight == "clip-cov")  # whose means span dead groups all the same
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    costs = []
     plans = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R], args.normaliser))
-        cost_R = batch.total_R * (mine_R & scored_R)
-        costs.append(cost_R)
-        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
+        plans.append(batch.deal(mine_R & scored_R, world, args.micro_batch_tokens))
     weight_T = torch.cat(weights).float()
 
     # ---- old and reference log-probs of the whole step: c, sigma and the normaliser span micro-batches and ranks
-    tokens = sum(costs).sum().item()
     micro_batches = [responses for plan in plans for responses in plan]
-    record.tokens["old_logp"] += tokens
-    with record.phase("old_logp"):
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)
+    old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")
     ref_logp_T = old_logp_T
     if reference is not None:
-        record.tokens["reference"] += tokens
-        with record.phase("reference"):
-            ref_logp_T, _ = common.score(reference, batch, micro_batches, world)
+        ref_logp_T, _ = common.score(reference, batch, micro_batches, record, "reference")
     truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     inputs = {
         "old_logp_T": old_logp_T,
@@ -297,18 +289,14 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
     logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
     for update, plan in enumerate(plans):
-        cost = costs[update][trained_R].sum().item()
-        if cost == 0:
+        if not trained_R[update_R == update].any():
             continue  # without a gradient AdamW's momentum and decay would still move the weights
         own_T = update_R[batch.response_T] == update
         if update and args.reweight != "none":
-            record.tokens["start_logp"] += costs[update].sum().item()
-            with record.phase("start_logp"):
-                start_logp_T, _ = common.score(policy, batch, plan, world)
+            start_logp_T, _ = common.score(policy, batch, plan, record, "start_logp")
             statistics["logp_T"][own_T] = start_logp_T[own_T]
         factor_T = token_factors(args, **common.cut(statistics, own_T), generator=generator)
         inputs["factor_T"][own_T] = factor_T.float()
-        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
@@ -319,6 +307,7 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -406,7 +395,6 @@ def main(args: Args) -> None:
         common.set_lr(optimizer, args, step)
         seed = common.seed_of(args.seed, "clip-cov", step)
         metrics = common.drawn_metrics(groups)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, reference, optimizer, batch, seed, record))
 
         # ---- sync

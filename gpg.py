@@ -158,21 +158,16 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
         "alpha": alpha(batch.reward_PG) if args.accurate_gradient else 1.0,
         "kl_coef": args.kl_coef,
     }
-    cost_R = batch.total_R * trained_R
-    tokens = cost_R.sum().item()
-    plan = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
+    plan = batch.deal(trained_R, world, args.micro_batch_tokens)
 
     # ---- reference log-probs
     if reference is not None:
-        record.tokens["reference"] += tokens
-        with record.phase("reference"):
-            inputs["ref_logp_T"], _ = common.score(reference, batch, plan, world)
+        inputs["ref_logp_T"], _ = common.score(reference, batch, plan, record, "reference")
 
     # ---- update
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
     grad_norms = []
-    if trained_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += tokens
+    if plan:  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
@@ -186,6 +181,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -273,7 +269,6 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, reference, optimizer, batch, record))
 
         # ---- sync

@@ -162,25 +162,18 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     trained_T = trained_R[batch.response_T]
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    costs = []
     plans = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R]))
-        cost_R = batch.total_R * (mine_R & trained_R)
-        costs.append(cost_R.sum().item())
-        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
+        plans.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
 
     # ---- old and reference log-probs, over the micro-batches that the updates will use
     micro_batches = [responses for plan in plans for responses in plan]
-    record.tokens["old_logp"] += sum(costs)
-    with record.phase("old_logp"):
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)
+    old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")
     ref_logp_T = old_logp_T
     if reference is not None:
-        record.tokens["reference"] += sum(costs)
-        with record.phase("reference"):
-            ref_logp_T, _ = common.score(reference, batch, micro_batches, world)
+        ref_logp_T, _ = common.score(reference, batch, micro_batches, record, "reference")
     truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     inputs = {
         "old_logp_T": old_logp_T,
@@ -194,10 +187,9 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     # ---- updates
     logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
-    for cost, plan in zip(costs, plans, strict=True):
-        if cost == 0:
+    for plan in plans:
+        if not plan:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
@@ -208,6 +200,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -252,7 +245,8 @@ def learn_irl(policy, batches, record) -> dict[str, float]:
     grad_norms = []
     for batch in batches:
         inputs = {"weight_T": token_weights(batch.length_R, "token").float()}
-        plan = common.plan(batch.total_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
+        everything_R = torch.ones(len(batch.rollout_R), dtype=torch.bool)
+        plan = batch.deal(everything_R, world, args.micro_batch_tokens)
         logp_T = torch.zeros(len(batch.response_T))
         optimizer.zero_grad()
         finite = True
@@ -263,6 +257,7 @@ def learn_irl(policy, batches, record) -> dict[str, float]:
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
             finite &= bool(loss.isfinite() & logp.isfinite().all())
             logp_T[micro.token_T] = logp.detach().cpu()
+            record.tokens["irl"] += micro.cost
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
         if common.is_finite(finite, norm, world):
             optimizer.step()
@@ -424,7 +419,6 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(groups)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, reference, optimizer, batch, record))
 
         # ---- stage 2: the demonstrations, all in one step; a checkpoint is before or after it
@@ -435,9 +429,7 @@ def main(args: Args) -> None:
                 drawn = demonstrations(kept, stage, irl_steps * args.irl_batch, seed)
                 batches = []
                 for first in range(0, len(drawn), args.irl_batch):
-                    batch_irl = common.Batch(drawn[first : first + args.irl_batch])
-                    record.tokens["irl"] += batch_irl.total_R.sum().item()
-                    batches.append(batch_irl)
+                    batches.append(common.Batch(drawn[first : first + args.irl_batch]))
                 metrics.update(learn_irl(policy, batches, record))
 
         # ---- sync

@@ -176,20 +176,15 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    costs = []
     plans = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R], args.normaliser, args.max_response_tokens))
-        cost_R = batch.total_R * (mine_R & trained_R)
-        costs.append(cost_R.sum().item())
-        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
+        plans.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
 
     # ---- old log-probs and entropies, over the micro-batches that the updates will use
-    record.tokens["old_logp"] += sum(costs)
-    with record.phase("old_logp"):
-        micro_batches = [responses for plan in plans for responses in plan]
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)  # Eq. 12
+    micro_batches = [responses for plan in plans for responses in plan]
+    old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")  # Eq. 12
     entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
     low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
     if args.clip == "fixed":
@@ -208,10 +203,9 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     # ---- updates
     logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
-    for cost, plan in zip(costs, plans, strict=True):
-        if cost == 0:
+    for plan in plans:
+        if not plan:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
@@ -222,6 +216,7 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -313,7 +308,6 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, optimizer, batch, tokenizer, record))
 
         # ---- sync
