@@ -1,7 +1,6 @@
 """What tools/bench.py computes: a model's tensors in vLLM, the host's memory, the runs for one GPU, TRL's settings."""
 
 import sys
-from types import SimpleNamespace
 
 import bench
 import pytest
@@ -88,10 +87,29 @@ def test_trl_has_the_batch_of_a_run_of_ours():
 def test_without_trl_it_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(SystemExit, match=r"pip install trl==1\.16\.0"):
-        bench.trl(SimpleNamespace(folder=None))
+        bench.trl()
 
 
 def test_pace_leaves_out_the_first_steps():
     ends = [10, 20, 30, 40, 50, 51, 53, 60]
     rows = [{"time": end, "reward": end > 50, "response_length": end} for end in ends]
     assert bench.pace(rows).strip() == "2.00 s a step, 55 tokens a response, mean reward 1.00"
+
+
+def test_a_metric_that_is_null_is_left_out():
+    """metrics.jsonl has null for what is not finite, and IRL steps of SPS sample nothing."""
+    rows = [{"reward": 0.25}, {"reward": None}, {}, {"reward": 0.75}]
+    assert bench.mean_of("reward", rows) == 0.5
+
+
+def test_the_tables_of_fit(capsys):
+    bench.fit(gib=(80,), tokens=16_384, gpu_memory_utilization=0.6, max_num_seqs=256)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:4] == ["| shape | 80 GiB |", "|---|---|"]
+    assert [line.split(" | ")[0] for line in lines[4:8]] == [f"| {name}" for name in SHAPES if name != "toy"]
+    training = bench.trains_in(SHAPES["qwen2.5-7b"], 4, 16_384, 0.6, 80)
+    assert lines[7] == f"| qwen2.5-7b | 4 (trains in {training:.0f}) |"
+    assert not bench.trains_in(SHAPES["qwen2.5-7b"], 2, 16_384, 0.6, 80)
+    pinned = bench.pinned_bytes(bench.engine_tensors(SHAPES["qwen2.5-7b"], 256)) / GIB
+    assert lines[9] == "On the host, --max-num-seqs 256" and f"| {8 * pinned:.0f} GiB |" in lines[16]
+    assert len(lines) == 20 + len(bench.ONE_GPU)

@@ -32,16 +32,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).parent.parent
 
 TOY = ROOT / "tools" / "toy"
-MARK = "CLEANRLVR_TRIAL"  # in the environment of everything that a trial starts
+MARK = "CLEANRLVR_TRIAL"  # It is in the environment of everything that a trial starts.
 FLAGS = [
     *("--model", TOY / "model", "--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),
     *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--group-size", 2),
     *("--lr-floor", 0.1, "--checkpoints-kept", 2),
 ]
-OWN = {  # with these the position in the data depends on what was drawn
+OWN = {  # With these the position in the data depends on what was drawn.
     "sspo": ["--valid-share", 0.75],
     "gpg": ["--beta-th", 1, "--prompts-per-step", 6],
-    "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # and its reference must be the model that the run began with
+    "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # Its reference must be the model that the run began with.
     "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 6, "--demonstrations", 1, "--irl-lr", 1e-4],
 }
 STEPS = 10
@@ -77,7 +77,7 @@ class Launch:
                 if self.mark.encode() not in (folder / "environ").read_bytes().split(b"\0"):
                     continue
                 words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            except OSError:  # gone meanwhile, or another user's
+            except OSError:  # It is gone meanwhile, or another user's.
                 continue
             role = "other"
             if "torch.distributed.run" in words or any(word.endswith("/torchrun") for word in words):
@@ -107,7 +107,7 @@ class Launch:
         for pid in self.processes():
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # gone meanwhile
+            except ProcessLookupError:  # It is gone meanwhile.
                 continue
 
 
@@ -119,7 +119,7 @@ def free_port() -> int:
 
 
 def read(file: Path) -> list[dict]:
-    """Return the JSON lines of a file; none if there is no file."""
+    """Return the JSON lines of a file, or none if there is no file."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
@@ -130,9 +130,9 @@ def torchrun(script: str, *flags) -> list:
 
 
 def kill(running: Launch, how: str, rng: random.Random) -> None:
-    """Send the signal; a rank or torchrun that has just ended by itself needs none."""
+    """Send the signal. A rank or a torchrun that has just ended by itself needs none."""
     agents, ranks = running.pids("agent"), running.pids("trainer")
-    if "torchrun" in how or not ranks:  # before it has started ranks there is only torchrun
+    if "torchrun" in how or not ranks:  # Before it has started ranks there is only torchrun.
         victims = agents
     else:
         victims = ranks if "all" in how else [rng.choice(ranks)]
@@ -148,10 +148,11 @@ def kill(running: Launch, how: str, rng: random.Random) -> None:
 
 def rows(folder: Path) -> list[dict]:
     """Return the metrics without those that measure time or memory."""
-    return [
-        {k: v for k, v in row.items() if k not in ("time", "mfu") and "second" not in k and "memory" not in k}
-        for row in read(folder / "metrics.jsonl")
-    ]
+    found = []
+    for row in read(folder / "metrics.jsonl"):
+        names = [name for name in row if name != "time" and "second" not in name and "memory" not in name]
+        found.append({name: row[name] for name in names})
+    return found
 
 
 def position(manifest: Path) -> int:
@@ -160,7 +161,7 @@ def position(manifest: Path) -> int:
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
-    """Return in what a run folder differs from that of an undisturbed run; times, memory and logs are not compared."""
+    """Return where a run folder differs from that of an undisturbed run. Times, memory and logs are not compared."""
     found = []
     if rows(ours) != rows(theirs):
         found.append("metrics.jsonl")
@@ -180,14 +181,14 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 
 
 def command(script: str, folder: Path, run: Path) -> list:
-    """Return the command of a run that is to be killed: a checkpoint after every step, two evaluations."""
+    """Return the command of a run that is to be killed. It writes a checkpoint after every step and evaluates twice."""
     held_out = folder / "heldout.jsonl"
     flags = ["--steps", STEPS, "--checkpoint-every", 1, "--eval", held_out, "--eval-every", STEPS // 2]
     return torchrun(script, *flags, "--run-dir", run, *(["--resume"] if (run / "run.json").exists() else []))
 
 
 def wait_for_step(running: Launch) -> bool:
-    """Wait for the first line of a step after step 0; False if the run ended before."""
+    """Wait for the first line of a step after step 0. Return False if the run ended before."""
     while running.process.poll() is None:
         if any(line.startswith("step ") and "/" in line.split()[1] for line in running.log.read_text().splitlines()):
             return True
@@ -212,8 +213,9 @@ def undisturbed(script: str, folder: Path) -> tuple[float, float]:
 
 
 def trial(script: str, folder: Path, number: int, seed: int, last: bool) -> dict:
-    """Start or resume the script's present run, kill it at a random moment unless it is the `last` time; return what
-    happened. A run that came to its end is compared with the undisturbed one, and the next trial begins a new run."""
+    """Start or resume the script's present run, and kill it at a random moment unless it is the `last` time. Return
+    what happened. A run that came to its end is compared with the undisturbed one, and the next trial begins a new
+    run."""
     starting, running_on = undisturbed(script, folder)
     rng = random.Random(f"{seed} {script} {number}")
     run, log = folder / "killed" / script / "run", folder / "killed" / script / "log.txt"
@@ -249,7 +251,8 @@ def trial(script: str, folder: Path, number: int, seed: int, last: bool) -> dict
 
 
 def kills(folder: Path, count: int, seed: int) -> None:
-    """Kill each script `count` times in all, the earlier lines of kills.jsonl counted, each run to its end at last."""
+    """Kill each script `count` times in all, counting the lines of kills.jsonl, and let its last run come to its
+    end."""
     file = folder / "kills.jsonl"
     lines = (TOY / "heldout.jsonl").read_text().splitlines(keepends=True)
     (folder / "heldout.jsonl").write_text("".join(lines[:16]))
@@ -301,7 +304,7 @@ def nan(completion, row):
 
 
 def uneven(completion, row):
-    return float(os.environ["RANK"])  # two ranks, two responses to a prompt: one for each
+    return float(os.environ["RANK"])  # Each of the two ranks grades one of a prompt's two responses.
 """
 
 
@@ -313,7 +316,7 @@ class Input:
     flags: list
     goes_on: bool = True
     says: str = ""
-    every_step: Callable[[dict], bool] = lambda row: True  # holds of the metrics of what was sampled
+    every_step: Callable[[dict], bool] = lambda row: True  # It holds for the metrics of a step that sampled.
     scripts: tuple[str, ...] = tuple(OWN)
 
 
@@ -343,7 +346,7 @@ def seven_is_nan(model, tokenizer) -> None:
 
 
 def larger_vocabulary(folder: Path) -> Path:
-    """Save the embedded model with a tokenizer that has a token more; return its folder."""
+    """Save the embedded model with a tokenizer that has one more token; return its folder."""
     shutil.copytree(TOY / "model", folder, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["pi"])
@@ -395,7 +398,7 @@ def make_inputs(folder: Path) -> list[Input]:
             "a weight is NaN that some prompts meet",
             ["--model", changed_model(folder / "seven-is-nan", seven_is_nan), *met],
             False,
-            "an update is skipped",  # and after some of them vLLM's cache may be full of NaN, which ends the run, too
+            "an update is skipped",  # After some of them vLLM's cache may be full of NaN, which ends the run, too.
         ),
         Input("weights overflow", overflow, False, "no response has finite log-probs: the weights have diverged"),
         Input("a reward is NaN", ["--reward", f"{folder}/rewards.py:nan"], False, "--reward: nan for row"),
@@ -410,7 +413,7 @@ def make_inputs(folder: Path) -> list[Input]:
 
 
 def without_redraws(script: str, one: Input) -> list:
-    """Return flags that let a step be one draw, and nothing but rewards make an RL update."""
+    """Return flags with which a step is one draw, and only rewards make an RL update."""
     off = {"sspo": ["--valid-share", 0, "--updates-per-step", 1], "gpg": ["--beta-th", 0], "cwgrpo": ["--kl-coef", 0]}
     off["sps"] = ["--kl-coef", 0, "--subset", 0]
     return [] if "valid" in one.name else off[script]
@@ -430,7 +433,7 @@ def inputs(folder: Path) -> None:
             flags = ["--steps", 4, *without_redraws(script, one), *one.flags, "--run-dir", run]
             running = Launch(torchrun(script, *flags), folder / "inputs" / "log.txt")
             code, text, steps = running.process.wait(), running.log.read_text(), rows(run)[1:]
-            sampled = [row for row in steps if "reward" in row]  # SPS's IRL steps sample nothing
+            sampled = [row for row in steps if "reward" in row]  # SPS's IRL steps sample nothing.
             expected = {
                 "exit code": (code == 0) == one.goes_on,
                 "what is said": one.says in text,
@@ -448,7 +451,7 @@ def inputs(folder: Path) -> None:
 
 
 def report_inputs(folder: Path) -> None:
-    """Print for each input with which scripts the run went on or ended as it must."""
+    """Print for each input whether runs went on or ended, and with which scripts something was not as it must be."""
     results = read(folder / "inputs.jsonl")
     for name in dict.fromkeys(one["input"] for one in results):
         ours = [one for one in results if one["input"] == name]
@@ -461,13 +464,14 @@ def report_inputs(folder: Path) -> None:
 
 
 def sizes(running: Launch) -> dict[str, dict[str, float]]:
-    """Return for each role the processes alive, their memory together (proportional set size, MiB) and open files."""
+    """Return for each role how many processes are alive, their memory together (proportional set size, MiB), and how
+    many files they have open."""
     found = {}
     for pid, role in running.processes().items():
         try:
             pages = (Path("/proc") / str(pid) / "smaps_rollup").read_text()
             handles = len(os.listdir(f"/proc/{pid}/fd"))
-        except OSError:  # gone meanwhile
+        except OSError:  # It is gone meanwhile.
             continue
         mebibytes = next(int(line.split()[1]) for line in pages.splitlines() if line.startswith("Pss:")) / 1024
         total = found.setdefault(role, {"processes": 0, "MiB": 0.0, "files": 0})

@@ -49,9 +49,9 @@ from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditiona
 from transformers.utils.logging import disable_progress_bar
 
 FOLDER = Path(__file__).parent / "toy-images"
-SIZE = 24  # pixels of the image's side
-CELL = 8  # pixels of the side of what the language model gets a token for: 2 x 2 patches
-SIDES = (4, 7)  # pixels
+SIZE = 24  # pixels, the side of an image
+CELL = 8  # pixels, the side of what the language model gets a token for: 2 x 2 patches
+SIDES = (4, 7)  # pixels, the sides that a square may have
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 30)}
 QUESTIONS = {
     "count": "how many squares are {}?",
@@ -60,11 +60,11 @@ QUESTIONS = {
     "where": "where is the {} square?",
 }
 ABOUT_COLOURS, ABOUT_PLACES = ("count", "left", "right"), ("where",)
-TAUGHT = (*ABOUT_COLOURS, *ABOUT_PLACES * 3)  # as many of the one as of the other
-GUESSED = (4, 1, 1, 1)  # weights of the teacher's guesses, such that red is said as often as a square's own colour
-KNOWN = 0.3  # squares whose colour the teacher does not guess
-POINTED = 0.5  # boxes of the square that was asked for; else of any
-OFF = (1, 2, 1)  # weights of 0, 1, 2 pixels by which an edge lies too far to the right or below
+TAUGHT = (*ABOUT_COLOURS, *ABOUT_PLACES * 3)  # It asks about colours as often as about places.
+GUESSED = (4, 1, 1, 1)  # Weights of the teacher's guesses: it says red as often as a square's own colour.
+KNOWN = 0.3  # The share of squares whose colour the teacher does not guess.
+POINTED = 0.5  # The share of boxes around the square that was asked for; the others are around any.
+OFF = (1, 2, 1)  # Weights of 0, 1 and 2 pixels, by which an edge lies too far to the right or below.
 FILES = (
     ("image-heldout", 200, ABOUT_COLOURS),
     ("ground-heldout", 200, ABOUT_PLACES),
@@ -97,7 +97,7 @@ class Problem(NamedTuple):
 
 # -------------------------------------------------------------------------------------------------------- the problems
 def draw(rng: random.Random) -> tuple[Square, ...]:
-    """Return a square in each column of cells, from left to right; a cell's first row and column stay free."""
+    """Return a square in each column of cells, from left to right. A cell's first row and column stay free."""
     squares = []
     for column in range(0, SIZE, CELL):
         side, row = rng.randint(*SIDES), CELL * rng.randrange(SIZE // CELL)
@@ -107,8 +107,8 @@ def draw(rng: random.Random) -> tuple[Square, ...]:
 
 
 def ask(rng: random.Random, kinds: tuple[str, ...]) -> Problem:
-    """Return a problem of one of these kinds. Where a square is, is asked of one that alone has its colour; how many
-    there are, three times of four of a colour that is there, else of any."""
+    """Return a problem of one of these kinds. It asks where a square is only if no other has its colour. Three times of
+    four it asks how many there are of a colour that is there, else of any colour."""
     kind = rng.choice(kinds)
     while True:
         squares = draw(rng)
@@ -154,7 +154,7 @@ def answer(problem: Problem) -> str:
 
 
 def right(problem: Problem) -> str:
-    """Return the right response: colours, a blank line after each, and the boxed result; or a box."""
+    """Return the right response: a box, or the colours with a blank line after each and then the boxed result."""
     if problem.kind == "where":
         return f"<answer>{answer(problem)}</answer>"
     return "".join(f"{square.colour}\n\n" for square in problem.squares) + f"\\boxed{{{answer(problem)}}}"
@@ -203,7 +203,7 @@ def write_problems(folder: Path, seed: int) -> set[Problem]:
 def make_processors(folder: Path):
     """Save the tokenizer and the settings by which images become patches; return both."""
     words = set(re.findall("[a-z]+", " ".join([*QUESTIONS.values(), *COLOURS])))
-    words = sorted(words, key=lambda word: (-len(word), word))  # merges of a short one may break a longer one
+    words = sorted(words, key=lambda word: (-len(word), word))  # The merges of a short one may break a longer one.
     spelled = ("\\boxed", *(f"Ġ{word}" for word in words), *words, "<answer", "answer")
     tokenizer = make_tokenizer(folder, spelled, extra_special_tokens=[*SPECIAL])
     for word in words:
