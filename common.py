@@ -515,11 +515,9 @@ def load_problems(source: str, tokenizer, args, flag: str) -> list[Problem]:
 
 def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, config, where: str) -> list[int]:
     """Return a problem's prompt as token ids, an image's in front of the problem's text."""
-    tokens = 0
-    if image:
-        tokens = image.tokens
-        text = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}"
-    prompt_ids = tokenizer.encode(prompt_of(text, template, tokenizer), add_special_tokens=False)
+    tokens = image.tokens if image else 0
+    shown = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}" if image else text
+    prompt_ids = tokenizer.encode(prompt_of(shown, template, tokenizer), add_special_tokens=False)
     size = config.get_text_config().vocab_size
     unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= size])
     need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {size}: {unknown}")
@@ -853,24 +851,35 @@ def packed_attention(
 
 
 def _dense_attention(query, key, value, own, seen, scaling, is_causal, grouped):
-    """Return the attention (N, H, D) of pieces with so many queries of their `own` and keys `seen`, laid out as rows of
-    keys with each query at its own. If causal, neighbours of similar length share a call, padded behind their ends."""
+    """Return the attention (N, H, D) of pieces with so many queries of their `own` and keys `seen`, laid out as rows,
+    padded behind their ends. If causal, neighbours of similar length share a call: with a mask where queries are few,
+    else with each query in the row at its own key, where the kernel knows what it sees."""
     bucket = (2 * seen.log2()).ceil() if is_causal else seen
     counts = bucket.unique_consecutive(return_counts=True)[1].tolist()
-    runs = zip(own.split(counts), seen.split(counts), strict=True)
     out = []
+    runs = zip(own.split(counts), seen.split(counts), strict=True)
     for own, seen in runs:
-        first = torch.arange(len(seen)) * seen.max()
-        query_N = ranges(first + seen - own, own)
-        key_N = ranges(first, seen)
+        rows = torch.arange(len(seen))
+        front = seen - own
+        width = int(seen.max())
+        size = width
+        mask = None
+        if own.max() < front.max():
+            size = int(own.max())
+            last = front[:, None] + torch.arange(size)
+            mask = (torch.arange(width) <= last[..., None])[:, None]
+            front = 0
+        query_N = ranges(rows * size + front, own)
+        key_N = ranges(rows * width, seen)
         dense = []
-        for x, place_N in ((query, query_N), (key, key_N), (value, key_N)):
-            padded = x.new_zeros(len(seen) * seen.max(), *x.shape[1:]).index_copy(0, place_N, x[: len(place_N)])
-            dense.append(padded.unflatten(0, (len(seen), -1)).transpose(1, 2))
+        for x, place_N, each in ((query, query_N, size), (key, key_N, width), (value, key_N, width)):
+            padded = x.new_zeros(len(rows) * each, *x.shape[1:]).index_copy(0, place_N, x[: len(place_N)])
+            dense.append(padded.unflatten(0, (len(rows), each)).transpose(1, 2))
         query = query[len(query_N) :]
         key = key[len(key_N) :]
         value = value[len(key_N) :]
-        result = F.scaled_dot_product_attention(*dense, is_causal=is_causal, scale=scaling, enable_gqa=grouped)
+        causal = is_causal and mask is None
+        result = F.scaled_dot_product_attention(*dense, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
         out.append(result.transpose(1, 2).flatten(0, 1)[query_N])
     return torch.cat(out)
 
@@ -896,17 +905,19 @@ class Policy(torch.nn.Module):
         if hasattr(self.model, "visual"):
             self.model.visual.config._attn_implementation = "packed_flash"
 
-    def _head(self, hidden_TH, weight_VH, target_T):
+    def _head(self, hidden_TH, weight_VH, target_T, entropies: bool):
         logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)
         logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
-        with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
-            entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        entropy_T = torch.zeros_like(logp_T)
+        if entropies:
+            with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
+                entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
         return logp_T, entropy_T
 
-    def forward(self, micro):
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), float32, both at
-        the sampling temperature. The head sees response positions, a chunk at a time; the backward pass repeats it."""
+    def forward(self, micro, entropies=True):
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient; or zeros), float32,
+        both at the sampling temperature. The head sees response positions, in chunks; the backward pass repeats it."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_NH = embeddings(row.pop("input_ids")[0])
@@ -919,7 +930,9 @@ class Policy(torch.nn.Module):
         weight_VH = (self.lm_head or embeddings).weight
         size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
         chunks = zip(hidden_NH[micro.index_T].split(size), micro.target_T.split(size), strict=True)
-        parts = [checkpoint(self._head, hidden, weight_VH, target, use_reentrant=False) for hidden, target in chunks]
+        parts = []
+        for hidden, target in chunks:
+            parts.append(checkpoint(self._head, hidden, weight_VH, target, entropies, use_reentrant=False))
         logp, entropy = zip(*parts, strict=True)
         return torch.cat(logp), torch.cat(entropy)
 
@@ -970,8 +983,9 @@ def set_lr(optimizer, args, step: int):
 
 
 @torch.no_grad()
-def score(policy, batch, micro_batches: list[list[int]], record, phase: str):
-    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
+def score(policy, batch, micro_batches: list[list[int]], record, phase: str, entropies=True):
+    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. Add
+    seconds and tokens to a phase of the record."""
     world = record.world
     logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
     with record.phase(phase):
@@ -979,7 +993,7 @@ def score(policy, batch, micro_batches: list[list[int]], record, phase: str):
         policy.to(world.device)
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
-            logp, entropy = policy(micro)
+            logp, entropy = policy(micro, entropies)
             logp_T[micro.token_T] = logp.cpu()
             entropy_T[micro.token_T] = entropy.cpu()
             record.tokens[phase] += micro.cost
