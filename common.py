@@ -28,7 +28,6 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -153,7 +152,7 @@ def need(holds, message: str):
         raise ValueError(message)
 
 
-def longest_sequence(args) -> int:
+def longest_sequence(args):
     """Return how many tokens a prompt and its response may have together."""
     most = args.max_prompt_tokens + args.max_response_tokens
     return min(most, args.max_total_tokens or most)
@@ -202,13 +201,13 @@ class World:
     device: torch.device
     mesh: DeviceMesh
 
-    def all_gather(self, thing) -> list:
+    def all_gather(self, thing):
         """Return every rank's picklable `thing`, in rank order, on every rank."""
         things = [None] * self.size
         dist.all_gather_object(things, thing)
         return things
 
-    def union(self, part: dict) -> dict:
+    def union(self, part: dict):
         """Return the entries of every rank's dict, on every rank."""
         whole = {}
         for each in self.all_gather(part):
@@ -243,7 +242,7 @@ def _report(kind: type, error: BaseException, trace):
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def init_world() -> World:
+def init_world():
     """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -270,7 +269,7 @@ def init_world() -> World:
     return World(rank, size, local_size, device, mesh)
 
 
-def seed_of(*parts) -> int:
+def seed_of(*parts):
     """Return a 63-bit seed that is a hash of the parts: near neighbours share nothing, every process agrees."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
@@ -298,14 +297,14 @@ class Picture:
     token: int
 
     @property
-    def tokens(self) -> int:
+    def tokens(self):
         return math.prod(self.grid)
 
     @property
-    def patches(self) -> int:
+    def patches(self):
         return self.tokens * self.processor.merge_size**2
 
-    def open(self) -> Image.Image:
+    def open(self):
         """Return the image upright, what is transparent on white: vLLM would do so, transformers would not."""
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
@@ -336,11 +335,11 @@ class Problem:
     image: Picture | None = None
 
     @property
-    def cost(self) -> int:
+    def cost(self):
         """Tokens of the prompt, and patches of its image."""
         return len(self.prompt_ids) + (self.image.patches if self.image else 0)
 
-    def for_sampler(self) -> dict:
+    def for_sampler(self):
         """Return the prompt as vLLM takes it, with one placeholder for an image, which it multiplies itself."""
         if not self.image:
             return {"prompt_token_ids": self.prompt_ids}
@@ -356,7 +355,7 @@ def empty_model(config, **settings):
         return kind.from_config(config, trust_remote_code=False, **settings)
 
 
-def model_folder(args) -> Path:
+def model_folder(args):
     """Return the folder of --model, fetched if that is a hub id. Raises ValueError for a model that cannot train."""
     folder = Path(args.model)
     if not folder.is_dir():
@@ -417,7 +416,7 @@ def load_data(args, tokenizer):
     return problems, held_out
 
 
-def read_table(source: str, flag: str) -> datasets.Dataset:
+def read_table(source: str, flag: str):
     """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
     kind = FILES.get(Path(path).suffix)
@@ -467,7 +466,7 @@ def choose_columns(table: datasets.Dataset, source: str, args, flag: str):
     return table, columns
 
 
-def load_problems(source: str, tokenizer, args, flag: str) -> list[Problem]:
+def load_problems(source: str, tokenizer, args, flag: str):
     """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
     row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
     table = read_table(source, flag)
@@ -513,7 +512,7 @@ def load_problems(source: str, tokenizer, args, flag: str) -> list[Problem]:
     return problems
 
 
-def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, config, where: str) -> list[int]:
+def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, config, where: str):
     """Return a problem's prompt as token ids, an image's in front of the problem's text."""
     tokens = image.tokens if image else 0
     shown = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}" if image else text
@@ -526,7 +525,7 @@ def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, co
     return prompt_ids
 
 
-def read_picture(value: dict, processor, token: int, where: str) -> Picture:
+def read_picture(value: dict, processor, token: int, where: str):
     """Return the image of a row, bytes or a path as `datasets` has it. Raises ValueError, naming the row, for what
     cannot be read or has a shape that the model does not take."""
     try:
@@ -537,7 +536,7 @@ def read_picture(value: dict, processor, token: int, where: str) -> Picture:
     return replace(image, grid=(height // processor.merge_size, width // processor.merge_size))
 
 
-def problem_text(value) -> str:
+def problem_text(value):
     """Return the text of a problem, out of chat turns and without DAPO's instruction; empty where there is none."""
     if isinstance(value, list):
         value = next((turn["content"] for turn in value if turn["role"] == "user"), "")
@@ -546,7 +545,7 @@ def problem_text(value) -> str:
     return value.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
 
 
-def prompt_of(problem: str, template: str, tokenizer) -> str:
+def prompt_of(problem: str, template: str, tokenizer):
     """Return the prompt's text. Raises ValueError where the template needs a chat format that the tokenizer lacks."""
     if template not in PROMPTS:
         PROMPTS[template] = Path(template).read_text(encoding="utf-8")
@@ -561,7 +560,7 @@ def prompt_of(problem: str, template: str, tokenizer) -> str:
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
-def reference_answer(value, column: str) -> str:
+def reference_answer(value, column: str):
     """Return the bare reference: out of a list, out of $…$, out of a worked solution's last box."""
     if column == "reward_model":
         value = value["ground_truth"]
@@ -577,12 +576,12 @@ def reference_answer(value, column: str) -> str:
 
 
 @functools.lru_cache(maxsize=2)
-def order_of(epoch: int, seed: int, count: int) -> np.ndarray:
+def order_of(epoch: int, seed: int, count: int):
     """Return the order in which a pass over so many problems takes them."""
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-def problems_from(problems: list[Problem], args, position: int) -> dict[tuple, Problem]:
+def problems_from(problems, args, position: int):
     """Return the P problems from this position on in endless passes over the data, each in its own seeded order; a key
     names the seed of a problem's samples."""
     asked = {}
@@ -615,7 +614,7 @@ class Group:
     verdicts: list[str] = field(default_factory=list)
 
 
-def first_valid(drawn: list[Group], valid_P: Iterable[bool], count: int, updates: int = 1) -> list[Group]:
+def first_valid(drawn, valid_P, count: int, updates: int = 1):
     """Return `count` of the groups drawn: the valid ones that came first, filled up with invalid ones among the last
     `count`, both dealt out evenly to the step's updates; a single draw as it came."""
     if len(drawn) == count:
@@ -639,7 +638,7 @@ def mean_by(x: torch.Tensor, number: torch.Tensor):
     return sums / counts.clamp(min=1)
 
 
-def drawn_metrics(groups: list[Group], draws: int = 1) -> dict:
+def drawn_metrics(groups, draws: int = 1):
     """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     reward_PG = torch.stack([group.reward_G for group in groups])
@@ -687,7 +686,7 @@ def ranges(first, length):
     return place + (first - start).repeat_interleave(length)
 
 
-def cut(inputs: dict, tokens, device="cpu") -> dict:
+def cut(inputs, tokens, device="cpu"):
     """Return a loss's inputs for some of the step's tokens (numbers or a mask): every *_T cut, tensors on `device`."""
     parts = {}
     for name, x in inputs.items():
@@ -703,7 +702,7 @@ class Batch:
     """The whole step, the same on every rank, response tokens end to end; total_R counts a response with its prompt,
     tokens and image patches."""
 
-    def __init__(self, groups: list[Group]):
+    def __init__(self, groups):
         self.groups = groups
         self.reward_PG = torch.stack([group.reward_G for group in groups])
         self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
@@ -714,7 +713,7 @@ class Batch:
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
 
-    def deal(self, chosen_R, world, budget: int) -> list[list[int]]:
+    def deal(self, chosen_R, world, budget: int):
         """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank.
         Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
         share, so that the ranks can be balanced."""
@@ -731,7 +730,7 @@ class Batch:
                 costs.append(int(self.total_R[r]))
         return plan(bundles, costs, world.size, budget)[world.rank]
 
-    def _prompts(self, responses: list[int]) -> list[int]:
+    def _prompts(self, responses):
         """Return the groups whose prompts a row has: those of its responses. Ranks run the layers together, and a
         vision tower, too, so a row has at least one prompt, and one with an image if any has one."""
         used = {self.group_R[r] for r in responses}
@@ -740,7 +739,7 @@ class Batch:
             used.add(seeing[0])
         return sorted(used, key=lambda p: -self.groups[p].problem.cost)
 
-    def _images(self, problems: list[Problem], own, seen) -> dict:
+    def _images(self, problems, own, seen):
         """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of
         the images' tokens."""
         positions, image_N, pixels, sizes = [], [], [], []
@@ -765,7 +764,7 @@ class Batch:
             "image_grid_thw": torch.tensor(sizes),
         }
 
-    def pack(self, responses: list[int], device, inputs=None) -> MicroBatch:
+    def pack(self, responses, device, inputs=None):
         """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
         inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
         prompts = self._prompts(responses)
@@ -805,7 +804,7 @@ class Batch:
         )
 
 
-def plan(bundles: list[list[int]], costs: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
+def plan(bundles, costs, ranks: int, budget: int):
     """Deal bundles of responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank,
     some empty, none above `budget` (packed tokens); those that run at the same time cost about the same."""
     order = sorted(range(len(costs)), key=lambda n: -costs[n])
@@ -937,13 +936,13 @@ class Policy(torch.nn.Module):
         return torch.cat(logp), torch.cat(entropy)
 
 
-def hub_name(name: str) -> str:
+def hub_name(name: str):
     """Return the name under which a parameter is stored in a model's safetensors. It is the name in memory but for
     models that see, whose decoder and tower are stored one level higher."""
     return name.replace(".language_model", "").replace("model.visual", "visual")
 
 
-def load_policy(folder: Path, args, world) -> Policy:
+def load_policy(folder: Path, args, world):
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     config = AutoConfig.from_pretrained(folder)
     lm = empty_model(config, dtype=torch.float32, attn_implementation="packed")
@@ -983,7 +982,7 @@ def set_lr(optimizer, args, step: int):
 
 
 @torch.no_grad()
-def score(policy, batch, micro_batches: list[list[int]], record, phase: str, entropies=True):
+def score(policy, batch, micro_batches, record, phase: str, entropies=True):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. Add
     seconds and tokens to a phase of the record."""
     world = record.world
@@ -1010,13 +1009,13 @@ def truncated_ratio(logp_T, sampler_logp_T, cap: float):
     return ratio_T.clamp(max=cap)
 
 
-def is_finite(finite: bool, norm: float, world) -> bool:
+def is_finite(finite: bool, norm: float, world):
     """Say whether an update's losses and log-probs (`finite`) and its gradient's norm are finite, on every rank."""
     failed = torch.tensor(float(not finite or not math.isfinite(norm)))
     return world.all_reduce(failed) == 0
 
 
-def full_weights(policy, dtype) -> Iterator:
+def full_weights(policy, dtype):
     """Yield (name, whole tensor); every rank must take every item. Casting first halves the traffic."""
     for name, parameter in policy.named_parameters():
         yield name, parameter.detach().to(dtype).full_tensor()
@@ -1046,7 +1045,7 @@ VLLM = {  # environment variables; what is set already stays
 }
 
 
-def stop_tokens(folder: Path, tokenizer) -> list[int]:
+def stop_tokens(folder: Path, tokenizer):
     """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
     ids = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
     if (folder / "generation_config.json").is_file():
@@ -1055,7 +1054,7 @@ def stop_tokens(folder: Path, tokenizer) -> list[int]:
     return sorted(ids - {None})
 
 
-def cpu_settings(args) -> dict:
+def cpu_settings(args):
     """Return what vLLM's engine must be told on a CPU."""
     return {
         "enforce_eager": True,
@@ -1064,7 +1063,7 @@ def cpu_settings(args) -> dict:
     }
 
 
-def image_settings(args, cuda: bool) -> dict:
+def image_settings(args, cuda: bool):
     """Return what vLLM's engine must be told of a model that sees."""
     return {
         "skip_tokenizer_init": False,
@@ -1125,7 +1124,7 @@ class Sampler:
         )
         self.sleep()
 
-    def sample(self, asked: dict[tuple, Problem], n: int, temperature: float, args, top_p: float = 1.0) -> list[Group]:
+    def sample(self, asked: dict[tuple, Problem], n: int, temperature: float, args, top_p: float = 1.0):
         """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. A seed hashes
         --seed, the problem's key in `asked` and the number of the response: samples do not repeat across prompts, nor
         depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
@@ -1206,7 +1205,7 @@ class Sampler:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def sampler_gap(logp_T, sampler_logp_T) -> dict:
+def sampler_gap(logp_T, sampler_logp_T):
     """Return how far trainer and sampler disagree on the tokens that are trained: mean and max |difference| (nats), k3
     estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
     if len(logp_T) == 0:
@@ -1254,7 +1253,7 @@ SHOWN = (  # in the line of a step
 )
 
 
-def digests(folder: Path, world) -> dict:
+def digests(folder: Path, world):
     """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
     names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
     digest = {}
@@ -1320,7 +1319,7 @@ def newest_checkpoint(record):
     return None, {}
 
 
-def resume(policy, optimizer, record) -> tuple[int, int]:
+def resume(policy, optimizer, record):
     """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0."""
     if not record.args.resume:
         return 0, 0
@@ -1355,7 +1354,7 @@ def pass_at_k(correct_PN, k: int) -> float:
     return float(np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P]))
 
 
-def evaluate(held_out: dict[str, list[Problem]], sampler, verifier, record, step: int):
+def evaluate(held_out, sampler, verifier, record, step: int):
     """Sample --eval-samples completions of every held-out problem, with the same seeds each time, all sets at once so
     that they share one tail; write them to samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
     if not held_out:
@@ -1380,7 +1379,7 @@ def evaluate(held_out: dict[str, list[Problem]], sampler, verifier, record, step
     return metrics
 
 
-def keep_best(policy, source: Path, dtype, metrics: dict, record, step: int):
+def keep_best(policy, source: Path, dtype, metrics, record, step: int):
     """With --keep-best write the model to best/ if the mean avg@n over the held-out sets is the highest so far."""
     if not record.args.keep_best:
         return
@@ -1392,7 +1391,7 @@ def keep_best(policy, source: Path, dtype, metrics: dict, record, step: int):
         record.say(f"step {step}: the best average so far, {average:.3f}; its model is in {record.folder}/best")
 
 
-def about_run(args, script: str, world) -> dict:
+def about_run(args, script: str, world):
     """Return what a run is: script, command, arguments, versions, commit."""
     versions = {each.name: each.version for each in importlib.metadata.distributions()}
     git = "git describe --always --dirty --abbrev=12"
@@ -1509,7 +1508,7 @@ class Record:
         if self.skips_in_a_row == SKIPS_IN_A_ROW:
             raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
 
-    def stop_requested(self) -> bool:
+    def stop_requested(self):
         """Say whether a file named `stop` lies in the run folder, and take it away."""
         file = self.folder / "stop"
         requested = self.world.all_gather(file.exists())[0]
@@ -1531,7 +1530,7 @@ class Record:
         self.memory[name] = max(self.memory[name], used / 2**30)
         self.seconds[name] += time.perf_counter() - start
 
-    def samples(self, name: str, groups: list[Group]):
+    def samples(self, name: str, groups):
         """Write groups to samples/<name>.txt."""
         if self.world.rank:
             return
@@ -1545,7 +1544,7 @@ class Record:
                 parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
         (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
 
-    def step(self, step: int, metrics: dict[str, float]):
+    def step(self, step: int, metrics):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
         seconds = self.seconds.total()
         self.trained += seconds - self.seconds["evaluate"]
@@ -1581,7 +1580,7 @@ class Record:
 
 
 # ----------------------------------------------------------------------------------------------------------- verifier
-def verify(verifier, groups: list[Group]):
+def verify(verifier, groups):
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank."""
     world = verifier.world
     asked = [(group.problem, rollout.text) for group in groups for rollout in group.rollouts]
@@ -1605,7 +1604,7 @@ def verify(verifier, groups: list[Group]):
 VERDICTS = ("graded", "no answer", "too long", "timeout", "memory", "error", "crash")
 
 
-def last_boxed(text: str) -> str | None:
+def last_boxed(text: str):
     """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
     starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", text)]
     if not starts:
@@ -1656,7 +1655,7 @@ OPERATION = re.compile(  # what is left to compute
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def spell(text: str) -> tuple[str, str, Fraction | None]:
+def spell(text: str):
     """Return an answer in one spelling, without its unit; where it is a plain number also its name and its value."""
     text = " ".join(text.split())
     for pattern, replacement in SPELLINGS:
@@ -1676,7 +1675,7 @@ def spell(text: str) -> tuple[str, str, Fraction | None]:
     return text, name and name[1], value
 
 
-def compare(answer: str, gold: str) -> bool | tuple[str, str]:
+def compare(answer: str, gold: str):
     """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify."""
     answer, name, value = spell(answer)
     gold, gold_name, gold_value = spell(gold)
@@ -1754,13 +1753,13 @@ class Worker(subprocess.Popen):
         super().__init__(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
         self.greeted = False
 
-    def line(self, seconds: float) -> str | None:
+    def line(self, seconds: float):
         """Return the next line: "" when the process died, None when it is late."""
         waiting = select.poll()
         waiting.register(self.stdout, select.POLLIN)
         return self.stdout.readline() if waiting.poll(seconds * 1000) else None
 
-    def ask(self, task: tuple[str, str], seconds: float) -> str | None:
+    def ask(self, task: tuple[str, str], seconds: float):
         """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
         if not self.greeted and self.line(120) != "ready\n":
             raise RuntimeError(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
@@ -1800,7 +1799,7 @@ class Verifier:
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
         self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
 
-    def _verdict(self, task: tuple[str, str]) -> tuple[float, str]:
+    def _verdict(self, task: tuple[str, str]):
         """Return a free worker's verdict; a worker that died or is late is replaced."""
         worker = self.workers.pop()  # there are no more threads than workers
         try:
@@ -1816,7 +1815,7 @@ class Verifier:
         finally:
             self.workers.append(worker)
 
-    def judge(self, completions: list[str], golds: list[str]) -> list:
+    def judge(self, completions: list[str], golds: list[str]):
         """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict.
         Raises RuntimeError when workers cannot be started at all."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]

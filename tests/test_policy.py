@@ -64,7 +64,7 @@ def test_logp_entropy_and_gradient_against_full_logits(request, monkeypatch, log
             )
     batch = batch_of(0, reference.config.vocab_size)
     micro = batch.pack(list(range(7)), CPU)
-    logp_T, entropy_T = policy(micro)
+    logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.token_T, x) for x in policy(micro))
     assert not entropy_T.requires_grad and logp_T.dtype == torch.float32
     weight_T = torch.randn(len(logp_T))
     (logp_T * weight_T).sum().backward()
@@ -223,8 +223,8 @@ def test_plan_balances_and_refuses():
 
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 1000), (2, 1000), (3, 60)])
 def test_responses_of_a_group_are_dealt_in_bundles(ranks, budget):
-    """Every chosen response once; a row's computed tokens have each prompt once and fit the budget; on one rank with
-    room every group stays together, with ranks to balance or a small budget it is split."""
+    """Every chosen response once; a row's computed tokens have each prompt once and fit the budget; where
+    rows have room for it a group stays together."""
     rng = np.random.default_rng(0)
     groups = []
     for _ in range(6):
@@ -240,7 +240,7 @@ def test_responses_of_a_group_are_dealt_in_bundles(ranks, budget):
         prompts = {batch.group_R[r] for r in row}
         assert batch.pack(row, CPU).cost == 20 * len(prompts or [0]) + 8 * len(row) <= budget
     together = sum(len({batch.group_R[r] for r in row}) for row in rows)
-    assert together == 6 if ranks == 1 else 6 < together < 42
+    assert together == 6 if budget == 1000 else 6 < together < 42
 
 
 def test_pass_at_k():
