@@ -334,11 +334,6 @@ class Problem:
     row: dict | None = None
     image: Picture | None = None
 
-    @property
-    def cost(self):
-        """Tokens of the prompt, and patches of its image."""
-        return len(self.prompt_ids) + (self.image.patches if self.image else 0)
-
     def for_sampler(self):
         """Return the prompt as vLLM takes it, with one placeholder for an image, which it multiplies itself."""
         if not self.image:
@@ -709,9 +704,13 @@ class Batch:
         self.problem_R = [group.problem for group in groups for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
-        self.total_R = self.length_R + torch.tensor([problem.cost for problem in self.problem_R])
+        patches = [problem.image.patches if problem.image else 0 for problem in self.problem_R]
+        prompts = [len(problem.prompt_ids) for problem in self.problem_R]
+        self.total_R = self.length_R + torch.tensor(prompts) + torch.tensor(patches)
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
+        # One of these prompts is in each row, since ranks run the layers together, and a vision tower, too.
+        self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget: int):
         """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank.
@@ -729,15 +728,6 @@ class Batch:
                 bundles.append([r])
                 costs.append(int(self.total_R[r]))
         return plan(bundles, costs, world.size, budget)[world.rank]
-
-    def _prompts(self, responses):
-        """Return the groups whose prompts a row has: those of its responses. Ranks run the layers together, and a
-        vision tower, too, so a row has at least one prompt, and one with an image if any has one."""
-        used = {self.group_R[r] for r in responses}
-        seeing = [p for p, group in enumerate(self.groups) if group.problem.image] or self.group_R
-        if not used.intersection(seeing):
-            used.add(seeing[0])
-        return sorted(used, key=lambda p: -self.groups[p].problem.cost)
 
     def _images(self, problems, own, seen):
         """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of
@@ -767,7 +757,10 @@ class Batch:
     def pack(self, responses, device, inputs=None):
         """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
         inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
-        prompts = self._prompts(responses)
+        used = {self.group_R[r] for r in responses}
+        if not used & self.needed:
+            used.add(min(self.needed))
+        prompts = sorted(used, key=lambda p: -len(self.groups[p].problem.prompt_ids))
         order = sorted(responses, key=lambda r: -int(self.length_R[r]))  # a CPU pads neighbours to one length
         problems = [self.groups[p].problem for p in prompts]
         ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in order]
@@ -778,8 +771,7 @@ class Batch:
         for n, r in enumerate(order, len(prompts)):
             keys[n] = torch.cat([keys[prompts.index(self.group_R[r])], keys[n]])
             index.append(keys[n][-len(ids[n]) - 1 : -1])
-        own = torch.tensor([len(piece) for piece in ids])
-        seen = torch.tensor([len(piece) for piece in keys])
+        own, seen = (torch.tensor([len(piece) for piece in pieces]) for pieces in (ids, keys))
         row = {
             "input_ids": input_ids_N[None],
             "position_ids": ranges(seen - own, own)[None],
@@ -794,14 +786,10 @@ class Batch:
         row["max_length_k"] = int(seen.max())
         first_R = self.length_R.cumsum(0) - self.length_R
         token_T = ranges(first_R[order], self.length_R[order])
-        return MicroBatch(
-            row=row,
-            index_T=torch.cat([place_N[:0], *index]).to(device),
-            target_T=input_ids_N[len(place_N) - len(token_T) :].to(device),
-            token_T=token_T,
-            inputs=cut(inputs or {}, token_T, device),
-            cost=len(place_N) + len(row.get("pixel_values", ())),
-        )
+        index_T = torch.cat([place_N[:0], *index]).to(device)
+        target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
+        cost = len(place_N) + len(row.get("pixel_values", ()))
+        return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
 
 
 def plan(bundles, costs, ranks: int, budget: int):
