@@ -3,6 +3,7 @@
 Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens, _T response
 tokens, _S segments, _V vocabulary. After sampling, every rank holds the whole step (token ids, rewards, log-probs):
 what a paper defines is a pure function of it, the same on any number of ranks. Only forward and backward are sharded.
+Functions carry no type annotations: a name says its kind (a suffix a shape; args, world, record, policy, batch a class).
 """
 
 import ctypes
@@ -146,7 +147,7 @@ class Args:
     """Share of a GPU that vLLM fills while the policy does not train."""
 
 
-def need(holds, message: str):
+def need(holds, message):
     """Raise ValueError for what does not hold."""
     if not holds:
         raise ValueError(message)
@@ -207,20 +208,20 @@ class World:
         dist.all_gather_object(things, thing)
         return things
 
-    def union(self, part: dict):
+    def union(self, part):
         """Return the entries of every rank's dict, on every rank."""
         whole = {}
         for each in self.all_gather(part):
             whole.update(each)
         return whole
 
-    def all_reduce(self, x: torch.Tensor):
+    def all_reduce(self, x):
         """Add a CPU tensor over ranks, in place, and return it."""
         dist.all_reduce(x)
         return x
 
 
-def _report(kind: type, error: BaseException, trace):
+def _report(kind, error, trace):
     """Show in one line a refused flag, which every rank raises, a divergence, and the loss of a rank; leave what went
     wrong to torchrun, too, for the summary that it prints last."""
     text = str(error)
@@ -315,7 +316,7 @@ class Picture:
         """Return what the vision tower takes, a row for each patch."""
         return self.processor(images=[self.open()], return_tensors="pt")["pixel_values"]
 
-    def positions(self, at: int, length: int):
+    def positions(self, at, length):
         """Return positions_3N (time, height, width) of a sequence of this length with the image's tokens from `at` on:
         text counts on in all three, the image's tokens have their place in it, and text goes on behind the largest."""
         before = torch.arange(at).expand(3, -1)
@@ -366,7 +367,7 @@ def model_folder(args):
     return folder
 
 
-def check_model(folder: Path, args):
+def check_model(folder, args):
     """Raise ValueError for what this project cannot train; run no code that lies in the folder."""
     flag = f"--model {args.model}"
     need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), f"{flag}: no config.json or weights")
@@ -411,7 +412,7 @@ def load_data(args, tokenizer):
     return problems, held_out
 
 
-def read_table(source: str, flag: str):
+def read_table(source, flag):
     """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
     kind = FILES.get(Path(path).suffix)
@@ -434,7 +435,7 @@ def read_table(source: str, flag: str):
     return table[names[-1]]
 
 
-def choose_columns(table: datasets.Dataset, source: str, args, flag: str):
+def choose_columns(table, source, args, flag):
     """Return a table, images encoded, and its columns of problem, answer and image. Raises ValueError without them."""
     wanted = dict(ALIASES)
     if flag == "--dataset":
@@ -461,7 +462,7 @@ def choose_columns(table: datasets.Dataset, source: str, args, flag: str):
     return table, columns
 
 
-def load_problems(source: str, tokenizer, args, flag: str):
+def load_problems(source, tokenizer, args, flag):
     """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
     row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
     table = read_table(source, flag)
@@ -507,7 +508,7 @@ def load_problems(source: str, tokenizer, args, flag: str):
     return problems
 
 
-def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, config, where: str):
+def prompt_tokens(text, image, template, tokenizer, config, where):
     """Return a problem's prompt as token ids, an image's in front of the problem's text."""
     tokens = image.tokens if image else 0
     shown = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}" if image else text
@@ -520,7 +521,7 @@ def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, co
     return prompt_ids
 
 
-def read_picture(value: dict, processor, token: int, where: str):
+def read_picture(value, processor, token, where):
     """Return the image of a row, bytes or a path as `datasets` has it. Raises ValueError, naming the row, for what
     cannot be read or has a shape that the model does not take."""
     try:
@@ -540,7 +541,7 @@ def problem_text(value):
     return value.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
 
 
-def prompt_of(problem: str, template: str, tokenizer):
+def prompt_of(problem, template, tokenizer):
     """Return the prompt's text. Raises ValueError where the template needs a chat format that the tokenizer lacks."""
     if template not in PROMPTS:
         PROMPTS[template] = Path(template).read_text(encoding="utf-8")
@@ -555,7 +556,7 @@ def prompt_of(problem: str, template: str, tokenizer):
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
-def reference_answer(value, column: str):
+def reference_answer(value, column):
     """Return the bare reference: out of a list, out of $…$, out of a worked solution's last box."""
     if column == "reward_model":
         value = value["ground_truth"]
@@ -571,12 +572,12 @@ def reference_answer(value, column: str):
 
 
 @functools.lru_cache(maxsize=2)
-def order_of(epoch: int, seed: int, count: int):
+def order_of(epoch, seed, count):
     """Return the order in which a pass over so many problems takes them."""
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-def problems_from(problems, args, position: int):
+def problems_from(problems, args, position):
     """Return the P problems from this position on in endless passes over the data, each in its own seeded order; a key
     names the seed of a problem's samples."""
     asked = {}
@@ -609,7 +610,7 @@ class Group:
     verdicts: list[str] = field(default_factory=list)
 
 
-def first_valid(drawn, valid_P, count: int, updates: int = 1):
+def first_valid(drawn, valid_P, count, updates=1):
     """Return `count` of the groups drawn: the valid ones that came first, filled up with invalid ones among the last
     `count`, both dealt out evenly to the step's updates; a single draw as it came."""
     if len(drawn) == count:
@@ -624,7 +625,7 @@ def valid(reward_PG):
     return (reward_PG != reward_PG[:, :1]).any(1)
 
 
-def mean_by(x: torch.Tensor, number: torch.Tensor):
+def mean_by(x, number):
     """Return the mean of x for each number; 0 for a number not in use."""
     size = int(number.max()) + 1 if len(number) else 0
     zeros = x.new_zeros(size)
@@ -633,7 +634,7 @@ def mean_by(x: torch.Tensor, number: torch.Tensor):
     return sums / counts.clamp(min=1)
 
 
-def drawn_metrics(groups, draws: int = 1):
+def drawn_metrics(groups, draws=1):
     """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     reward_PG = torch.stack([group.reward_G for group in groups])
@@ -712,7 +713,7 @@ class Batch:
         # One of these prompts is in each row, since ranks run the layers together, and a vision tower, too.
         self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
-    def deal(self, chosen_R, world, budget: int):
+    def deal(self, chosen_R, world, budget):
         """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank.
         Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
         share, so that the ranks can be balanced."""
@@ -792,7 +793,7 @@ class Batch:
         return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
 
 
-def plan(bundles, costs, ranks: int, budget: int):
+def plan(bundles, costs, ranks, budget):
     """Deal bundles of responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank,
     some empty, none above `budget` (packed tokens); those that run at the same time cost about the same."""
     order = sorted(range(len(costs)), key=lambda n: -costs[n])
@@ -884,7 +885,7 @@ class Policy(torch.nn.Module):
     """A decoder, perhaps with a vision tower, and its language head, whose forward gives log-probs and entropies, never
     the logits. Parameter names are transformers'. Tied weights are one parameter that serves twice."""
 
-    def __init__(self, lm, temperature: float):
+    def __init__(self, lm, temperature):
         super().__init__()
         self.model = lm.model
         self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
@@ -892,7 +893,7 @@ class Policy(torch.nn.Module):
         if hasattr(self.model, "visual"):
             self.model.visual.config._attn_implementation = "packed_flash"
 
-    def _head(self, hidden_TH, weight_VH, target_T, entropies: bool):
+    def _head(self, hidden_TH, weight_VH, target_T, entropies):
         logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)
         logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
@@ -924,13 +925,13 @@ class Policy(torch.nn.Module):
         return torch.cat(logp), torch.cat(entropy)
 
 
-def hub_name(name: str):
+def hub_name(name):
     """Return the name under which a parameter is stored in a model's safetensors. It is the name in memory but for
     models that see, whose decoder and tower are stored one level higher."""
     return name.replace(".language_model", "").replace("model.visual", "visual")
 
 
-def load_policy(folder: Path, args, world):
+def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     config = AutoConfig.from_pretrained(folder)
     lm = empty_model(config, dtype=torch.float32, attn_implementation="packed")
@@ -957,7 +958,7 @@ def load_policy(folder: Path, args, world):
     return policy
 
 
-def set_lr(optimizer, args, step: int):
+def set_lr(optimizer, args, step):
     """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
     warm_up = args.lr_warmup * args.steps
     if step < warm_up:
@@ -970,7 +971,7 @@ def set_lr(optimizer, args, step: int):
 
 
 @torch.no_grad()
-def score(policy, batch, micro_batches, record, phase: str, entropies=True):
+def score(policy, batch, micro_batches, record, phase, entropies=True):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. Add
     seconds and tokens to a phase of the record."""
     world = record.world
@@ -989,7 +990,7 @@ def score(policy, batch, micro_batches, record, phase: str, entropies=True):
     return world.all_reduce(logp_T), world.all_reduce(entropy_T)
 
 
-def truncated_ratio(logp_T, sampler_logp_T, cap: float):
+def truncated_ratio(logp_T, sampler_logp_T, cap):
     """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
     if cap == 0:
         return torch.ones_like(logp_T)
@@ -997,7 +998,7 @@ def truncated_ratio(logp_T, sampler_logp_T, cap: float):
     return ratio_T.clamp(max=cap)
 
 
-def is_finite(finite: bool, norm: float, world):
+def is_finite(finite, norm, world):
     """Say whether an update's losses and log-probs (`finite`) and its gradient's norm are finite, on every rank."""
     failed = torch.tensor(float(not finite or not math.isfinite(norm)))
     return world.all_reduce(failed) == 0
@@ -1009,7 +1010,7 @@ def full_weights(policy, dtype):
         yield name, parameter.detach().to(dtype).full_tensor()
 
 
-def save_model(policy, folder: Path, source: Path, dtype, world):
+def save_model(policy, folder, source, dtype, world):
     """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
     weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
     if world.rank == 0:
@@ -1033,7 +1034,7 @@ VLLM = {  # environment variables; what is set already stays
 }
 
 
-def stop_tokens(folder: Path, tokenizer):
+def stop_tokens(folder, tokenizer):
     """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
     ids = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
     if (folder / "generation_config.json").is_file():
@@ -1051,7 +1052,7 @@ def cpu_settings(args):
     }
 
 
-def image_settings(args, cuda: bool):
+def image_settings(args, cuda):
     """Return what vLLM's engine must be told of a model that sees."""
     return {
         "skip_tokenizer_init": False,
@@ -1066,7 +1067,7 @@ class Sampler:
     """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks. It starts
     without weights, asleep: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU."""
 
-    def __init__(self, folder: Path, tokenizer, args, world):
+    def __init__(self, folder, tokenizer, args, world):
         for name, value in VLLM.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
@@ -1112,7 +1113,7 @@ class Sampler:
         )
         self.sleep()
 
-    def sample(self, asked: dict[tuple, Problem], n: int, temperature: float, args, top_p: float = 1.0):
+    def sample(self, asked, n, temperature, args, top_p=1.0):
         """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. A seed hashes
         --seed, the problem's key in `asked` and the number of the response: samples do not repeat across prompts, nor
         depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
@@ -1241,7 +1242,7 @@ SHOWN = (  # in the line of a step
 )
 
 
-def digests(folder: Path, world):
+def digests(folder, world):
     """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
     names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
     digest = {}
@@ -1251,13 +1252,13 @@ def digests(folder: Path, world):
     return world.union(digest)
 
 
-def write_whole(file: Path, text: str):
+def write_whole(file, text):
     """Write a text file that is complete or not there."""
     file.with_suffix(".new").write_text(text)
     file.with_suffix(".new").rename(file)
 
 
-def save_checkpoint(policy, optimizer, step: int, position: int, record):
+def save_checkpoint(policy, optimizer, step, position, record):
     """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest. Order of the
     data and seeds are functions of --seed and the position."""
     world = record.world
@@ -1342,7 +1343,7 @@ def pass_at_k(correct_PN, k: int) -> float:
     return float(np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P]))
 
 
-def evaluate(held_out, sampler, verifier, record, step: int):
+def evaluate(held_out, sampler, verifier, record, step):
     """Sample --eval-samples completions of every held-out problem, with the same seeds each time, all sets at once so
     that they share one tail; write them to samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
     if not held_out:
@@ -1367,7 +1368,7 @@ def evaluate(held_out, sampler, verifier, record, step: int):
     return metrics
 
 
-def keep_best(policy, source: Path, dtype, metrics, record, step: int):
+def keep_best(policy, source, dtype, metrics, record, step):
     """With --keep-best write the model to best/ if the mean avg@n over the held-out sets is the highest so far."""
     if not record.args.keep_best:
         return
@@ -1379,7 +1380,7 @@ def keep_best(policy, source: Path, dtype, metrics, record, step: int):
         record.say(f"step {step}: the best average so far, {average:.3f}; its model is in {record.folder}/best")
 
 
-def about_run(args, script: str, world):
+def about_run(args, script, world):
     """Return what a run is: script, command, arguments, versions, commit."""
     versions = {each.name: each.version for each in importlib.metadata.distributions()}
     git = "git describe --always --dirty --abbrev=12"
@@ -1396,7 +1397,7 @@ def about_run(args, script: str, world):
     }
 
 
-def check_same_run(before: dict, now: dict, args):
+def check_same_run(before, now, args):
     """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
     if before["script"] != now["script"]:
         raise ValueError(f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py")
@@ -1413,7 +1414,7 @@ def check_same_run(before: dict, now: dict, args):
         )
 
 
-def open_run(folder: Path, args, script: str, world):
+def open_run(folder, args, script, world):
     """Make the run folder and write run.json, what the run is, and each resumption. Raises ValueError when the folder
     holds another run, or with --resume none, or one with other flags."""
     file = folder / "run.json"
@@ -1434,7 +1435,7 @@ def open_run(folder: Path, args, script: str, world):
 class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
-    def __init__(self, args, script: str, world):
+    def __init__(self, args, script, world):
         name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.args = args
         self.world = world
@@ -1460,19 +1461,19 @@ class Record:
         self.memory = Counter()  # GiB
         self.skipped = 0  # updates
 
-    def write(self, name: str, line: str):
+    def write(self, name, line):
         """Add a line to a file of the run folder."""
         if self.world.rank == 0:
             with open(self.folder / name, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
-    def say(self, text: str):
+    def say(self, text):
         """Print a line on rank 0's terminal and to log.txt."""
         if self.world.rank == 0:
             print(text, flush=True)
         self.write("log.txt", text)
 
-    def rewind(self, step: int):
+    def rewind(self, step):
         """Drop the metrics of later steps, which will be written again, and let times go on."""
         if self.world.rank:
             return
@@ -1488,7 +1489,7 @@ class Record:
             self.started = time.time() - last["time"]
             self.trained = last["cost/seconds"]
 
-    def skip_update(self, norm: float):
+    def skip_update(self, norm):
         """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
         self.skipped += 1
         self.skips_in_a_row += 1
@@ -1506,7 +1507,7 @@ class Record:
         return requested
 
     @contextmanager
-    def phase(self, name: str):
+    def phase(self, name):
         """Add a block's wall-clock seconds, GPU work included, to a phase of the step; note its memory."""
         start = time.perf_counter()
         yield
@@ -1518,7 +1519,7 @@ class Record:
         self.memory[name] = max(self.memory[name], used / 2**30)
         self.seconds[name] += time.perf_counter() - start
 
-    def samples(self, name: str, groups):
+    def samples(self, name, groups):
         """Write groups to samples/<name>.txt."""
         if self.world.rank:
             return
@@ -1532,7 +1533,7 @@ class Record:
                 parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
         (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
 
-    def step(self, step: int, metrics):
+    def step(self, step, metrics):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
         seconds = self.seconds.total()
         self.trained += seconds - self.seconds["evaluate"]
