@@ -3,7 +3,7 @@
 Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens, _T response
 tokens, _S segments, _V vocabulary. After sampling, every rank holds the whole step (token ids, rewards, log-probs):
 what a paper defines is a pure function of it, the same on any number of ranks. Only forward and backward are sharded.
-Functions carry no type annotations: a name says its kind (a suffix a shape; args, world, record, policy, batch a class).
+Functions carry no type annotations: names say the kind (suffixes a shape; args, world, record, policy, batch a class).
 """
 
 import ctypes
