@@ -281,6 +281,14 @@ def token_factors(args, logp_T, old_logp_T, advantage_T, weight_T, response_T, g
     return effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, args.centre)
 
 
+def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others) -> dict:
+    """Return the inputs of `policy_loss`, given the log-probs of the policy that sampled: with the advantages times the
+    truncated ratio to the sampler. Without a reference it is its own."""
+    truncated_T = common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap)
+    inputs = {"old_logp_T": logp_T, "ref_logp_T": logp_T, "advantage_T": advantage_T * truncated_T}
+    return inputs | others
+
+
 def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
@@ -300,38 +308,36 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
     scored_R = trained_R | (args.reweight == "clip-cov")  # Clip-Cov's means include dead groups
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    costs = []
     plans = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R], args.normaliser))
-        cost_R = batch.total_R * (mine_R & scored_R)
-        costs.append(cost_R)
-        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
+        plans.append(batch.deal(mine_R & scored_R, world, args.micro_batch_tokens))
     weight_T = torch.cat(weights).float()
-
-    # ---- old and reference log-probs of the whole step: c, sigma and the normaliser span micro-batches and ranks
-    tokens = sum(costs).sum().item()
-    micro_batches = [responses for plan in plans for responses in plan]
-    record.tokens["old_logp"] += tokens
-    with record.phase("old_logp"):
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)
-    ref_logp_T = old_logp_T
-    if reference is not None:
-        record.tokens["reference"] += tokens
-        with record.phase("reference"):
-            ref_logp_T, _ = common.score(reference, batch, micro_batches, world)
-    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch. What scales the policy
-    # term must also enter statistics["weight_T"], since the kernel's gradient is that of the whole term.
+    # Every name that ends in _T is cut to the micro-batch; old_policy hands on to policy_loss what it does not take.
+    # What scales the policy term must also enter statistics["weight_T"]: the kernel's gradient is of the whole term.
     inputs = {
-        "old_logp_T": old_logp_T,
-        "ref_logp_T": ref_logp_T,
-        "advantage_T": advantage_T * truncated_T,
-        "factor_T": torch.ones_like(old_logp_T),
+        "advantage_T": advantage_T,
+        "factor_T": torch.ones_like(weight_T),
         "weight_T": weight_T,
         "kl_coef": args.kl_coef,
+        "sampler_logp_T": batch.sampler_logp_T,
     }
+
+    # ---- old and reference log-probs of the whole step: c, sigma and the normaliser span micro-batches and ranks
+    micro_batches = [responses for plan in plans for responses in plan]
+    logp_T, entropy_T = torch.zeros(2, len(trained_T))
+    old_logp_T = logp_T
+    alone = (
+        args.updates_per_step == 1 and args.reweight == "none"
+    )  # then the update itself sees the policy that sampled
+    if not alone:
+        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")
+        inputs = old_policy(args, old_logp_T, **inputs)
+    if reference is not None:
+        ref_logp_T, _ = common.score(reference, batch, micro_batches, record, "reference", entropies=False)
+        inputs["ref_logp_T"] = ref_logp_T
+    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     statistics = {
         "logp_T": old_logp_T.clone(),  # of the policy that an update starts from
         "old_logp_T": old_logp_T,
@@ -343,31 +349,30 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
 
     # ---- updates
     generator = torch.Generator().manual_seed(seed)
-    logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
     for update, plan in enumerate(plans):
-        cost = costs[update][trained_R].sum().item()
-        if cost == 0:
+        if not trained_R[update_R == update].any():
             continue  # without a gradient AdamW's momentum and decay would still move the weights
         own_T = update_R[batch.response_T] == update
         if update and args.reweight != "none":
-            record.tokens["start_logp"] += costs[update].sum().item()
-            with record.phase("start_logp"):
-                start_logp_T, _ = common.score(policy, batch, plan, world)
+            start_logp_T, _ = common.score(policy, batch, plan, record, "start_logp", entropies=False)
             statistics["logp_T"][own_T] = start_logp_T[own_T]
         factor_T = token_factors(args, **common.cut(statistics, own_T), generator=generator)
         inputs["factor_T"][own_T] = factor_T.float()
-        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
                 micro = batch.pack([r for r in responses if trained_R[r]], world.device, inputs)
-                logp, _ = policy(micro)
+                logp, entropy = policy(micro, entropies=alone)
+                if alone:
+                    micro.inputs = old_policy(args, logp.detach(), **micro.inputs)
+                    entropy_T[micro.token_T] = entropy.cpu()
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -377,12 +382,16 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
                 record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
+    logp_T = world.all_reduce(logp_T)
+    if alone:
+        entropy_T = world.all_reduce(entropy_T)
+        inputs = old_policy(args, logp_T, **inputs)
+        statistics["logp_T"] = logp_T
     c_T = covariance(statistics["logp_T"], advantage_T, batch.response_T, group_T, args.centre)
     if args.reweight == "kernel":  # the value of the loss has w~: k reproduces only its gradient
         inputs["factor_T"] = kernel_weights(c_T, group_T)
     w_T = inputs["factor_T"]
-    logp_T = world.all_reduce(logp_T)[trained_T]
-    loss, means = policy_loss(logp_T, **common.cut(inputs, trained_T))
+    loss, means = policy_loss(logp_T[trained_T], **common.cut(inputs, trained_T))
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
@@ -390,7 +399,7 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
+    metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T]))
     metrics.update(covariance_summary(c_T[valid_T]))
     if reference is not None:
         metrics["kl"] = means["kl"].item() / args.updates_per_step
@@ -455,7 +464,6 @@ def main(args: Args) -> None:
         common.set_lr(optimizer, args, step)
         seed = common.seed_of(args.seed, "clip-cov", step)
         metrics = common.drawn_metrics(groups)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, reference, optimizer, batch, seed, record))
 
         # ---- sync

@@ -109,7 +109,7 @@ class Args(common.Args):
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG: torch.Tensor, norm: str = "none") -> torch.Tensor:
+def advantages(reward_PG, norm: str = "none") -> torch.Tensor:
     """Return advantage_PG (Eq. 6). The std of norm "group" or "batch" is unbiased, and 1e-6 is added to it. A dead
     group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
@@ -119,13 +119,13 @@ def advantages(reward_PG: torch.Tensor, norm: str = "none") -> torch.Tensor:
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
-def alpha(reward_PG: torch.Tensor) -> float:
+def alpha(reward_PG) -> float:
     """Return B / (B - M) over the batch of all ranks (Eq. 7), or 1 if no group is valid, and so none has a gradient."""
     groups = int(common.valid(reward_PG).sum())
     return len(reward_PG) / groups if groups else 1.0  # Eq. 7
 
 
-def token_weights(length_R: torch.Tensor, group_size: int) -> torch.Tensor:
+def token_weights(length_R, group_size: int) -> torch.Tensor:
     """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of the batch's
     responses. The weight is 1 / (P sum_i |o_i|), where the sum is over the token's own group (Eq. 5). group_size 1
     makes it 1 / (P G |o_i|), the mean per response. Either sums to 1."""
@@ -180,21 +180,16 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
         "alpha": alpha(batch.reward_PG) if args.accurate_gradient else 1.0,
         "kl_coef": args.kl_coef,
     }
-    cost_R = batch.total_R * trained_R
-    tokens = cost_R.sum().item()
-    plan = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
+    plan = batch.deal(trained_R, world, args.micro_batch_tokens)
 
     # ---- reference log-probs
     if reference is not None:
-        record.tokens["reference"] += tokens
-        with record.phase("reference"):
-            inputs["ref_logp_T"], _ = common.score(reference, batch, plan, world)
+        inputs["ref_logp_T"], _ = common.score(reference, batch, plan, record, "reference", entropies=False)
 
     # ---- update
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
     grad_norms = []
-    if trained_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += tokens
+    if plan:  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
@@ -209,6 +204,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -271,7 +267,7 @@ def main(args: Args) -> None:
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify, until enough groups are valid (Algorithm 1, line 1)
-        drawn: list[common.Group] = []
+        drawn = []
         for _ in range(args.max_draws):
             with record.phase("sample"):
                 asked = common.problems_from(problems, args, position)
@@ -296,7 +292,6 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, reference, optimizer, batch, record))
 
         # ---- sync

@@ -174,6 +174,14 @@ def irl_loss(logp_T, weight_T) -> tuple[torch.Tensor, dict]:
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
+def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others) -> dict:
+    """Return the inputs of `policy_loss`, given the log-probs of the policy that sampled: with the advantages times the
+    truncated ratio to the sampler. Without a reference it is its own."""
+    truncated_T = common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap)
+    inputs = {"old_logp_T": logp_T, "ref_logp_T": logp_T, "advantage_T": advantage_T * truncated_T}
+    return inputs | others
+
+
 def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
@@ -185,53 +193,51 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     trained_T = trained_R[batch.response_T]
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    costs = []
     plans = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R]))
-        cost_R = batch.total_R * (mine_R & trained_R)
-        costs.append(cost_R.sum().item())
-        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
+        plans.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
 
-    # ---- old and reference log-probs, in the micro-batches of the updates, so that the ratio starts at 1
-    micro_batches = [responses for plan in plans for responses in plan]
-    record.tokens["old_logp"] += sum(costs)
-    with record.phase("old_logp"):
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)
-    ref_logp_T = old_logp_T
-    if reference is not None:
-        record.tokens["reference"] += sum(costs)
-        with record.phase("reference"):
-            ref_logp_T, _ = common.score(reference, batch, micro_batches, world)
-    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch
+    # every name that ends in _T is cut to the micro-batch; old_policy hands on to policy_loss what it does not take
     inputs = {
-        "old_logp_T": old_logp_T,
-        "ref_logp_T": ref_logp_T,
-        "advantage_T": advantage_R[batch.response_T] * truncated_T,
+        "advantage_T": advantage_R[batch.response_T],
         "weight_T": torch.cat(weights).float(),
+        "sampler_logp_T": batch.sampler_logp_T,
         "kl_coef": args.kl_coef,
         **CLIP,
     }
 
+    # ---- old and reference log-probs, in the micro-batches of the updates, so that the ratio starts at 1
+    micro_batches = [responses for plan in plans for responses in plan]
+    logp_T, entropy_T = torch.zeros(2, len(trained_T))
+    alone = args.updates_per_step == 1  # then the update itself sees the policy that sampled
+    if not alone:
+        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")
+        inputs = old_policy(args, old_logp_T, **inputs)
+    if reference is not None:
+        ref_logp_T, _ = common.score(reference, batch, micro_batches, record, "reference", entropies=False)
+        inputs["ref_logp_T"] = ref_logp_T
+
     # ---- updates
-    logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
-    for cost, plan in zip(costs, plans, strict=True):
-        if cost == 0:
+    for plan in plans:
+        if not plan:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
                 micro = batch.pack(responses, world.device, inputs)
-                logp, _ = policy(micro)
+                logp, entropy = policy(micro, entropies=alone)
+                if alone:
+                    micro.inputs = old_policy(args, logp.detach(), **micro.inputs)
+                    entropy_T[micro.token_T] = entropy.cpu()
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -241,9 +247,11 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
                 record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
-    logp_T = world.all_reduce(logp_T)[trained_T]
-    old_logp_T = old_logp_T[trained_T]
-    loss, means = policy_loss(logp_T, **common.cut(inputs, trained_T))
+    logp_T = world.all_reduce(logp_T)
+    if alone:
+        entropy_T = world.all_reduce(entropy_T)
+        inputs = old_policy(args, logp_T, **inputs)
+    loss, means = policy_loss(logp_T[trained_T], **common.cut(inputs, trained_T))
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
@@ -251,7 +259,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    metrics.update(common.sampler_gap(old_logp_T, batch.sampler_logp_T[trained_T]))
+    metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T]))
     if reference is not None:
         metrics["kl"] = means["kl"].item() / args.updates_per_step
     if trained_T.any():
@@ -277,17 +285,18 @@ def learn_irl(policy, batches, record) -> dict[str, float]:
     grad_norms = []
     for batch in batches:
         inputs = {"weight_T": token_weights(batch.length_R, "token").float()}
-        plan = common.plan(batch.total_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
+        plan = batch.deal(batch.total_R > 0, world, args.micro_batch_tokens)
         logp_T = torch.zeros(len(batch.response_T))
         optimizer.zero_grad()
         finite = True
         for responses in plan:
             micro = batch.pack(responses, world.device, inputs)
-            logp, _ = policy(micro)
+            logp, _ = policy(micro, entropies=False)
             loss, _ = irl_loss(logp, **micro.inputs)
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
             finite &= bool(loss.isfinite() & logp.isfinite().all())
             logp_T[micro.token_T] = logp.detach().cpu()
+            record.tokens["irl"] += micro.cost
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
         if common.is_finite(finite, norm, world):
             optimizer.step()
@@ -451,7 +460,6 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(groups)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, reference, optimizer, batch, record))
 
         # ---- stage 2: the whole IRL stage belongs to one step, so that no checkpoint lies inside it
@@ -462,9 +470,7 @@ def main(args: Args) -> None:
                 drawn = demonstrations(kept, stage, irl_steps * args.irl_batch, seed)
                 batches = []
                 for first in range(0, len(drawn), args.irl_batch):
-                    batch_irl = common.Batch(drawn[first : first + args.irl_batch])
-                    record.tokens["irl"] += batch_irl.total_R.sum().item()
-                    batches.append(batch_irl)
+                    batches.append(common.Batch(drawn[first : first + args.irl_batch]))
                 metrics.update(learn_irl(policy, batches, record))
 
         # ---- sync

@@ -89,7 +89,7 @@ class Args(common.Args):
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG: torch.Tensor, scale: bool = True) -> torch.Tensor:
+def advantages(reward_PG, scale: bool = True) -> torch.Tensor:
     """Return advantage_PG (Eq. 8). The std is unbiased, and 1e-6 is added to it. `scale` False leaves the std out. A
     dead group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
@@ -119,14 +119,14 @@ def segments(pieces: list[str], delimiter: str) -> list[int]:
 segment_mean = common.mean_by  # x_T, segment_T -> x_S: Eq. 13, and the exponent of Eq. 9
 
 
-def clip_bounds(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
+def clip_bounds(entropy_S, alpha: float, beta: float, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return low_S and high_S, the ratio's bounds. entropy_S is the old policy's mean entropy in a segment (nats)."""
     high_S = (1 + alpha + entropy_S).clamp(max=gamma)  # Eq. 14
     low_S = (1 - entropy_S).clamp(max=beta).clamp(min=0)  # Eq. 15
     return low_S, high_S
 
 
-def clip_summary(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: float) -> dict:
+def clip_summary(entropy_S, alpha: float, beta: float, gamma: float) -> dict:
     """Return percentiles of these segments' entropies (nats), and the shares of segments whose upper bound is gamma and
     whose lower bound is beta. Section 6.2.3 chooses alpha, beta and gamma by such figures."""
     at_gamma_S = 1 + alpha + entropy_S >= gamma
@@ -140,7 +140,7 @@ def clip_summary(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: floa
     return summary
 
 
-def token_weights(length_R: torch.Tensor, normaliser: str = "response", max_length: int = 0) -> torch.Tensor:
+def token_weights(length_R, normaliser: str = "response", max_length: int = 0) -> torch.Tensor:
     """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
     responses.
     response: 1 / (R |y_i|), which is 1/G and 1/|y_i| of Eq. 16 and the mean over prompts. |y_ij| needs no factor,
@@ -152,7 +152,7 @@ def token_weights(length_R: torch.Tensor, normaliser: str = "response", max_leng
     return weight_R.repeat_interleave(length_R)
 
 
-def overlong_penalty(length_R: torch.Tensor, max_length: int, buffer: int) -> torch.Tensor:
+def overlong_penalty(length_R, max_length: int, buffer: int) -> torch.Tensor:
     """Return penalty_R (float64), which DAPO adds to the rewards. It is 0 up to max_length - buffer tokens and falls
     from there in a straight line to -1 at max_length."""
     return (max_length - buffer - length_R.double()).clamp(max=0) / max(1, buffer)
@@ -193,6 +193,24 @@ def step_segments(batch, trained_R, tokenizer, delimiter: str) -> torch.Tensor:
     return torch.tensor(segment_T, dtype=torch.long)
 
 
+def old_policy(args, logp_T, entropy_T, sampler_logp_T, advantage_T, segment_T, **others) -> dict:
+    """Return the inputs of `policy_loss`, given the log-probs and entropies of the policy that sampled: with the bounds
+    of each segment, and the advantages times the truncated ratio to the sampler."""
+    entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
+    low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
+    if args.clip == "fixed":
+        low_S = torch.full_like(low_S, 1 - args.clip_low)
+        high_S = torch.full_like(high_S, 1 + args.clip_high)
+    return {
+        "old_logp_T": logp_T,
+        "advantage_T": advantage_T * common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap),
+        "segment_T": segment_T,
+        "low_S": low_S,
+        "high_S": high_S,
+        **others,
+    }
+
+
 def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
@@ -205,53 +223,47 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    costs = []
     plans = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R], args.normaliser, args.max_response_tokens))
-        cost_R = batch.total_R * (mine_R & trained_R)
-        costs.append(cost_R.sum().item())
-        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
+        plans.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
 
-    # ---- old log-probs and entropies, in the micro-batches of the updates, so that the ratio starts at 1
-    record.tokens["old_logp"] += sum(costs)
-    with record.phase("old_logp"):
-        micro_batches = [responses for plan in plans for responses in plan]
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)  # Eq. 12
-    entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
-    low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
-    if args.clip == "fixed":
-        low_S = torch.full_like(low_S, 1 - args.clip_low)
-        high_S = torch.full_like(high_S, 1 + args.clip_high)
-    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch
+    # every name that ends in _T is cut to the micro-batch; old_policy hands on to policy_loss what it does not take
     inputs = {
-        "old_logp_T": old_logp_T,
-        "advantage_T": advantage_R[batch.response_T] * truncated_T,
+        "advantage_T": advantage_R[batch.response_T],
         "segment_T": segment_T,
-        "low_S": low_S,
-        "high_S": high_S,
         "weight_T": torch.cat(weights).float(),
+        "sampler_logp_T": batch.sampler_logp_T,
     }
 
+    # ---- old log-probs and entropies, in the micro-batches of the updates, so that the ratio starts at 1
+    logp_T, entropy_T = torch.zeros(2, len(trained_T))
+    alone = args.updates_per_step == 1  # then the update itself sees the policy that sampled
+    if not alone:
+        micro_batches = [responses for plan in plans for responses in plan]
+        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")  # Eq. 12
+        inputs = old_policy(args, old_logp_T, entropy_T, **inputs)
+
     # ---- updates
-    logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
-    for cost, plan in zip(costs, plans, strict=True):
-        if cost == 0:
+    for plan in plans:
+        if not plan:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
                 micro = batch.pack(responses, world.device, inputs)
-                logp, _ = policy(micro)
+                logp, entropy = policy(micro, entropies=alone)
+                if alone:
+                    micro.inputs = old_policy(args, logp.detach(), entropy, **micro.inputs)
+                    entropy_T[micro.token_T] = entropy.cpu()
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -261,9 +273,11 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
                 record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
-    logp_T = world.all_reduce(logp_T)[trained_T]
-    old_logp_T = old_logp_T[trained_T]
-    loss, ratios = policy_loss(logp_T, **common.cut(inputs, trained_T))
+    logp_T = world.all_reduce(logp_T)
+    if alone:
+        entropy_T = world.all_reduce(entropy_T)
+        inputs = old_policy(args, logp_T, entropy_T, **inputs)
+    loss, ratios = policy_loss(logp_T[trained_T], **common.cut(inputs, trained_T))
     high = ratios.pop("clipped_high").item() / len(trained_T)
     low = ratios.pop("clipped_low").item() / len(trained_T)
     metrics = {
@@ -278,13 +292,14 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     }
     for name, value in ratios.items():
         metrics[name] = value.item()
-    metrics.update(common.sampler_gap(old_logp_T, batch.sampler_logp_T[trained_T]))
+    metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T]))
     if trained_T.any():
         trained_S = segment_T[trained_T].unique()
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         metrics["segments_per_response"] = len(trained_S) / trained_R.sum().item()
         if args.clip == "entropy":
-            metrics.update(clip_summary(entropy_S[trained_S], args.alpha, args.beta, args.gamma))
+            entropy_S = segment_mean(entropy_T, segment_T)[trained_S]
+            metrics.update(clip_summary(entropy_S, args.alpha, args.beta, args.gamma))
     return metrics
 
 
@@ -318,7 +333,7 @@ def main(args: Args) -> None:
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify, once or until enough groups are valid
-        drawn: list[common.Group] = []
+        drawn = []
         for _ in range(args.max_draws):
             with record.phase("sample"):
                 asked = common.problems_from(problems, args, position)
@@ -343,7 +358,6 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, optimizer, batch, tokenizer, record))
 
         # ---- sync

@@ -132,7 +132,8 @@ def test_positions(models, kind, grid):
 def test_cost_is_tokens_and_patches(models):
     batch = batch_of(problems_of(models["qwen2_vl"]))
     tokens = torch.tensor([4, 6, 25, 8, 0, 4]).repeat_interleave(2)
-    assert torch.equal(batch.total_R - batch.packed_R, 4 * tokens)
+    prompt_R = torch.tensor([len(problem.prompt_ids) for problem in batch.problem_R])
+    assert torch.equal(batch.total_R - batch.length_R - prompt_R, 4 * tokens)
     text = len(batch.problem_R[8].prompt_ids)
     assert [len(problem.prompt_ids) for problem in batch.problem_R] == [text + n + 2 * (n > 0) for n in tokens.tolist()]
 

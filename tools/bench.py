@@ -178,9 +178,10 @@ def mfu(policy: common.Policy, batch: common.Batch, tokens: int, seconds: float,
     head = decoder.embed_tokens.weight.numel()
     body = weights_in(decoder) - head
     width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
-    flop_R = body * batch.packed_R + head * batch.length_R + width * batch.packed_R.double().square()
+    packed_R = batch.length_R + torch.tensor([len(problem.prompt_ids) for problem in batch.problem_R])
+    flop_R = body * packed_R + head * batch.length_R + width * packed_R.double().square()
     if hasattr(policy.model, "visual"):  # The attention of its patches is not counted.
-        flop_R += weights_in(policy.model.visual) * (batch.total_R - batch.packed_R)
+        flop_R += weights_in(policy.model.visual) * (batch.total_R - packed_R)
     flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
     rate = tokens * flop / max(seconds, 1e-9)
     return rate / world.size / matmul_rate(world.device)

@@ -108,8 +108,7 @@ class Check:
 
     def dealt(self, batch: common.Batch) -> list[list[int]]:
         """Return this rank's micro-batches of a batch."""
-        plan = common.plan(batch.total_R.tolist(), self.world.size, self.args.micro_batch_tokens)
-        return plan[self.world.rank]
+        return batch.deal(batch.total_R > 0, self.world, self.args.micro_batch_tokens)
 
     def sample(self, problems: list[common.Problem], n: int, stream: str) -> list[common.Group]:
         """Sample n responses to each problem; `stream` tells one call's seeds from another's."""
@@ -119,7 +118,7 @@ class Check:
     def gap(self, what: str, groups: list[common.Group], limit: str = "gap") -> None:
         """Note how far these samples' log-probs are from the policy's."""
         batch = common.Batch(groups)
-        logp_T, _ = common.score(self.policy, batch, self.dealt(batch), self.world)
+        logp_T, _ = common.score(self.policy, batch, self.dealt(batch), self.record, "gap")
         gap = common.sampler_gap(logp_T, batch.sampler_logp_T)[f"gap_{self.statistic}"]
         self.note(f"sampler against trainer, {self.statistic}, {what}", gap, "nats", *self.limits[limit])
 
