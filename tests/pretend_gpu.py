@@ -281,11 +281,11 @@ def noting_places(notes: list[dict], gpu: Gpu) -> Callable:
     """Return `common.score` that notes where a model is before, in and after it, and how many bytes it leaves."""
     score = common.score
 
-    def noting(policy, *rest):
+    def noting(policy, *rest, **how):
         note = {"trains": any(x.requires_grad for x in policy.parameters()), "before": places(policy)}
         hook = policy.register_forward_pre_hook(lambda *_: note.update(within=places(policy)))
         before = held(gpu)
-        result = score(policy, *rest)
+        result = score(policy, *rest, **how)
         hook.remove()
         notes.append(note | {"after": places(policy), "left": held(gpu) - before})
         return result
