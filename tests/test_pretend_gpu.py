@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 
 import pretend_gpu
 import pytest
@@ -24,10 +26,10 @@ CAUSAL = [-1, 0]
 EVERYTHING = [-1, -1]
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory):
-    """Return a function that has a process with a pretended GPU do a job; its patch lasts as long as it does."""
-    errors = tmp_path_factory.mktemp("gpu") / "stderr.txt"
+@contextmanager
+def pretended(folder: Path):
+    """Give a function that has a process with a pretended GPU do a job; its patch lasts as long as it does."""
+    errors = folder / "stderr.txt"
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, ROOT / "tests" / "pretend_gpu.py"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -50,6 +52,12 @@ def traced(tmp_path_factory):
 
         yield do
         process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    with pretended(tmp_path_factory.mktemp("gpu")) as do:
+        yield do
 
 
 def check_attention(calls: list[dict], windows: list[list[int]]) -> None:
@@ -162,11 +170,12 @@ def test_what_fits_for_whole_models(traced, shape, ranks, local, tokens, recompu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", OWN)
-def test_the_hosts_memory_of_a_step(traced, script):
-    """Every rank has the whole step; docs/performance.md says what that takes."""
-    each = traced(job="host", script=script, tokens=4_000_000)
+def test_the_hosts_memory_of_a_step(tmp_path, script):
+    """Every rank has the whole step; docs/performance.md says what that takes. In a process that has freed nothing."""
+    with pretended(tmp_path) as do:
+        each = do(job="host", script=script, tokens=4_000_000)
     print(f"{script}: {each:.0f} bytes a response token")
-    assert each < 500
+    assert 50 < each < 600
 
 
 @pytest.mark.parametrize("version, cuda", [("2.14.0+cpu", None), ("2.13.0", "13.0")])
