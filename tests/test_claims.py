@@ -604,7 +604,7 @@ def stated() -> Iterator[tuple]:
         "the reward falls to {} by step 30 and climbs slowly to {}, and entropy rises to {}",
         *(reward[25:35].mean(), of("cwgrpo-detached", "reward"), of("cwgrpo-detached", "entropy_response")),
     )
-    kl = [np.median(steps_of(arm, "kl"), 0)[19:] for arm in ("grpo-kl", "cwgrpo", "clip-cov")]
+    kl = [np.median(steps_of(arm, "kl"), 0)[19:] for arm in ("grpo-kl", "cwgrpo", "clip-cov", "clip-cov-50")]
     means = np.lib.stride_tricks.sliding_window_view(kl, 10, axis=1).mean(2)
     yield "the KL is {} to {} nats from step 20 on (the median seed", means.min(), means.max()
     kl = steps_of("grpo-kl", "kl")
@@ -616,7 +616,56 @@ def stated() -> Iterator[tuple]:
         step,
         ((one[step - 2] + one[step]) / 2),
     )
-    yield "the largest ({} against GRPO's {} at the end)", of("cwgrpo", "kl"), of("grpo-kl", "kl")
+    yield (
+        "At the end `clip-cov-50` has {}, CW-GRPO {} and GRPO {}",
+        *(of(a, "kl") for a in ("clip-cov-50", "cwgrpo", "grpo-kl")),
+    )
+
+    def fifty(other: str, metric: str, how: str | tuple[int, int] = "last 10") -> np.ndarray:
+        return less("clip-cov-50", other, metric, how)
+
+    nll = "sampler_nll", "at reward 0.5"
+    hard, entropy = fifty("grpo-kl", HARDER, "end"), fifty("grpo-kl", "entropy_response")
+    yield "keeps more entropy and is behind on `harder` by {}", -hard
+    yield "its entropy ends at {}, {} above GRPO's", of("clip-cov-50", "entropy_response"), entropy
+    mask, slow = -fifty("clip-cov", HARDER, "end"), -fifty("clip-cov", "reward")
+    yield (
+        "behind GRPO by {} on `harder`, and behind `clip-cov`, from which it differs in the share alone, by {}",
+        -hard,
+        mask,
+    )
+    yield "by {} there and by {} in reward", mask, slow
+    yield (
+        "not separable from either's",
+        *(level("clip-cov-50", a, HELD, PASS, HARD_PASS) for a in ("grpo-kl", "clip-cov")),
+    )
+    yield (
+        "behind by {} in the last ten steps ({} errors) and by {} over the first thirty, its",
+        *(slow, errors(slow), -fifty("clip-cov", "reward", (1, 30))),
+    )
+    yield (
+        "its accuracy on `harder` by {} ({} errors). Its entropy ends {} above",
+        *(mask, errors(mask), fifty("clip-cov", "entropy_response")),
+    )
+    d, held = fifty("clip-cov", *nll), fifty("clip-cov", HELD, "end")
+    yield "at a reward of 0.5 `sampler_nll` is {} above, {} errors. Held-out", d, errors(d)
+    yield "Held-out accuracy ({}, {} errors) and both pass@8 are not separable", held, errors(held)
+    yield "It ends behind on `harder` by {}, {} errors", -hard, errors(hard)
+    d, top = fifty("grpo-kl", "reward"), fifty("grpo-kl", HARD_PASS, "end")
+    yield (
+        "Reward ({}, {} errors), held-out accuracy ({}) and both pass@8 ({}, and {} on `harder`, {} errors)",
+        *(d, errors(d), fifty("grpo-kl", HELD, "end"), fifty("grpo-kl", PASS, "end"), top, errors(top)),
+    )
+    d = fifty("grpo-kl", *nll)
+    yield (
+        "ends {} above GRPO's, {} errors, and at a reward of 0.5 `sampler_nll` is {} above, {} errors",
+        *(entropy, errors(entropy), d, errors(d)),
+    )
+    yield (
+        "it learns more ({} of reward, {} held-out) and keeps less entropy ({})",
+        *(fifty("cwgrpo", "reward"), fifty("cwgrpo", HELD, "end"), fifty("cwgrpo", "entropy_response")),
+    )
+    yield "at a reward of 0.5 the two are not separable", errors(fifty("cwgrpo", *nll)) < 3
     signs = [of("grpo-kl", f"covariance/{sign}@0.01%", "first 50") for sign in ("positive", "negative")]
     yield "The positive extremes are the larger ones here ({} against {})", *signs
     yield "so that {} and the paper's 11.52", signs[0]
