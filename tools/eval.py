@@ -418,9 +418,9 @@ def _unboxed_worker(seconds: int):
 
 
 def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int = 30) -> list[tuple[float, str]]:
-    """Return the score of each completion and how it came about, as `common.Verifier.judge` does, graded as
-    `evaluate.py` of GPG and of CW-GRPO grades: by math_verify alone. It gives itself 5 seconds for whatever it parses or
-    compares but cannot stop C code. Where its process dies of a completion, a new one goes on with the next. Raises
+    """Return the score of each completion and how it came about, as `common.Verifier.judge` does. They are graded as by
+    `evaluate.py` of GPG and of CW-GRPO, with math_verify alone. It gives itself 5 seconds for whatever it parses or
+    compares, but it cannot stop C code. Where its process dies of a completion, a new one goes on with the next. Raises
     ValueError where it does not start."""
     tasks = [json.dumps(task) for task in zip(completions, answers, strict=True)]
     source = f"import json, resource, signal, sys\n{inspect.getsource(_unboxed_worker)}\n_unboxed_worker({seconds})"
@@ -620,9 +620,9 @@ def reported(protocol: Protocol) -> list[tuple[str, dict[str, str]]]:
     return [(label, dict(zip(protocol.sets, figures, strict=True))) for *figures, label in rows]
 
 
-def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[tuple[str, ...]]:
-    """Return a protocol's table: a column for each set and one for averages over those that were run; in it our
-    figures, and below them the papers'."""
+def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[list[str]]:
+    """Return the columns of a protocol's table: one for each set, with our figures above the papers', and at the end
+    one of averages over the sets that were run."""
     sets = PROTOCOLS[name].sets
     ours = {row["set"]: row for row in rows}
     means = averages(rows, protocol.by_question)
@@ -642,7 +642,7 @@ def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[tuple[str,
         line += [cell(label, mean) for label, mean in means.items()]
         line += [paper_average(figures, rows, protocol.by_question) for _, figures in papers]
         columns.append(line)
-    return list(zip(*columns, strict=True))
+    return columns
 
 
 def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
@@ -655,9 +655,9 @@ def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
         how += " with the prompt"
     how += f", prompt {protocol.template}, grading {protocol.grading}"
     print(f"\n{name}: {protocol.samples} x {protocol.seeds} completions, {how}")
-    table = table_of(name, protocol, rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
+    columns = table_of(name, protocol, rows)
+    widths = [max(map(len, column)) for column in columns]
+    for line in zip(*columns, strict=True):
         padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
         print("  " + "  ".join(padded).rstrip())
     over_seeds = any(row["pass@1"]["over_seeds"] is not None for row in rows if protocol.ks)
