@@ -11,7 +11,7 @@ import plot
 import pytest
 import rewards
 import torch
-from conftest import ROOT, TOY
+from conftest import ROOT, TOY, make_verifier
 from transformers import AutoTokenizer
 
 import common
@@ -125,7 +125,7 @@ def test_grading_without_a_box():
     ]
     completions, answers, boxed, unboxed = zip(*cases, strict=True)
     assert evaluation.judge_unboxed(completions, answers, answers) == [(score, "graded") for score in unboxed]
-    verifier = common.Verifier(common.Args(), common.World())
+    verifier = make_verifier()
     assert verifier.grade(list(completions), list(answers)) == list(boxed)
     for worker in verifier.workers:
         worker.end()
