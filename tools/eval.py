@@ -3,13 +3,18 @@
 ./run.sh eval MODEL                                  every protocol that the model's context holds
 ./run.sh eval MODEL --protocols sspo sps             some of them
 ./run.sh eval MODEL --data-dir DIR --sets aime24     without the hub: DIR/aime24.jsonl
+./run.sh eval MODEL --protocols gpg-7b --unboxed     graded as GPG and CW-GRPO do: an answer counts without a box, too
 ./run.sh eval runs/RUN                               a run's final model; says which logged step was best on average
 ./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint; runs/RUN/best, the best model that --keep-best kept
 
 Every figure is in percent, and log-probs are in nats. docs/evaluation.md names the sources.
 """
 
+import inspect
 import json
+import resource
+import signal
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -32,12 +37,13 @@ import gpg  # noqa: F401  It registers the prompt qwen-boxed.
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a paper evaluates, and what it reports: rows of a label and of a figure for each set, - where it has none."""
+    """How a paper evaluates. `papers` is what papers report: rows of a figure for each set, - where there is none, and
+    of a label."""
 
     sets: tuple[str, ...]
     template: str
     max_response_tokens: int
-    papers: tuple[tuple[str, str], ...]
+    papers: str
     samples: int = 1
     seeds: int = 1
     temperature: float = 0.0
@@ -49,6 +55,7 @@ class Protocol:
     also: str = ""  # It reports another function's grades beside pass@1.
     by_question: bool = False  # Its average is over questions, not over sets.
     note: str = ""
+    grading: str = "boxed"  # with_changes makes it "unboxed" for --unboxed, and the name of a reward.
 
 
 HERE = Path(__file__).parent
@@ -85,12 +92,25 @@ PROTOCOLS = {
         sets=("aime24", "amc83", "math500", "minerva", "olympiad"),
         template="qwen-math",
         max_response_tokens=3000,
-        papers=(
-            ("SSPO 1.5B, Table 1", "23.33 55.42 76.00 36.42 42.50"),
-            ("GRPO 1.5B", "16.67 54.20 72.60 32.35 39.67"),
-            ("SSPO 7B", "40.0 69.88 81.20 41.54 47.40"),
-            ("GRPO 7B", "33.30 67.47 79.00 40.07 45.91"),
-        ),
+        papers=r"""
+            23.33 55.42 76.00 36.42 42.50  SSPO 1.5B, Table 1
+            23.33 57.83 75.40 36.40 42.50  SSPO 1.5B, Table 2 (+ EC)
+            16.67 54.20 72.60 32.35 39.67  GRPO 1.5B, Table 1
+            20.00 51.49 74.60 34.56 41.16  GSPO 1.5B, Tables 1, 2
+            20.00 53.00 74.20 25.70 37.60  Dr. GRPO 1.5B, Table 1, from its own paper
+            13.30 53.01 73.20 33.09 37.89  clip-high 1.5B, Table 1
+            20.00 56.63 78.0 35.66 40.56  CLIP-Cov 1.5B, Table 1
+            20.00 56.63 75.00 34.19 41.90  + SIR 1.5B, Table 2; \n\n, Table 3
+            23.33 56.63 74.20 32.72 39.52  \n 1.5B, Table 3
+            20.00 53.01 75.00 30.88 39.67  . 1.5B, Table 3
+            40.0 69.88 81.20 41.54 47.40  SSPO 7B, Tables 1, 2
+            33.30 67.47 79.00 40.07 45.91  GRPO 7B, Table 1
+            33.30 65.06 80.80 42.28 47.10  GSPO 7B, Tables 1, 2
+            43.30 62.70 80.00 30.10 41.00  Dr. GRPO 7B, Table 1, from its own paper
+            33.30 68.67 82.2 44.49 49.18  clip-high 7B, Table 1
+            36.67 67.47 84.60 41.91 46.95  CLIP-Cov 7B, Table 1
+            33.30 65.06 81.61 42.28 47.70  + SIR 7B, Table 2
+        """,
     ),
     "open-rs": Protocol(  # CW-GRPO's 1.5B and GPG-RS are evaluated so.
         sets=OPEN_RS,
@@ -98,18 +118,21 @@ PROTOCOLS = {
         max_response_tokens=32768,
         temperature=0.6,
         top_p=0.95,
-        papers=(
-            ("R1-Distill 1.5B, GPG's Table 3", "28.8 82.8 62.9 26.5 43.3"),
-            ("GPG-RS1", "33.3 87.6 77.5 29.4 50.5"),
-            ("GPG-RS3", "33.3 85.0 80.0 26.8 52.4"),
-            ("CW-GRPO, its Table 2, step 100", "30.0 87.0 77.5 29.8 52.0"),
-            ("Clip-Cov", "33.3 85.5 70.0 29.0 50.0"),
-            ("GRPO, step 100", "33.3 85.0 67.5 27.2 49.9"),
-            ("CW-GRPO, its Table 3, step 150", "- 86.2 - - 53.9"),
-            ("step 200", "- 86.4 - - 53.5"),
-            ("GRPO, step 150", "- 82.0 - - 49.9"),
-            ("step 200", "- 79.8 - - 47.8"),
-        ),
+        papers="""
+            28.8 82.8 62.9 26.5 43.3  R1-Distill 1.5B, GPG's Table 3
+            32.5 84.4 66.7 29.0 45.4  Still-3-1.5B-Preview, GPG's Table 3
+            33.3 83.8 67.5 29.8 50.9  Open-RS1, GPG's Table 3
+            26.7 85.4 70.0 27.9 50.2  Open-RS3, GPG's Table 3
+            33.3 87.6 77.5 29.4 50.5  GPG-RS1, GPG's Table 3
+            33.3 85.0 80.0 26.8 52.4  GPG-RS3, GPG's Table 3
+            30.0 87.0 77.5 29.8 52.0  CW-GRPO, its Table 2, step 100
+            33.3 85.5 70.0 29.0 50.0  Clip-Cov, CW-GRPO's Table 2
+            33.3 85.0 67.5 27.2 49.9  GRPO, CW-GRPO's Table 2, step 100
+            - 86.2 - - 53.9  CW-GRPO, its Table 3, step 150
+            - 86.4 - - 53.5  CW-GRPO, its Table 3, step 200
+            - 82.0 - - 49.9  GRPO, CW-GRPO's Table 3, step 150
+            - 79.8 - - 47.8  GRPO, CW-GRPO's Table 3, step 200
+        """,
     ),
     "cwgrpo-7b": Protocol(
         sets=OPEN_RS,
@@ -118,12 +141,12 @@ PROTOCOLS = {
         max_total_tokens=4096,
         temperature=0.6,
         top_p=0.95,
-        papers=(
-            ("CW-GRPO 7B, its Table 2", "13.3 82.8 62.5 32.0 42.7"),
-            ("Clip-Cov", "10.0 82.4 57.5 32.4 41.3"),
-            ("GRPO", "10.0 82.2 55.0 33.1 40.3"),
-            ("Qwen2.5-Math-7B-Instruct", "3.3 82.6 47.5 33.1 40.4"),
-        ),
+        papers="""
+            13.3 82.8 62.5 32.0 42.7  CW-GRPO 7B, its Table 2
+            10.0 82.4 57.5 32.4 41.3  Clip-Cov
+            10.0 82.2 55.0 33.1 40.3  GRPO
+            3.3 82.6 47.5 33.1 40.4  Qwen2.5-Math-7B-Instruct
+        """,
     ),
     "gpg-7b": Protocol(
         sets=OPEN_RS,
@@ -131,10 +154,23 @@ PROTOCOLS = {
         max_response_tokens=3072,
         temperature=0.6,
         top_p=0.95,
-        papers=(
-            ("GPG-Zero-7B, Table 4", "36.7 84.6 82.5 39.0 45.8"),
-            ("Qwen2.5-Math-7B", "13.3 57.6 45.0 14.7 23.7"),
-        ),
+        papers="""
+            36.7 84.6 82.5 39.0 45.8  GPG-Zero-7B, Tables 4, 9
+            30.0 84.6 82.5 34.9 47.8  DAPO-7B, Table 9
+            13.3 57.6 45.0 14.7 23.7  Qwen2.5-Math-7B, Tables 1, 4, 15
+            16.7 73.4 62.5 30.2 35.7  GRPO, Tables 1, 15
+            26.7 74.6 50.0 30.1 37.3  Dr. GRPO, Table 1
+            23.3 73.6 60.0 30.5 39.3  A, group's std, Tables 1, 11 (8 responses), 13, 15
+            23.3 76.3 52.5 30.1 37.4  B, no std, Tables 1, 13, 15
+            23.3 74.2 52.5 30.9 39.7  group's std and alpha, Table 1
+            30.0 75.0 62.5 33.1 38.2  C, alpha, Tables 1, 15
+            30.0 76.2 62.5 34.2 39.0  D, alpha and beta_th 0.6, Tables 1, 10, 15
+            33.3 73.6 67.5 29.4 39.3  beta_th 0.8, Table 10
+            16.7 71.6 60.0 25.0 36.0  2 responses, Table 11
+            20.0 73.2 55.0 29.8 38.5  4 responses, Table 11
+            26.7 74.6 65.0 32.4 37.8  16 responses, Table 11
+            23.3 72.2 55.0 35.3 38.5  batch's std, Table 13
+        """,
     ),
     "gpg-16": Protocol(
         sets=("aime24", "amc23", "math500", "minerva"),
@@ -145,11 +181,11 @@ PROTOCOLS = {
         temperature=0.6,
         top_p=0.95,
         ks=(1, 3, 5),
-        papers=(
-            ("GPG-Zero-7B, Table 16, pass@1/std", "31.7/8.8 80.6/6.1 85.3/1.6 37.4/3.0"),
-            ("pass@3/std", "41.5/9.2 85.0/5.7 89.0/1.4 43.4/3.0"),
-            ("pass@5/std", "41.7/9.2 86.3/5.7 90.9/1.3 46.0/3.0"),
-        ),
+        papers="""
+            31.7/8.8 80.6/6.1 85.3/1.6 37.4/3.0  GPG-Zero-7B, Table 16, pass@1/std
+            41.5/9.2 85.0/5.7 89.0/1.4 43.4/3.0  pass@3/std
+            41.7/9.2 86.3/5.7 90.9/1.3 46.0/3.0  pass@5/std
+        """,
     ),
     "sps": Protocol(
         sets=("aime24", "aime25", "brumo25", "hmmt_feb25", "hmmt_nov25"),
@@ -159,17 +195,21 @@ PROTOCOLS = {
         temperature=0.7,
         ks=(1, 128),
         greedy_logp=True,
-        papers=(
-            ("SPS 1.5B 3k, pass@128", "- - 63.33 - -"),
-            ("GRPO 1.5B 3k, pass@128", "- - 53.33 - -"),
-        ),
+        papers="""
+            - - 63.33 - -  SPS 1.5B 3k, pass@128
+            - - 53.33 - -  GRPO 1.5B 3k, pass@128
+        """,
     ),
     "geoqa": Protocol(  # This one and the next three are of GPG's Tables 5 to 8.
         sets=("geoqa",),
         template="geoqa",
         max_response_tokens=1024,
         reward="geoqa",
-        papers=(("GPG, Table 5", "51.33"), ("GRPO", "47.48"), ("Qwen2.5-VL-3B-Instruct", "35.41")),
+        papers="""
+            51.33  GPG, Table 5
+            47.48  GRPO
+            35.41  Qwen2.5-VL-3B-Instruct
+        """,
     ),
     "virft": Protocol(
         sets=VIRFT,
@@ -177,12 +217,12 @@ PROTOCOLS = {
         max_response_tokens=1024,
         reward="class_name",
         also="class_name_released",
-        papers=(
-            ("GPG, Table 6", "79.3 90.8 88.5 97.5"),
-            ("GRPO", "71.4 86.1 74.8 95.3"),
-            ("SFT", "58.5 55.5 67.9 40.5"),
-            ("Qwen2-VL-2B", "54.8 66.4 45.9 56.8"),
-        ),
+        papers="""
+            79.3 90.8 88.5 97.5  GPG, Table 6
+            71.4 86.1 74.8 95.3  GRPO
+            58.5 55.5 67.9 40.5  SFT
+            54.8 66.4 45.9 56.8  Qwen2-VL-2B
+        """,
         note="pass@1: the very name; class_name_released, the papers' rule: name or answer is part of the other",
     ),
     "cv-bench": Protocol(
@@ -191,12 +231,12 @@ PROTOCOLS = {
         max_response_tokens=1024,
         reward="option",
         by_question=True,
-        papers=(
-            ("GPG, Table 7", "66.62 83.23 81.66 75.50"),
-            ("GRPO", "59.64 66.76 54.16 56.66"),
-            ("SFT", "60.02 68.92 55.00 45.83"),
-            ("Qwen2-VL-2B", "54.69 22.46 0.16 31.66"),
-        ),
+        papers="""
+            66.62 83.23 81.66 75.50  GPG, Table 7
+            59.64 66.76 54.16 56.66  GRPO
+            60.02 68.92 55.00 45.83  SFT
+            54.69 22.46 0.16 31.66  Qwen2-VL-2B
+        """,
     ),
     "lisa": Protocol(
         sets=LISA,
@@ -204,17 +244,17 @@ PROTOCOLS = {
         max_response_tokens=1024,
         reward="iou",
         ks=(),
-        papers=(
-            ("GPG, Table 8", "51.8 51.3"),
-            ("GRPO", "37.6 34.4"),
-            ("SFT", "28.3 29.7"),
-            ("Qwen2-VL-2B", "26.9 30.1"),
-        ),
+        papers="""
+            51.8 51.3  GPG, Table 8
+            37.6 34.4  GRPO
+            28.3 29.7  SFT
+            26.9 30.1  Qwen2-VL-2B
+        """,
         note="mIoU is of boxes; the table's gIoU of masks takes SAM, which is not here",
     ),
 }
 TOLERANCE = Fraction("1e-4")  # It is relative, and what Qwen2.5-Math's grader allows.
-HOW = ("samples", "seeds", "temperature", "top_p", "template", "max_response_tokens", "max_total_tokens")
+HOW = ("samples", "seeds", "temperature", "top_p", "template", "max_response_tokens", "max_total_tokens", "grading")
 
 
 @dataclass
@@ -239,6 +279,8 @@ class Args:
     """Seeds every sampled token."""
     template: str = ""
     """Instead of the protocol's."""
+    unboxed: bool = False
+    """Grade as the released evaluators of GPG and CW-GRPO do: an answer counts without a box, too. Not for images."""
     samples: int = 0
     """Completions of a problem, instead of the protocol's."""
     max_response_tokens: int = 0
@@ -265,6 +307,7 @@ def with_changes(protocol: Protocol, args: Args) -> Protocol:
         protocol,
         sets=sets,
         template=args.template or protocol.template,
+        grading=protocol.reward or ("unboxed" if args.unboxed else "boxed"),
         samples=samples,
         ks=tuple(sorted(ks)),
         max_response_tokens=args.max_response_tokens or protocol.max_response_tokens,
@@ -358,6 +401,40 @@ def weights_of(folder: Path, dtype: torch.dtype):
                 yield names[name], opened.get_tensor(name).to(dtype)
 
 
+# ------------------------------------------------------------------------------------------------------- without a box
+def _unboxed_worker(seconds: int):
+    """Answer lines [completion, answer] on stdin with lines 1 or 0 on stdout; alone, in a bare interpreter. It dies of
+    a completion that takes more `seconds` of processor time. Memory is bounded."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    how = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # The default action of SIGPROF ends C code, too.
+        completion, answer = json.loads(line)
+        gold = parse(rf"\boxed{{{answer}}}", how)
+        print(int(verify(gold, parse(completion, how), float_rounding=5)), flush=True)
+
+
+def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int = 30) -> list[tuple[float, str]]:
+    """Return the score of each completion and how it came about, as `common.Verifier.judge` does. They are graded as by
+    `evaluate.py` of GPG and of CW-GRPO, with math_verify alone. It gives itself 5 seconds for whatever it parses or
+    compares, but it cannot stop C code. Where its process dies of a completion, a new one goes on with the next. Raises
+    ValueError where it does not start."""
+    tasks = [json.dumps(task) for task in zip(completions, answers, strict=True)]
+    source = f"import json, resource, signal, sys\n{inspect.getsource(_unboxed_worker)}\n_unboxed_worker({seconds})"
+    verdicts = []
+    while len(verdicts) < len(tasks):
+        left = "\n".join(tasks[len(verdicts) :])
+        done = subprocess.run([sys.executable, "-c", source], input=left, capture_output=True, text=True)
+        common.need(done.stdout, f"--unboxed: {done.stderr[-500:]}")
+        verdicts += [(float(score), "graded") for score in done.stdout.split()[1:]]
+        if done.returncode:
+            verdicts.append((0.0, "timeout" if done.returncode == -signal.SIGPROF else "crash"))
+    return verdicts
+
+
 # ------------------------------------------------------------------------------------------------------------- figures
 def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]) -> dict:
     """Return pass@k of seeds x problems x samples in percent: its mean over seeds, with two spreads.
@@ -432,8 +509,8 @@ def near_misses(groups: list[common.Group]) -> int:
     """Return how many completions were graded as wrong for an answer that is `near` the reference."""
     count = 0
     for group in groups:
-        for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
-            if verdict == "graded" and near(rollout.text, group.problem.answer):
+        for rollout, verdict, right in zip(group.rollouts, group.verdicts, group.correct_G, strict=True):
+            if verdict == "graded" and not right and near(rollout.text, group.problem.answer):
                 count += 1
     return count
 
@@ -537,29 +614,35 @@ def cell(label: str, mean: float, over_problems: float | None = None, over_seeds
     return text
 
 
+def reported(protocol: Protocol) -> list[tuple[str, dict[str, str]]]:
+    """Return what papers report: for each row its label and {set: figure}."""
+    rows = [line.split(maxsplit=len(protocol.sets)) for line in protocol.papers.strip().splitlines()]
+    return [(label, dict(zip(protocol.sets, figures, strict=True))) for *figures, label in rows]
+
+
 def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[list[str]]:
-    """Return a protocol's table: our figures, beside them the papers', and at the end averages over the sets that were
-    run."""
+    """Return the columns of a protocol's table: one for each set, with our figures above the papers', and at the end
+    one of averages over the sets that were run."""
     sets = PROTOCOLS[name].sets
     ours = {row["set"]: row for row in rows}
     means = averages(rows, protocol.by_question)
     labels = list(means) or [f"pass@{k}" for k in protocol.ks] or ["mIoU"]
-    papers = [dict(zip(sets, text.split(), strict=True)) for _, text in protocol.papers]
-    table = [["set", "problems", *labels, *(label for label, _ in protocol.papers)]]
+    papers = reported(PROTOCOLS[name])
+    columns = [["set", "problems", *labels, *(label for label, _ in papers)]]
     for one in dict.fromkeys([*sets, *ours]):
         line = [one, "-", *["not run"] * len(labels)]
         if one in ours:
             mine = [cell(label, **ours[one][label]) for label in labels]
             line = [one, str(ours[one]["problems"]), *mine]
-        line += [figures.get(one, "-") for figures in papers]
-        table.append(line)
+        line += [figures.get(one, "-") for _, figures in papers]
+        columns.append(line)
     if len(rows) > 1:
         what = "all questions" if protocol.by_question else f"average of {len(rows)}"
         line = [what, ""]
         line += [cell(label, mean) for label, mean in means.items()]
-        line += [paper_average(figures, rows, protocol.by_question) for figures in papers]
-        table.append(line)
-    return table
+        line += [paper_average(figures, rows, protocol.by_question) for _, figures in papers]
+        columns.append(line)
+    return columns
 
 
 def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
@@ -570,10 +653,11 @@ def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
     how += f", up to {protocol.max_response_tokens} tokens"
     if protocol.max_total_tokens:
         how += " with the prompt"
-    print(f"\n{name}: {protocol.samples} x {protocol.seeds} completions, {how}, prompt {protocol.template}")
-    table = table_of(name, protocol, rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
+    how += f", prompt {protocol.template}, grading {protocol.grading}"
+    print(f"\n{name}: {protocol.samples} x {protocol.seeds} completions, {how}")
+    columns = table_of(name, protocol, rows)
+    widths = [max(map(len, column)) for column in columns]
+    for line in zip(*columns, strict=True):
         padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
         print("  " + "  ".join(padded).rstrip())
     over_seeds = any(row["pass@1"]["over_seeds"] is not None for row in rows if protocol.ks)
@@ -616,17 +700,17 @@ def main(args: Args) -> None:
     rows = {name: [] for name in chosen}
     if data:
         widest = max((settings[name] for name in data), key=common.longest_sequence)  # All share an engine.
-        verifiers = {}
+        verifiers = {"unboxed": SimpleNamespace(world=world, reward=None, judge=judge_unboxed)}
         for name in data:
-            reward = settings[name].reward
-            if reward not in verifiers:
-                verifiers[reward] = common.Verifier(common.Args(reward=reward), world)
+            grading = chosen[name].grading
+            if grading not in verifiers:
+                verifiers[grading] = common.Verifier(settings[name], world)
         sampler = common.Sampler(folder, tokenizer, widest, world)
         is_checkpoint = (run / "manifest.json").is_file()
         sampler.load(checkpoint_weights(run, sampler.dtype) if is_checkpoint else weights_of(folder, sampler.dtype))
         for name, sets in data.items():
-            how = settings[name]
-            rows[name] = evaluate(name, chosen[name], how, sampler, verifiers[how.reward], sets, args.texts)
+            verifier = verifiers[chosen[name].grading]
+            rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifier, sets, args.texts)
         sampler.close()
     if world.rank:
         return
