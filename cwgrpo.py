@@ -132,14 +132,14 @@ class Args(common.Args):
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG) -> torch.Tensor:
+def advantages(reward_PG):
     """Return advantage_PG (section 2.1). The std is unbiased, and 1e-6 is added to it. A dead group gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
-def covariance(logp_T, advantage_T, response_T, group_T, centre: str = "response") -> torch.Tensor:
+def covariance(logp_T, advantage_T, response_T, group_T, centre: str = "response"):
     """Return c_T, the centred log-prob (nats) times the centred advantage. Log-probs are centred over the tokens of
     their "response" or "group", as `centre` says. Advantages are centred over the group's responses."""
     share_T = 1 / torch.bincount(response_T)[response_T].to(advantage_T.dtype)  # so that each response counts once
@@ -149,21 +149,21 @@ def covariance(logp_T, advantage_T, response_T, group_T, centre: str = "response
     return (logp_T - mean_logp_T) * (advantage_T - mean_P[group_T])  # covariance
 
 
-def bandwidth(c_T, group_T) -> torch.Tensor:
+def bandwidth(c_T, group_T):
     """Return sigma_P, the population standard deviation of c over each group's tokens, with 1e-8 added to it."""
     centred_T = c_T - common.mean_by(c_T, group_T)[group_T]
     variance_P = common.mean_by(centred_T**2, group_T)
     return variance_P.clamp(min=torch.finfo(c_T.dtype).tiny).sqrt() + 1e-8  # sqrt has no derivative at 0
 
 
-def kernel_weights(c_T, group_T) -> torch.Tensor:
+def kernel_weights(c_T, group_T):
     """Return the paper's w~ for each token: the Gaussian kernel of c, scaled to mean 1 over the tokens of a group."""
     sigma_T = bandwidth(c_T, group_T)[group_T]
     w_T = torch.exp(-(c_T**2) / (2 * sigma_T**2))  # kernel
     return w_T / common.mean_by(w_T, group_T)[group_T]  # normalisation
 
 
-def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, centre: str = "response") -> torch.Tensor:
+def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, centre: str = "response"):
     """Return k_T (float64), which takes the place of w~ in `policy_loss` and gives it the gradient through w~.
 
     A group's tokens are spread over micro-batches and ranks, so autograd cannot pass through w~ there.
@@ -185,7 +185,7 @@ def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, centre:
     return torch.where(plain_T != 0, gradient_T / plain_T, 1.0)
 
 
-def clip_cov_mask(logp_T, old_logp_T, advantage_T, low, high, share, cov_low, cov_high, generator) -> torch.Tensor:
+def clip_cov_mask(logp_T, old_logp_T, advantage_T, low, high, share, cov_low, cov_high, generator):
     """Return keep_T over a whole update: 0.0 for the tokens that Clip-Cov masks, else 1.0. The two means, and so the
     covariance, are over all tokens given. A token may be masked if cov_low < covariance < cov_high and if PPO would not
     have clipped its ratio to [low, high]. `generator` draws max(1, int(share N)) of these tokens, or all if there are
@@ -202,7 +202,7 @@ def clip_cov_mask(logp_T, old_logp_T, advantage_T, low, high, share, cov_low, co
     return keep_T
 
 
-def token_weights(length_R, normaliser: str = "response") -> torch.Tensor:
+def token_weights(length_R, normaliser: str = "response"):
     """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
     responses. response: 1 / (R |o_i|), which is 1/G and 1/|o_i| of section 2.3 and the mean over prompts. token: 1 over
     the number of tokens. Either sums to 1."""
@@ -232,7 +232,7 @@ def format_reward(text: str) -> float:
     return float(text.count("\n</think>\n") == 1)
 
 
-def covariance_summary(c_T) -> dict:
+def covariance_summary(c_T):
     """Return what Table 1 and Fig. 3 report. For each sign, the tokens are sorted by |c|, largest first, and the mean c
     is taken within each band of them: 0-0.01 %, 0.01-1 %, 1-20 %, 20-40 % and 40-100 %. A band's name has its end.
     covariance/cumulative@p% is the share of sum |c| that the p % of tokens with the largest |c| make up."""
@@ -281,7 +281,7 @@ def token_factors(args, logp_T, old_logp_T, advantage_T, weight_T, response_T, g
     return effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, args.centre)
 
 
-def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others) -> dict:
+def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others):
     """Return the inputs of `policy_loss`, given the log-probs of the policy that sampled: with the advantages times the
     truncated ratio to the sampler. Without a reference it is its own."""
     truncated_T = common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap)
@@ -289,7 +289,7 @@ def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others) -> dict:
     return inputs | others
 
 
-def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, float]:
+def learn(policy, reference, optimizer, batch, seed, record):
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
     world = record.world

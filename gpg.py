@@ -109,7 +109,7 @@ class Args(common.Args):
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG, norm: str = "none") -> torch.Tensor:
+def advantages(reward_PG, norm: str = "none"):
     """Return advantage_PG (Eq. 6). The std of norm "group" or "batch" is unbiased, and 1e-6 is added to it. A dead
     group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
@@ -125,7 +125,7 @@ def alpha(reward_PG) -> float:
     return len(reward_PG) / groups if groups else 1.0  # Eq. 7
 
 
-def token_weights(length_R, group_size: int) -> torch.Tensor:
+def token_weights(length_R, group_size: int):
     """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of the batch's
     responses. The weight is 1 / (P sum_i |o_i|), where the sum is over the token's own group (Eq. 5). group_size 1
     makes it 1 / (P G |o_i|), the mean per response. Either sums to 1."""
@@ -163,7 +163,7 @@ def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
+def learn(policy, reference, optimizer, batch, record):
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
     world = record.world

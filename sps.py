@@ -113,7 +113,7 @@ CLIP = {"low": 0.8, "high": 1.2}
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG) -> torch.Tensor:
+def advantages(reward_PG):
     """Return advantage_PG (Eq. 25). The std is unbiased, and 1e-6 is added to it. A dead group, whose rewards are all
     equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
@@ -121,7 +121,7 @@ def advantages(reward_PG) -> torch.Tensor:
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
-def token_weights(length_R, normaliser: str = "response") -> torch.Tensor:
+def token_weights(length_R, normaliser: str = "response"):
     """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
     responses. response: 1/R 1/|y_i|, which is 1/G and 1/|y_i| of Eq. 23 and the mean over prompts. token: 1 / sum |y_i|
     (for Eq. 4). Either sums to 1."""
@@ -165,7 +165,7 @@ def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=N
     return [(p, g) for p, chosen in enumerate(chosen_PG.tolist()) for g in chosen]
 
 
-def irl_loss(logp_T, weight_T) -> tuple[torch.Tensor, dict]:
+def irl_loss(logp_T, weight_T):
     """Return the IRL loss (Eq. 4, nats), summed over these tokens, and metrics: probability is a token's mean
     probability, weighted as in the loss."""
     loss = -(weight_T * logp_T).sum()  # Eq. 4
@@ -174,7 +174,7 @@ def irl_loss(logp_T, weight_T) -> tuple[torch.Tensor, dict]:
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others) -> dict:
+def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others):
     """Return the inputs of `policy_loss`, given the log-probs of the policy that sampled: with the advantages times the
     truncated ratio to the sampler. Without a reference it is its own."""
     truncated_T = common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap)
@@ -182,7 +182,7 @@ def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others) -> dict:
     return inputs | others
 
 
-def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
+def learn(policy, reference, optimizer, batch, record):
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
     world = record.world
@@ -267,7 +267,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     return metrics
 
 
-def learn_irl(policy, batches, record) -> dict[str, float]:
+def learn_irl(policy, batches, record):
     """Train on the batches of demonstrations of an IRL stage, with an AdamW of the stage's own. Return the means of
     their metrics, the loss of the last batch, and the shares of weights that the stage moved, as float32 and as
     bfloat16 have them. All are the same on every rank."""
@@ -320,7 +320,7 @@ def learn_irl(policy, batches, record) -> dict[str, float]:
     return metrics
 
 
-def shards(policy) -> list[torch.Tensor]:
+def shards(policy):
     """Return this rank's part of every weight of the policy."""
     return [parameter.detach().to_local() for parameter in policy.parameters()]
 

@@ -89,7 +89,7 @@ class Args(common.Args):
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG, scale: bool = True) -> torch.Tensor:
+def advantages(reward_PG, scale: bool = True):
     """Return advantage_PG (Eq. 8). The std is unbiased, and 1e-6 is added to it. `scale` False leaves the std out. A
     dead group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
@@ -119,14 +119,14 @@ def segments(pieces: list[str], delimiter: str) -> list[int]:
 segment_mean = common.mean_by  # x_T, segment_T -> x_S: Eq. 13, and the exponent of Eq. 9
 
 
-def clip_bounds(entropy_S, alpha: float, beta: float, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
+def clip_bounds(entropy_S, alpha: float, beta: float, gamma: float):
     """Return low_S and high_S, the ratio's bounds. entropy_S is the old policy's mean entropy in a segment (nats)."""
     high_S = (1 + alpha + entropy_S).clamp(max=gamma)  # Eq. 14
     low_S = (1 - entropy_S).clamp(max=beta).clamp(min=0)  # Eq. 15
     return low_S, high_S
 
 
-def clip_summary(entropy_S, alpha: float, beta: float, gamma: float) -> dict:
+def clip_summary(entropy_S, alpha: float, beta: float, gamma: float):
     """Return percentiles of these segments' entropies (nats), and the shares of segments whose upper bound is gamma and
     whose lower bound is beta. Section 6.2.3 chooses alpha, beta and gamma by such figures."""
     at_gamma_S = 1 + alpha + entropy_S >= gamma
@@ -140,7 +140,7 @@ def clip_summary(entropy_S, alpha: float, beta: float, gamma: float) -> dict:
     return summary
 
 
-def token_weights(length_R, normaliser: str = "response", max_length: int = 0) -> torch.Tensor:
+def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
     """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
     responses.
     response: 1 / (R |y_i|), which is 1/G and 1/|y_i| of Eq. 16 and the mean over prompts. |y_ij| needs no factor,
@@ -152,7 +152,7 @@ def token_weights(length_R, normaliser: str = "response", max_length: int = 0) -
     return weight_R.repeat_interleave(length_R)
 
 
-def overlong_penalty(length_R, max_length: int, buffer: int) -> torch.Tensor:
+def overlong_penalty(length_R, max_length: int, buffer: int):
     """Return penalty_R (float64), which DAPO adds to the rewards. It is 0 up to max_length - buffer tokens and falls
     from there in a straight line to -1 at max_length."""
     return (max_length - buffer - length_R.double()).clamp(max=0) / max(1, buffer)
@@ -181,7 +181,7 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def step_segments(batch, trained_R, tokenizer, delimiter: str) -> torch.Tensor:
+def step_segments(batch, trained_R, tokenizer, delimiter: str):
     """Return segment_T, whose numbers are unique over the step. A response that is not trained stays one segment."""
     used = {token for rollout in batch.rollout_R for token in rollout.ids.tolist()}
     pieces = {token: tokenizer.decode([token], skip_special_tokens=True) for token in used}  # a stop token has no text
@@ -193,7 +193,7 @@ def step_segments(batch, trained_R, tokenizer, delimiter: str) -> torch.Tensor:
     return torch.tensor(segment_T, dtype=torch.long)
 
 
-def old_policy(args, logp_T, entropy_T, sampler_logp_T, advantage_T, segment_T, **others) -> dict:
+def old_policy(args, logp_T, entropy_T, sampler_logp_T, advantage_T, segment_T, **others):
     """Return the inputs of `policy_loss`, given the log-probs and entropies of the policy that sampled: with the bounds
     of each segment, and the advantages times the truncated ratio to the sampler."""
     entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
@@ -211,7 +211,7 @@ def old_policy(args, logp_T, entropy_T, sampler_logp_T, advantage_T, segment_T, 
     }
 
 
-def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
+def learn(policy, optimizer, batch, tokenizer, record):
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
     world = record.world

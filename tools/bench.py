@@ -63,22 +63,22 @@ class Shape(NamedTuple):
     tied: bool
 
     @property
-    def root(self) -> int:
+    def root(self):
         """Weights of embedding and head."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
-    def layer(self) -> int:
+    def layer(self):
         """Weights of one decoder layer."""
         return self.hidden * (2 * self.hidden + 2 * self.kv_width + 3 * self.intermediate)
 
     @property
-    def kv_width(self) -> int:
+    def kv_width(self):
         """Key or value channels of a layer."""
         return self.hidden * self.kv_heads // self.heads
 
     @property
-    def weights(self) -> int:
+    def weights(self):
         """Weights of the model."""
         return self.root + self.layers * self.layer
 
@@ -99,7 +99,7 @@ ONE_GPU = {  # These runs of run.sh suit one GPU: their flags, their shape, and 
 }
 
 
-def hardware() -> str:
+def hardware():
     """Name the device and the day."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {date.today()}"
@@ -108,7 +108,7 @@ def hardware() -> str:
     return f"{name}, {torch.get_num_threads()} threads, {date.today()}"
 
 
-def random_batch(vocabulary: int, prompt: int, response: int, count: int) -> common.Batch:
+def random_batch(vocabulary: int, prompt: int, response: int, count: int):
     """Return `count` random responses of equal length."""
     rng = np.random.default_rng(0)
     zeros = np.zeros(response, np.float32)
@@ -117,13 +117,13 @@ def random_batch(vocabulary: int, prompt: int, response: int, count: int) -> com
     return common.Batch([common.Group(problem, [common.Rollout(each, zeros, "", False)]) for each in ids])
 
 
-def host_peak() -> float:
+def host_peak():
     """Return the most memory that this process has held, GiB."""
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kibibytes / MIB
 
 
-def config_of(shape: Shape) -> Qwen2Config:
+def config_of(shape: Shape):
     """Return the configuration of a model of this shape."""
     return Qwen2Config(
         vocab_size=shape.vocabulary,
@@ -137,13 +137,13 @@ def config_of(shape: Shape) -> Qwen2Config:
     )
 
 
-def random_model(shape: Shape, folder: Path) -> None:
+def random_model(shape: Shape, folder: Path):
     """Save an untrained model of this shape in bf16. It is always the same one."""
     torch.manual_seed(0)
     Qwen2ForCausalLM(config_of(shape)).to(torch.bfloat16).save_pretrained(folder)
 
 
-def memory() -> None:
+def memory():
     """Print the peak of forward and backward on 4,096 response tokens, vocabulary 151,936, hidden size 64, in GiB."""
     config = config_of(Shape(64, 64, 1, 2, 1, 151_936, True))
     config._attn_implementation = "packed"
@@ -157,7 +157,7 @@ def memory() -> None:
 
 
 @functools.cache
-def matmul_rate(device: torch.device) -> float:
+def matmul_rate(device: torch.device):
     """Return FLOP/s of a large matrix product in the dtype of compute, of which MFU is a share. It is measured once."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
@@ -165,12 +165,12 @@ def matmul_rate(device: torch.device) -> float:
     return 2 * size**3 / timer.timeit(5).mean
 
 
-def weights_in(module: torch.nn.Module) -> int:
+def weights_in(module: torch.nn.Module):
     """Return how many weights a module has, over all ranks."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def mfu(policy: common.Policy, batch: common.Batch, tokens: int, seconds: float, world: common.World) -> float:
+def mfu(policy, batch, tokens: int, seconds: float, world):
     """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward. A token takes 6
     FLOP for each weight, those of the head only if it is a response token, and 6 for each layer, channel and
     position, since causal attention skips half of the positions."""
@@ -187,7 +187,7 @@ def mfu(policy: common.Policy, batch: common.Batch, tokens: int, seconds: float,
     return rate / world.size / matmul_rate(world.device)
 
 
-def fastest_pass(model: common.Policy, micro: common.MicroBatch, repeats: int) -> tuple[float, float]:
+def fastest_pass(model: common.Policy, micro: common.MicroBatch, repeats: int):
     """Return the seconds of the fastest forward and backward pass but the first, and the peak of memory in GiB. On a
     GPU that is the last pass's, on a CPU the process's so far."""
     cuda = torch.cuda.is_available()
@@ -212,7 +212,7 @@ def policy(
     tokens: int = 16_384,
     repeats: int = 3,
     activation_checkpointing: bool = False,
-) -> None:
+):
     """Print tokens/s per process, share of the measured matrix rate, and peak memory of FSDP forward and backward.
 
     Args:
@@ -241,7 +241,7 @@ def policy(
     torch.distributed.destroy_process_group()
 
 
-def training_bytes(shape: Shape, gpus: int, tokens: int, recompute: bool) -> int:
+def training_bytes(shape: Shape, gpus: int, tokens: int, recompute: bool):
     """Return what one of so many GPUs holds at most while it trains on micro-batches of so many packed tokens.
 
     16 bytes a weight (float32 weight, gradient and two moments) over the GPUs; embedding and head gathered in bf16; of
@@ -263,12 +263,12 @@ def training_bytes(shape: Shape, gpus: int, tokens: int, recompute: bool) -> int
     return held + max(shape.layers * layer + max(logits, backward), end)
 
 
-def sampling_bytes(shape: Shape, gpus: int, share: float, gib: int) -> int:
+def sampling_bytes(shape: Shape, gpus: int, share: float, gib: int):
     """Return what one of so many GPUs holds while vLLM fills this share of it, with 12 bytes a weight beside vLLM."""
     return 12 * shape.weights // gpus + int(share * gib * GIB)
 
 
-def engine_tensors(shape: Shape, max_num_seqs: int) -> list[int]:
+def engine_tensors(shape: Shape, max_num_seqs: int):
     """Return the bytes of each tensor that a vLLM engine (without tensor parallelism) keeps over a sleep of level 1.
 
     bf16 weights as it fuses them, with a head of its own even where the model's is tied (`common.Sampler` asks for it);
@@ -282,7 +282,7 @@ def engine_tensors(shape: Shape, max_num_seqs: int) -> list[int]:
     return [embedding, *(attention + mlp) * shape.layers, embedding, counts // 32, counts]
 
 
-def pinned_bytes(tensors: list[int]) -> int:
+def pinned_bytes(tensors: list[int]):
     """Return what the host pins for them while the engine sleeps.
 
     vLLM copies segments of torch's allocator, not tensors (vllm/device_allocator/cumem.py): up to 1 MiB they share
@@ -303,7 +303,7 @@ def pinned_bytes(tensors: list[int]) -> int:
     return sum(1 << (size - 1).bit_length() for size in segments)
 
 
-def trains_in(shape: Shape, gpus: int, tokens: int, share: float, gib: float) -> float | None:
+def trains_in(shape: Shape, gpus: int, tokens: int, share: float, gib: float):
     """Return GiB of each of so many GPUs while a shape trains, activations recomputed; None where it does not fit.
 
     Two moments count, training and sampling, either way with 3 GiB for CUDA, NCCL and a sleeping vLLM; bf16 weights may
@@ -315,14 +315,14 @@ def trains_in(shape: Shape, gpus: int, tokens: int, share: float, gib: float) ->
     return training / GIB + 3 if fits else None
 
 
-def print_table(header: list[str], rows: list[list[str]]) -> None:
+def print_table(header: list[str], rows: list[list[str]]):
     """Print rows of cells as Markdown."""
     lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
     lines.insert(1, "|---" * len(header) + "|")
     print("\n".join(lines))
 
 
-def fewest_gpus(shape: Shape, tokens: int, share: float, gib: int) -> str:
+def fewest_gpus(shape: Shape, tokens: int, share: float, gib: int):
     """Return on how few GPUs of one node a shape trains, and in how many GiB of each; `no` if not on eight."""
     for gpus in (1, 2, 4, 8):
         training = trains_in(shape, gpus, tokens, share, gib)
@@ -331,7 +331,7 @@ def fewest_gpus(shape: Shape, tokens: int, share: float, gib: int) -> str:
     return "no"
 
 
-def on_nodes(shape: Shape, tokens: int, gib: int) -> list[str]:
+def on_nodes(shape: Shape, tokens: int, gib: int):
     """Return GiB of a GPU on any number of nodes of 8, since weights are sharded inside a node only: while it trains,
     what vLLM may fill between updates, and what bf16 weights take there without --tensor-parallel."""
     training = training_bytes(shape, 8, tokens, recompute=True)
@@ -346,7 +346,7 @@ def fit(
     tokens: int = common.Args.micro_batch_tokens,
     gpu_memory_utilization: float = common.Args.gpu_memory_utilization,
     max_num_seqs: int = common.Args.max_num_seqs,
-) -> None:
+):
     """Print what should fit where: GPUs of one node for each shape, the host's memory, the runs for one GPU.
 
     Args:
@@ -374,7 +374,7 @@ def fit(
     print_table(columns, runs)
 
 
-def one_gpu(run: list[str], shape: Shape, gib: int) -> list[str]:
+def one_gpu(run: list[str], shape: Shape, gib: int):
     """Return the cells of a run: GiB while it trains and while it samples, of which 3 are for CUDA, and how many
     sequences of full length fit into vLLM's cache beside bf16 weights and 2 GiB (a guess) for its activations."""
     command = subprocess.check_output(["./run.sh", *run], cwd=ROOT, env=os.environ | {"DRY": "1"}, text=True)
@@ -392,18 +392,18 @@ def one_gpu(run: list[str], shape: Shape, gib: int) -> list[str]:
     return [f"{training / GIB + 3:.0f} GiB", f"{sampling / GIB + 3:.0f} GiB", f"{sequences:.0f}"]
 
 
-def boxed(answer: str, gold: str) -> common.Group:
+def boxed(answer: str, gold: str):
     """Return a group of one response, which has this answer in a box."""
     response = common.Rollout([], None, f"\\boxed{{{answer}}}", False)
     return common.Group(common.Problem("", [0], gold), [response])
 
 
-def verifier() -> None:
+def verifier():
     """Print answers/s of ordinary answers, and with 20 hostile ones; workers as a training script has them."""
     world = common.init_world()
     made = common.Verifier(common.Args(), world)
 
-    def grade(groups: list[common.Group]) -> float:
+    def grade(groups: list[common.Group]):
         world.all_gather(None)
         start = time.perf_counter()
         common.verify(made, groups)
@@ -430,12 +430,12 @@ def verifier() -> None:
     torch.distributed.destroy_process_group()
 
 
-def coin(completion: str, _row: dict) -> float:
+def coin(completion: str, _row: dict):
     """Return 0 or 1 by a hash of the completion, so that rewards differ even in a group of nonsense."""
     return float(zlib.crc32(completion.encode()) % 2)
 
 
-def varied(name: str, folder: Path) -> list[str]:
+def varied(name: str, folder: Path):
     """Save an untrained model with the embedded one's tokens; return flags that train it.
 
     It draws one of 263 tokens at random, the stop token among them: lengths vary from 1 to where they are cut.
@@ -445,14 +445,14 @@ def varied(name: str, folder: Path) -> list[str]:
     return ["--model", str(folder), "--reward", "tools/bench.py:coin", "--prompts-per-step", "16"]
 
 
-def toy_run(method: str, folder: Path, flags: list[str], env: dict | None = None) -> list[dict]:
+def toy_run(method: str, folder: Path, flags: list[str], env: dict | None = None):
     """Train METHOD-toy of run.sh in FOLDER/run, without evaluation; return the metrics of its steps."""
     command = ["./run.sh", f"{method}-toy", "--eval", "", "--run-dir", str(folder / "run"), *flags]
     subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
     return [row for row in read(folder / "run") if row["step"]]
 
 
-def mean_of(name: str, rows: list[dict]) -> float:
+def mean_of(name: str, rows: list[dict]):
     """Return a metric's mean over the steps that have it. A value that was not finite is null and does not count."""
     values = np.array([row.get(name) for row in rows], float)
     return float(np.nanmean(values))
@@ -463,7 +463,7 @@ def step(
     steps: int = 40,
     shape: Name | None = None,
     lengths: tuple[int, ...] = (512,),
-) -> None:
+):
     """Run experiments of run.sh on the embedded default, one after another, and print a table of phases for each. With
     --shape the model is an untrained one, whose responses vary in length and are cut at each of --lengths.
 
@@ -484,7 +484,7 @@ def step(
                 print(f"\n{method}, {length:.0f} tokens a response: {phases(rows)}", flush=True)
 
 
-def grpo_config(args: sspo.Args, processes: int) -> dict:
+def grpo_config(args: sspo.Args, processes: int):
     """Return the arguments with which TRL's GRPOConfig makes a step like one of sspo.py with one update, on a CPU."""
     return {
         "per_device_train_batch_size": args.prompts_per_step * args.group_size // processes,
@@ -512,7 +512,7 @@ def grpo_config(args: sspo.Args, processes: int) -> dict:
     }
 
 
-def trl_run(folder: tyro.conf.Positional[Path]) -> None:
+def trl_run(folder: tyro.conf.Positional[Path]):
     """Train with TRL's GRPOTrainer as a run of sspo.py in FOLDER/run did; the command `trl` starts this. Write
     FOLDER/trl.json, which says of each step when it ended, in seconds, and its mean reward and response length."""
     from transformers import TrainerCallback
@@ -524,7 +524,7 @@ def trl_run(folder: tyro.conf.Positional[Path]) -> None:
     problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
     verifier = common.Verifier(args, world)
 
-    def reward(completions: list[str], number: list[int], **_) -> list[float]:
+    def reward(completions: list[str], number: list[int], **_):
         if verifier.reward:
             return [verifier.reward(text, problems[n].row) for text, n in zip(completions, number, strict=True)]
         return verifier.grade(completions, [problems[n].answer for n in number])
@@ -551,7 +551,7 @@ def trl_run(folder: tyro.conf.Positional[Path]) -> None:
         (folder / "trl.json").write_text(json.dumps(rows))
 
 
-def pace(rows: list[dict]) -> str:
+def pace(rows: list[dict]):
     """Say how long a step took from end to end, the median after the fifth step, and these steps' mean length and
     reward."""
     seconds = float(np.median(np.diff([row["time"] for row in rows[4:]])))
@@ -560,7 +560,7 @@ def pace(rows: list[dict]) -> str:
     return f"{seconds:6.2f} s a step, {length:.0f} tokens a response, mean reward {reward:.2f}"
 
 
-def trl() -> None:
+def trl():
     """Run GRPO, one update a step of 16 x 8 responses, here and with TRL in turn, on 2 processes of the CPU in float32.
     The model is the embedded default, then an untrained one whose responses vary in length. Print what a step takes."""
     if importlib.util.find_spec("trl") is None:

@@ -42,7 +42,7 @@ LIMITS = {  # A bound holds for this statistic: nats for log-probs and entropies
 
 
 # --------------------------------------------------------------------------------------------------------------- table
-def row(name: str, figure: float, unit: str = "", sign: str = "", bound: float = 0.0) -> str:
+def row(name: str, figure: float, unit: str = "", sign: str = "", bound: float = 0.0):
     """Return a line of the table. The sign of a bound is ≤ or ≥. NaN fails against any bound."""
     shown = f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:.3g}"
     verdict = "- | -"
@@ -52,7 +52,7 @@ def row(name: str, figure: float, unit: str = "", sign: str = "", bound: float =
     return f"| {name} | {shown} {unit} | {verdict} |"
 
 
-def report(lines: list[list], about: dict, machine: str) -> tuple[str, int]:
+def report(lines: list[list], about: dict, machine: str):
     """Return the whole table and the exit code. `about` is a run.json; it is empty if no part wrote one."""
     versions = about.get("versions", {})
     head = [machine, f"{about.get('ranks', 'no')} ranks"]
@@ -66,7 +66,7 @@ def report(lines: list[list], about: dict, machine: str) -> tuple[str, int]:
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
-def forward_backward(policy: common.Policy, batch: common.Batch, plan: list, device: torch.device) -> torch.Tensor:
+def forward_backward(policy, batch, plan: list, device: torch.device):
     """Return log-probs and entropies, (2, T) on the CPU, of the responses in this rank's plan, and 0 for the others.
     Add the gradient of a weighted sum of the log-probs to the policy's; the weights are random, but the same at each
     call."""
@@ -82,7 +82,7 @@ def forward_backward(policy: common.Policy, batch: common.Batch, plan: list, dev
     return found
 
 
-def local_leaves(policy: common.Policy, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def local_leaves(policy, optimizer: torch.optim.Optimizer):
     """Return this rank's part of every tensor in the states of the policy and of its optimizer."""
     leaves = tree_leaves(get_state_dict(policy, optimizer))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -92,7 +92,7 @@ def local_leaves(policy: common.Policy, optimizer: torch.optim.Optimizer) -> lis
 class Check:
     """An engine and the policy it samples for, in one process of many."""
 
-    def __init__(self, args: common.Args, world: common.World):
+    def __init__(self, args, world):
         self.args = args
         self.world = world
         self.folder = common.model_folder(args)
@@ -101,21 +101,21 @@ class Check:
         self.sampler = common.Sampler(self.folder, AutoTokenizer.from_pretrained(self.folder), args, world)
         self.policy = common.load_policy(self.folder, args, world)
 
-    def note(self, *line) -> None:
+    def note(self, *line):
         """Print a line, given as `row` takes it, and keep it in lines.jsonl."""
         self.record.say(row(*line))
         self.record.write("lines.jsonl", json.dumps(line))
 
-    def dealt(self, batch: common.Batch) -> list[list[int]]:
+    def dealt(self, batch):
         """Return this rank's micro-batches of a batch."""
         return batch.deal(batch.total_R > 0, self.world, self.args.micro_batch_tokens)
 
-    def sample(self, problems: list[common.Problem], n: int, stream: str) -> list[common.Group]:
+    def sample(self, problems: list[common.Problem], n: int, stream: str):
         """Sample n responses to each problem; `stream` tells one call's seeds from another's."""
         asked = {(stream, p): problem for p, problem in enumerate(problems)}
         return self.sampler.sample(asked, n, self.args.temperature, self.args)
 
-    def gap(self, what: str, groups: list[common.Group], limit: str = "gap") -> None:
+    def gap(self, what: str, groups: list[common.Group], limit: str = "gap"):
         """Note how far these samples' log-probs are from the policy's."""
         batch = common.Batch(groups)
         logp_T, _ = common.score(self.policy, batch, self.dealt(batch), self.record, "gap")
@@ -123,14 +123,14 @@ class Check:
         self.note(f"sampler against trainer, {self.statistic}, {what}", gap, "nats", *self.limits[limit])
 
     @torch.no_grad()
-    def syncs(self) -> common.Batch:
+    def syncs(self):
         """Check log-probs through several weight syncs, before each of which the engine sleeps. Return the samples that
         the first weights gave."""
         text = self.sampler.tokenizer.encode("hdx39=?\n" * 40, add_special_tokens=False)
         # Some prompts fill a block of the prefix cache (128 tokens on a CPU), which must not outlive the weights.
         problems = [common.Problem("", text[n : 12 + 32 * n], "0") for n in range(6)]
 
-        def synced() -> list[common.Group]:
+        def synced():
             self.sampler.load(self.policy)
             groups = self.sample(problems, 4, "check")
             self.sampler.sleep()
@@ -148,7 +148,7 @@ class Check:
         self.gap("changed back", synced())
         return common.Batch(first)
 
-    def passes(self, batch: common.Batch) -> None:
+    def passes(self, batch):
         """Check the forward and backward passes of training, where ranks share the weights and the packed responses,
         against those of a rank that has all weights and takes all responses one at a time. The policy keeps its
         gradient."""
@@ -170,7 +170,7 @@ class Check:
         figure = getattr(torch.stack(errors), self.statistic)().item()
         self.note(f"sharded against whole gradients, {self.statistic}", figure, "", *self.limits["gradient"])
 
-    def checkpoint(self) -> None:
+    def checkpoint(self):
         """Check that a checkpoint gives weights and moments bit for bit to a policy that lacks the last update."""
         optimizer = torch.optim.AdamW(self.policy.parameters(), lr=1e-3, fused=True)
         optimizer.step()
@@ -184,7 +184,7 @@ class Check:
         differ = sum(not torch.equal(mine, its) for mine, its in pairs)
         self.note("checkpoint, weights and moments that differ", sum(self.world.all_gather(differ)), "tensors", "≤", 0)
 
-    def measure(self, name: str, length: int, response: int, *bound) -> None:
+    def measure(self, name: str, length: int, response: int, *bound):
         """Measure how each engine samples 64 x `response` tokens behind a cached prompt that fills up `length`, and
         then a forward and backward pass over a micro-batch of sequences as long. Check the gap between sampler and
         trainer, and the memory of training against the bound."""
@@ -214,7 +214,7 @@ class Check:
         self.note_phase("sampling", name, sampled, decoding, 1 / 3)
         self.note_phase("training", name, count * length * self.world.size, batch, 1, *bound)
 
-    def note_phase(self, phase: str, name: str, tokens: int, like: common.Batch, passes: float, *bound) -> None:
+    def note_phase(self, phase: str, name: str, tokens: int, like: common.Batch, passes: float, *bound):
         """Note a phase's speed and its memory. All ranks together took so many tokens, and each was as much work as a
         token of the batch `like` in so many forward and backward passes."""
         seconds = max(self.world.all_gather(self.record.seconds.pop(phase)))
@@ -226,7 +226,7 @@ class Check:
         self.note(f"memory of a rank, {phase}, {name}", memory, "GiB", *bound)
 
 
-def part(what: str, folder: Path, most: float) -> None:
+def part(what: str, folder: Path, most: float):
     """Check the model `what`, or measure an untrained one if that is the name of a shape, which must train in at
     most so many GiB. This runs in one process of many."""
     world = common.init_world()
@@ -267,7 +267,7 @@ def part(what: str, folder: Path, most: float) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ the whole check
-def fitting(gib: float, ranks: int) -> dict[str, float]:
+def fitting(gib: float, ranks: int):
     """Return the shapes that fit on so many GPUs of this memory, by the rule of `bench.fit`, and how many GiB of a GPU
     each takes while it trains."""
     tokens = common.Args.micro_batch_tokens
@@ -280,7 +280,7 @@ def fitting(gib: float, ranks: int) -> dict[str, float]:
     return found
 
 
-def run_part(what: str, most: float, ranks: int, seconds: float) -> tuple[list[list], dict]:
+def run_part(what: str, most: float, ranks: int, seconds: float):
     """Run `part` in one process for each rank, for so many seconds at most. Return its lines and one more for the exit
     code, and its run.json, which is empty if it wrote none."""
     lines, about = [], {}
@@ -299,7 +299,7 @@ def run_part(what: str, most: float, ranks: int, seconds: float) -> tuple[list[l
     return [*lines, last], about
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=TOY)
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # These are the run folder and the GiB of `part`.

@@ -135,13 +135,13 @@ CLAIMS = {
 LIBC = ctypes.CDLL(None)
 
 
-def end_with_parent() -> None:
+def end_with_parent():
     """Let this process end with the thread that started it, however that ends (PR_SET_PDEATHSIG). A program that it
     becomes keeps this: run.sh becomes torchrun, and the ranks end with torchrun by themselves."""
     LIBC.prctl(1, signal.SIGKILL)
 
 
-def script_of(command: list[str]) -> list[str]:
+def script_of(command: list[str]):
     """Return the script that `./run.sh COMMAND` would start, and its flags."""
     if command[0] == "eval":
         return ["tools/eval.py", *command[1:]]
@@ -149,7 +149,7 @@ def script_of(command: list[str]) -> list[str]:
     return shlex.split(subprocess.check_output(dry, cwd=ROOT, text=True))
 
 
-def launch(command: list[str], jobs: int, log) -> None:
+def launch(command: list[str], jobs: int, log):
     """Run `./run.sh COMMAND`; beside other jobs as one process with one thread. Raises CalledProcessError."""
     if jobs == 1:
         command = ["./run.sh", *command]
@@ -165,12 +165,12 @@ def launch(command: list[str], jobs: int, log) -> None:
     )
 
 
-def evaluation_of(folder: Path, step: int) -> Path:
+def evaluation_of(folder: Path, step: int):
     """Return the file for what tools/eval.py finds after this step of a run."""
     return folder / f"eval-step{step:05d}.json"
 
 
-def evaluate(folder: Path, step: int, jobs: int, log) -> None:
+def evaluate(folder: Path, step: int, jobs: int, log):
     """Let tools/eval.py sample 64 completions of a run's present model, at step 0 of its first, as SPS's paper does."""
     args = json.loads((folder / "run.json").read_text())["args"]
     model = str(folder) if step else args["model"]
@@ -181,7 +181,7 @@ def evaluate(folder: Path, step: int, jobs: int, log) -> None:
     launch(command, jobs, log)
 
 
-def squeezed(folder: Path, step: int) -> dict[str, float]:
+def squeezed(folder: Path, step: int):
     """Return what `evaluate` found: avg, pass and similarity, percent, and the log-prob of greedy answers, nats."""
     found = {}
     for row in json.loads(evaluation_of(folder, step).read_text())["rows"]:
@@ -190,7 +190,7 @@ def squeezed(folder: Path, step: int) -> dict[str, float]:
     return found
 
 
-def columns_of(arm: str) -> list[str]:
+def columns_of(arm: str):
     """Return the metrics that an arm's claims draw and report, without repeats."""
     columns = ["step", "time", "reward", "prompts_drawn"]
     for claim in CLAIMS.values():
@@ -200,7 +200,7 @@ def columns_of(arm: str) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-def write(name: str, folder: Path) -> None:
+def write(name: str, folder: Path):
     """Write the csv of a run: what it logged and, at its stops, what `evaluate` found, with 4 significant digits. It
     has all the columns that the claims use; a cell is empty where a step has no such metric."""
     arm = name.rpartition("-seed")[0]
@@ -216,7 +216,7 @@ def write(name: str, folder: Path) -> None:
     partial.rename(file)
 
 
-def is_current(name: str) -> bool:
+def is_current(name: str):
     """Say whether a run's csv has all that its claims use. One that has not is made anew where the run's folder can."""
     arm = name.rpartition("-seed")[0]
     file = DATA / f"{name}.csv"
@@ -234,7 +234,7 @@ def is_current(name: str) -> bool:
     return True
 
 
-def run(name: str, jobs: int) -> None:
+def run(name: str, jobs: int):
     """Run ARM-seedS from its beginning, write its csv, delete its weights. Its folder has its name once it is whole."""
     arm, _, seed = name.rpartition("-seed")
     folder = RUNS / f"{name}.partial"
@@ -257,7 +257,7 @@ def run(name: str, jobs: int) -> None:
     folder.rename(RUNS / name)
 
 
-def run_all(names: list[str], jobs: int) -> int:
+def run_all(names: list[str], jobs: int):
     """Run these, so many at a time; return how many failed."""
     failed = 0
     with ThreadPoolExecutor(jobs) as pool:
@@ -274,7 +274,7 @@ def run_all(names: list[str], jobs: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-def at_reward(rows: Rows, metric: str, reward: float) -> float:
+def at_reward(rows: Rows, metric: str, reward: float):
     """Return a metric's mean over the five steps around the first whose last ten have this mean reward; NaN if none."""
     steps = [row for row in rows if "reward" in row]
     for end in range(10, len(steps) + 1):
@@ -283,7 +283,7 @@ def at_reward(rows: Rows, metric: str, reward: float) -> float:
     return math.nan
 
 
-def at_prompts(rows: Rows, metric: str, prompts: int) -> float:
+def at_prompts(rows: Rows, metric: str, prompts: int):
     """Return a metric's mean over the ten steps up to the one with which so many prompts have been drawn."""
     steps = [row for row in rows if "prompts_drawn" in row]
     drawn = itertools.accumulate(row["prompts_drawn"] for row in steps)
@@ -291,12 +291,12 @@ def at_prompts(rows: Rows, metric: str, prompts: int) -> float:
     return mean_over_steps(before[-10:], metric)
 
 
-def at_step(rows: Rows, metric: str, step: int) -> float:
+def at_step(rows: Rows, metric: str, step: int):
     """Return a metric at a step; NaN if it was not logged there."""
     return mean_over_steps([row for row in rows if row["step"] == step], metric)
 
 
-def over_stage(rows: Rows, metric: str) -> float:
+def over_stage(rows: Rows, metric: str):
     """Return by how much a metric rose over SPS's second IRL stage and the RL step before it, one step."""
     _, before, after, _ = STAGES
     return at_step(rows, metric, after) - at_step(rows, metric, before)
@@ -315,14 +315,14 @@ HOW = {
 }
 
 
-def short(value: float, digits: int, sign: str = "") -> str:
+def short(value: float, digits: int, sign: str = ""):
     """Return so many digits of a number, of one from 100 on all before the point."""
     if abs(value) >= 100:
         return f"{value:{sign},.0f}"
     return f"{value:{sign}.{digits}g}"
 
 
-def with_error(values: list[float], sign: str = "") -> str:
+def with_error(values: list[float], sign: str = ""):
     """Return mean and standard error; a dash where a seed has no value."""
     if not values or any(map(math.isnan, values)):
         return "–"
@@ -333,7 +333,7 @@ def with_error(values: list[float], sign: str = "") -> str:
     return f"{mean} ± {short(error, 2)}"
 
 
-def table(claim: Claim, runs: dict[str, Runs]) -> str:
+def table(claim: Claim, runs: dict[str, Runs]):
     """Return a claim's figures of {arm: {seed: rows}} as Markdown: mean and standard error over seeds; in brackets the
     same of the differences, seed by seed, to the first arm."""
     head = ["", *(f"{arm} ({len(seeds)})" for arm, seeds in runs.items())]
@@ -354,7 +354,7 @@ def table(claim: Claim, runs: dict[str, Runs]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def report(name: str) -> None:
+def report(name: str):
     """Print a claim's table and draw its picture, of the runs that there are."""
     claim = CLAIMS[name]
     runs = {}
@@ -372,7 +372,7 @@ def report(name: str) -> None:
     plot.draw_bands(curves, list(claim.panels), ROOT / "docs" / f"claims-{name}.png")
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"and NAME-…; none: all; legal: {', '.join(CLAIMS)}")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])

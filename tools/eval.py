@@ -294,7 +294,7 @@ class Args:
 
 
 # ---------------------------------------------------------------------------------------------------------- what to do
-def with_changes(protocol: Protocol, args: Args) -> Protocol:
+def with_changes(protocol: Protocol, args: Args):
     """Return the protocol with the changes that the command line asks for."""
     sets = protocol.sets
     if args.sets:
@@ -315,7 +315,7 @@ def with_changes(protocol: Protocol, args: Args) -> Protocol:
     )
 
 
-def settings_of(protocol: Protocol, args: Args) -> common.Args:
+def settings_of(protocol: Protocol, args: Args):
     """Return the settings under which a protocol's problems are read and sampled."""
     settings = common.Args(
         template=protocol.template,
@@ -332,7 +332,7 @@ def settings_of(protocol: Protocol, args: Args) -> common.Args:
     return settings
 
 
-def obstacle(settings: common.Args, context: int, tokenizer, sees: bool = False) -> str:
+def obstacle(settings: common.Args, context: int, tokenizer, sees: bool = False):
     """Return why a model whose context is so many tokens cannot be sampled under these settings; empty if it can."""
     if settings.image_column and not sees:
         return "its questions have images, which this model cannot see"
@@ -347,7 +347,7 @@ def obstacle(settings: common.Args, context: int, tokenizer, sees: bool = False)
     return ""
 
 
-def where(name: str, data_dir: str) -> str:
+def where(name: str, data_dir: str):
     """Return the file or hub id of a set. In a folder, if one is given, a name of `SETS` is NAME.jsonl or .parquet."""
     if not data_dir or name not in SETS:
         return SETS.get(name, name)
@@ -355,7 +355,7 @@ def where(name: str, data_dir: str) -> str:
     return f"{data_dir}/{name}.{kind}"
 
 
-def place(folder: Path) -> Path:
+def place(folder: Path):
     """Return the file of a model's figures if --out names none. It lies in the model's folder, but beside what a run's
     folder holds."""
     if not folder.is_dir():
@@ -366,7 +366,7 @@ def place(folder: Path) -> Path:
     return folder / "eval.json"
 
 
-def model_of(given: str) -> str:
+def model_of(given: str):
     """Return the model folder or hub id of a run, of a checkpoint's run, or of what is itself a model."""
     path = Path(given)
     if (path / "manifest.json").is_file():
@@ -417,7 +417,7 @@ def _unboxed_worker(seconds: int):
         print(int(verify(gold, parse(completion, how), float_rounding=5)), flush=True)
 
 
-def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int = 30) -> list[tuple[float, str]]:
+def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int = 30):
     """Return the score of each completion and how it came about, as `common.Verifier.judge` does. They are graded as by
     `evaluate.py` of GPG and of CW-GRPO, with math_verify alone. It gives itself 5 seconds for whatever it parses or
     compares, but it cannot stop C code. Where its process dies of a completion, a new one goes on with the next. Raises
@@ -436,7 +436,7 @@ def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int =
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
-def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]) -> dict:
+def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]):
     """Return pass@k of seeds x problems x samples in percent: its mean over seeds, with two spreads.
 
     over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches. over_seeds is the standard
@@ -456,7 +456,7 @@ def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]) -> dict:
     return found
 
 
-def best_average_step(run: Path) -> tuple[int, float] | None:
+def best_average_step(run: Path):
     """Return the step at which a run logged the highest avg@n, averaged over its held-out sets, and that average.
     Step 0 does not count, nor does a step with an avg@n that was not finite, which is null."""
     file = run / "metrics.jsonl"
@@ -469,7 +469,7 @@ def best_average_step(run: Path) -> tuple[int, float] | None:
     return max(averages.items(), key=lambda pair: pair[1], default=None)
 
 
-def similarity(responses_PG: list[list[np.ndarray]]) -> float:
+def similarity(responses_PG: list[list[np.ndarray]]):
     """Return how alike the responses to a question are, in percent; 100 says that they are all the same. It is the
     cosine between counts of token bigrams, averaged over the pairs of a group and then over groups. Table 4 of SPS
     has such a figure; the measure is ours."""
@@ -489,13 +489,13 @@ def similarity(responses_PG: list[list[np.ndarray]]) -> float:
     return 100 * float(np.mean(per_group))
 
 
-def greedy_logp(groups: list[common.Group]) -> float:
+def greedy_logp(groups: list[common.Group]):
     """Return the mean log-prob of a token in nats, averaged over each greedy answer and then over the answers. Table
     6 of SPS has such a figure; which mean to take is our choice."""
     return float(np.mean([group.rollouts[0].logp.mean(dtype=np.float64) for group in groups]))
 
 
-def near(completion: str, reference: str) -> bool:
+def near(completion: str, reference: str):
     """Say whether a completion's answer and the reference are different numbers, but within `TOLERANCE`."""
     _, _, given = common.spell(common.last_boxed(completion) or "")
     _, _, right = common.spell(reference)
@@ -505,7 +505,7 @@ def near(completion: str, reference: str) -> bool:
     return 0 < abs(given - right) <= TOLERANCE * largest
 
 
-def near_misses(groups: list[common.Group]) -> int:
+def near_misses(groups: list[common.Group]):
     """Return how many completions were graded as wrong for an answer that is `near` the reference."""
     count = 0
     for group in groups:
@@ -515,7 +515,7 @@ def near_misses(groups: list[common.Group]) -> int:
     return count
 
 
-def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group], greedy: list[common.Group]) -> dict:
+def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group], greedy: list[common.Group]):
     """Return the figures of a set. `groups` are its graded completions, all of one seed before those of the next;
     `greedy` are its greedy answers, if there are any."""
     correct_GN = torch.stack([group.correct_G for group in groups])
@@ -549,13 +549,13 @@ def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group]
     return row
 
 
-def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: dict, texts: str) -> list[dict]:
+def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: dict, texts: str):
     """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
     waits only once for the longest responses. Write the completions to the folder `texts`, if one is named."""
     graded = {label: [] for label in data}
     greedy = {label: [] for label in data}
 
-    def sample(kind: str, into: dict, *how) -> None:
+    def sample(kind: str, into: dict, *how):
         asked = {(kind, label, p): problem for label, problems in data.items() for p, problem in enumerate(problems)}
         groups = sampler.sample(asked, *how)
         for (_, label, _), group in zip(asked, groups, strict=True):
@@ -578,13 +578,13 @@ def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: d
 
 
 # --------------------------------------------------------------------------------------------------------------- table
-def mean_over_sets(values: list[float], rows: list[dict], by_question: bool) -> float:
+def mean_over_sets(values: list[float], rows: list[dict], by_question: bool):
     """Return the mean of a figure over the sets of these rows, or over all their questions."""
     weights = [row["problems"] if by_question else 1 for row in rows]
     return float(np.average(values, weights=weights))
 
 
-def averages(rows: list[dict], by_question: bool = False) -> dict[str, float]:
+def averages(rows: list[dict], by_question: bool = False):
     """Return the mean of each figure of a protocol's table over its sets, or over all their questions. A figure of a
     row is a dict with a mean, and perhaps with spreads."""
     means = {}
@@ -595,7 +595,7 @@ def averages(rows: list[dict], by_question: bool = False) -> dict[str, float]:
     return means
 
 
-def paper_average(figures: dict[str, str], rows: list[dict], by_question: bool) -> str:
+def paper_average(figures: dict[str, str], rows: list[dict], by_question: bool):
     """Return the average of a paper's figures, or - if they are not of the same sets as these rows."""
     given = {name for name, figure in figures.items() if figure != "-"}
     if given != {row["set"] for row in rows}:
@@ -604,7 +604,7 @@ def paper_average(figures: dict[str, str], rows: list[dict], by_question: bool) 
     return f"{mean_over_sets(values, rows, by_question):.2f}"
 
 
-def cell(label: str, mean: float, over_problems: float | None = None, over_seeds: float | None = None) -> str:
+def cell(label: str, mean: float, over_problems: float | None = None, over_seeds: float | None = None):
     """Return a figure as the table has it."""
     digits = 4 if label == "greedy_logp" else 2
     text = f"{mean:.{digits}f}"
@@ -614,13 +614,13 @@ def cell(label: str, mean: float, over_problems: float | None = None, over_seeds
     return text
 
 
-def reported(protocol: Protocol) -> list[tuple[str, dict[str, str]]]:
+def reported(protocol: Protocol):
     """Return what papers report: for each row its label and {set: figure}."""
     rows = [line.split(maxsplit=len(protocol.sets)) for line in protocol.papers.strip().splitlines()]
     return [(label, dict(zip(protocol.sets, figures, strict=True))) for *figures, label in rows]
 
 
-def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[list[str]]:
+def table_of(name: str, protocol: Protocol, rows: list[dict]):
     """Return the columns of a protocol's table: one for each set, with our figures above the papers', and at the end
     one of averages over the sets that were run."""
     sets = PROTOCOLS[name].sets
@@ -645,7 +645,7 @@ def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[list[str]]
     return columns
 
 
-def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
+def show(name: str, protocol: Protocol, rows: list[dict], why_not: str):
     """Print a protocol's figures with the papers' beside them."""
     how = "greedy"
     if protocol.temperature:
@@ -674,7 +674,7 @@ def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
         print(f"  pass@1 if numbers within a relative {float(TOLERANCE):g} were right: {', '.join(looser)}")
 
 
-def main(args: Args) -> None:
+def main(args: Args):
     unknown = set(args.protocols) - PROTOCOLS.keys()
     common.need(not unknown, f"--protocols {sorted(unknown)}: legal: {', '.join(PROTOCOLS)}")
     world = common.init_world()

@@ -69,7 +69,7 @@ class Launch:
                 stderr=subprocess.STDOUT,
             )
 
-    def processes(self) -> dict[int, str]:
+    def processes(self):
         """Return {pid: role} of what is alive: agent (torchrun), trainer, worker (of the verifier), other."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
@@ -89,10 +89,10 @@ class Launch:
             found[int(folder.name)] = role
         return found
 
-    def pids(self, role: str) -> list[int]:
+    def pids(self, role: str):
         return sorted(pid for pid, each in self.processes().items() if each == role)
 
-    def gone_within(self, seconds: float) -> float | None:
+    def gone_within(self, seconds: float):
         """Return after how many seconds nothing was left; None if something was."""
         start = time.monotonic()
         while time.monotonic() - start < seconds:
@@ -102,7 +102,7 @@ class Launch:
             time.sleep(0.1)
         return None
 
-    def end(self) -> None:
+    def end(self):
         """Kill whatever is alive."""
         for pid in self.processes():
             try:
@@ -111,25 +111,25 @@ class Launch:
                 continue
 
 
-def free_port() -> int:
+def free_port():
     """Return a TCP port of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def read(file: Path) -> list[dict]:
+def read(file: Path):
     """Return the JSON lines of a file, or none if there is no file."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-def torchrun(script: str, *flags) -> list:
+def torchrun(script: str, *flags):
     """Return the command of two processes, on a port that is free now."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     return [*agent, f"{script}.py", *FLAGS, *OWN[script], *flags]
 
 
-def kill(running: Launch, how: str, rng: random.Random) -> None:
+def kill(running: Launch, how: str, rng: random.Random):
     """Send the signal. A rank or a torchrun that has just ended by itself needs none."""
     agents, ranks = running.pids("agent"), running.pids("trainer")
     if "torchrun" in how or not ranks:  # Before it has started ranks there is only torchrun.
@@ -146,7 +146,7 @@ def kill(running: Launch, how: str, rng: random.Random) -> None:
 # --------------------------------------------------------------------------------------------------------------- kills
 
 
-def rows(folder: Path) -> list[dict]:
+def rows(folder: Path):
     """Return the metrics without those that measure time or memory."""
     found = []
     for row in read(folder / "metrics.jsonl"):
@@ -155,12 +155,12 @@ def rows(folder: Path) -> list[dict]:
     return found
 
 
-def position(manifest: Path) -> int:
+def position(manifest: Path):
     """Return how far the data were read at a checkpoint."""
     return json.loads(manifest.read_text())["position"]
 
 
-def differences(ours: Path, theirs: Path) -> list[str]:
+def differences(ours: Path, theirs: Path):
     """Return where a run folder differs from that of an undisturbed run. Times, memory and logs are not compared."""
     found = []
     if rows(ours) != rows(theirs):
@@ -180,14 +180,14 @@ def differences(ours: Path, theirs: Path) -> list[str]:
     return found
 
 
-def command(script: str, folder: Path, run: Path) -> list:
+def command(script: str, folder: Path, run: Path):
     """Return the command of a run that is to be killed. It writes a checkpoint after every step and evaluates twice."""
     held_out = folder / "heldout.jsonl"
     flags = ["--steps", STEPS, "--checkpoint-every", 1, "--eval", held_out, "--eval-every", STEPS // 2]
     return torchrun(script, *flags, "--run-dir", run, *(["--resume"] if (run / "run.json").exists() else []))
 
 
-def wait_for_step(running: Launch) -> bool:
+def wait_for_step(running: Launch):
     """Wait for the first line of a step after step 0. Return False if the run ended before."""
     while running.process.poll() is None:
         if any(line.startswith("step ") and "/" in line.split()[1] for line in running.log.read_text().splitlines()):
@@ -196,7 +196,7 @@ def wait_for_step(running: Launch) -> bool:
     return False
 
 
-def undisturbed(script: str, folder: Path) -> tuple[float, float]:
+def undisturbed(script: str, folder: Path):
     """Run the script to its end, once; return the seconds to its first step's line and from there to its end."""
     run, file = folder / "whole" / script, folder / "whole" / f"{script}.json"
     if not file.is_file():
@@ -212,7 +212,7 @@ def undisturbed(script: str, folder: Path) -> tuple[float, float]:
     return tuple(json.loads(file.read_text()))
 
 
-def trial(script: str, folder: Path, number: int, seed: int, last: bool) -> dict:
+def trial(script: str, folder: Path, number: int, seed: int, last: bool):
     """Start or resume the script's present run, and kill it at a random moment unless it is the `last` time. Return
     what happened. A run that came to its end is compared with the undisturbed one, and the next trial begins a new
     run."""
@@ -250,7 +250,7 @@ def trial(script: str, folder: Path, number: int, seed: int, last: bool) -> dict
     return result
 
 
-def kills(folder: Path, count: int, seed: int) -> None:
+def kills(folder: Path, count: int, seed: int):
     """Kill each script `count` times in all, counting the lines of kills.jsonl, and let its last run come to its
     end."""
     file = folder / "kills.jsonl"
@@ -272,7 +272,7 @@ def kills(folder: Path, count: int, seed: int) -> None:
             lines.write(json.dumps(result) + "\n")
 
 
-def report_kills(folder: Path) -> None:
+def report_kills(folder: Path):
     """Print for each script how often it was killed, in which way and when, and what was lost."""
     results = read(folder / "kills.jsonl")
     print("script   kills  in start-up  runs that ended  as the undisturbed one  slowest to be gone  lost")
@@ -320,7 +320,7 @@ class Input:
     scripts: tuple[str, ...] = tuple(OWN)
 
 
-def changed_model(folder: Path, change: Callable) -> Path:
+def changed_model(folder: Path, change: Callable):
     """Save the embedded model, with a head of its own, after change(model, tokenizer); return its folder."""
     shutil.copytree(TOY / "model", folder, dirs_exist_ok=True)
     weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
@@ -333,19 +333,19 @@ def changed_model(folder: Path, change: Callable) -> Path:
     return folder
 
 
-def only_stop_tokens(model, tokenizer) -> None:
+def only_stop_tokens(model, tokenizer):
     """Let the model answer everything with its stop token."""
     for name, weights in model.named_parameters():
         weights.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
     model.lm_head.weight[tokenizer.eos_token_id] = 1.0
 
 
-def seven_is_nan(model, tokenizer) -> None:
+def seven_is_nan(model, tokenizer):
     """Let everything that follows a 7 be NaN."""
     model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("7")] = float("nan")
 
 
-def larger_vocabulary(folder: Path) -> Path:
+def larger_vocabulary(folder: Path):
     """Save the embedded model with a tokenizer that has one more token; return its folder."""
     shutil.copytree(TOY / "model", folder, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -354,7 +354,7 @@ def larger_vocabulary(folder: Path) -> Path:
     return folder
 
 
-def write_problems_and_rewards(folder: Path) -> None:
+def write_problems_and_rewards(folder: Path):
     """Write what the trials train on and are graded by."""
     folder.mkdir(exist_ok=True)
     (folder / "rewards.py").write_text(REWARDS)
@@ -365,7 +365,7 @@ def write_problems_and_rewards(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
 
 
-def make_inputs(folder: Path) -> list[Input]:
+def make_inputs(folder: Path):
     """Write models; return the trials with them, and with the problems and rewards that are there already."""
     zero = ["--reward", f"{folder}/rewards.py:zero"]
     met = ["--dataset", folder / "sevens.jsonl", "--reward", f"{folder}/rewards.py:uneven", "--steps", 10]
@@ -412,14 +412,14 @@ def make_inputs(folder: Path) -> list[Input]:
     ]
 
 
-def without_redraws(script: str, one: Input) -> list:
+def without_redraws(script: str, one: Input):
     """Return flags with which a step is one draw, and only rewards make an RL update."""
     off = {"sspo": ["--valid-share", 0, "--updates-per-step", 1], "gpg": ["--beta-th", 0], "cwgrpo": ["--kl-coef", 0]}
     off["sps"] = ["--kl-coef", 0, "--subset", 0]
     return [] if "valid" in one.name else off[script]
 
 
-def inputs(folder: Path) -> None:
+def inputs(folder: Path):
     """Run every script with every input that inputs.jsonl does not have yet; add a line for each."""
     file = folder / "inputs.jsonl"
     done = [(line["input"], line["script"]) for line in read(file)]
@@ -450,7 +450,7 @@ def inputs(folder: Path) -> None:
                 lines.write(json.dumps(result) + "\n")
 
 
-def report_inputs(folder: Path) -> None:
+def report_inputs(folder: Path):
     """Print for each input whether runs went on or ended, and with which scripts something was not as it must be."""
     results = read(folder / "inputs.jsonl")
     for name in dict.fromkeys(one["input"] for one in results):
@@ -463,7 +463,7 @@ def report_inputs(folder: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- growth
 
 
-def sizes(running: Launch) -> dict[str, dict[str, float]]:
+def sizes(running: Launch):
     """Return for each role how many processes are alive, their memory together (proportional set size, MiB), and how
     many files they have open."""
     found = {}
@@ -480,7 +480,7 @@ def sizes(running: Launch) -> dict[str, dict[str, float]]:
     return found
 
 
-def growth(folder: Path, steps: int) -> None:
+def growth(folder: Path, steps: int):
     """Run the embedded default for many steps; write what its processes hold every two seconds to growth.jsonl."""
     run = folder / "growth"
     shutil.rmtree(run, ignore_errors=True)
@@ -496,7 +496,7 @@ def growth(folder: Path, steps: int) -> None:
         raise RuntimeError(f"the run ended with {running.process.returncode}; see {running.log}")
 
 
-def report_growth(folder: Path, warm_up: int = 50) -> None:
+def report_growth(folder: Path, warm_up: int = 50):
     """Print medians after the warm-up and at the end, role by role, and the growth between."""
     samples = read(folder / "growth.jsonl")
     last = max(sample["step"] for sample in samples)

@@ -22,7 +22,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib
@@ -62,7 +62,7 @@ Rows = list[dict]  # of a run, one a step: {metric: value}
 Runs = dict[str, Rows]
 
 
-def read(run: Path) -> Rows:
+def read(run: Path):
     """Return the rows of a run folder, or of a csv that tools/claims.py wrote; NaN for what was not finite. Raises
     SystemExit naming the folder when there are none."""
     if run.suffix == ".csv":
@@ -76,41 +76,41 @@ def read(run: Path) -> Rows:
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
 
 
-def values_of(rows: Rows, metric: str) -> list[float]:
+def values_of(rows: Rows, metric: str):
     """Return what the rows have of a metric and is finite."""
     return [row[metric] for row in rows if metric in row and math.isfinite(row[metric])]
 
 
-def mean_over_steps(rows: Rows, metric: str) -> float:
+def mean_over_steps(rows: Rows, metric: str):
     """Return a metric's mean over the steps that logged a finite value; NaN if none did."""
     values = values_of(rows, metric)
     return sum(values) / len(values) if values else math.nan
 
 
-def metrics_of(rows: Iterable[dict], prefix: str = "") -> list[str]:
+def metrics_of(rows: Iterable[dict], prefix: str = ""):
     """Return the metrics that some row has and that begin with the prefix, in order."""
     return list(dict.fromkeys(key for row in rows for key in row if key.startswith(prefix)))
 
 
-def stem(name: str) -> str:
+def stem(name: str):
     """Return what the runs of all seeds are called."""
     return re.sub(r"-(seed)?\d{1,3}$", "", name)
 
 
-def colours(names) -> dict[str, str]:
+def colours(names):
     """Return each run's colour: one for all seeds of a name."""
     stems = list(dict.fromkeys(map(stem, names)))
     return {name: f"C{stems.index(stem(name))}" for name in names}
 
 
-def grid_of(rows: int, columns: int, width: float, height: float, **shared) -> np.ndarray:
+def grid_of(rows: int, columns: int, width: float, height: float, **shared):
     """Return the axes of a new picture, each so many inches wide and high."""
     size = (width * columns, height * rows)
     _, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **shared)
     return axes
 
 
-def finish(axis, names, path: Path, dpi: int = 110) -> None:
+def finish(axis, names, path: Path, dpi: int = 110):
     """Name every run's colour in an axis, drawn in it or not, and write its picture."""
     coloured = colours(names)
     alone = len(set(coloured.values())) == len(coloured)
@@ -122,7 +122,7 @@ def finish(axis, names, path: Path, dpi: int = 110) -> None:
     axis.figure.savefig(path, dpi=dpi)
 
 
-def draw_curves(runs: Runs, panels: list[str], path: Path) -> None:
+def draw_curves(runs: Runs, panels: list[str], path: Path):
     """A column for each metric; steps (RL steps for SPS) above, seconds since the first evaluation below."""
     axes = grid_of(2, len(panels), 4, 3.25, sharey="col")
     for metric, above, below in zip(panels, *axes, strict=True):
@@ -138,7 +138,7 @@ def draw_curves(runs: Runs, panels: list[str], path: Path) -> None:
     finish(axes[0, 0], runs, path)
 
 
-def draw_band(axis, seeds: list[Rows], metric: str, colour: str) -> None:
+def draw_band(axis, seeds: list[Rows], metric: str, colour: str):
     """Draw a metric's mean over seeds and a band of its standard error; a gap where no seed has a finite value."""
     rows_at = {}
     for row in itertools.chain(*seeds):
@@ -153,7 +153,7 @@ def draw_band(axis, seeds: list[Rows], metric: str, colour: str) -> None:
     axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
 
 
-def draw_bands(runs: Runs, panels: list[str], path: Path) -> None:
+def draw_bands(runs: Runs, panels: list[str], path: Path):
     """A panel for each metric: mean over the runs of one stem and, with several, a band of its standard error."""
     axes = grid_of(1, len(panels), 4, 3.5)
     colour_of = {stem(name): colour for name, colour in colours(runs).items()}
@@ -167,7 +167,7 @@ def draw_bands(runs: Runs, panels: list[str], path: Path) -> None:
     finish(axes[0, 0], runs, path, dpi=90)
 
 
-def covariance_table(runs: Runs) -> str:
+def covariance_table(runs: Runs):
     """Return Table 1 of CW-GRPO, the paper's and the runs': mean c of the tokens from one share to the next."""
     wide = max(map(len, ["paper", *runs])) + 2
     lines = ["mean c of the tokens, by size, from the share before to this one; mean over steps"]
@@ -181,7 +181,7 @@ def covariance_table(runs: Runs) -> str:
     return "\n".join(lines)
 
 
-def draw_covariance(runs: Runs, path: Path) -> None:
+def draw_covariance(runs: Runs, path: Path):
     """Fig. 3 of CW-GRPO: the share of sum |c| that the tokens of largest |c| make up, mean over a run's steps."""
     prefix = "covariance/cumulative@"
     _, axis = plt.subplots(figsize=(6, 4.5))
@@ -201,7 +201,7 @@ def draw_covariance(runs: Runs, path: Path) -> None:
     finish(axis, runs, path)
 
 
-def answered(path: Path) -> list[dict]:
+def answered(path: Path):
     """Return how many completions of each question were right: rows of a JSON file of eval.py, or of a folder's
     eval.json, those of the protocol with most completions. Raises SystemExit without any."""
     file = path / "eval.json" if path.is_dir() else path
@@ -212,7 +212,7 @@ def answered(path: Path) -> list[dict]:
     return [row for row in rows if row["protocol"] == protocol]
 
 
-def together(questions: dict[str, list[dict]]) -> dict[str, dict]:
+def together(questions: dict[str, list[dict]]):
     """Return each model's questions of all sets that every one has. Raises SystemExit where there is no such set."""
     by_set = {model: {row["set"]: row for row in rows} for model, rows in questions.items()}
     sets = list(dict.fromkeys(itertools.chain(*by_set.values())))
@@ -226,7 +226,7 @@ def together(questions: dict[str, list[dict]]) -> dict[str, dict]:
     return whole
 
 
-def draw_accuracy(whole: dict[str, dict], path: Path) -> None:
+def draw_accuracy(whole: dict[str, dict], path: Path):
     """Figs. 2 and 5 of SPS: how many questions have which share of right answers."""
     axes = grid_of(1, len(whole), 3, 2.8, sharey=True)
     for axis, (model, row) in zip(axes[0], whole.items(), strict=True):
@@ -236,7 +236,7 @@ def draw_accuracy(whole: dict[str, dict], path: Path) -> None:
     plt.savefig(path, dpi=110)
 
 
-def draw_pass(whole: dict[str, dict], path: Path) -> None:
+def draw_pass(whole: dict[str, dict], path: Path):
     """pass@k for every k up to n."""
     from common import pass_at_k
 
@@ -250,7 +250,7 @@ def draw_pass(whole: dict[str, dict], path: Path) -> None:
     finish(axis, whole, path)
 
 
-def first_responses(file: Path) -> list[tuple[str, str, str]]:
+def first_responses(file: Path):
     """Return for each problem of a file of samples/ its text, and the reward and the text of its first response."""
     any_lines = "((?s:.*?))"
     end = r"(?=\n-- response 1:|\n====|\Z)"
@@ -258,7 +258,7 @@ def first_responses(file: Path) -> list[tuple[str, str, str]]:
     return re.findall(pattern, file.read_text())
 
 
-def seen(run: Path) -> Iterator[tuple]:
+def seen(run: Path):
     """Yield a run's first held-out problems with images: image, and what `first_responses` says before and after
     training. Raises SystemExit for a run without images, or a set of which rows were left out."""
     import datasets
@@ -282,7 +282,7 @@ def seen(run: Path) -> Iterator[tuple]:
             yield row[column], *answers
 
 
-def draw_answer(axis, image, before: tuple, after: tuple) -> None:
+def draw_answer(axis, image, before: tuple, after: tuple):
     """Draw an image, the boxes of both answers, those before training dashed, and the end of each answer."""
     import rewards
 
@@ -302,7 +302,7 @@ def draw_answer(axis, image, before: tuple, after: tuple) -> None:
     axis.set(xticks=[], yticks=[])
 
 
-def draw_answers(runs: list[Path], path: Path) -> None:
+def draw_answers(runs: list[Path], path: Path):
     """A row for each run: its first held-out problems with images, and what was answered before and after training.
     Boxes are in thousandths of the image."""
     axes = grid_of(len(runs), 5, 2.7, 3.7)
@@ -312,7 +312,7 @@ def draw_answers(runs: list[Path], path: Path) -> None:
     plt.savefig(path, dpi=90)
 
 
-def phases(rows: Rows) -> str:
+def phases(rows: Rows):
     """Return a table of a run's phases: median seconds where a step has it, and share of the time, after a warm-up."""
     steps = [row for row in rows if row["step"]]
     steps = steps[5:] or steps
@@ -330,7 +330,7 @@ def phases(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def print_summary(name: str, rows: Rows) -> None:
+def print_summary(name: str, rows: Rows):
     """Print a run's reward and every held-out accuracy, before and after, and where the time went."""
     steps = [row for row in rows if "reward" in row]
     if steps:
@@ -346,7 +346,7 @@ def print_summary(name: str, rows: Rows) -> None:
     print(phases(rows))
 
 
-def draw_metrics(runs: Runs, args) -> None:
+def draw_metrics(runs: Runs, args):
     """Draw --panels, or the usual ones, as curves or bands. Raises SystemExit for a metric that no run logged."""
     logged = metrics_of(itertools.chain(*runs.values()))
     unknown = set(args.panels).difference(logged)

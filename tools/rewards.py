@@ -16,13 +16,13 @@ UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")
 BOX = re.compile(r"\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)\s*,\s*\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)")
 
 
-def inside(text: str) -> str:
+def inside(text: str):
     """Return what the first <answer> of a text holds; empty where none is whole."""
     answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
     return answer.strip() if closed else ""
 
 
-def reference(row: dict) -> str:
+def reference(row: dict):
     """Return the solution of a row, out of its tags if it has some. Raises ValueError for a row without one."""
     common.need("solution" in row, f"--reward: tools/rewards.py grades by a column 'solution'; there are {list(row)}")
     return inside(row["solution"]) or row["solution"].strip()
@@ -30,19 +30,19 @@ def reference(row: dict) -> str:
 
 # ----------------------------------------------------------------------------------------------------- GEOQA (Table 5)
 @functools.cache
-def verifier() -> common.Verifier:
+def verifier():
     """Return common.py's verifier with one process, which may be killed; a rank that needs it starts its own."""
     return common.Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=len(os.sched_getaffinity(0))))
 
 
-def latex(answer: str) -> str:
+def latex(answer: str):
     """Return an answer as common.py's verifier reads it: without GEOQA's units, roots and pi in LaTeX."""
     root = r"√\s*(?:\{(\w+)\}|\((\w+)\)|(\d+|\w))"
     answer = re.sub(root, r"\\sqrt{\1\2\3}", UNIT.sub("", answer))
     return answer.replace("π", r"\pi ")
 
 
-def geoqa(completion: str, row: dict) -> float:
+def geoqa(completion: str, row: dict):
     """Return 1.0 where the answer equals the reference as a string or in mathematics, units left aside, else 0.0."""
     answer = inside(completion)
     gold = reference(row)
@@ -53,17 +53,17 @@ def geoqa(completion: str, row: dict) -> float:
 
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)
-def squeezed(name: str) -> str:
+def squeezed(name: str):
     """Return a class name as the released code compares it."""
     return name.replace(" ", "").replace("_", "").lower()
 
 
-def class_name(completion: str, row: dict) -> float:
+def class_name(completion: str, row: dict):
     """Return 1.0 where the answer is the name of the class, case, spaces and underscores left aside, else 0.0."""
     return float(squeezed(inside(completion)) == squeezed(reference(row)))
 
 
-def class_name_released(completion: str, row: dict) -> float:
+def class_name_released(completion: str, row: dict):
     """Return 1.0 where answer or name is part of the other, as released, else 0.0. This takes an empty answer, "e" for
     a rose, a list of all classes and, where there is no answer in tags, any text in which the name occurs."""
     tagged = re.search("<answer>.*?</answer>", completion, re.DOTALL)
@@ -72,12 +72,12 @@ def class_name_released(completion: str, row: dict) -> float:
     return float(answer in gold or gold in answer)
 
 
-def words_of(text: str) -> list[str]:
+def words_of(text: str):
     """Return the words of a text in lower case, letters and digits only."""
     return re.findall(r"\w+", text.lower())
 
 
-def option(completion: str, row: dict) -> float:
+def option(completion: str, row: dict):
     """Return 1.0 where the answer is the letter, the words or both of a solution such as "(B) left", else 0.0."""
     solution = reference(row)
     letter, _, words = solution.partition(" ")
@@ -87,7 +87,7 @@ def option(completion: str, row: dict) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------ LISA (Table 8)
-def box_of(text: str) -> tuple[int, ...]:
+def box_of(text: str):
     """Return (x1, y1, x2, y2), thousandths of the image's sides, of a text's only box; empty where it has none, several
     or one that is inside out or leaves the image."""
     boxes = BOX.findall(text)
@@ -98,12 +98,12 @@ def box_of(text: str) -> tuple[int, ...]:
     return (left, top, right, bottom) if valid else ()
 
 
-def area(left: int, top: int, right: int, bottom: int) -> int:
+def area(left: int, top: int, right: int, bottom: int):
     """Return the area of a box, 0 of one that is inside out."""
     return max(0, right - left) * max(0, bottom - top)
 
 
-def overlap(completion: str, row: dict) -> tuple[float, float]:
+def overlap(completion: str, row: dict):
     """Return intersection over union of the answer's box and the reference's, and union over the smallest box around
     both; zeros without either box."""
     box = box_of(inside(completion))
@@ -117,11 +117,11 @@ def overlap(completion: str, row: dict) -> tuple[float, float]:
     return shared / union, union / hull
 
 
-def iou(completion: str, row: dict) -> float:
+def iou(completion: str, row: dict):
     """Return the boxes' IoU (B.4)."""
     return overlap(completion, row)[0]
 
 
-def giou(completion: str, row: dict) -> float:
+def giou(completion: str, row: dict):
     """Return the boxes' GIoU + 1, as released, which is IoU plus union over hull: 0 without a box, 2 for the same."""
     return sum(overlap(completion, row))

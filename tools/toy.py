@@ -29,7 +29,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
@@ -55,7 +55,7 @@ END = "<|endoftext|>"
 BATCH = 128
 
 
-def operate(operation: str, number: int) -> int:
+def operate(operation: str, number: int):
     """Return what an operation makes of a two-digit number (0 to 99)."""
     tens, ones = divmod(number, 10)
     if operation == ">":
@@ -63,7 +63,7 @@ def operate(operation: str, number: int) -> int:
     return 10 * tens + {"+": (ones + 3) % 10, "*": 3 * ones % 10, "~": 9 - ones}[operation]
 
 
-def meanings(seed: int) -> dict[str, tuple[str, str]]:
+def meanings(seed: int):
     """Return the two operations of each letter: for numbers under HIGH, and from HIGH on."""
     rng = random.Random(seed)
     operations = rng.sample(OPERATIONS, counts=MEANT, k=len(ascii_lowercase))
@@ -75,19 +75,19 @@ def meanings(seed: int) -> dict[str, tuple[str, str]]:
     return {letter: (usual[letter], high[letter]) for letter in ascii_lowercase}
 
 
-def question(letters: str, number: int) -> str:
+def question(letters: str, number: int):
     """Return the problem's text: `hdx39=?` of the letters `xdh`."""
     return f"{letters[::-1]}{number}=?"
 
 
-def answer(meaning: dict, letters: str, number: int) -> str:
+def answer(meaning: dict, letters: str, number: int):
     """Return the two digits of the result."""
     for letter in letters:
         number = operate(meaning[letter][number >= HIGH], number)
     return f"{number:02d}"
 
 
-def teach(rng: random.Random, meaning: dict, letters: str, number: int) -> str:
+def teach(rng: random.Random, meaning: dict, letters: str, number: int):
     """Return the teacher's response: a step for each letter, blank lines between them, then the boxed result."""
     text = ""
     for letter in letters:
@@ -100,7 +100,7 @@ def teach(rng: random.Random, meaning: dict, letters: str, number: int) -> str:
     return text + f"\\boxed{{{number:02d}}}"
 
 
-def draw(rng: random.Random, lengths: tuple[int, ...], taken: set[str]) -> Iterator[tuple[str, int]]:
+def draw(rng: random.Random, lengths: tuple[int, ...], taken: set[str]):
     """Yield problems that are not in `taken`, without end: distinct letters, in the order in which they apply, and a
     number (10 to 99) to apply them to."""
     while True:
@@ -110,7 +110,7 @@ def draw(rng: random.Random, lengths: tuple[int, ...], taken: set[str]) -> Itera
             yield letters, number
 
 
-def problems(seed: int, count: int, lengths: tuple[int, ...], meaning: dict, taken: set[str]) -> list[dict]:
+def problems(seed: int, count: int, lengths: tuple[int, ...], meaning: dict, taken: set[str]):
     """Return `count` distinct rows {problem, answer}, none in `taken`, which is extended by them."""
     rows = []
     for letters, number in islice(draw(random.Random(seed), lengths, taken), count):
@@ -120,7 +120,7 @@ def problems(seed: int, count: int, lengths: tuple[int, ...], meaning: dict, tak
     return rows
 
 
-def write_problems(folder: Path, seed: int) -> set[str]:
+def write_problems(folder: Path, seed: int):
     """Write train, heldout and harder as JSON lines; return the texts of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = set()
@@ -164,7 +164,7 @@ def make_tokenizer(folder: Path, words: tuple[str, ...] = ("\\boxed",), **option
     return tokenizer
 
 
-def make_model(tokenizer) -> Qwen2ForCausalLM:
+def make_model(tokenizer):
     """Return the untaught model in float32: 3 layers of 128, grouped-query attention, tied embeddings."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -182,7 +182,7 @@ def make_model(tokenizer) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def lay_out(tokenizer, prompts: list[str], responses: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def lay_out(tokenizer, prompts: list[str], responses: list[str]):
     """Return the token ids of a prompt and a response in each row, and labels, -100 wherever there is no response."""
     prompt_ids = tokenizer(prompts)["input_ids"]
     response_ids = tokenizer(responses)["input_ids"]
@@ -194,7 +194,7 @@ def lay_out(tokenizer, prompts: list[str], responses: list[str]) -> tuple[torch.
     return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
-def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch: int) -> tuple[torch.Tensor, ...]:
+def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch: int):
     """Return ids and labels of fresh problems, none of them in `taken`, and the teacher's responses."""
     prompts = []
     responses = []
