@@ -292,7 +292,7 @@ SLIPS = {  # What the cells make where it does not round to what is printed.
     "SSPO 1.5B, Table 2 (+ EC)": "47.09",
     "GRPO 1.5B, Table 1": "43.10",
     "GSPO 1.5B, Tables 1, 2": "44.36",
-    r"\n 1.5B, Table 3": "45.28",
+    r"split at \n 1.5B, Table 3": "45.28",
     "GSPO 7B, Tables 1, 2": "53.71",
     "Dr. GRPO 7B, Table 1, from its own paper": "51.42",
     "D, alpha and beta_th 0.6, Tables 1, 10, 15": "48.38",

@@ -100,9 +100,9 @@ PROTOCOLS = {
             20.00 53.00 74.20 25.70 37.60  Dr. GRPO 1.5B, Table 1, from its own paper
             13.30 53.01 73.20 33.09 37.89  clip-high 1.5B, Table 1
             20.00 56.63 78.0 35.66 40.56  CLIP-Cov 1.5B, Table 1
-            20.00 56.63 75.00 34.19 41.90  + SIR 1.5B, Table 2; \n\n, Table 3
-            23.33 56.63 74.20 32.72 39.52  \n 1.5B, Table 3
-            20.00 53.01 75.00 30.88 39.67  . 1.5B, Table 3
+            20.00 56.63 75.00 34.19 41.90  + SIR 1.5B, Table 2; split at \n\n, Table 3
+            23.33 56.63 74.20 32.72 39.52  split at \n 1.5B, Table 3
+            20.00 53.01 75.00 30.88 39.67  split at . 1.5B, Table 3
             40.0 69.88 81.20 41.54 47.40  SSPO 7B, Tables 1, 2
             33.30 67.47 79.00 40.07 45.91  GRPO 7B, Table 1
             33.30 65.06 80.80 42.28 47.10  GSPO 7B, Tables 1, 2
@@ -160,15 +160,15 @@ PROTOCOLS = {
             13.3 57.6 45.0 14.7 23.7  Qwen2.5-Math-7B, Tables 1, 4, 15
             16.7 73.4 62.5 30.2 35.7  GRPO, Tables 1, 15
             26.7 74.6 50.0 30.1 37.3  Dr. GRPO, Table 1
-            23.3 73.6 60.0 30.5 39.3  A, group's std, Tables 1, 11 (8 responses), 13, 15
+            23.3 73.6 60.0 30.5 39.3  A, group's std, Tables 1, 11 (groups of 8), 13, 15
             23.3 76.3 52.5 30.1 37.4  B, no std, Tables 1, 13, 15
             23.3 74.2 52.5 30.9 39.7  group's std and alpha, Table 1
             30.0 75.0 62.5 33.1 38.2  C, alpha, Tables 1, 15
             30.0 76.2 62.5 34.2 39.0  D, alpha and beta_th 0.6, Tables 1, 10, 15
             33.3 73.6 67.5 29.4 39.3  beta_th 0.8, Table 10
-            16.7 71.6 60.0 25.0 36.0  2 responses, Table 11
-            20.0 73.2 55.0 29.8 38.5  4 responses, Table 11
-            26.7 74.6 65.0 32.4 37.8  16 responses, Table 11
+            16.7 71.6 60.0 25.0 36.0  groups of 2, Table 11
+            20.0 73.2 55.0 29.8 38.5  groups of 4, Table 11
+            26.7 74.6 65.0 32.4 37.8  groups of 16, Table 11
             23.3 72.2 55.0 35.3 38.5  batch's std, Table 13
         """,
     ),
