@@ -3,6 +3,7 @@
     python tools/bench.py memory
     python tools/bench.py policy --shape toy --lengths 64 256
     torchrun --nproc-per-node 8 tools/bench.py policy --shape qwen2.5-7b --lengths 1024 4096 --activation-checkpointing
+    python tools/bench.py prompts --prompt 256 --response 64 [--alone]
     python tools/bench.py fit
     torchrun --nproc-per-node 2 tools/bench.py verifier
     python tools/bench.py step --methods grpo sspo
@@ -238,6 +239,40 @@ def policy(
         if world.rank == 0:
             speed = f"{count * length / seconds:9.0f} tokens/s  {share:4.0%}"
             print(f"length {length:6d} x {count:4d}: {speed}  peak {peak:.2f} GiB")
+    torch.distributed.destroy_process_group()
+
+
+def prompts(prompt: int = 256, response: int = 64, groups: int = 8, repeats: int = 5, alone: bool = False):
+    """Print seconds and peak memory of forward and backward of the embedded model over groups of 8 random responses.
+
+    Args:
+        prompt: tokens of each prompt
+        response: mean tokens of a response; lengths vary by half of that
+        alone: compute each response with a prompt of its own, instead of each prompt once
+    """
+    world = common.init_world()
+    settings = common.Args(model=str(ROOT / "tools" / "toy" / "model"))
+    model = common.load_policy(Path(settings.model), settings, world)
+    rng = np.random.default_rng(0)
+    made = []
+    for _ in range(groups):
+        problem = common.Problem("", rng.integers(1, 30, prompt).tolist(), "0")
+        lengths = rng.integers(response // 2, response * 3 // 2, 8)
+        rollouts = [common.Rollout(rng.integers(1, 30, n), np.zeros(n, np.float32), "", False) for n in lengths]
+        if alone:
+            made += [common.Group(problem, [rollout]) for rollout in rollouts]
+        else:
+            made.append(common.Group(problem, rollouts))
+    batch = common.Batch(made)
+    micros = [
+        batch.pack(each, world.device) for each in batch.deal(batch.total_R > 0, world, settings.micro_batch_tokens)
+    ]
+    seconds = 0.0
+    for micro in micros:
+        took, peak = fastest_pass(model, micro, repeats)
+        seconds += took
+    tokens = sum(micro.cost for micro in micros)
+    print(f"{groups} x 8 responses: {tokens} tokens computed, {seconds:.3f} s, peak {peak:.2f} GiB; {hardware()}")
     torch.distributed.destroy_process_group()
 
 
@@ -585,5 +620,5 @@ def trl():
 
 
 if __name__ == "__main__":
-    commands = {each.__name__: each for each in (memory, policy, fit, verifier, step, trl, trl_run)}
+    commands = {each.__name__: each for each in (memory, policy, prompts, fit, verifier, step, trl, trl_run)}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
