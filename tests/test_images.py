@@ -211,7 +211,10 @@ def test_evaluation_shows_the_images(seeing, models, tmp_path):
         flags += ["--texts", file.parent, "--max-prompt-tokens", 64, "--max-response-tokens", 16]
         flags += ["--out", tmp_path / "eval.json"]
         output = seeing(script="eval", flags=flags)
-        assert re.search("squares +3 +0.00 ", output) and re.search("lisa-val +- +not run +51.3 ", output)
+        assert re.search(
+            r"set +lisa-test +lisa-val +squares\n +problems +- +- +3\n +mIoU +not run +not run +0\.00", output
+        )
+        assert re.search(r"GPG.* 51\.3 +-\n", output)
         texts.append((file.parent / "samples" / "lisa-squares.txt").read_text())
     assert texts[0] == texts[1] != texts[2]
 
