@@ -3,6 +3,7 @@
 Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens, _T response
 tokens, _S segments, _V vocabulary. After sampling, every rank holds the whole step (token ids, rewards, log-probs):
 what a paper defines is a pure function of it, the same on any number of ranks. Only forward and backward are sharded.
+Functions carry no type annotations: names say the kind (suffixes a shape; args, world, record, policy, batch a class).
 """
 
 import ctypes
@@ -28,7 +29,6 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -147,13 +147,13 @@ class Args:
     """Share of a GPU that vLLM fills while the policy does not train."""
 
 
-def need(holds, message: str):
+def need(holds, message):
     """Raise ValueError for what does not hold."""
     if not holds:
         raise ValueError(message)
 
 
-def longest_sequence(args) -> int:
+def longest_sequence(args):
     """Return how many tokens a prompt and its response may have together."""
     most = args.max_prompt_tokens + args.max_response_tokens
     return min(most, args.max_total_tokens or most)
@@ -202,26 +202,26 @@ class World:
     device: torch.device
     mesh: DeviceMesh
 
-    def all_gather(self, thing) -> list:
+    def all_gather(self, thing):
         """Return every rank's picklable `thing`, in rank order, on every rank."""
         things = [None] * self.size
         dist.all_gather_object(things, thing)
         return things
 
-    def union(self, part: dict) -> dict:
+    def union(self, part):
         """Return the entries of every rank's dict, on every rank."""
         whole = {}
         for each in self.all_gather(part):
             whole.update(each)
         return whole
 
-    def all_reduce(self, x: torch.Tensor):
+    def all_reduce(self, x):
         """Add a CPU tensor over ranks, in place, and return it."""
         dist.all_reduce(x)
         return x
 
 
-def _report(kind: type, error: BaseException, trace):
+def _report(kind, error, trace):
     """Show in one line a refused flag, which every rank raises, a divergence, and the loss of a rank; leave what went
     wrong to torchrun, too, for the summary that it prints last."""
     text = str(error)
@@ -243,7 +243,7 @@ def _report(kind: type, error: BaseException, trace):
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def init_world() -> World:
+def init_world():
     """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -270,7 +270,7 @@ def init_world() -> World:
     return World(rank, size, local_size, device, mesh)
 
 
-def seed_of(*parts) -> int:
+def seed_of(*parts):
     """Return a 63-bit seed that is a hash of the parts: near neighbours share nothing, every process agrees."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
@@ -298,14 +298,14 @@ class Picture:
     token: int
 
     @property
-    def tokens(self) -> int:
+    def tokens(self):
         return math.prod(self.grid)
 
     @property
-    def patches(self) -> int:
+    def patches(self):
         return self.tokens * self.processor.merge_size**2
 
-    def open(self) -> Image.Image:
+    def open(self):
         """Return the image upright, what is transparent on white: vLLM would do so, transformers would not."""
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
@@ -316,7 +316,7 @@ class Picture:
         """Return what the vision tower takes, a row for each patch."""
         return self.processor(images=[self.open()], return_tensors="pt")["pixel_values"]
 
-    def positions(self, at: int, length: int):
+    def positions(self, at, length):
         """Return positions_3N (time, height, width) of a sequence of this length with the image's tokens from `at` on:
         text counts on in all three, the image's tokens have their place in it, and text goes on behind the largest."""
         before = torch.arange(at).expand(3, -1)
@@ -335,7 +335,7 @@ class Problem:
     row: dict | None = None
     image: Picture | None = None
 
-    def for_sampler(self) -> dict:
+    def for_sampler(self):
         """Return the prompt as vLLM takes it, with one placeholder for an image, which it multiplies itself."""
         if not self.image:
             return {"prompt_token_ids": self.prompt_ids}
@@ -351,7 +351,7 @@ def empty_model(config, **settings):
         return kind.from_config(config, trust_remote_code=False, **settings)
 
 
-def model_folder(args) -> Path:
+def model_folder(args):
     """Return the folder of --model, fetched if that is a hub id. Raises ValueError for a model that cannot train."""
     folder = Path(args.model)
     if not folder.is_dir():
@@ -367,7 +367,7 @@ def model_folder(args) -> Path:
     return folder
 
 
-def check_model(folder: Path, args):
+def check_model(folder, args):
     """Raise ValueError for what this project cannot train; run no code that lies in the folder."""
     flag = f"--model {args.model}"
     need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), f"{flag}: no config.json or weights")
@@ -412,7 +412,7 @@ def load_data(args, tokenizer):
     return problems, held_out
 
 
-def read_table(source: str, flag: str) -> datasets.Dataset:
+def read_table(source, flag):
     """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
     kind = FILES.get(Path(path).suffix)
@@ -435,7 +435,7 @@ def read_table(source: str, flag: str) -> datasets.Dataset:
     return table[names[-1]]
 
 
-def choose_columns(table: datasets.Dataset, source: str, args, flag: str):
+def choose_columns(table, source, args, flag):
     """Return a table, images encoded, and its columns of problem, answer and image. Raises ValueError without them."""
     wanted = dict(ALIASES)
     if flag == "--dataset":
@@ -462,7 +462,7 @@ def choose_columns(table: datasets.Dataset, source: str, args, flag: str):
     return table, columns
 
 
-def load_problems(source: str, tokenizer, args, flag: str) -> list[Problem]:
+def load_problems(source, tokenizer, args, flag):
     """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
     row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
     table = read_table(source, flag)
@@ -513,13 +513,11 @@ def load_problems(source: str, tokenizer, args, flag: str) -> list[Problem]:
     return problems
 
 
-def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, config, where: str) -> list[int]:
+def prompt_tokens(text, image, template, tokenizer, config, where):
     """Return a problem's prompt as token ids, an image's in front of the problem's text."""
-    tokens = 0
-    if image:
-        tokens = image.tokens
-        text = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}"
-    prompt_ids = tokenizer.encode(prompt_of(text, template, tokenizer), add_special_tokens=False)
+    tokens = image.tokens if image else 0
+    shown = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}" if image else text
+    prompt_ids = tokenizer.encode(prompt_of(shown, template, tokenizer), add_special_tokens=False)
     size = config.get_text_config().vocab_size
     unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= size])
     need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {size}: {unknown}")
@@ -531,7 +529,7 @@ def prompt_tokens(text: str, image: Picture | None, template: str, tokenizer, co
 LARGEST_IMAGE = 1 << 26  # bytes
 
 
-def read_picture(value: dict, processor, token: int, where: str, folder: Path) -> Picture:
+def read_picture(value, processor, token, where, folder):
     """Return the image of a row, bytes or a path in the data set's folder. Raises ValueError, naming the row, for what
     cannot be read, is too large, lies elsewhere or has a shape that the model does not take."""
     try:
@@ -549,7 +547,7 @@ def read_picture(value: dict, processor, token: int, where: str, folder: Path) -
     return replace(image, grid=(height // processor.merge_size, width // processor.merge_size))
 
 
-def problem_text(value) -> str:
+def problem_text(value):
     """Return the text of a problem, out of chat turns and without DAPO's instruction; empty where there is none."""
     if isinstance(value, list):
         value = next((turn["content"] for turn in value if turn["role"] == "user"), "")
@@ -558,7 +556,7 @@ def problem_text(value) -> str:
     return value.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
 
 
-def prompt_of(problem: str, template: str, tokenizer) -> str:
+def prompt_of(problem, template, tokenizer):
     """Return the prompt's text. Raises ValueError where the template needs a chat format that the tokenizer lacks."""
     if template not in PROMPTS:
         PROMPTS[template] = Path(template).read_text(encoding="utf-8")
@@ -573,7 +571,7 @@ def prompt_of(problem: str, template: str, tokenizer) -> str:
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
-def reference_answer(value, column: str) -> str:
+def reference_answer(value, column):
     """Return the bare reference: out of a list, out of $…$, out of a worked solution's last box."""
     if column == "reward_model":
         value = value["ground_truth"]
@@ -589,12 +587,12 @@ def reference_answer(value, column: str) -> str:
 
 
 @functools.lru_cache(maxsize=2)
-def order_of(epoch: int, seed: int, count: int) -> np.ndarray:
+def order_of(epoch, seed, count):
     """Return the order in which a pass over so many problems takes them."""
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-def problems_from(problems: list[Problem], args, position: int) -> dict[tuple, Problem]:
+def problems_from(problems, args, position):
     """Return the P problems from this position on in endless passes over the data, each in its own seeded order; a key
     names the seed of a problem's samples."""
     asked = {}
@@ -627,7 +625,7 @@ class Group:
     verdicts: list[str] = field(default_factory=list)
 
 
-def first_valid(drawn: list[Group], valid_P: Iterable[bool], count: int, updates: int = 1) -> list[Group]:
+def first_valid(drawn, valid_P, count, updates=1):
     """Return `count` of the groups drawn: the valid ones that came first, filled up with invalid ones among the last
     `count`, both dealt out evenly to the step's updates; a single draw as it came."""
     if len(drawn) == count:
@@ -642,7 +640,7 @@ def valid(reward_PG):
     return (reward_PG != reward_PG[:, :1]).any(1)
 
 
-def mean_by(x: torch.Tensor, number: torch.Tensor):
+def mean_by(x, number):
     """Return the mean of x for each number; 0 for a number not in use."""
     size = int(number.max()) + 1 if len(number) else 0
     zeros = x.new_zeros(size)
@@ -651,7 +649,7 @@ def mean_by(x: torch.Tensor, number: torch.Tensor):
     return sums / counts.clamp(min=1)
 
 
-def drawn_metrics(groups: list[Group], draws: int = 1) -> dict:
+def drawn_metrics(groups, draws=1):
     """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     reward_PG = torch.stack([group.reward_G for group in groups])
@@ -681,13 +679,15 @@ def drawn_metrics(groups: list[Group], draws: int = 1) -> dict:
 @dataclass
 class MicroBatch:
     """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T;
-    token_T where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes for them."""
+    token_T where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes for them; `cost`
+    the tokens and image patches that a pass computes."""
 
     row: dict
     index_T: torch.Tensor
     target_T: torch.Tensor
     token_T: torch.Tensor
     inputs: dict
+    cost: int
 
 
 def ranges(first, length):
@@ -697,7 +697,7 @@ def ranges(first, length):
     return place + (first - start).repeat_interleave(length)
 
 
-def cut(inputs: dict, tokens, device="cpu") -> dict:
+def cut(inputs, tokens, device="cpu"):
     """Return a loss's inputs for some of the step's tokens (numbers or a mask): every *_T cut, tensors on `device`."""
     parts = {}
     for name, x in inputs.items():
@@ -710,124 +710,180 @@ def cut(inputs: dict, tokens, device="cpu") -> dict:
 
 
 class Batch:
-    """The whole step, the same on every rank, response tokens end to end; total_R counts packed tokens and patches."""
+    """The whole step, the same on every rank, response tokens end to end; total_R counts a response with its prompt,
+    tokens and image patches."""
 
-    def __init__(self, groups: list[Group]):
+    def __init__(self, groups):
         self.groups = groups
         self.reward_PG = torch.stack([group.reward_G for group in groups])
+        self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
         self.problem_R = [group.problem for group in groups for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
-        self.packed_R = self.length_R + torch.tensor([len(problem.prompt_ids) for problem in self.problem_R])
         patches = [problem.image.patches if problem.image else 0 for problem in self.problem_R]
-        self.total_R = self.packed_R + torch.tensor(patches)
+        prompts = [len(problem.prompt_ids) for problem in self.problem_R]
+        self.total_R = self.length_R + torch.tensor(prompts) + torch.tensor(patches)
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
+        # One of these prompts is in each row, since ranks run the layers together, and a vision tower, too.
+        self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
-    def _places(self, problems: list[Problem], total) -> dict:
-        """Return the position ids of sequences of these lengths, the pixels of their images, and image_N, the places of
-        the images' tokens."""
-        first = next((problem.image for problem in self.problem_R if problem.image), None)
-        if not first:
-            return {"position_ids": ranges(torch.zeros_like(total), total)[None]}
-        merge = first.processor.merge_size
-        positions, places, pixels, grids = [], [torch.arange(0)], [], []
-        for problem, length, end in zip(problems, total.tolist(), total.cumsum(0).tolist(), strict=True):
-            if image := problem.image:
-                at = problem.prompt_ids.index(image.token)
-                positions.append(image.positions(at, length))
-                places.append(torch.arange(image.tokens) + end - length + at)
-                pixels.append(image.pixels())
-                grids.append(image.grid)
+    def deal(self, chosen_R, world, budget):
+        """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank.
+        Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
+        share, so that the ranks can be balanced."""
+        most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
+        bundles = []
+        costs = []
+        for r in chosen_R.nonzero()[:, 0].tolist():
+            length = int(self.length_R[r])
+            if bundles and self.group_R[bundles[-1][0]] == self.group_R[r] and costs[-1] + length <= most:
+                bundles[-1].append(r)
+                costs[-1] += length
             else:
-                positions.append(torch.arange(length).expand(3, -1))
-        # The ranks run a sharded tower together, so a row without an image gives it one token's patches, for nothing.
-        if not grids:
-            pixels.append(first.pixels()[: merge**2])
-            grids.append((1, 1))
+                bundles.append([r])
+                costs.append(int(self.total_R[r]))
+        return plan(bundles, costs, world.size, budget)[world.rank]
+
+    def _images(self, problems, own, seen):
+        """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of
+        the images' tokens."""
+        positions, image_N, pixels, sizes = [], [], [], []
+        start = 0
+        for problem, length, keys in zip(problems, own.tolist(), seen.tolist(), strict=True):
+            image = problem.image
+            position_3N = torch.arange(keys).expand(3, -1)
+            if image:
+                first = problem.prompt_ids.index(image.token)
+                position_3N = image.positions(first, keys)
+            if image and keys == length:  # a prompt
+                merge = image.processor.merge_size
+                image_N.append(torch.arange(image.tokens) + start + first)
+                pixels.append(image.pixels())
+                sizes.append([1, *(side * merge for side in image.grid)])
+            positions.append(position_3N[:, keys - length :])
+            start += length
         return {
             "position_ids": torch.cat(positions, 1)[:, None],
-            "image_N": torch.cat(places),
+            "image_N": torch.cat(image_N),
             "pixel_values": torch.cat(pixels),
-            "image_grid_thw": torch.tensor([[1, height * merge, width * merge] for height, width in grids]),
+            "image_grid_thw": torch.tensor(sizes),
         }
 
-    def pack(self, responses: list[int], device, inputs=None) -> MicroBatch:
-        """Lay responses, prompts in front, end to end, and cut a loss's inputs to them. A rank with no response left
-        takes part all the same, with a sequence of two tokens."""
-        chosen_R = torch.tensor(responses, dtype=torch.long)
-        problems = [self.problem_R[r] for r in responses] or [Problem("", [0, 0], "")]
-        length = self.length_R[chosen_R]
-        total = self.packed_R[chosen_R] if responses else torch.tensor([2])
-        end = total.cumsum(0)
-        ids = [ids for r in responses for ids in (self.problem_R[r].prompt_ids, self.rollout_R[r].ids)]
-        input_ids_N = torch.from_numpy(np.concatenate(ids or [[0, 0]]).astype(np.int64))
-        index_T = ranges(end[: len(length)] - length - 1, length)
-        token_T = ranges((self.length_R.cumsum(0) - self.length_R)[chosen_R], length)
-        row = self._places(problems, total)
-        row["input_ids"] = input_ids_N[None]
-        row["cu_seq_lens_q"] = F.pad(end, (1, 0)).int()
+    def pack(self, responses, device, inputs=None):
+        """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
+        inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
+        used = {self.group_R[r] for r in responses}
+        if not used & self.needed:
+            used.add(min(self.needed))
+        prompts = sorted(used, key=lambda p: -len(self.groups[p].problem.prompt_ids))
+        order = sorted(responses, key=lambda r: -int(self.length_R[r]))  # a CPU pads neighbours to one length
+        problems = [self.groups[p].problem for p in prompts]
+        ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in order]
+        input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        place_N = torch.arange(len(input_ids_N))
+        keys = list(place_N.split([len(piece) for piece in ids]))
+        index = []
+        for n, r in enumerate(order, len(prompts)):
+            keys[n] = torch.cat([keys[prompts.index(self.group_R[r])], keys[n]])
+            index.append(keys[n][-len(ids[n]) - 1 : -1])
+        own, seen = (torch.tensor([len(piece) for piece in pieces]) for pieces in (ids, keys))
+        row = {
+            "input_ids": input_ids_N[None],
+            "position_ids": ranges(seen - own, own)[None],
+            "cu_seq_lens_q": F.pad(own.cumsum(0), (1, 0)).int(),
+            "cu_seq_lens_k": F.pad(seen.cumsum(0), (1, 0)).int(),
+            "key_N": torch.cat(keys),
+        }
+        if any(problem.image for problem in problems):
+            row.update(self._images(problems + [self.problem_R[r] for r in order], own, seen))
         row = {name: x.to(device) for name, x in row.items()}
-        row["max_length_q"] = int(total.max())
-        target_T = input_ids_N[index_T + 1]
-        return MicroBatch(row, index_T.to(device), target_T.to(device), token_T, cut(inputs or {}, token_T, device))
+        row["max_length_q"] = int(own.max())
+        row["max_length_k"] = int(seen.max())
+        first_R = self.length_R.cumsum(0) - self.length_R
+        token_T = ranges(first_R[order], self.length_R[order])
+        index_T = torch.cat([place_N[:0], *index]).to(device)
+        target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
+        cost = len(place_N) + len(row.get("pixel_values", ()))
+        return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
 
 
-def plan(cost_R: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Deal responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank, some empty,
-    none above `budget` (packed tokens); those that run at the same time cost about the same. Cost 0 is left out."""
-    order = [r for r, cost in enumerate(cost_R) if cost]
-    order.sort(key=lambda r: -cost_R[r])
-    if order and cost_R[order[0]] > budget:
-        raise ValueError(f"a response of {cost_R[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
-    rounds = math.ceil(sum(cost_R) / (ranks * budget))
+def plan(bundles, costs, ranks, budget):
+    """Deal bundles of responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank,
+    some empty, none above `budget` (packed tokens); those that run at the same time cost about the same."""
+    order = sorted(range(len(costs)), key=lambda n: -costs[n])
+    if order and costs[order[0]] > budget:
+        raise ValueError(f"a response of {costs[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
+    rounds = math.ceil(sum(costs) / (ranks * budget))
     while True:
         loads = [0] * (rounds * ranks)
         bins = [[] for _ in loads]
-        for r in order:  # longest first, into the emptiest
+        for n in order:  # longest first, into the emptiest
             number = loads.index(min(loads))
-            bins[number].append(r)
-            loads[number] += cost_R[r]
+            bins[number] += bundles[n]
+            loads[number] += costs[n]
         if max(loads, default=0) <= budget:
             break
         rounds += 1
-    bins.sort(key=lambda responses: -sum(cost_R[r] for r in responses))
-    return [bins[rank::ranks] for rank in range(ranks)]
+    emptier = sorted(range(len(loads)), key=lambda number: -loads[number])
+    return [[bins[number] for number in emptier[rank::ranks]] for rank in range(ranks)]
 
 
 # ------------------------------------------------------------------------------------------------------------- policy
-def packed_attention(module, query, key, value, *_, scaling, cu_seq_lens_q, max_length_q, is_causal=True, **__):
-    """Attention inside each sequence of a packed row; transformers' attention interface. query (1, H, N, D), key and
-    value (1, H_kv, N, D) -> (1, N, H, D), None. On a GPU one varlen kernel; a CPU has none."""
+def packed_attention(
+    module, query, key, value, *_, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **settings
+):
+    """Attention inside each piece of a packed row; transformers' attention interface. query (1, H, N, D), key and value
+    (1, H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before
+    its own. On a GPU one varlen kernel, whose causal window ends with the keys; a CPU has none."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if key_N is not None:
+        key = key.index_select(0, key_N)
+        value = value.index_select(0, key_N)
     grouped = query.shape[1] != key.shape[1]
     if not query.is_cuda:
-        return _dense_attention(query, key, value, cu_seq_lens_q, scaling, is_causal, grouped)[None], None
+        own = cu_seq_lens_q.diff().long()
+        seen = cu_seq_lens_k.diff().long()
+        return _dense_attention(query, key, value, own, seen, scaling, is_causal, grouped)[None], None
     from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
 
-    borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
     window = (-1, 0 if is_causal else -1)
     out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
     return out[None], None
 
 
-def _dense_attention(query, key, value, borders, scaling, is_causal, grouped):
-    """Return the attention of (N, H, D) inside the sequences between these borders, which are laid out as rows. If
-    causal, neighbours of similar length (`plan` sorts them) share a call, the padding behind each one's end."""
-    lengths = borders.diff().long()
-    bucket = (2 * lengths.log2()).ceil() if is_causal else lengths
-    runs = lengths.split(bucket.unique_consecutive(return_counts=True)[1].tolist())
-    parts = [x.split([int(run.sum()) for run in runs]) for x in (query, key, value)]
+def _dense_attention(query, key, value, own, seen, scaling, is_causal, grouped):
+    """Return the attention (N, H, D) of pieces with so many queries of their `own` and keys `seen`, laid out as rows,
+    padded behind their ends. If causal, neighbours of similar length share a call: with a mask where queries are few,
+    else with each query in the row at its own key, where the kernel knows what it sees."""
+    bucket = (2 * seen.log2()).ceil() if is_causal else seen
+    counts = bucket.unique_consecutive(return_counts=True)[1].tolist()
     out = []
-    for run, *tensors in zip(runs, *parts, strict=True):
-        rows, width = len(run), int(run.max())
-        place_N = ranges(torch.arange(rows) * width, run)
+    runs = zip(own.split(counts), seen.split(counts), strict=True)
+    for own, seen in runs:
+        rows = torch.arange(len(seen))
+        front = seen - own
+        width = int(seen.max())
+        size = width
+        mask = None
+        if own.max() < front.max():
+            size = int(own.max())
+            last = front[:, None] + torch.arange(size)
+            mask = (torch.arange(width) <= last[..., None])[:, None]
+            front = 0
+        query_N = ranges(rows * size + front, own)
+        key_N = ranges(rows * width, seen)
         dense = []
-        for x in tensors:
-            padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, place_N, x)
-            dense.append(padded.unflatten(0, (rows, width)).transpose(1, 2))
-        seen = F.scaled_dot_product_attention(*dense, is_causal=is_causal, scale=scaling, enable_gqa=grouped)
-        out.append(seen.transpose(1, 2).flatten(0, 1)[place_N])
+        for x, place_N, each in ((query, query_N, size), (key, key_N, width), (value, key_N, width)):
+            padded = x.new_zeros(len(rows) * each, *x.shape[1:]).index_copy(0, place_N, x[: len(place_N)])
+            dense.append(padded.unflatten(0, (len(rows), each)).transpose(1, 2))
+        query = query[len(query_N) :]
+        key = key[len(key_N) :]
+        value = value[len(key_N) :]
+        causal = is_causal and mask is None
+        result = F.scaled_dot_product_attention(*dense, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
+        out.append(result.transpose(1, 2).flatten(0, 1)[query_N])
     return torch.cat(out)
 
 
@@ -844,25 +900,31 @@ class Policy(torch.nn.Module):
     """A decoder, perhaps with a vision tower, and its language head, whose forward gives log-probs and entropies, never
     the logits. Parameter names are transformers'. Tied weights are one parameter that serves twice."""
 
-    def __init__(self, lm, temperature: float):
+    def __init__(self, lm, temperature):
         super().__init__()
         self.model = lm.model
         self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
         self.temperature = temperature
         if hasattr(self.model, "visual"):
             self.model.visual.config._attn_implementation = "packed_flash"
+            # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 has,
+            # its bf16 gradient is reported to fail, and the convolution to be up to 50,000 times slower.
+            conv = self.model.visual.patch_embed.proj
+            conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
 
-    def _head(self, hidden_TH, weight_VH, target_T):
+    def _head(self, hidden_TH, weight_VH, target_T, entropies):
         logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)
         logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
-        with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
-            entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        entropy_T = torch.zeros_like(logp_T)
+        if entropies:
+            with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
+                entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
         return logp_T, entropy_T
 
-    def forward(self, micro):
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient), float32, both at
-        the sampling temperature. The head sees response positions, a chunk at a time; the backward pass repeats it."""
+    def forward(self, micro, entropies=True):
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient; or zeros), float32,
+        both at the sampling temperature. The head sees response positions, in chunks; the backward pass repeats it."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_NH = embeddings(row.pop("input_ids")[0])
@@ -875,18 +937,20 @@ class Policy(torch.nn.Module):
         weight_VH = (self.lm_head or embeddings).weight
         size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
         chunks = zip(hidden_NH[micro.index_T].split(size), micro.target_T.split(size), strict=True)
-        parts = [checkpoint(self._head, hidden, weight_VH, target, use_reentrant=False) for hidden, target in chunks]
+        parts = []
+        for hidden, target in chunks:
+            parts.append(checkpoint(self._head, hidden, weight_VH, target, entropies, use_reentrant=False))
         logp, entropy = zip(*parts, strict=True)
         return torch.cat(logp), torch.cat(entropy)
 
 
-def hub_name(name: str) -> str:
+def hub_name(name):
     """Return the name under which a parameter is stored in a model's safetensors. It is the name in memory but for
     models that see, whose decoder and tower are stored one level higher."""
     return name.replace(".language_model", "").replace("model.visual", "visual")
 
 
-def load_policy(folder: Path, args, world) -> Policy:
+def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     config = AutoConfig.from_pretrained(folder)
     lm = empty_model(config, dtype=torch.float32, attn_implementation="packed")
@@ -913,7 +977,7 @@ def load_policy(folder: Path, args, world) -> Policy:
     return policy
 
 
-def set_lr(optimizer, args, step: int):
+def set_lr(optimizer, args, step):
     """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
     warm_up = args.lr_warmup * args.steps
     if step < warm_up:
@@ -926,22 +990,26 @@ def set_lr(optimizer, args, step: int):
 
 
 @torch.no_grad()
-def score(policy, batch, micro_batches: list[list[int]], world):
-    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
-    home = next(policy.parameters()).device  # a reference waits in the host's memory
-    policy.to(world.device)
+def score(policy, batch, micro_batches, record, phase, entropies=True):
+    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. Add
+    seconds and tokens to a phase of the record."""
+    world = record.world
     logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
-    for responses in micro_batches:
-        micro = batch.pack(responses, world.device)
-        logp, entropy = policy(micro)
-        logp_T[micro.token_T] = logp.cpu()
-        entropy_T[micro.token_T] = entropy.cpu()
-    # This reshards, too: layers that no backward pass follows stay gathered, and would hide what the optimiser moves.
-    policy.to(home)
+    with record.phase(phase):
+        home = next(policy.parameters()).device  # a reference waits in the host's memory
+        policy.to(world.device)
+        for responses in micro_batches:
+            micro = batch.pack(responses, world.device)
+            logp, entropy = policy(micro, entropies)
+            logp_T[micro.token_T] = logp.cpu()
+            entropy_T[micro.token_T] = entropy.cpu()
+            record.tokens[phase] += micro.cost
+        # This reshards, too: layers that no backward pass follows stay gathered, and hide what the optimiser moves.
+        policy.to(home)
     return world.all_reduce(logp_T), world.all_reduce(entropy_T)
 
 
-def truncated_ratio(logp_T, sampler_logp_T, cap: float):
+def truncated_ratio(logp_T, sampler_logp_T, cap):
     """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
     if cap == 0:
         return torch.ones_like(logp_T)
@@ -949,19 +1017,19 @@ def truncated_ratio(logp_T, sampler_logp_T, cap: float):
     return ratio_T.clamp(max=cap)
 
 
-def is_finite(finite: bool, norm: float, world) -> bool:
+def is_finite(finite, norm, world):
     """Say whether an update's losses and log-probs (`finite`) and its gradient's norm are finite, on every rank."""
     failed = torch.tensor(float(not finite or not math.isfinite(norm)))
     return world.all_reduce(failed) == 0
 
 
-def full_weights(policy, dtype) -> Iterator:
+def full_weights(policy, dtype):
     """Yield (name, whole tensor); every rank must take every item. Casting first halves the traffic."""
     for name, parameter in policy.named_parameters():
         yield name, parameter.detach().to(dtype).full_tensor()
 
 
-def save_model(policy, folder: Path, source: Path, dtype, world):
+def save_model(policy, folder, source, dtype, world):
     """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
     weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
     if world.rank == 0:
@@ -985,7 +1053,7 @@ VLLM = {  # environment variables; what is set already stays
 }
 
 
-def stop_tokens(folder: Path, tokenizer) -> list[int]:
+def stop_tokens(folder, tokenizer):
     """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
     ids = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
     if (folder / "generation_config.json").is_file():
@@ -994,7 +1062,7 @@ def stop_tokens(folder: Path, tokenizer) -> list[int]:
     return sorted(ids - {None})
 
 
-def cpu_settings(args) -> dict:
+def cpu_settings(args):
     """Return what vLLM's engine must be told on a CPU."""
     return {
         "enforce_eager": True,
@@ -1003,7 +1071,7 @@ def cpu_settings(args) -> dict:
     }
 
 
-def image_settings(args, cuda: bool) -> dict:
+def image_settings(args, cuda):
     """Return what vLLM's engine must be told of a model that sees."""
     return {
         "skip_tokenizer_init": False,
@@ -1018,7 +1086,7 @@ class Sampler:
     """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks. It starts
     without weights, asleep: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU."""
 
-    def __init__(self, folder: Path, tokenizer, args, world):
+    def __init__(self, folder, tokenizer, args, world):
         for name, value in VLLM.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
@@ -1064,7 +1132,7 @@ class Sampler:
         )
         self.sleep()
 
-    def sample(self, asked: dict[tuple, Problem], n: int, temperature: float, args, top_p: float = 1.0) -> list[Group]:
+    def sample(self, asked, n, temperature, args, top_p=1.0):
         """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. A seed hashes
         --seed, the problem's key in `asked` and the number of the response: samples do not repeat across prompts, nor
         depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
@@ -1145,7 +1213,7 @@ class Sampler:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def sampler_gap(logp_T, sampler_logp_T) -> dict:
+def sampler_gap(logp_T, sampler_logp_T):
     """Return how far trainer and sampler disagree on the tokens that are trained: mean and max |difference| (nats), k3
     estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
     if len(logp_T) == 0:
@@ -1193,7 +1261,7 @@ SHOWN = (  # in the line of a step
 )
 
 
-def digests(folder: Path, world) -> dict:
+def digests(folder, world):
     """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
     names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
     digest = {}
@@ -1203,13 +1271,13 @@ def digests(folder: Path, world) -> dict:
     return world.union(digest)
 
 
-def write_whole(file: Path, text: str):
+def write_whole(file, text):
     """Write a text file that is complete or not there."""
     file.with_suffix(".new").write_text(text)
     file.with_suffix(".new").rename(file)
 
 
-def save_checkpoint(policy, optimizer, step: int, position: int, record):
+def save_checkpoint(policy, optimizer, step, position, record):
     """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest. Order of the
     data and seeds are functions of --seed and the position."""
     world = record.world
@@ -1259,7 +1327,7 @@ def newest_checkpoint(record):
     return None, {}
 
 
-def resume(policy, optimizer, record) -> tuple[int, int]:
+def resume(policy, optimizer, record):
     """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0."""
     if not record.args.resume:
         return 0, 0
@@ -1294,7 +1362,7 @@ def pass_at_k(correct_PN, k: int) -> float:
     return float(np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P]))
 
 
-def evaluate(held_out: dict[str, list[Problem]], sampler, verifier, record, step: int):
+def evaluate(held_out, sampler, verifier, record, step):
     """Sample --eval-samples completions of every held-out problem, with the same seeds each time, all sets at once so
     that they share one tail; write them to samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
     if not held_out:
@@ -1319,7 +1387,7 @@ def evaluate(held_out: dict[str, list[Problem]], sampler, verifier, record, step
     return metrics
 
 
-def keep_best(policy, source: Path, dtype, metrics: dict, record, step: int):
+def keep_best(policy, source, dtype, metrics, record, step):
     """With --keep-best write the model to best/ if the mean avg@n over the held-out sets is the highest so far."""
     if not record.args.keep_best:
         return
@@ -1331,7 +1399,7 @@ def keep_best(policy, source: Path, dtype, metrics: dict, record, step: int):
         record.say(f"step {step}: the best average so far, {average:.3f}; its model is in {record.folder}/best")
 
 
-def about_run(args, script: str, world) -> dict:
+def about_run(args, script, world):
     """Return what a run is: script, command, arguments, versions, commit."""
     versions = {each.name: each.version for each in importlib.metadata.distributions()}
     git = "git describe --always --dirty --abbrev=12"
@@ -1348,7 +1416,7 @@ def about_run(args, script: str, world) -> dict:
     }
 
 
-def check_same_run(before: dict, now: dict, args):
+def check_same_run(before, now, args):
     """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
     if before["script"] != now["script"]:
         raise ValueError(f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py")
@@ -1365,7 +1433,7 @@ def check_same_run(before: dict, now: dict, args):
         )
 
 
-def open_run(folder: Path, args, script: str, world):
+def open_run(folder, args, script, world):
     """Make the run folder and write run.json, what the run is, and each resumption. Raises ValueError when the folder
     holds another run, or with --resume none, or one with other flags."""
     file = folder / "run.json"
@@ -1386,7 +1454,7 @@ def open_run(folder: Path, args, script: str, world):
 class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
-    def __init__(self, args, script: str, world):
+    def __init__(self, args, script, world):
         name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.args = args
         self.world = world
@@ -1412,19 +1480,19 @@ class Record:
         self.memory = Counter()  # GiB
         self.skipped = 0  # updates
 
-    def write(self, name: str, line: str):
+    def write(self, name, line):
         """Add a line to a file of the run folder."""
         if self.world.rank == 0:
             with open(self.folder / name, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
-    def say(self, text: str):
+    def say(self, text):
         """Print a line on rank 0's terminal and to log.txt."""
         if self.world.rank == 0:
             print(text, flush=True)
         self.write("log.txt", text)
 
-    def rewind(self, step: int):
+    def rewind(self, step):
         """Drop the metrics of later steps, which will be written again, and let times go on."""
         if self.world.rank:
             return
@@ -1440,7 +1508,7 @@ class Record:
             self.started = time.time() - last["time"]
             self.trained = last["cost/seconds"]
 
-    def skip_update(self, norm: float):
+    def skip_update(self, norm):
         """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
         self.skipped += 1
         self.skips_in_a_row += 1
@@ -1448,7 +1516,7 @@ class Record:
         if self.skips_in_a_row == SKIPS_IN_A_ROW:
             raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
 
-    def stop_requested(self) -> bool:
+    def stop_requested(self):
         """Say whether a file named `stop` lies in the run folder, and take it away."""
         file = self.folder / "stop"
         requested = self.world.all_gather(file.exists())[0]
@@ -1458,7 +1526,7 @@ class Record:
         return requested
 
     @contextmanager
-    def phase(self, name: str):
+    def phase(self, name):
         """Add a block's wall-clock seconds, GPU work included, to a phase of the step; note its memory."""
         start = time.perf_counter()
         yield
@@ -1470,7 +1538,7 @@ class Record:
         self.memory[name] = max(self.memory[name], used / 2**30)
         self.seconds[name] += time.perf_counter() - start
 
-    def samples(self, name: str, groups: list[Group]):
+    def samples(self, name, groups):
         """Write groups to samples/<name>.txt."""
         if self.world.rank:
             return
@@ -1484,15 +1552,18 @@ class Record:
                 parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
         (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
 
-    def step(self, step: int, metrics: dict[str, float]):
+    def step(self, step, metrics):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
         seconds = self.seconds.total()
         self.trained += seconds - self.seconds["evaluate"]
+        tokens = sum(self.world.all_gather(self.tokens), Counter())
+        if step:
+            tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
         for name, taken in self.seconds.items():
             metrics[f"seconds/{name}"] = taken
             metrics[f"memory_gib/{name}"] = self.memory[name]
-            if self.tokens[name]:
-                metrics[f"tokens_per_second/{name}"] = self.tokens[name] / taken
+            if tokens[name]:
+                metrics[f"tokens_per_second/{name}"] = tokens[name] / taken
         metrics["cost/seconds"] = self.trained
         metrics["skipped_updates"] = self.skipped
         self.start_step()
@@ -1517,7 +1588,7 @@ class Record:
 
 
 # ----------------------------------------------------------------------------------------------------------- verifier
-def verify(verifier, groups: list[Group]):
+def verify(verifier, groups):
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank."""
     world = verifier.world
     asked = [(group.problem, rollout.text) for group in groups for rollout in group.rollouts]
@@ -1541,7 +1612,7 @@ def verify(verifier, groups: list[Group]):
 VERDICTS = ("graded", "no answer", "too long", "timeout", "memory", "error", "crash")
 
 
-def last_boxed(text: str) -> str | None:
+def last_boxed(text: str):
     """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
     starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", text)]
     if not starts:
@@ -1821,13 +1892,13 @@ class Worker(subprocess.Popen):
         super().__init__(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
         self.greeted = False
 
-    def line(self, seconds: float) -> str | None:
+    def line(self, seconds: float):
         """Return the next line: "" when the process died, None when it is late."""
         waiting = select.poll()
         waiting.register(self.stdout, select.POLLIN)
         return self.stdout.readline() if waiting.poll(seconds * 1000) else None
 
-    def ask(self, task: tuple[str, str], seconds: float) -> str | None:
+    def ask(self, task: tuple[str, str], seconds: float):
         """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
         if not self.greeted and self.line(120) != "ready\n":
             raise RuntimeError(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
@@ -1867,7 +1938,7 @@ class Verifier:
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
         self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
 
-    def _verdict(self, task: tuple[str, str]) -> tuple[float, str]:
+    def _verdict(self, task: tuple[str, str]):
         """Return a free worker's verdict; a worker that died or is late is replaced."""
         worker = self.workers.pop()  # there are no more threads than workers
         try:

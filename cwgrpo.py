@@ -1,7 +1,8 @@
 """CW-GRPO: Covariance-Aware GRPO with Gaussian-Kernel Advantage Reweighting, arXiv 2605.11538.
 
-GRPO with one update per rollout batch and a KL penalty, in which tokens whose log-prob and advantage covary extremely
-weigh less. Minimised, for one prompt (section 2.3; the paper numbers no equation):
+CW-GRPO is GRPO with one update per rollout batch and a KL penalty. Tokens whose log-prob and advantage covary extremely
+weigh less in it. For one prompt it minimises the following (section 2.3, whose loss is the negative of this; the paper
+numbers no equation):
 
     L = 1/G sum_i 1/|o_i| sum_t -ratio_it w~_it A_i + beta KL_it                                         (loss)
     c_it = (logp_it - mean logp) (A_i - mean A)                                                    (covariance)
@@ -9,30 +10,53 @@ weigh less. Minimised, for one prompt (section 2.3; the paper numbers no equatio
     w~_it = w_it N / sum w, N = tokens of the group                                             (normalisation)
     A_i = (r_i - mean r) / std r,   ratio = pi / pi_old,   KL = pi_ref / pi - log(pi_ref / pi) - 1
 
+The mean of logp is over the tokens of response i, and the mean of A is over the responses of the group. In the code,
+weight_T is the normaliser 1 / (G |o_i|), averaged over prompts; the paper's w~ comes from `kernel_weights`; factor_T is
+whatever multiplies the advantage, which is the kernel, Clip-Cov's mask, or 1.
+
+A vector whose name ends in _T holds the response tokens of the whole step end to end, without prompts or padding (_R:
+responses, _P: prompts, _G: responses to a prompt). `policy_loss` gets a micro-batch's part of it.
+
     ./run.sh cwgrpo-1.5b                     R1-Distill-Qwen-1.5B of Table 2; also cwgrpo-7b, grpo-kl-..., clip-cov-...
-    torchrun --nproc-per-node 4 cwgrpo.py    the same without activation checkpointing
+    torchrun --nproc-per-node 4 cwgrpo.py    the same, without recomputing activations
 
-Settings: the paper's baseline GRPO is --reweight none. Clip-Cov (arXiv 2505.22617), its other baseline, is --reweight
-clip-cov --normaliser token: of the tokens whose covariance, centred over the whole update, lies between 1 and 5, a
-random 2e-4 of all tokens get no policy gradient; ./run.sh sspo-clip-cov-1.5b is the fifth row of SSPO's Table 1.
+Settings: The paper's baseline GRPO is --reweight none. Its other baseline, Clip-Cov (arXiv 2505.22617), is --reweight
+clip-cov --normaliser token. Clip-Cov centres the covariance over the whole update. Among the tokens whose covariance
+lies between 1 and 5, it draws 2e-4 of all tokens at random, and these get no policy gradient. The fifth row of SSPO's
+Table 1 is ./run.sh sspo-clip-cov-1.5b.
 
-Where the paper is silent, contradicts itself, or is departed from:
-- The means "over responses" are read as in the released code: log-probs over the response's own tokens, advantages over
-  the group's responses. --centre group (ours) takes log-probs over the group's tokens.
-- The gradient goes through w: the paper writes c with log pi_theta, and the released code detaches nothing. It couples
-  all tokens of a group: see `effective_kernel`. --detach-kernel takes the weights as constants (ours).
-- sigma: population std + 1e-8; std r: unbiased + 1e-6 (released code: 1e-4). N leaves padding out (there it counts).
-- KL is k3. Its beta, decay 0, AdamW's betas and the gradient norm are TRL's defaults, as in the released recipe.
-- Log-probs are at the sampling temperature, 0.7, everywhere; the released code's ignore it, which shifts c and Table 1.
-- 12 prompts x 12 responses a step (3 x 12 x 4 responses in the code). The schedule has 300 steps (150 for 7B), the
-  paper's checkpoint is that after 100 of them.
-- A prompt and its response share 4096 tokens, as in the released code; Table 5 gives 4096 to the response.
-- Format reward: 1 if "\\n</think>\\n" stands in the text exactly once, as in the released code; the paper asks for
-  properly matched tags. The released 7B recipe has accuracy only, and so has ours.
-- With --kl-coef 0 groups whose rewards are all equal have no backward pass, but their place in the denominators.
-- With --updates-per-step above 1, which the paper has not, covariance, weights and mask are of an update's own tokens
-  and the policy that it starts from, as Clip-Cov's authors have it, and ratios are clipped to [0, 2], their bounds.
-- Clip-Cov's authors have no KL and leave out groups of equal rewards; clip-cov-... has both, as its rivals (ours).
+Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
+not say, and we chose.
+- The paper takes its means "over responses". We read that as the released code does: log-probs over the tokens of the
+  response itself, advantages over the responses of the group. --centre group takes log-probs over the tokens of the
+  group (ours).
+- The gradient goes through w~, because the paper writes c with log pi_theta and the released code detaches nothing.
+  This couples all tokens of a group; `effective_kernel` says how we compute it. --detach-kernel takes w~ as constant
+  (ours).
+- sigma is the population std, and 1e-8 is added to it. std r is the unbiased one, and 1e-6 is added to it (released
+  code: 1e-4). N does not count padding (the released code counts it).
+- Section 2.1 writes GRPO with a ratio and a KL of whole responses, section 2.3 with those of tokens. We take the
+  latter.
+- The KL is k3. Its weight beta, 0.04, weight decay 0, AdamW's betas and the gradient norm are TRL's defaults, as in the
+  released recipe. That beta is the default of the TRL which the recipe pins, 0.16 or older; newer versions have 0.0.
+- All log-probs are taken at the sampling temperature, 0.7. The released code's ignore it, which shifts c and Table 1.
+- Table 5 has batch size 12, 4 accumulation steps and 12 generations. We read that as 144 responses a step, 12 prompts x
+  12 responses (the released code has 3 x 12 x 4 responses).
+- Table 5 has 100 training steps. Our schedule has 300 (150 for 7B), as in the released code, and the paper's checkpoint
+  is that of step 100.
+- A prompt and its response share 4096 tokens, as in the released code. Table 5 gives 4096 to the response alone.
+- The format reward is 1 if "\\n</think>\\n" occurs in the text exactly once, as in the released code. The paper asks
+  for properly matched tags. The released 7B recipe rewards accuracy only, and so does ours.
+- A dead group is one whose rewards are all equal. With --kl-coef 0 it goes through no backward pass, but it still
+  counts in the denominators.
+- The paper has one update a step. With --updates-per-step above 1, covariance, weights and mask are computed over the
+  update's own tokens from the policy that the update starts from, and the ratio is clipped to [0, 2]. Both are as
+  Clip-Cov's authors have them.
+- Clip-Cov's authors have no KL and leave out dead groups. Our clip-cov-... has the KL and keeps them, because the
+  methods that it is compared with do (ours).
+- The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
+  advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. c is
+  computed without it.
 """
 
 import math
@@ -54,7 +78,7 @@ common.PROMPTS["open-rs"] = (  # Fig. 4
     "answer here </answer>. Note that respond by English, NOT use other languages.",
     "{problem}",
 )
-LOW, HIGH = 0.0, 2.0  # bounds of the ratio (Clip-Cov's authors); a single update's is 1
+LOW, HIGH = 0.0, 2.0  # bounds of the ratio (Clip-Cov's authors); with a single update it is 1
 
 
 @dataclass
@@ -62,95 +86,110 @@ class Args(common.Args):
     """CW-GRPO on DeepSeek-R1-Distill-Qwen-1.5B (Tables 2 and 5)."""
 
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
-    """Hub id or folder with config and safetensors."""
+    """Hub id, or folder with config.json and *.safetensors."""
     dataset: str = "knoveleng/open-rs"
-    template: str = "open-rs"  # open-rs, or one of sspo.py's; a text file with {problem}.
+    template: str = "open-rs"
+    """open-rs, one of those that sspo.py has, or a text file with {problem} in it."""
     steps: NonNegativeInt = 300
-    """Rollout steps: the schedule's length (released code); the paper's checkpoint is 100."""
-    prompts_per_step: PositiveInt = 12  # Prompts sampled in a step (P; Table 5).
+    """Rollout steps, over which the learning rate is scheduled (released code). The paper's checkpoint is step 100."""
+    prompts_per_step: PositiveInt = 12  # Prompts sampled in a step (P; our reading of Table 5).
     group_size: Annotated[int, Field(ge=2)] = 12  # Responses to each prompt (G; Table 5).
     max_prompt_tokens: PositiveInt = 512
-    """Longer prompts are left out of the data and counted (Table 5)."""
+    """Longer prompts are left out of the data, and counted (Table 5)."""
     max_response_tokens: PositiveInt = 4096
-    """A response is cut here and scores as it stands (Table 5)."""
+    """A response is cut at this length and scores as it stands (Table 5)."""
     max_total_tokens: NonNegativeInt = 4096
-    """Bound of a prompt and its response together (released code). 0: none."""
+    """A prompt and its response together have at most this many tokens (released code). 0: no such bound."""
     temperature: PositiveFloat = 0.7
     """Divides the logits in the sampler and in the trainer alike (Table 5)."""
     lr_warmup: common.Share = 0.1
-    """Share of --steps over which the rate rises in a straight line (Table 5)."""
+    """Share of --steps over which the learning rate rises in a straight line (Table 5)."""
     lr_floor: common.Share = 0.1
-    """Then it falls along a cosine to this share of --lr (released code). 1: constant."""
+    """After the warm-up the rate falls along a cosine to this share of --lr (released code). 1: constant."""
     weight_decay: NonNegativeFloat = 0.0  # AdamW's decay, on every parameter (TRL's default).
     checkpoints_kept: PositiveInt = 6
-    """The newest that stay; Table 3 needs 100, 150 and 200 of 300."""
+    """The newest checkpoints that stay. Table 3 needs those of steps 100, 150 and 200 of 300."""
     updates_per_step: PositiveInt = 1
-    """Optimiser steps on one rollout batch, each on its own prompts (the paper: 1)."""
+    """Optimiser steps on one rollout batch; the paper has 1. Each step has its own prompts."""
     reweight: Literal["kernel", "none", "clip-cov"] = "kernel"
-    """kernel: section 2.3; none: GRPO; clip-cov: Clip-Cov's mask."""
+    """What multiplies advantages. kernel: w~ of section 2.3. none: 1, which is GRPO. clip-cov: Clip-Cov's mask."""
     detach_kernel: bool = False
-    """Take the kernel's weights as constants; as printed they have a gradient."""
+    """Take w~ as a constant (ours). The paper's objective, as printed, has a gradient through it."""
     centre: Literal["response", "group"] = "response"
-    """Tokens over which the covariance centres log-probs: the response's own (released code) or the group's."""
+    """Tokens over which the covariance centres log-probs: the response's own (released code) or its group's (ours)."""
     kl_coef: NonNegativeFloat = 0.04
-    """Weight of the KL to the initial model (TRL's default). 0: no reference."""
+    """Weight of the KL to the initial model (default of the recipe's TRL). 0: no reference model is loaded."""
     normaliser: Literal["response", "token"] = "response"
-    """response: 1/G 1/|o_i| (section 2.3); token: 1 / the update's tokens (Clip-Cov)."""
+    """Weight of a token in the loss. response: 1/G 1/|o_i| (section 2.3). token: 1 / the update's tokens (Clip-Cov)."""
     format_reward: bool = True
-    """Add 1 to the reward of a response in the think format (appendix C)."""
+    """Add 1 to the reward of a response that is in the think format (appendix C)."""
     clip_cov_share: common.Share = 2e-4
-    """Share of all tokens that Clip-Cov masks (its authors' scripts)."""
-    clip_cov_low: float = 1.0  # Smallest covariance that Clip-Cov may mask (its authors' scripts).
-    clip_cov_high: float = 5.0  # Largest covariance that Clip-Cov may mask (its authors' scripts).
+    """Clip-Cov masks this share of all tokens (its authors' scripts)."""
+    clip_cov_low: float = 1.0
+    """Smallest covariance that Clip-Cov may mask (its authors' scripts). This does not bound the ratio."""
+    clip_cov_high: float = 5.0
+    """Largest covariance that Clip-Cov may mask (its authors' scripts). This does not bound the ratio."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG) -> torch.Tensor:
-    """Return advantage_PG: unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
+def advantages(reward_PG):
+    """Return advantage_PG (section 2.1). The std is unbiased, and 1e-6 is added to it. A dead group gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
-def covariance(logp_T, advantage_T, response_T, group_T, centre: str = "response") -> torch.Tensor:
-    """Return c_T: log-prob centred over its response's, or group's, tokens, times advantage centred over responses."""
-    share_T = 1 / torch.bincount(response_T)[response_T].to(advantage_T.dtype)  # of its response, which counts once
+def covariance(logp_T, advantage_T, response_T, group_T, centre: str = "response"):
+    """Return c_T, the centred log-prob (nats) times the centred advantage. Log-probs are centred over the tokens of
+    their "response" or "group", as `centre` says. Advantages are centred over the group's responses."""
+    share_T = 1 / torch.bincount(response_T)[response_T].to(advantage_T.dtype)  # so that each response counts once
     mean_P = common.mean_by(share_T * advantage_T, group_T) / common.mean_by(share_T, group_T)
     centre_T = response_T if centre == "response" else group_T
     mean_logp_T = common.mean_by(logp_T, centre_T)[centre_T]
     return (logp_T - mean_logp_T) * (advantage_T - mean_P[group_T])  # covariance
 
 
-def bandwidth(c_T, group_T) -> torch.Tensor:
-    """Return sigma_P, the population standard deviation of c over each group's tokens, 1e-8 added to it."""
+def bandwidth(c_T, group_T):
+    """Return sigma_P, the population standard deviation of c over each group's tokens, with 1e-8 added to it."""
     centred_T = c_T - common.mean_by(c_T, group_T)[group_T]
     variance_P = common.mean_by(centred_T**2, group_T)
-    return variance_P.clamp(min=torch.finfo(c_T.dtype).tiny).sqrt() + 1e-8  # at 0 sqrt has no derivative
+    return variance_P.clamp(min=torch.finfo(c_T.dtype).tiny).sqrt() + 1e-8  # sqrt has no derivative at 0
 
 
-def kernel_weights(c_T, group_T) -> torch.Tensor:
-    """Return w_T, the Gaussian kernel of c with the group's own bandwidth; mean 1 over each group's tokens."""
+def kernel_weights(c_T, group_T):
+    """Return the paper's w~ for each token: the Gaussian kernel of c, scaled to mean 1 over the tokens of a group."""
     sigma_T = bandwidth(c_T, group_T)[group_T]
     w_T = torch.exp(-(c_T**2) / (2 * sigma_T**2))  # kernel
     return w_T / common.mean_by(w_T, group_T)[group_T]  # normalisation
 
 
-def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, centre: str = "response") -> torch.Tensor:
-    """Return k_T (float64): as a constant in the kernel's place it gives policy_loss, at logp_T, the gradient of the
-    objective as printed, through w. weight_T is what stands in front of w and A, a ratio other than 1 included."""
+def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, centre: str = "response"):
+    """Return k_T (float64), which takes the place of w~ in `policy_loss` and gives it the gradient through w~.
+
+    A group's tokens are spread over micro-batches and ranks, so autograd cannot pass through w~ there.
+    Here the derivative of the whole J = sum_t weight_t ratio_t w~_t A_t, with ratio 1, is taken once, over all tokens.
+    Then k_t = (dJ / dlogp_t) / (weight_t A_t), and `policy_loss` multiplies by k_t as if it were the weight w~_t.
+
+    k is not w~, and it may be negative. weight_T holds all other factors of w~ and A, including the ratio's value where
+    that is not 1. J has no KL. With several updates a step it has no clip of the ratio, while `policy_loss` has one.
+    A token with A = 0 gets no gradient. With log-probs centred per response it has none. With --centre group and
+    rewards of three values it would have one, through the mean log-prob that the group shares. This is left out,
+    because a factor of the token's own advantage cannot carry it."""
     logp_T, advantage_T, weight_T = (x.detach().double() for x in (logp_T, advantage_T, weight_T))
     leaf_T = logp_T.clone().requires_grad_()
     c_T = covariance(leaf_T, advantage_T, response_T, group_T, centre)
     ratio_T = (leaf_T - logp_T).exp()
     objective = (weight_T * ratio_T * kernel_weights(c_T, group_T) * advantage_T).sum()
     (gradient_T,) = torch.autograd.grad(objective, leaf_T)
-    plain_T = weight_T * advantage_T  # the gradient with weights 1
+    plain_T = weight_T * advantage_T  # the gradient if w~ were 1
     return torch.where(plain_T != 0, gradient_T / plain_T, 1.0)
 
 
-def clip_cov_mask(logp_T, old_logp_T, advantage_T, low, high, share, cov_low, cov_high, generator) -> torch.Tensor:
-    """Return keep_T over a whole update: 0.0 for max(1, int(share N)) random tokens, or all there are, with
-    cov_low < covariance < cov_high whose ratio PPO would not have clipped to [low, high] (Clip-Cov); else 1.0."""
+def clip_cov_mask(logp_T, old_logp_T, advantage_T, low, high, share, cov_low, cov_high, generator):
+    """Return keep_T over a whole update: 0.0 for the tokens that Clip-Cov masks, else 1.0. The two means, and so the
+    covariance, are over all tokens given. A token may be masked if cov_low < covariance < cov_high and if PPO would not
+    have clipped its ratio to [low, high]. `generator` draws max(1, int(share N)) of these tokens, or all if there are
+    fewer; N counts all tokens."""
     cov_T = (advantage_T - advantage_T.mean()) * (logp_T - logp_T.mean())
     ratio_T = (logp_T - old_logp_T).exp()
     clipped_T = ratio_T.clamp(low, high) * advantage_T < ratio_T * advantage_T
@@ -163,8 +202,10 @@ def clip_cov_mask(logp_T, old_logp_T, advantage_T, low, high, share, cov_low, co
     return keep_T
 
 
-def token_weights(length_R, normaliser: str = "response") -> torch.Tensor:
-    """Return weight_T, the factor in front of each token of the update's responses, all of them; sums to 1."""
+def token_weights(length_R, normaliser: str = "response"):
+    """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
+    responses. response: 1 / (R |o_i|), which is 1/G and 1/|o_i| of section 2.3 and the mean over prompts. token: 1 over
+    the number of tokens. Either sums to 1."""
     tokens_R = length_R.double()
     if normaliser == "token":
         tokens_R = tokens_R.mean().expand(len(length_R))
@@ -173,8 +214,9 @@ def token_weights(length_R, normaliser: str = "response") -> torch.Tensor:
 
 
 def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T, kl_coef: float, low=LOW, high=HIGH):
-    """Return the loss of these tokens and metrics: kl, its KL term without the coefficient (nats, weighted alike).
-    factor_T may be negative: which bound of the ratio acts is up to the sign of factor times advantage."""
+    """Return the loss (section 2.3), summed over these tokens, and metrics. factor_T multiplies the advantage. Since it
+    may be negative, the sign of the product decides which bound of the ratio acts.
+    Metrics: kl is the KL to the reference without its coefficient (k3, nats, weighted as in the loss)."""
     ratio_T = (logp_T - old_logp_T).exp()
     gain_T = factor_T * advantage_T
     clipped_T = ratio_T.clamp(low, high)
@@ -186,13 +228,14 @@ def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T,
 
 
 def format_reward(text: str) -> float:
-    """Return 1.0 for a text with exactly one "</think>" that has a line of its own (released code), else 0.0."""
+    """Return 1.0 if the text has "</think>" on a line of its own exactly once (released code), else 0.0."""
     return float(text.count("\n</think>\n") == 1)
 
 
-def covariance_summary(c_T) -> dict:
-    """Return by sign the mean c of the tokens whose rank by size lies between Table 1's share before and this one, and
-    the share of sum |c| that the largest |c| make up (Fig. 3)."""
+def covariance_summary(c_T):
+    """Return what Table 1 and Fig. 3 report. For each sign, the tokens are sorted by |c|, largest first, and the mean c
+    is taken within each band of them: 0-0.01 %, 0.01-1 %, 1-20 %, 20-40 % and 40-100 %. A band's name has its end.
+    covariance/cumulative@p% is the share of sum |c| that the p % of tokens with the largest |c| make up."""
     summary = {}
     for sign, signed_T in (("positive", c_T[c_T > 0]), ("negative", c_T[c_T < 0])):
         order = signed_T.abs().argsort(descending=True)
@@ -214,7 +257,8 @@ def covariance_summary(c_T) -> dict:
 
 # ------------------------------------------------------------------------------------------------------------ one step
 def token_factors(args, logp_T, old_logp_T, advantage_T, weight_T, response_T, group_T, generator):
-    """Return factor_T of one update's tokens, what multiplies their advantages in `policy_loss`."""
+    """Return factor_T for one update's tokens, by which `policy_loss` multiplies their advantages: k or w~ of the
+    kernel, Clip-Cov's mask, or 1. All *_T hold the tokens of the whole update."""
     if args.reweight == "none":
         return torch.ones_like(logp_T)
     if args.reweight == "clip-cov":
@@ -232,12 +276,21 @@ def token_factors(args, logp_T, old_logp_T, advantage_T, weight_T, response_T, g
     if args.detach_kernel:
         c_T = covariance(logp_T, advantage_T, response_T, group_T, args.centre)
         return kernel_weights(c_T, group_T)
+    # after the first update of a step the ratio is no longer 1, and it scales the gradient
     weight_T = weight_T * (logp_T - old_logp_T).exp()
     return effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, args.centre)
 
 
-def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, float]:
-    """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
+def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others):
+    """Return the inputs of `policy_loss`, given the log-probs of the policy that sampled: with the advantages times the
+    truncated ratio to the sampler. Without a reference it is its own."""
+    truncated_T = common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap)
+    inputs = {"old_logp_T": logp_T, "ref_logp_T": logp_T, "advantage_T": advantage_T * truncated_T}
+    return inputs | others
+
+
+def learn(policy, reference, optimizer, batch, seed, record):
+    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
     world = record.world
 
@@ -246,45 +299,47 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
     advantage_T = advantage_R[batch.response_T]
     group_R = torch.arange(len(advantage_R)) // args.group_size
     group_T = group_R[batch.response_T]
+    # valid: not of a dead group; the metrics of c are over these. trained: has a gradient, from A or from the KL.
+    # scored: its log-probs are needed.
     valid_R = common.valid(batch.reward_PG)[group_R]
     valid_T = valid_R[batch.response_T]
     trained_R = valid_R | (args.kl_coef > 0)  # without KL a dead group has no gradient
     trained_T = trained_R[batch.response_T]
-    scored_R = trained_R | (args.reweight == "clip-cov")  # whose means span dead groups all the same
+    scored_R = trained_R | (args.reweight == "clip-cov")  # Clip-Cov's means include dead groups
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    costs = []
     plans = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R], args.normaliser))
-        cost_R = batch.total_R * (mine_R & scored_R)
-        costs.append(cost_R)
-        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
+        plans.append(batch.deal(mine_R & scored_R, world, args.micro_batch_tokens))
     weight_T = torch.cat(weights).float()
-
-    # ---- old and reference log-probs of the whole step: c, sigma and the normaliser span micro-batches and ranks
-    tokens = sum(costs).sum().item()
-    micro_batches = [responses for plan in plans for responses in plan]
-    record.tokens["old_logp"] += tokens
-    with record.phase("old_logp"):
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)
-    ref_logp_T = old_logp_T
-    if reference is not None:
-        record.tokens["reference"] += tokens
-        with record.phase("reference"):
-            ref_logp_T, _ = common.score(reference, batch, micro_batches, world)
-    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+    # Every name that ends in _T is cut to the micro-batch; old_policy hands on to policy_loss what it does not take.
+    # What scales the policy term must also enter statistics["weight_T"]: the kernel's gradient is of the whole term.
     inputs = {
-        "old_logp_T": old_logp_T,
-        "ref_logp_T": ref_logp_T,
-        "advantage_T": advantage_T * truncated_T,
-        "factor_T": torch.ones_like(old_logp_T),
+        "advantage_T": advantage_T,
+        "factor_T": torch.ones_like(weight_T),
         "weight_T": weight_T,
         "kl_coef": args.kl_coef,
+        "sampler_logp_T": batch.sampler_logp_T,
     }
+
+    # ---- old and reference log-probs of the whole step: c, sigma and the normaliser span micro-batches and ranks
+    micro_batches = [responses for plan in plans for responses in plan]
+    logp_T, entropy_T = torch.zeros(2, len(trained_T))
+    old_logp_T = logp_T
+    alone = (
+        args.updates_per_step == 1 and args.reweight == "none"
+    )  # then the update itself sees the policy that sampled
+    if not alone:
+        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")
+        inputs = old_policy(args, old_logp_T, **inputs)
+    if reference is not None:
+        ref_logp_T, _ = common.score(reference, batch, micro_batches, record, "reference", entropies=False)
+        inputs["ref_logp_T"] = ref_logp_T
+    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     statistics = {
-        "logp_T": old_logp_T.clone(),  # of the policy that each update starts from
+        "logp_T": old_logp_T.clone(),  # of the policy that an update starts from
         "old_logp_T": old_logp_T,
         "advantage_T": advantage_T,
         "weight_T": weight_T * truncated_T,
@@ -294,31 +349,30 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
 
     # ---- updates
     generator = torch.Generator().manual_seed(seed)
-    logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
     for update, plan in enumerate(plans):
-        cost = costs[update][trained_R].sum().item()
-        if cost == 0:
+        if not trained_R[update_R == update].any():
             continue  # without a gradient AdamW's momentum and decay would still move the weights
         own_T = update_R[batch.response_T] == update
         if update and args.reweight != "none":
-            record.tokens["start_logp"] += costs[update].sum().item()
-            with record.phase("start_logp"):
-                start_logp_T, _ = common.score(policy, batch, plan, world)
+            start_logp_T, _ = common.score(policy, batch, plan, record, "start_logp", entropies=False)
             statistics["logp_T"][own_T] = start_logp_T[own_T]
         factor_T = token_factors(args, **common.cut(statistics, own_T), generator=generator)
         inputs["factor_T"][own_T] = factor_T.float()
-        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
                 micro = batch.pack([r for r in responses if trained_R[r]], world.device, inputs)
-                logp, _ = policy(micro)
+                logp, entropy = policy(micro, entropies=alone)
+                if alone:
+                    micro.inputs = old_policy(args, logp.detach(), **micro.inputs)
+                    entropy_T[micro.token_T] = entropy.cpu()
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -328,12 +382,16 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
                 record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
+    logp_T = world.all_reduce(logp_T)
+    if alone:
+        entropy_T = world.all_reduce(entropy_T)
+        inputs = old_policy(args, logp_T, **inputs)
+        statistics["logp_T"] = logp_T
     c_T = covariance(statistics["logp_T"], advantage_T, batch.response_T, group_T, args.centre)
-    if args.reweight == "kernel":
+    if args.reweight == "kernel":  # the value of the loss has w~: k reproduces only its gradient
         inputs["factor_T"] = kernel_weights(c_T, group_T)
     w_T = inputs["factor_T"]
-    logp_T = world.all_reduce(logp_T)[trained_T]
-    loss, means = policy_loss(logp_T, **common.cut(inputs, trained_T))
+    loss, means = policy_loss(logp_T[trained_T], **common.cut(inputs, trained_T))
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
@@ -341,7 +399,7 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
+    metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T]))
     metrics.update(covariance_summary(c_T[valid_T]))
     if reference is not None:
         metrics["kl"] = means["kl"].item() / args.updates_per_step
@@ -359,8 +417,8 @@ def learn(policy, reference, optimizer, batch, seed: int, record) -> dict[str, f
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
-    """Sample, verify, learn, sync, evaluate, log; see `learn` for the paper's part."""
-    # ---- whatever can be wrong is found before an engine starts
+    """Train: sample, verify, learn, sync, evaluate and log in every step. The paper's part of a step is in `learn`."""
+    # ---- find whatever can be wrong before an engine starts
     world = common.init_world()
     common.validate(args, world)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
@@ -406,12 +464,11 @@ def main(args: Args) -> None:
         common.set_lr(optimizer, args, step)
         seed = common.seed_of(args.seed, "clip-cov", step)
         metrics = common.drawn_metrics(groups)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, reference, optimizer, batch, seed, record))
 
         # ---- sync
         with record.phase("sync"):
-            optimizer.zero_grad()  # gradients need not lie beside the engine
+            optimizer.zero_grad()  # the engine needs the gradients' memory
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint

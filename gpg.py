@@ -1,39 +1,57 @@
 """GPG: Group Policy Gradient, arXiv 2504.02546.
 
-REINFORCE with the group's mean as baseline: no ratio, no clip, no reference model, one update per rollout batch.
-Minimised, for one prompt (the paper calls it J):
+GPG is REINFORCE with the mean reward of the group as its baseline. It has no ratio, no clip and no reference model, and
+it makes one update per rollout batch. For one prompt it minimises the following, which the paper calls J:
 
     J = 1 / sum_i |o_i| sum_i sum_t -log pi(o_it) A_i                                                     (5)
     A_i = (r_i - mean r) / F_norm, with F_norm = 1, std r of the group, or std r of the batch             (6)
     J_hat = alpha J, alpha = B / (B - M)                                                               (7, 8)
 
-B responses in the batch, M of them in groups whose rewards are all equal: these have no gradient, and alpha makes the
-batch's mean a mean over the others. While fewer than beta_th = 1 / alpha_th of the groups are valid, more prompts are
-drawn and the valid groups are kept (Algorithm 1).
+B responses are in the batch. M of them are in groups whose rewards are all equal; such a group is invalid and has no
+gradient. alpha turns the mean over the batch into a mean over the valid groups. While the share of valid groups is
+below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the valid groups (Algorithm 1).
+
+A vector whose name ends in _T holds the response tokens of the whole step end to end, without prompts or padding (_R:
+responses, _P: prompts, _G: responses to a prompt). `policy_loss` gets a micro-batch's part of it.
 
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4 (also gpg-rs1, gpg-rs3, the ablations: ./run.sh help)
-    torchrun --nproc-per-node 8 gpg.py    the same without evaluation and activation checkpointing
+    torchrun --nproc-per-node 8 gpg.py    the same, without evaluation and without recomputing activations
 
-Settings: Table 15's row A is --norm group --no-accurate-gradient --beta-th 0, B --no-accurate-gradient --beta-th 0,
-C --beta-th 0, D the default. Table 13 adds --norm batch to B. GPG-RS as released is row A (gpg-a-rs1, gpg-a-rs3).
+Settings: In Table 15, row A is --norm group --no-accurate-gradient --beta-th 0, row B is --no-accurate-gradient
+--beta-th 0, row C is --beta-th 0, and row D is the default. The batch normalisation of Table 13 is row B with --norm
+batch. GPG-RS as released is row A (gpg-a-rs1, gpg-a-rs3). The KL of section 3.4 is row A with a KL (gpg-kl-math); row D
+with a KL is ./run.sh gpg-math --kl-coef 0.04.
 
-Where the paper is silent, contradicts itself, or is departed from (docs/gpg.md compares with its released code):
-- The expectation of Eq. 5 is the mean over groups; inside a group a long response weighs more than a short one.
-- Algorithm 1 and the text of 2.2 draw until the share exceeds beta_th; we stop at equality, as the released code does.
-- The update has as many groups as a draw has prompts: the valid ones that came first, filled up with invalid ones of
-  the last draw, which count in B and M. What is left over is dropped and not counted.
-- Without any valid group there is no update (with KL there is). std is unbiased and 1e-6 is added to it (ours).
-- The KL of section 3.4, whose weight is not printed: k3 to the initial model, weighted as J. alpha is for the policy
-  gradient alone, since the KL of an invalid group is not 0 (ours; the released code scales both).
-- Not given for GPG-Zero-7B: responses up to 3072 tokens, prompts up to 1024 (ours; together they fill the model's
-  context), temperature 1 (ours), betas and gradient norm (verl's defaults).
-- For the ablations a footnote names open-r1's config_simple_rl.yaml, and the released recipes disagree. Learning rate
-  2e-6 with warm-up 0.1 is that of the released GPG recipe, where most of the others have 3e-6 with a cosine; decay 0.1,
-  temperature 1 (their TRL's defaults are 0 and 0.9), prompt qwen-boxed and 64 prompts are ours.
-- Format reward: 1 for "<think>...</think> <answer>...</answer>" and nothing around it; the first tag may be missing,
-  since chat templates put it at the end of the prompt (ours).
-- Multimodal runs (Tables 5 to 8) are gpg-geoqa to gpg-lisa of run.sh. As released they average the loss per response.
-- Left out: evaluating the R1-distilled models as they train: its prompt and sampling are other ones.
+Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
+not say, and we chose. docs/gpg.md compares the paper with its released code.
+- We take the expectation of Eq. 5 as the mean over groups. Inside a group, a long response then weighs more than a
+  short one.
+- Algorithm 1 and section 2.2 draw until the share of valid groups exceeds beta_th. We stop at equality, as the released
+  code does.
+- The update has as many groups as one draw has prompts, P. It takes the valid groups that came first and fills up with
+  invalid groups of the last draw, which count in B and M. Valid groups beyond P are dropped and not counted. They are
+  not carried over, because the next step's policy did not sample them and GPG has no ratio to correct for that.
+- If no group is valid, there is no update, except with a KL. The std is the unbiased one, and 1e-6 is added to it
+  (ours).
+- Section 3.4 does not print the weight of its KL; the released recipe inherits 0.04. We read it as row A with a KL: the
+  section points at Table 13, whose rows have alpha 1, and the released recipe sets neither alpha nor F_norm = 1. The KL
+  is k3 to the initial model and has the token weights of J. alpha multiplies the policy gradient alone, because the KL
+  of an invalid group is not 0 (ours; the released code multiplies both).
+- The lengths and the temperature of GPG-Zero-7B are not given. We take responses of up to 3072 tokens and prompts of up
+  to 1024, which together fill the model's context, and temperature 1 (ours). AdamW's betas and the gradient norm are
+  verl's defaults.
+- For the ablations, a footnote names open-r1's config_simple_rl.yaml, but the released recipes disagree. We take
+  learning rate 2e-6 with warm-up 0.1 from the released GPG recipe; most of the others have 3e-6 with a cosine. We also
+  take weight decay 0.1 and temperature 1, where their TRL's defaults are 0 and 0.9, and prompt qwen-boxed and 64
+  prompts (ours).
+- The format reward is 1 for "<think>...</think> <answer>...</answer>" with nothing around it. The first tag may be
+  missing, because chat templates put it at the end of the prompt (ours).
+- The multimodal runs (Tables 5 to 8) are gpg-geoqa to gpg-lisa of run.sh. They average the loss per response, as the
+  released code does.
+- The R1-distilled models are not evaluated while they train, because their evaluation has another prompt and samples
+  differently (./run.sh eval RUN --protocols open-rs).
+- The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
+  advantage by min(pi / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
 """
 
 import re
@@ -51,7 +69,7 @@ common.PROMPTS["qwen-boxed"] = (  # B.4, for the 7B model
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
     "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
 )
-common.PROMPTS["open-rs"] = (  # of the released R1 recipe; B.4 prints it without the box, which the verifier reads
+common.PROMPTS["open-rs"] = (  # released R1 recipe; B.4 lacks the last sentence and the box, which the verifier reads
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
     "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
     "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
@@ -68,31 +86,32 @@ class Args(common.Args):
     model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id or folder with config.json and *.safetensors.
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"
-    """qwen-boxed, open-rs, or one of sspo.py's; a text file with {problem}."""
+    """qwen-boxed, open-rs, one of those that sspo.py has, or a text file with {problem} in it."""
     steps: NonNegativeInt = 1100  # Rollout steps; 0 only evaluates.
     prompts_per_step: PositiveInt = 144  # Prompts sampled in a step, or in each of its draws (P).
     max_response_tokens: PositiveInt = 3072
-    """A response is cut here and scores as it stands (not given: ours)."""
+    """A response is cut at this length and scores as it stands (ours)."""
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter.
     norm: Literal["none", "group", "batch"] = "none"
-    """F_norm of Eq. 6: 1, the standard deviation of the group's rewards, or of the batch's (Tables 1, 13)."""
+    """F_norm of Eq. 6. none: 1. group or batch: the standard deviation of its rewards (Tables 1, 13)."""
     normaliser: Literal["group", "response"] = "group"
-    """1 / sum |o_i| (Eq. 5); 1 / G 1 / |o_i| (multimodal, released)."""
+    """Weight of a token. group: 1 / sum |o_i| (Eq. 5). response: 1 / G 1 / |o_i| (released multimodal code)."""
     accurate_gradient: bool = True
-    """Scale by alpha (Eq. 7)."""
+    """Multiply the policy gradient by alpha (Eq. 7)."""
     beta_th: common.Share = 0.6
-    """Draw prompts again until this share of the step's groups is valid (B.1; 0.8 in Table 10). 0: off."""
+    """Draw more prompts until this share of the step's groups is valid (B.1; Table 10 has 0.8, too). 0: draw once."""
     max_draws: PositiveInt = 20
-    """Go on with what there is after so many draws (released code)."""
+    """After this many draws, go on with the groups there are (20 is the released code's limit)."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the initial model (section 3.4's recipe inherits 0.04). 0: no reference model is loaded."""
+    """Weight of the KL to the initial model; section 3.4's released recipe inherits 0.04. 0: no reference is loaded."""
     format_reward: bool = False
-    """Add 1 to the reward of a response in the think and answer format (B.4, for the R1-distilled model)."""
+    """Add 1 to the reward of a response that is in the think and answer format (B.4; for the R1-distilled model)."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG: torch.Tensor, norm: str = "none") -> torch.Tensor:
-    """Return advantage_PG (Eq. 6): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
+def advantages(reward_PG, norm: str = "none"):
+    """Return advantage_PG (Eq. 6). The std of norm "group" or "batch" is unbiased, and 1e-6 is added to it. A dead
+    group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if norm != "none":
         std = reward_PG.std(1, keepdim=True) if norm == "group" else reward_PG.std()
@@ -100,22 +119,23 @@ def advantages(reward_PG: torch.Tensor, norm: str = "none") -> torch.Tensor:
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
-def alpha(reward_PG: torch.Tensor) -> float:
-    """Return B / (B - M) over the whole global batch (Eq. 7); 1 where no group is valid and there is no gradient."""
+def alpha(reward_PG) -> float:
+    """Return B / (B - M) over the batch of all ranks (Eq. 7), or 1 if no group is valid, and so none has a gradient."""
     groups = int(common.valid(reward_PG).sum())
     return len(reward_PG) / groups if groups else 1.0  # Eq. 7
 
 
-def token_weights(length_R: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Return weight_T, the factor in front of each token of all of the batch's responses, which sums to 1:
-    1 / (P sum_i |o_i|), the sum over the token's own group (Eq. 5). Groups of 1: 1 / (P G |o_i|), per response."""
+def token_weights(length_R, group_size: int):
+    """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of the batch's
+    responses. The weight is 1 / (P sum_i |o_i|), where the sum is over the token's own group (Eq. 5). group_size 1
+    makes it 1 / (P G |o_i|), the mean per response. Either sums to 1."""
     tokens_P = length_R.view(-1, group_size).sum(1)
     weight_P = 1 / (len(tokens_P) * tokens_P.double())  # Eq. 5
     return weight_P.repeat_interleave(tokens_P)
 
 
 def format_reward(text: str) -> float:
-    """Return 1.0 for thoughts and answer in tags, nothing around them and no tag twice, else 0.0 (B.4)."""
+    """Return 1.0 if thoughts and answer are in tags, with nothing around them and no tag twice, else 0.0 (B.4)."""
     thoughts, closed, rest = text.strip().removeprefix("<think>").partition("</think>")
     rest = rest.strip()
     inside = thoughts + rest.removeprefix("<answer>").removesuffix("</answer>")
@@ -125,9 +145,10 @@ def format_reward(text: str) -> float:
 
 
 def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.0, ref_logp_T=None):
-    """Return the loss of these tokens, Eq. 8 plus, with a reference, kl_coef times the KL to it, and metrics.
-    Metrics: kl, that KL (k3, nats, weighted as the loss); logp_positive and logp_negative, the mean log-prob of tokens
-    of responses above and below their group's mean; each where there is such a thing."""
+    """Return the loss, summed over these tokens, and metrics. The loss is Eq. 8; with ref_logp_T, the reference's
+    log-probs, kl_coef times the KL to the reference is added.
+    Metrics: kl is that KL (k3, nats, weighted as in the loss), if there is a reference. logp_positive and logp_negative
+    are the mean log-probs (nats) of tokens with A > 0 and with A < 0, if there are any."""
     loss = -alpha * (weight_T * logp_T * advantage_T).sum()  # Eq. 8
     metrics = {}
     if ref_logp_T is not None:
@@ -142,43 +163,40 @@ def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
-    """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
+def learn(policy, reference, optimizer, batch, record):
+    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
     world = record.world
 
     # ---- advantages, and everything else that needs no log-probs
     advantage_R = advantages(batch.reward_PG, args.norm).flatten().float()
-    trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL no gradient without an advantage
+    trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL, A = 0 means no gradient
     trained_T = trained_R[batch.response_T]
     together = args.group_size if args.normaliser == "group" else 1  # responses that share a denominator
+    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch
     inputs = {
         "advantage_T": advantage_R[batch.response_T],
         "weight_T": token_weights(batch.length_R, together).float(),
         "alpha": alpha(batch.reward_PG) if args.accurate_gradient else 1.0,
         "kl_coef": args.kl_coef,
     }
-    cost_R = batch.total_R * trained_R
-    tokens = cost_R.sum().item()
-    plan = common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
+    plan = batch.deal(trained_R, world, args.micro_batch_tokens)
 
     # ---- reference log-probs
     if reference is not None:
-        record.tokens["reference"] += tokens
-        with record.phase("reference"):
-            inputs["ref_logp_T"], _ = common.score(reference, batch, plan, world)
+        inputs["ref_logp_T"], _ = common.score(reference, batch, plan, record, "reference", entropies=False)
 
     # ---- update
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
     grad_norms = []
-    if trained_R.any():  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += tokens
+    if plan:  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
                 micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)
+                # there is no pass for old log-probs: before the only update they are the policy's own
                 sampled = batch.sampler_logp_T[micro.token_T]
                 micro.inputs["advantage_T"] *= common.truncated_ratio(logp.detach(), sampled, args.tis_cap)
                 loss, _ = policy_loss(logp, **micro.inputs)
@@ -186,6 +204,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -219,8 +238,8 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
-    """Sample, verify, learn, sync, evaluate, log; see `learn` for the paper's part."""
-    # ---- whatever can be wrong is found before an engine starts
+    """Train: sample, verify, learn, sync, evaluate and log in every step. The paper's part of a step is in `learn`."""
+    # ---- find whatever can be wrong before an engine starts
     world = common.init_world()
     common.validate(args, world)
     folder = common.model_folder(args)
@@ -248,7 +267,7 @@ def main(args: Args) -> None:
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify, until enough groups are valid (Algorithm 1, line 1)
-        drawn: list[common.Group] = []
+        drawn = []
         for _ in range(args.max_draws):
             with record.phase("sample"):
                 asked = common.problems_from(problems, args, position)
@@ -273,12 +292,11 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, reference, optimizer, batch, record))
 
         # ---- sync
         with record.phase("sync"):
-            optimizer.zero_grad()  # gradients need not lie beside the engine
+            optimizer.zero_grad()  # the engine needs the gradients' memory
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint

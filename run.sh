@@ -119,7 +119,7 @@ recipe gpg.py rs3 $rs --dataset knoveleng/open-rs --steps 50
 recipe cwgrpo.py rs1 $rs --dataset knoveleng/open-s1 --steps 100
 recipe cwgrpo.py rs3 $rs --dataset knoveleng/open-rs --steps 50
 
-# 16 prompts (8 GPUs, one each, accumulated twice) and the steps that epochs make of them; what the frameworks leave
+# 16 prompts (8 GPUs, one each, accumulated twice; sat: once) and the steps of the epochs; what the frameworks leave
 # open is their trainer's default: 256 tokens, decay 0, a learning rate that falls to 0 (here along a cosine)
 sees="--activation-checkpointing --image-column image --max-pixels 401408 --normaliser response --format-reward
   --prompts-per-step 16 --max-prompt-tokens 1024 --max-response-tokens 256 --weight-decay 0 --lr-floor 0"
@@ -131,7 +131,7 @@ recipe gpg.py pets $sees $classes --dataset laolao77/ViRFT_CLS_pets37_4shot --st
 recipe gpg.py aircraft $sees $classes --dataset laolao77/ViRFT_CLS_fgvc_aircraft_4_shot --steps 200  # 100 x 4 x 8 / 16
 recipe gpg.py car $sees $classes --dataset laolao77/ViRFT_CLS_car196_4shot --steps 392  # 196 x 4 x 8 / 16
 recipe gpg.py sat $sees --model Qwen/Qwen2-VL-2B --template tools/sat.txt --reward tools/rewards.py:option \
-  --max-response-tokens 700 --dataset data/sat.parquet --steps 1500  # about 12,000 x 2 / 16
+  --max-response-tokens 700 --dataset data/sat.parquet --prompts-per-step 8 --steps 3000  # about 12,000 x 2 / 8
 recipe gpg.py lisa $sees --model Qwen/Qwen2-VL-2B-Instruct --template chat --reward tools/rewards.py:iou \
   --dataset data/lisa-train.parquet --steps 498  # 6 epochs end at Visual-RFT's checkpoint-498
 
@@ -219,8 +219,8 @@ method gpg-c "row C: row B with alpha" --beta-th 0
 method gpg-group-alpha "row A with alpha (Table 1)" --norm group --beta-th 0
 method gpg-beta0.8 "threshold 0.8 (Table 10)" --beta-th 0.8
 method gpg-batch "std of the batch, no alpha, no threshold (Table 13)" --norm batch --no-accurate-gradient --beta-th 0
-method gpg-kl "row D with KL (section 3.4 adds it to \"our method\"; on another row: gpg-b-math --kl-coef 0.04)" \
-  --kl-coef 0.04
+method gpg-kl "row A with KL, section 3.4's released recipe (row D with KL: gpg-math --kl-coef 0.04)" \
+  $row_a --kl-coef 0.04
 for group in 2 4 16; do
   methods_of gpg.py $toys 7b math=math-g$group 0.5b=0.5b-g$group
   method gpg-g$group "row A, groups of $group (Table 11); math, 0.5b: 512 responses a step" $row_a --group-size $group
@@ -237,14 +237,14 @@ passes="--irl-steps 0 --irl-passes 1"
 methods_of sps.py $toys
 method sps-act "with an IRL learning rate at which the stage acts (ours): 3e-4" --irl-lr 3e-4
 method sps-uniform "the same, demonstrations drawn at random (section 4.1)" --irl-lr 3e-4 --choose uniform
-method sps-quantile "the same, demonstrations from a step's lower 3/8 (section C.1)" --irl-lr 3e-4 --choose quantile
+method sps-quantile "the same, demonstrations from a step's lower 3/8 (C.1; 3/8 is ours)" --irl-lr 3e-4 --choose quantile
 for k in 1 2 3 4 5; do
   method sps-k$k "the same, $k of each prompt's responses, all used (Fig. 4)" --irl-lr 3e-4 --demonstrations $k $passes
 done
 methods_of sps.py 0.5b $sps_sizes
 method sps-act "with an IRL learning rate at which the stage acts (ours): 5e-7" --irl-lr 5e-7
 method sps-uniform "the same, demonstrations drawn at random (section 4.1)" --irl-lr 5e-7 --choose uniform
-method sps-quantile "the same, demonstrations from a step's lower 3/8 (section C.1)" --irl-lr 5e-7 --choose quantile
+method sps-quantile "the same, demonstrations from a step's lower 3/8 (C.1; 3/8 is ours)" --irl-lr 5e-7 --choose quantile
 methods_of sps.py 0.5b $two_epochs
 for k in 1 2 3 4 5; do
   method sps-k$k "the same, $k of each prompt's responses, all used (Fig. 4); SPS's sizes: two epochs" \

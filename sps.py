@@ -1,43 +1,59 @@
 """SPS: Steering Probability Squeezing, arXiv 2604.16995v1.
 
-RL stages that alternate with inverse-RL stages on the policy's own rollouts (Algorithm 1). Minimised in an RL stage,
-for one prompt (Eqs. 23, 25; GRPO), and in an IRL stage (Eq. 4 without its minus sign):
+SPS alternates RL stages with inverse-RL (IRL) stages on the policy's own rollouts (Algorithm 1). For one prompt, an RL
+stage minimises L, which is GRPO, and an IRL stage minimises L_IRL, which is Eq. 4 without its minus sign:
 
     L = 1/G sum_i 1/|y_i| sum_t -min(w_it A_i, clip(w_it, 1 - eps, 1 + eps) A_i) + beta KL_it            (Eq. 23)
     A_i = (R_i - mean R) / std R                                                                         (Eq. 25)
     w = pi / pi_old,   KL = pi_ref / pi - log(pi_ref / pi) - 1
     L_IRL = E_{y' ~ Y'} -log pi(y' | x), Y' the demonstrations                                           (Eq. 4)
 
+A vector whose name ends in _T holds the response tokens of the whole step end to end, without prompts or padding (_R:
+responses, _P: prompts, _G: responses to a prompt). `policy_loss` and `irl_loss` get a micro-batch's part of it.
+
     ./run.sh sps-1.5b-3k                   Qwen2.5-Math-1.5B, 3,000 problems (Table 1); also 7b, 5k, 10k; sps-grpo-...
-    torchrun --nproc-per-node 4 sps.py     the same without activation checkpointing and evaluation
+    torchrun --nproc-per-node 4 sps.py     the same, without evaluation and without recomputing activations
 
 Settings: GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-1.5b-3k, gspo-...).
 
-Where the paper is silent, contradicts itself, or is departed from:
-- --irl-lr is 5e-10 as printed. An AdamW step of that size is lost in the rounding of a float32 weight of 2**-6 = 0.016
-  or more, and bfloat16, in which a GPU samples, sees almost none of the others: expect GRPO's results. A run says at
-  its start if few of its weights can move, irl/moved_share how many did. ./run.sh sps-act-... sets 5e-7, the RL stage's
-  own rate (ours).
-- Eq. 4 as printed maximises the KL to the rollouts: the sign is a slip. With an empirical rollout distribution the KL
-  is the cross-entropy (C.1), here a mean over the tokens of a batch (ours).
-- An RL stage is one pass over the data (ours: 3k x 8 / 128 = 188 steps fit Table 5's 68 minutes; at 10k 625 of 700).
-  "Four training steps per iteration" is read as an IRL stage of 4 steps of 512 responses. It may also mean four updates
-  of each rollout batch, --updates-per-step 4, or be left to a pass over the demonstrations, --irl-passes 1.
-- Algorithm 1 collects rollouts after the update, from the new policy; sections 4.1 and 5.1 take those generated during
-  the RL stage. So does this: no second sampling pass, and demonstrations up to a stage old.
-- Demonstrations: 3 of each prompt's 8 responses (section 5.1). l2te takes the wrong responses of lowest mean token
-  log-prob and, where they are too few, the right ones of lowest (that it is deterministic, per prompt and wrong first
-  is ours; the paper "preferentially samples" and "augments with positive trajectories"). uniform is section 4.1 before
-  that, quantile C.1: the lower 3/8 of a step's responses. The log-prob is the sampler's, at sampling time (ours).
-- 188 x 16 prompts give 9,024 demonstrations, of which 4 x 512 are used, drawn without replacement while they last.
-  More demonstrations of a prompt make a larger pool, not a longer stage; Fig. 4's runs therefore take passes.
-- A fresh AdamW in every IRL stage; that of the RL stages keeps its moments (ours). Decay and betas: 0.1, 0.9 and 0.95
-  as in ms-swift, for both.
-- KL to the original model (ours; the stage's start is the alternative), k3, beta 0.01 as in Table 2; Eq. 23 has no KL.
-- Learning rate constant, top-p 1, top-k off, prompt qwen-math (ours; ms-swift would take a cosine, 0.9 and 50).
-- eps 0.2 (TRL's default); with one update of a rollout batch the ratio is 1 and nothing clips. Eq. 24 writes a ratio
-  of whole responses for GRPO; here it is one per token, as in GRPO.
-- std is unbiased and 1e-6 is added to it. A response is cut at 3072 tokens; prompts have up to 1024 (ours).
+Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
+not say, and we chose.
+- --irl-lr is 5e-10, as printed. An AdamW step of that size is lost in the rounding of any float32 weight of 2**-6 =
+  0.016 or more, and a GPU samples in bfloat16, which sees almost none of the other changes. So expect GRPO's results. A
+  run says at its start if few of its weights can move, and irl/moved_share says how many did. ./run.sh sps-act-... sets
+  5e-7, the rate of the RL stage (ours).
+- Eq. 4 as printed maximises the KL to the rollouts. We take its sign for a slip. The rollout distribution is empirical,
+  so the KL is the cross-entropy (C.1). We take its mean over the tokens of a batch (ours).
+- An RL stage is one pass over the data (ours). At 3k problems that is 3k x 8 / 128 = 188 steps, which fits the 68
+  minutes of Table 5; at 10k it is 625 of the 700 steps.
+- We read "four training steps per iteration" as an IRL stage of 4 steps, each with 512 responses. It may also mean four
+  updates on each rollout batch (--updates-per-step 4). A pass over the demonstrations is a third choice (--irl-steps 0
+  --irl-passes 1).
+- Algorithm 1 collects rollouts after the update, from the new policy. Sections 4.1 and 5.1 take the rollouts that the
+  RL stage generated, and so do we. This needs no second sampling pass, but a demonstration may be as old as the stage.
+- Demonstrations are 3 of each prompt's 8 responses (section 5.1). l2te takes the wrong responses with the lowest mean
+  log-prob of a token. Where these are too few, it fills up with the right ones of the lowest. The paper "preferentially
+  samples" unlikely rollouts and augments each "batch with positive trajectories"; that the choice is deterministic, per
+  prompt and wrong ones first is ours. uniform is what section 4.1 says before L2TE. quantile is C.1: the lower 3/8 of a
+  step's responses. The log-prob is the sampler's, at sampling time (ours).
+- 188 x 16 prompts give 9,024 demonstrations, and a stage uses 4 x 512 of them. They are drawn without replacement until
+  all are used. More demonstrations of a prompt thus make a larger pool, not a longer stage, so the runs of Fig. 4 take
+  whole passes.
+- Every IRL stage has a fresh AdamW. The AdamW of the RL stages keeps its moments (ours). Weight decay 0.1 and betas 0.9
+  and 0.95 are ms-swift's, for both.
+- The KL is to the original model (ours; the policy at the start of the stage is the alternative). It is k3 with beta
+  0.01, as in Table 2. Eq. 23 has no KL.
+- The learning rate is constant, top-p is 1, top-k is off and the prompt is qwen-math (ours; ms-swift would take a
+  cosine, top-p 0.9 and top-k 50).
+- eps is 0.2, TRL's default. With one update per rollout batch the ratio is 1 and nothing clips. Eq. 24 writes GRPO's
+  ratio for whole responses. Ours is one per token, as in GRPO.
+- The std is the unbiased one, and 1e-6 is added to it. A response is cut at 3072 tokens, and prompts have up to 1024
+  (ours).
+- The paper reports the best checkpoint within 700 steps (section 5.2) and does not say how often it evaluates. Fig. 2c
+  evaluates every 100 steps, and so do the runs of run.sh. A run is also evaluated at the end of each RL stage, after
+  its IRL stage (ours), because stages of 188 steps do not end at a multiple of 100 within the 700.
+- The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
+  advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
 """
 
 import math
@@ -60,52 +76,55 @@ class Args(common.Args):
 
     dataset: str = "Elliott/Openr1-Math-46k-8192"
     subset: NonNegativeInt = 3000
-    """Train on so many, drawn by --seed (section 5.1: 3k, 5k, 10k). 0: on all."""
+    """Train on this many problems, drawn uniformly by --seed (section 5.1: 3k, 5k, 10k). 0: on all."""
     steps: NonNegativeInt = 700  # RL steps (section 5.2); 0 only evaluates.
     prompts_per_step: PositiveInt = 16
-    """Prompts sampled in a step (P): 128 completions (section 5.1)."""
+    """Prompts sampled in a step (P). With groups of 8 these make 128 completions (section 5.1)."""
     max_response_tokens: PositiveInt = 3072
-    """A response is cut here and scores as it stands (ours)."""
+    """A response is cut at this length and scores as it stands (ours)."""
     lr: NonNegativeFloat = 5e-7  # AdamW's largest learning rate in RL stages (section 5.1).
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter (ms-swift's default).
     adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)
-    """How much AdamW's moments keep (ms-swift)."""
+    """How much AdamW's moments keep (ms-swift's default)."""
     updates_per_step: PositiveInt = 1
-    """Optimiser steps on one rollout batch, each on its own prompts. 4: the other reading of section 5.1 (ours)."""
+    """Optimiser steps on one rollout batch (ours). Each has its own prompts. 4 is the other reading of section 5.1."""
     kl_coef: NonNegativeFloat = 0.01
     """Weight of the KL to the initial model in RL stages (Table 2). 0: no reference model is loaded."""
     rl_steps: NonNegativeInt = 0
-    """Steps of an RL stage. 0: --rl-passes says."""
+    """Number of steps of an RL stage. 0: as many as --rl-passes makes."""
     rl_passes: PositiveFloat = 1.0
-    """Passes of an RL stage over the data (ours)."""
+    """How often an RL stage passes over the data, if --rl-steps is 0 (ours)."""
     irl_steps: NonNegativeInt = 4
-    """Steps of an IRL stage (section 5.1). 0: --irl-passes says."""
+    """Number of steps of an IRL stage (section 5.1). 0: as many as --irl-passes makes."""
     irl_passes: NonNegativeFloat = 0.0
-    """Passes of an IRL stage over its demonstrations. 0: no IRL stage, GRPO."""
+    """How often an IRL stage passes over its demonstrations, if --irl-steps is 0. 0: no IRL stage, which is GRPO."""
     irl_batch: PositiveInt = 512
-    """Demonstrations in an IRL step (section 5.1)."""
+    """Number of demonstrations in an IRL step (section 5.1)."""
     irl_lr: NonNegativeFloat = 5e-10
     """AdamW's learning rate in IRL stages (section 5.1)."""
     demonstrations: PositiveInt = 3
-    """Responses of each prompt that may be demonstrations (section 5.1; 1 to 5 in Fig. 4)."""
+    """Number of responses to each prompt that become demonstrations (section 5.1; Fig. 4 has 1 to 5)."""
     choose: Literal["l2te", "uniform", "quantile"] = "l2te"
-    """Which: l2te (section 4.1), uniform (section 4.1), quantile (C.1)."""
+    """Which responses. l2te: wrong and unlikely first (section 4.1). uniform: any (section 4.1).
+    quantile: the least likely of a step's (C.1)."""
 
 
 CLIP = {"low": 0.8, "high": 1.2}
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG) -> torch.Tensor:
-    """Return advantage_PG (Eq. 25): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
+def advantages(reward_PG):
+    """Return advantage_PG (Eq. 25). The std is unbiased, and 1e-6 is added to it. A dead group, whose rewards are all
+    equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 25
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
-def token_weights(length_R, normaliser: str = "response") -> torch.Tensor:
-    """Return weight_T, the factor in front of each token of these responses, which sums to 1. response: 1/R 1/|y_i|,
-    the mean over prompts, 1/G and 1/|y_i| of Eq. 23. token: 1 / sum |y_i|, Eq. 4."""
+def token_weights(length_R, normaliser: str = "response"):
+    """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
+    responses. response: 1/R 1/|y_i|, which is 1/G and 1/|y_i| of Eq. 23 and the mean over prompts. token: 1 / sum |y_i|
+    (for Eq. 4). Either sums to 1."""
     tokens_R = length_R.double()
     if normaliser == "token":
         tokens_R = tokens_R.mean().expand(len(length_R))
@@ -114,7 +133,8 @@ def token_weights(length_R, normaliser: str = "response") -> torch.Tensor:
 
 
 def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, weight_T, low: float, high: float, kl_coef: float):
-    """Return the RL loss of these tokens and metrics: kl, its KL term without coefficient (nats, weighted alike)."""
+    """Return the RL loss (Eq. 23), summed over these tokens, and metrics. low and high bound the ratio.
+    Metrics: kl is the KL to the reference without its coefficient (k3, nats, weighted as in the loss)."""
     ratio_T = (logp_T - old_logp_T).exp()
     free_T = ratio_T * advantage_T
     clipped_T = ratio_T.clamp(low, high) * advantage_T
@@ -126,9 +146,11 @@ def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, weight_T, low: floa
 
 
 def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=None) -> list[tuple[int, int]]:
-    """Return the (prompt, response) numbers of the demonstrations among a step's rollouts, k for each prompt, in order.
-    l2te: the wrong responses of lowest mean log-prob, filled up with the right ones of lowest. uniform: k at random,
-    with `generator`. quantile: the k P responses of lowest mean log-prob of all prompts. Of equals the first."""
+    """Return the demonstrations among a step's rollouts as (prompt, response) numbers, in order. mean_logp_PG is each
+    response's mean log-prob of a token. There are k for each prompt, except with quantile.
+    l2te: the wrong responses with the lowest mean log-prob; if these are too few, the right ones with the lowest, too.
+    uniform: k at random, drawn by `generator`. quantile: of all prompts' responses, the k P with the lowest.
+    Of responses with the same mean log-prob, the first is taken."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
         lowest = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1
@@ -143,71 +165,79 @@ def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=N
     return [(p, g) for p, chosen in enumerate(chosen_PG.tolist()) for g in chosen]
 
 
-def irl_loss(logp_T, weight_T) -> tuple[torch.Tensor, dict]:
-    """Return the IRL loss of these tokens, nats, and metrics: probability, the mean one of a token, weighted alike."""
+def irl_loss(logp_T, weight_T):
+    """Return the IRL loss (Eq. 4, nats), summed over these tokens, and metrics: probability is a token's mean
+    probability, weighted as in the loss."""
     loss = -(weight_T * logp_T).sum()  # Eq. 4
     probability = (weight_T * logp_T.exp()).sum()
     return loss, {"probability": probability.detach()}
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
-    """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
+def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others):
+    """Return the inputs of `policy_loss`, given the log-probs of the policy that sampled: with the advantages times the
+    truncated ratio to the sampler. Without a reference it is its own."""
+    truncated_T = common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap)
+    inputs = {"old_logp_T": logp_T, "ref_logp_T": logp_T, "advantage_T": advantage_T * truncated_T}
+    return inputs | others
+
+
+def learn(policy, reference, optimizer, batch, record):
+    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
     world = record.world
 
     # ---- advantages, and everything else that needs no log-probs
     advantage_R = advantages(batch.reward_PG).flatten().float()
-    trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL no gradient without an advantage
+    trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL, A = 0 means no gradient
     trained_T = trained_R[batch.response_T]
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    costs = []
     plans = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R]))
-        cost_R = batch.total_R * (mine_R & trained_R)
-        costs.append(cost_R.sum().item())
-        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
+        plans.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
 
-    # ---- old and reference log-probs, over the micro-batches that the updates will use
-    micro_batches = [responses for plan in plans for responses in plan]
-    record.tokens["old_logp"] += sum(costs)
-    with record.phase("old_logp"):
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)
-    ref_logp_T = old_logp_T
-    if reference is not None:
-        record.tokens["reference"] += sum(costs)
-        with record.phase("reference"):
-            ref_logp_T, _ = common.score(reference, batch, micro_batches, world)
-    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+    # every name that ends in _T is cut to the micro-batch; old_policy hands on to policy_loss what it does not take
     inputs = {
-        "old_logp_T": old_logp_T,
-        "ref_logp_T": ref_logp_T,
-        "advantage_T": advantage_R[batch.response_T] * truncated_T,
+        "advantage_T": advantage_R[batch.response_T],
         "weight_T": torch.cat(weights).float(),
+        "sampler_logp_T": batch.sampler_logp_T,
         "kl_coef": args.kl_coef,
         **CLIP,
     }
 
+    # ---- old and reference log-probs, in the micro-batches of the updates, so that the ratio starts at 1
+    micro_batches = [responses for plan in plans for responses in plan]
+    logp_T, entropy_T = torch.zeros(2, len(trained_T))
+    alone = args.updates_per_step == 1  # then the update itself sees the policy that sampled
+    if not alone:
+        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")
+        inputs = old_policy(args, old_logp_T, **inputs)
+    if reference is not None:
+        ref_logp_T, _ = common.score(reference, batch, micro_batches, record, "reference", entropies=False)
+        inputs["ref_logp_T"] = ref_logp_T
+
     # ---- updates
-    logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
-    for cost, plan in zip(costs, plans, strict=True):
-        if cost == 0:
+    for plan in plans:
+        if not plan:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
                 micro = batch.pack(responses, world.device, inputs)
-                logp, _ = policy(micro)
+                logp, entropy = policy(micro, entropies=alone)
+                if alone:
+                    micro.inputs = old_policy(args, logp.detach(), **micro.inputs)
+                    entropy_T[micro.token_T] = entropy.cpu()
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -217,9 +247,11 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
                 record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
-    logp_T = world.all_reduce(logp_T)[trained_T]
-    old_logp_T = old_logp_T[trained_T]
-    loss, means = policy_loss(logp_T, **common.cut(inputs, trained_T))
+    logp_T = world.all_reduce(logp_T)
+    if alone:
+        entropy_T = world.all_reduce(entropy_T)
+        inputs = old_policy(args, logp_T, **inputs)
+    loss, means = policy_loss(logp_T[trained_T], **common.cut(inputs, trained_T))
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
@@ -227,7 +259,7 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    metrics.update(common.sampler_gap(old_logp_T, batch.sampler_logp_T[trained_T]))
+    metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T]))
     if reference is not None:
         metrics["kl"] = means["kl"].item() / args.updates_per_step
     if trained_T.any():
@@ -235,9 +267,10 @@ def learn(policy, reference, optimizer, batch, record) -> dict[str, float]:
     return metrics
 
 
-def learn_irl(policy, batches, record) -> dict[str, float]:
-    """Train on an IRL stage's batches of demonstrations with an AdamW of the stage's own; return means over them, and
-    the loss of the last and the shares of weights that the stage moved; the same on every rank."""
+def learn_irl(policy, batches, record):
+    """Train on the batches of demonstrations of an IRL stage, with an AdamW of the stage's own. Return the means of
+    their metrics, the loss of the last batch, and the shares of weights that the stage moved, as float32 and as
+    bfloat16 have them. All are the same on every rank."""
     args = record.args
     world = record.world
     optimizer = torch.optim.AdamW(
@@ -252,17 +285,18 @@ def learn_irl(policy, batches, record) -> dict[str, float]:
     grad_norms = []
     for batch in batches:
         inputs = {"weight_T": token_weights(batch.length_R, "token").float()}
-        plan = common.plan(batch.total_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
+        plan = batch.deal(batch.total_R > 0, world, args.micro_batch_tokens)
         logp_T = torch.zeros(len(batch.response_T))
         optimizer.zero_grad()
         finite = True
         for responses in plan:
             micro = batch.pack(responses, world.device, inputs)
-            logp, _ = policy(micro)
+            logp, _ = policy(micro, entropies=False)
             loss, _ = irl_loss(logp, **micro.inputs)
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
             finite &= bool(loss.isfinite() & logp.isfinite().all())
             logp_T[micro.token_T] = logp.detach().cpu()
+            record.tokens["irl"] += micro.cost
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
         if common.is_finite(finite, norm, world):
             optimizer.step()
@@ -286,13 +320,13 @@ def learn_irl(policy, batches, record) -> dict[str, float]:
     return metrics
 
 
-def shards(policy) -> list[torch.Tensor]:
-    """Return this rank's part of every weight."""
+def shards(policy):
+    """Return this rank's part of every weight of the policy."""
     return [parameter.detach().to_local() for parameter in policy.parameters()]
 
 
 def moved_share(before: list[torch.Tensor], after: list[torch.Tensor], dtype, world) -> float:
-    """Return the share of weights, over all ranks, that differ once both are rounded to `dtype`."""
+    """Return the share of all ranks' weights that differ between `before` and `after` when rounded to `dtype`."""
     moved = 0
     count = 0
     for old, new in zip(before, after, strict=True):
@@ -303,7 +337,8 @@ def moved_share(before: list[torch.Tensor], after: list[torch.Tensor], dtype, wo
 
 
 def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float:
-    """Return the share that AdamW's first step, lr in size, away from 0, would move."""
+    """Return the share of weights that AdamW's first step would move, as `dtype` has them. The step is taken as lr in
+    size and away from 0."""
     return moved_share(weights, [each + lr * each.sign() for each in weights], dtype, world)
 
 
@@ -345,7 +380,8 @@ def keep_demonstrations(folder: Path, step: int, groups: list[common.Group], pro
 
 
 def stage_lengths(args, problems: int) -> tuple[int, int]:
-    """Return the steps of an RL stage and of an IRL stage. A pass that ends within a step takes the whole step."""
+    """Return the number of steps of an RL stage and of an IRL stage. `problems` is the number of training problems. A
+    pass that ends within a step takes the whole step."""
     rl_steps = args.rl_steps or max(1, math.ceil(args.rl_passes * problems / args.prompts_per_step))
     chosen = rl_steps * args.prompts_per_step * args.demonstrations
     irl_steps = args.irl_steps or math.ceil(args.irl_passes * chosen / args.irl_batch)
@@ -373,7 +409,7 @@ def demonstrations(folder: Path, steps: range, problems, count: int, seed: int) 
 
 
 def forget_demonstrations(folder: Path, checkpoints: Path, rl_steps: int) -> None:
-    """Delete those of stages that were over at the oldest checkpoint: no resumed run comes back to them."""
+    """Delete the demonstrations of stages that were over at the oldest checkpoint, since no resumed run needs them."""
     oldest = min(int(path.name[5:]) for path in checkpoints.glob("step-?????"))
     for file in folder.glob("step-*.pt"):
         if int(file.stem[5:]) <= oldest // rl_steps * rl_steps:
@@ -382,8 +418,8 @@ def forget_demonstrations(folder: Path, checkpoints: Path, rl_steps: int) -> Non
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
-    """Sample, verify, learn, sync, evaluate, log; see `learn` and `learn_irl` for the paper's part."""
-    # ---- whatever can be wrong is found before an engine starts
+    """Train: sample, verify, learn, sync, evaluate and log. The paper's part of it is in `learn` and `learn_irl`."""
+    # ---- find whatever can be wrong before an engine starts
     world = common.init_world()
     common.validate(args, world)
     divides = args.prompts_per_step % args.updates_per_step == 0
@@ -439,10 +475,9 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(groups)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, reference, optimizer, batch, record))
 
-        # ---- stage 2: the demonstrations, all in one step; a checkpoint is before or after it
+        # ---- stage 2: the whole IRL stage belongs to one step, so that no checkpoint lies inside it
         if irl_steps and step % rl_steps == 0:
             with record.phase("irl"):
                 stage = range(step - rl_steps + 1, step + 1)
@@ -450,18 +485,16 @@ def main(args: Args) -> None:
                 drawn = demonstrations(kept, stage, problems, irl_steps * args.irl_batch, seed)
                 batches = []
                 for first in range(0, len(drawn), args.irl_batch):
-                    batch_irl = common.Batch(drawn[first : first + args.irl_batch])
-                    record.tokens["irl"] += batch_irl.total_R.sum().item()
-                    batches.append(batch_irl)
+                    batches.append(common.Batch(drawn[first : first + args.irl_batch]))
                 metrics.update(learn_irl(policy, batches, record))
 
         # ---- sync
         with record.phase("sync"):
-            optimizer.zero_grad()  # gradients need not lie beside the engine
+            optimizer.zero_grad()  # the engine needs the gradients' memory
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint
-        if step % args.eval_every == 0 or step == args.steps:
+        if step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps:
             with record.phase("evaluate"):
                 metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
                 common.keep_best(policy, folder, sampler.dtype, metrics, record, step)

@@ -1,7 +1,7 @@
 """SSPO: Subsentence-level Policy Optimization, arXiv 2511.04256v2.
 
-A response is cut into segments at blank lines. All tokens of a segment share one importance ratio, and the entropy of
-the old policy in the segment sets how far the ratio may move before it is clipped. Maximised, for one prompt:
+SSPO cuts a response into segments at blank lines. All tokens of a segment share one importance ratio. The entropy of
+the old policy in the segment sets how far that ratio may move before it is clipped. For one prompt, SSPO maximises
 
     J = 1/G sum_i 1/|y_i| sum_j |y_ij| min(s_ij A_i, clip(s_ij, b_low, b_high) A_i)                      (16)
     s_ij = exp(mean over the segment of log pi(y_t) - log pi_old(y_t))                                    (9)
@@ -9,20 +9,33 @@ the old policy in the segment sets how far the ratio may move before it is clipp
     b_high = min(1 + alpha + H_ij, gamma)    b_low = max(0, min(1 - H_ij, beta))                      (14, 15)
     H_ij = mean over the segment of the old policy's entropy                                          (12, 13)
 
+A vector whose name ends in _T holds the response tokens of the whole step end to end, without prompts or padding (_R:
+responses, _P: prompts, _G: responses to a prompt, _S: segments). `policy_loss` gets a micro-batch's part of it.
+
     ./run.sh sspo-1.5b                     our reading of the paper's run, with its data and evaluation sets
-    torchrun --nproc-per-node 8 sspo.py    the same without evaluation and recomputed activations; data at --dataset
+    torchrun --nproc-per-node 8 sspo.py    the same, without evaluation and without recomputing activations
+                                           (./run.sh data fetches the data to where --dataset looks)
 
-GRPO, GSPO, clip-high, Dr. GRPO, "+SIR" and DAPO (arXiv 2503.14476, as 2604.16995 compares with it) are settings that
-./run.sh help names. CLIP-Cov, Table 1's fifth row, is cwgrpo.py's: ./run.sh sspo-clip-cov-1.5b.
+GRPO, GSPO, clip-high, Dr. GRPO, "+SIR" and DAPO are settings of this script, and ./run.sh help names them. DAPO (arXiv
+2503.14476) is set as arXiv 2604.16995 compares with it. CLIP-Cov, the fifth row of Table 1, is a setting of cwgrpo.py:
+./run.sh sspo-clip-cov-1.5b.
 
-Where the paper is silent, contradicts itself, or is departed from:
-- "Batch size 128" is read as 128 prompts a rollout, one epoch. The number of updates is not given; Fig. 3b shows
-  clipping, so there were several: 4 of 32 prompts (ours, as in verl's GSPO example).
-- Not given, so verl's defaults, the paper's framework: learning rate 1e-6, constant without warm-up, decay 0.01, betas,
-  gradient norm 1, temperature 1. Not given and ours: prompts up to 1024 tokens, the steps, 1e-6 beside std (unbiased).
-- A delimiter is looked for in the text, since BPE merges it into tokens such as ".\\n\\n". Blank text after it belongs
-  to the segment that it closed, so that none is empty; the stop token joins the last one.
-- Responses with A = 0 have no gradient and are left out of both passes, never out of the loss's denominators.
+Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
+not say, and we chose.
+- We read "batch size 128" as 128 prompts in a rollout batch, which is used for one epoch. The paper does not give the
+  number of updates. Fig. 3b shows clipping, so there were several. We make 4, of 32 prompts each (ours; verl's GSPO
+  example also makes 4).
+- The paper trains with verl and leaves these values out, so we take verl's defaults: learning rate 1e-6, constant and
+  without warm-up, weight decay 0.01, AdamW's betas, gradient norm 1, and temperature 1.
+- The paper gives neither the longest prompt nor the number of steps. We take 1024 tokens and 200 steps (ours). The std
+  of Eq. 8 is the unbiased one, and 1e-6 is added to it (ours).
+- BPE merges the delimiter into tokens such as ".\\n\\n", so we look for the delimiter in the text. Blank text after a
+  delimiter belongs to the segment that the delimiter closed, so no segment is empty. The stop token joins the last
+  segment.
+- A response with A = 0 has no gradient. It is left out of the pass for old log-probs and out of the updates, but it
+  still counts in the loss's denominators.
+- The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
+  advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
 """
 
 from dataclasses import dataclass
@@ -39,37 +52,46 @@ import common
 
 @dataclass
 class Args(common.Args):
-    """SSPO on Qwen2.5-Math-1.5B (§5.2). 7B: --model Qwen/Qwen2.5-Math-7B --alpha 0.15 (§5.2 prints 0.1) --gamma 2.2."""
+    """SSPO on Qwen2.5-Math-1.5B (§5.2). For 7B, set --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2. §5.2 prints
+    alpha 0.1 there, but the row of Table 5 that has the reported average, 56.00, has alpha 0.15."""
 
     updates_per_step: PositiveInt = 4
-    """Optimiser steps on one rollout batch, each on its own prompts (ours)."""
+    """Optimiser steps on one rollout batch. Each step has its own prompts (ours)."""
     delimiter: str = r"\n\n"
-    r"""Ends a segment: \n\n (§6.2.2), \n, . or any ASCII text; empty: one segment (GSPO); token: every token (GRPO)."""
+    r"""Text that ends a segment: \n\n (§6.2.2), \n, . or any other ASCII text.
+    Empty: a response is one segment (GSPO). token: every token is one (GRPO)."""
     clip: Literal["entropy", "fixed"] = "entropy"
-    """entropy: Eqs. 14 and 15; fixed: 1 - clip_low to 1 + clip_high."""
-    alpha: float = 0.0  # Slack of the upper bound (Table 4). To try: see gamma.
+    """Bounds of the ratio. entropy: those of Eqs. 14 and 15. fixed: 1 - clip_low and 1 + clip_high."""
+    alpha: float = 0.0  # Slack added to the upper bound (Eq. 14; Table 4). See --gamma.
     beta: float = 0.8
-    """Cap of the lower bound (Table 4). To try: 1 - segment_entropy, at_beta_share neither 0 nor 1 (§6.2.3)."""
+    """Cap of the lower bound (Eq. 15; Table 4). To choose it, look at the metrics of a short run (§6.2.3):
+    it should be about 1 - segment_entropy, and at_beta_share should be neither 0 nor 1."""
     gamma: float = 1.75
-    """Cap of the upper bound (Table 4). To try: 1 + alpha + segment_entropy, p50 to p95, and a margin (§6.2.3)."""
+    """Cap of the upper bound (Eq. 14; Table 4). To choose it, look at the metrics of a short run (§6.2.3):
+    it should be 1 + alpha + segment_entropy, anywhere from p50 to p95, plus a small margin."""
     clip_low: NonNegativeFloat = 0.2
-    """With --clip fixed. Not given for "+SIR"; the usual PPO value."""
-    clip_high: NonNegativeFloat = 0.2  # With --clip fixed. 0.28 is Table 1's clip-high.
+    """How far below 1 the ratio may fall with --clip fixed.
+    The paper gives no value for "+SIR"; 0.2 is the usual one of PPO (ours)."""
+    clip_high: NonNegativeFloat = 0.2  # How far above 1 it may rise. Table 1's clip-high has 0.28.
     scale_advantage: bool = True
-    """Divide by the group's standard deviation (Eq. 8); Dr. GRPO does not."""
+    """Divide advantages by the standard deviation of the group's rewards (Eq. 8). Dr. GRPO does not."""
     normaliser: Literal["response", "token", "constant"] = "response"
-    """response: 1/G 1/|y_i| (Eq. 16); token: 1 / the update's tokens (DAPO); constant: 1/G 1/max length (Dr. GRPO)."""
+    """Weight of a token in the loss. response: 1/G 1/|y_i| (Eq. 16).
+    token: 1 / the update's tokens (DAPO). constant: 1/G 1/max length (Dr. GRPO)."""
     valid_share: common.Share = 0.0
-    """Draw prompts again until this share of the step's groups has 0 < number correct < G. 0: off; 1: DAPO."""
+    """Draw more prompts until this share of the step's groups has 0 < number correct < G. 0: draw once. 1: DAPO."""
     max_draws: PositiveInt = 4
-    """Go on with what there is after so many draws: arXiv 2604.16995, Table 2, resamples at most 3 times."""
+    """After this many draws, go on with the groups there are.
+    Table 2 of arXiv 2604.16995 draws again at most 3 times."""
     overlong_buffer: NonNegativeInt = 0
-    """Tokens before --max-response-tokens over which a reward falls by up to 1 (DAPO; 2604.16995: 2048). 0: off."""
+    """The reward falls by up to 1 over this many tokens before --max-response-tokens (DAPO). 0: off.
+    arXiv 2604.16995 has 2048."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
-def advantages(reward_PG: torch.Tensor, scale: bool = True) -> torch.Tensor:
-    """Return advantage_PG (Eq. 8): unbiased std, 1e-6 added to it; exactly 0 where a group's rewards are all equal."""
+def advantages(reward_PG, scale: bool = True):
+    """Return advantage_PG (Eq. 8). The std is unbiased, and 1e-6 is added to it. `scale` False leaves the std out. A
+    dead group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if scale:
         advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 8
@@ -77,14 +99,14 @@ def advantages(reward_PG: torch.Tensor, scale: bool = True) -> torch.Tensor:
 
 
 def segments(pieces: list[str], delimiter: str) -> list[int]:
-    """Return the 0-based segment of each token of one response, given each token's text. A segment is closed once its
-    text contains the delimiter; the next token with non-blank text opens another. "" makes one segment, "token" one of
-    every token."""
+    """Return the 0-based segment number of each token of one response (section 4.1). `pieces` holds each token's text.
+    A segment is closed once its text contains the delimiter. The next token with non-blank text then opens another.
+    The delimiter "" makes the response one segment, and "token" makes every token one."""
     if delimiter == "token":
         return list(range(len(pieces)))
     numbers = []
     number = 0
-    text = ""  # of the present segment, since a delimiter may straddle tokens
+    text = ""  # the whole segment's, since a delimiter may straddle tokens
     for piece in pieces:
         if delimiter and delimiter in text and piece.strip():
             number += 1
@@ -97,15 +119,16 @@ def segments(pieces: list[str], delimiter: str) -> list[int]:
 segment_mean = common.mean_by  # x_T, segment_T -> x_S: Eq. 13, and the exponent of Eq. 9
 
 
-def clip_bounds(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return low_S and high_S from the old policy's mean entropy (nats) in each segment."""
+def clip_bounds(entropy_S, alpha: float, beta: float, gamma: float):
+    """Return low_S and high_S, the ratio's bounds. entropy_S is the old policy's mean entropy in a segment (nats)."""
     high_S = (1 + alpha + entropy_S).clamp(max=gamma)  # Eq. 14
     low_S = (1 - entropy_S).clamp(max=beta).clamp(min=0)  # Eq. 15
     return low_S, high_S
 
 
-def clip_summary(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: float) -> dict:
-    """Return percentiles of the entropy (nats) of these segments, and the shares whose bounds are gamma and beta."""
+def clip_summary(entropy_S, alpha: float, beta: float, gamma: float):
+    """Return percentiles of these segments' entropies (nats), and the shares of segments whose upper bound is gamma and
+    whose lower bound is beta. Section 6.2.3 chooses alpha, beta and gamma by such figures."""
     at_gamma_S = 1 + alpha + entropy_S >= gamma
     at_beta_S = 1 - entropy_S >= beta
     summary = {
@@ -117,23 +140,29 @@ def clip_summary(entropy_S: torch.Tensor, alpha: float, beta: float, gamma: floa
     return summary
 
 
-def token_weights(length_R: torch.Tensor, normaliser: str = "response", max_length: int = 0) -> torch.Tensor:
-    """Return weight_T, the factor in front of each token of all of an update's responses. response: 1 / (R |y_i|),
-    the mean over prompts, 1/G and 1/|y_i| of Eq. 16, where |y_ij| turns the sum over segments into one over tokens.
-    token: 1 / sum |y_i|, DAPO. Both sum to 1. constant: 1 / (R max_length), Dr. GRPO."""
+def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
+    """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
+    responses.
+    response: 1 / (R |y_i|), which is 1/G and 1/|y_i| of Eq. 16 and the mean over prompts. |y_ij| needs no factor,
+    because each token of a segment adds the segment's term once.
+    token: 1 / sum |y_i| (DAPO). This and the first sum to 1.
+    constant: 1 / (R max_length) (Dr. GRPO)."""
     tokens = {"response": length_R, "token": length_R.double().mean(), "constant": max_length}[normaliser]
     weight_R = torch.ones(len(length_R), dtype=torch.float64) / (len(length_R) * tokens)  # 1/G 1/|y_i| of Eq. 16
     return weight_R.repeat_interleave(length_R)
 
 
-def overlong_penalty(length_R: torch.Tensor, max_length: int, buffer: int) -> torch.Tensor:
-    """Return penalty_R (float64): 0 up to max_length - buffer tokens, then straight down to -1 at max_length (DAPO)."""
+def overlong_penalty(length_R, max_length: int, buffer: int):
+    """Return penalty_R (float64), which DAPO adds to the rewards. It is 0 up to max_length - buffer tokens and falls
+    from there in a straight line to -1 at max_length."""
     return (max_length - buffer - length_R.double()).clamp(max=0) / max(1, buffer)
 
 
 def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weight_T):
-    """Return -J (Eq. 16) and metrics of these tokens; segment_T must be unique over the vector, not per response.
-    Metrics: clipped_high, clipped_low: tokens whose clipped branch is strictly smaller; least, mean, largest ratio."""
+    """Return -J (Eq. 16), summed over these tokens, and metrics. segment_T indexes low_S and high_S, so its numbers are
+    unique over all responses, not only inside each. low_S and high_S are never cut.
+    Metrics: clipped_high and clipped_low count the tokens with A > 0 and with A < 0 whose clipped branch is strictly
+    the smaller one. ratio_min, ratio_mean and ratio_max are taken over the tokens."""
     ratio_S = segment_mean(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
     ratio_T = ratio_S[segment_T]
     free_T = ratio_T * advantage_T
@@ -152,8 +181,8 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def step_segments(batch, trained_R, tokenizer, delimiter: str) -> torch.Tensor:
-    """Return segment_T, unique over the step; a response that is not trained is one segment."""
+def step_segments(batch, trained_R, tokenizer, delimiter: str):
+    """Return segment_T, whose numbers are unique over the step. A response that is not trained stays one segment."""
     used = {token for rollout in batch.rollout_R for token in rollout.ids.tolist()}
     pieces = {token: tokenizer.decode([token], skip_special_tokens=True) for token in used}  # a stop token has no text
     segment_T = []
@@ -164,64 +193,77 @@ def step_segments(batch, trained_R, tokenizer, delimiter: str) -> torch.Tensor:
     return torch.tensor(segment_T, dtype=torch.long)
 
 
-def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
-    """Train on one step's rollouts, which every rank holds whole; return the step's metrics, the same on every rank."""
-    args = record.args
-    world = record.world
-
-    # ---- advantages, and everything else that needs no log-probs
-    advantage_R = advantages(batch.reward_PG, args.scale_advantage).flatten().float()
-    trained_R = advantage_R != 0  # no gradient without an advantage
-    trained_T = trained_R[batch.response_T]
-    segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
-    update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
-    weights = []
-    costs = []
-    plans = []
-    for update in range(args.updates_per_step):
-        mine_R = update_R == update
-        weights.append(token_weights(batch.length_R[mine_R], args.normaliser, args.max_response_tokens))
-        cost_R = batch.total_R * (mine_R & trained_R)
-        costs.append(cost_R.sum().item())
-        plans.append(common.plan(cost_R.tolist(), world.size, args.micro_batch_tokens)[world.rank])
-
-    # ---- old log-probs and entropies, over the micro-batches that the updates will use
-    record.tokens["old_logp"] += sum(costs)
-    with record.phase("old_logp"):
-        micro_batches = [responses for plan in plans for responses in plan]
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, world)  # Eq. 12
+def old_policy(args, logp_T, entropy_T, sampler_logp_T, advantage_T, segment_T, **others):
+    """Return the inputs of `policy_loss`, given the log-probs and entropies of the policy that sampled: with the bounds
+    of each segment, and the advantages times the truncated ratio to the sampler."""
     entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
     low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
     if args.clip == "fixed":
         low_S = torch.full_like(low_S, 1 - args.clip_low)
         high_S = torch.full_like(high_S, 1 + args.clip_high)
-    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-    inputs = {
-        "old_logp_T": old_logp_T,
-        "advantage_T": advantage_R[batch.response_T] * truncated_T,
+    return {
+        "old_logp_T": logp_T,
+        "advantage_T": advantage_T * common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap),
         "segment_T": segment_T,
         "low_S": low_S,
         "high_S": high_S,
-        "weight_T": torch.cat(weights).float(),
+        **others,
     }
 
+
+def learn(policy, optimizer, batch, tokenizer, record):
+    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
+    args = record.args
+    world = record.world
+
+    # ---- advantages, and everything else that needs no log-probs
+    advantage_R = advantages(batch.reward_PG, args.scale_advantage).flatten().float()
+    trained_R = advantage_R != 0  # where A = 0 there is no gradient
+    trained_T = trained_R[batch.response_T]
+    segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
+    update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
+    weights = []
+    plans = []
+    for update in range(args.updates_per_step):
+        mine_R = update_R == update
+        weights.append(token_weights(batch.length_R[mine_R], args.normaliser, args.max_response_tokens))
+        plans.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
+
+    # every name that ends in _T is cut to the micro-batch; old_policy hands on to policy_loss what it does not take
+    inputs = {
+        "advantage_T": advantage_R[batch.response_T],
+        "segment_T": segment_T,
+        "weight_T": torch.cat(weights).float(),
+        "sampler_logp_T": batch.sampler_logp_T,
+    }
+
+    # ---- old log-probs and entropies, in the micro-batches of the updates, so that the ratio starts at 1
+    logp_T, entropy_T = torch.zeros(2, len(trained_T))
+    alone = args.updates_per_step == 1  # then the update itself sees the policy that sampled
+    if not alone:
+        micro_batches = [responses for plan in plans for responses in plan]
+        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")  # Eq. 12
+        inputs = old_policy(args, old_logp_T, entropy_T, **inputs)
+
     # ---- updates
-    logp_T = torch.zeros_like(old_logp_T)
     grad_norms = []
-    for cost, plan in zip(costs, plans, strict=True):
-        if cost == 0:
+    for plan in plans:
+        if not plan:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        record.tokens["update"] += cost
         with record.phase("update"):
             optimizer.zero_grad()
             finite = True
             for responses in plan:
                 micro = batch.pack(responses, world.device, inputs)
-                logp, _ = policy(micro)
+                logp, entropy = policy(micro, entropies=alone)
+                if alone:
+                    micro.inputs = old_policy(args, logp.detach(), entropy, **micro.inputs)
+                    entropy_T[micro.token_T] = entropy.cpu()
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
             if common.is_finite(finite, norm, world):
                 optimizer.step()
@@ -231,9 +273,11 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
                 record.skip_update(norm)
 
     # ---- metrics: the same functions on the whole step
-    logp_T = world.all_reduce(logp_T)[trained_T]
-    old_logp_T = old_logp_T[trained_T]
-    loss, ratios = policy_loss(logp_T, **common.cut(inputs, trained_T))
+    logp_T = world.all_reduce(logp_T)
+    if alone:
+        entropy_T = world.all_reduce(entropy_T)
+        inputs = old_policy(args, logp_T, entropy_T, **inputs)
+    loss, ratios = policy_loss(logp_T[trained_T], **common.cut(inputs, trained_T))
     high = ratios.pop("clipped_high").item() / len(trained_T)
     low = ratios.pop("clipped_low").item() / len(trained_T)
     metrics = {
@@ -248,20 +292,21 @@ def learn(policy, optimizer, batch, tokenizer, record) -> dict[str, float]:
     }
     for name, value in ratios.items():
         metrics[name] = value.item()
-    metrics.update(common.sampler_gap(old_logp_T, batch.sampler_logp_T[trained_T]))
+    metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T]))
     if trained_T.any():
         trained_S = segment_T[trained_T].unique()
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         metrics["segments_per_response"] = len(trained_S) / trained_R.sum().item()
         if args.clip == "entropy":
-            metrics.update(clip_summary(entropy_S[trained_S], args.alpha, args.beta, args.gamma))
+            entropy_S = segment_mean(entropy_T, segment_T)[trained_S]
+            metrics.update(clip_summary(entropy_S, args.alpha, args.beta, args.gamma))
     return metrics
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
-    """Sample, verify, learn, sync, evaluate, log; see `learn` for the paper's part."""
-    # ---- whatever can be wrong is found before an engine starts
+    """Train: sample, verify, learn, sync, evaluate and log in every step. The paper's part of a step is in `learn`."""
+    # ---- find whatever can be wrong before an engine starts
     world = common.init_world()
     common.validate(args, world)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
@@ -288,7 +333,7 @@ def main(args: Args) -> None:
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify, once or until enough groups are valid
-        drawn: list[common.Group] = []
+        drawn = []
         for _ in range(args.max_draws):
             with record.phase("sample"):
                 asked = common.problems_from(problems, args, position)
@@ -313,12 +358,11 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
-        record.tokens["sample"] = round(metrics["responses_drawn"] * metrics["response_length"])
         metrics.update(learn(policy, optimizer, batch, tokenizer, record))
 
         # ---- sync
         with record.phase("sync"):
-            optimizer.zero_grad()  # gradients need not lie beside the engine
+            optimizer.zero_grad()  # the engine needs the gradients' memory
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint

@@ -114,6 +114,7 @@ def update(
         "metrics": metrics,
         "mesh": world.mesh.shape,
         "skipped": record.skipped,
+        "phases": list(record.seconds),
         "said": said,
         "folder": str(out),
     }

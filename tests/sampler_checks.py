@@ -17,7 +17,13 @@ import common
 model, out = Path(sys.argv[1]), Path(sys.argv[2])
 world = common.init_world()
 args = common.Args(
-    model=str(model), max_prompt_tokens=160, max_response_tokens=64, temperature=1.3, micro_batch_tokens=2048, seed=3
+    model=str(model),
+    run_dir=str(out.with_suffix(".run")),
+    max_prompt_tokens=160,
+    max_response_tokens=64,
+    temperature=1.3,
+    micro_batch_tokens=2048,
+    seed=3,
 )
 tokenizer = AutoTokenizer.from_pretrained(model)
 # long enough to fill a block of the prefix cache (128 tokens on a CPU), which must not outlive the weights
@@ -28,6 +34,7 @@ if (images := model / "problems.parquet").is_file():
 problems += problems[:2]  # the same prompt twice must not give the same samples
 sampler = common.Sampler(model, tokenizer, args, world)
 policy = common.load_policy(model, args, world)
+record = common.Record(args, "checks", world)
 found = {}
 
 
@@ -41,8 +48,8 @@ def ids(groups):
 
 def gap(groups):
     batch = common.Batch(groups)
-    mine = common.plan(batch.total_R.tolist(), world.size, args.micro_batch_tokens)[world.rank]
-    logp_T, _ = common.score(policy, batch, mine, world)
+    mine = batch.deal(batch.total_R > 0, world, args.micro_batch_tokens)
+    logp_T, _ = common.score(policy, batch, mine, record, "gap")
     return common.sampler_gap(logp_T, batch.sampler_logp_T)["gap_max"]
 
 

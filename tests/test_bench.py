@@ -1,7 +1,6 @@
 """What tools/bench.py computes: a model's tensors in vLLM, the host's memory, the runs for one GPU, TRL's settings."""
 
 import sys
-from types import SimpleNamespace
 
 import bench
 import pytest
@@ -51,12 +50,22 @@ def test_training_and_sampling_are_those_of_the_docstring():
     shape = SHAPES["qwen2.5-1.5b"]
     moments = bench.sampling_bytes(shape, 2, 0.5, 80)
     assert moments == 6 * shape.weights + 40 * GIB
-    few, many = (bench.training_bytes(shape, 1, tokens, True) for tokens in (1000, 2000))
-    assert many - few == 1000 * (8 * 8960 + 24 * 1536 + 28 * 2 * 1536)
-    few, many = (bench.training_bytes(shape, 1, tokens, False) for tokens in (1000, 2000))
-    assert many - few == 1000 * 28 * (8 * 8960 + 24 * 1536)
-    one, two = (bench.training_bytes(shape, gpus, 0, True) for gpus in (1, 2))
+    # in the last layer's backward pass, with inputs of 28 layers, or in the head with all that these read
+    few, many = (bench.training_bytes(shape, 1, tokens, True) for tokens in (100_000, 101_000))
+    assert many - few == 1000 * (28 * 2 * 1536 + 22 * 1536 + 16 * 8960)
+    few, many = (bench.training_bytes(shape, 1, tokens, False) for tokens in (10_000, 11_000))
+    assert many - few == 1000 * (28 * (20 * 1536 + 4 * 256 + 8 * 8960) + 16 * 1536)
+    one, two = (bench.training_bytes(shape, gpus, 16_384, True) for gpus in (1, 2))
     assert one - two == 8 * shape.weights
+    # at the end the gradient of embedding and head, with nothing of the layers
+    few, many = (bench.training_bytes(SHAPES["qwen2.5-7b"], 8, tokens, True) for tokens in (0, 100))
+    assert many - few == 100 * 22 * 3584
+
+
+def test_nodes():
+    """By hand, in GiB: 12 bytes for each of 32.76e9 weights on 8 GPUs are 45.8, 2 bytes are 61.0; 72B is too large."""
+    assert bench.on_nodes(SHAPES["qwen2.5-32b"], 16_384, 80) == ["91", "31", "61"]
+    assert bench.on_nodes(SHAPES["qwen2.5-72b"], 16_384, 80)[1] == "0"
 
 
 @pytest.mark.parametrize("run", bench.ONE_GPU)
@@ -88,10 +97,30 @@ def test_trl_has_the_batch_of_a_run_of_ours():
 def test_without_trl_it_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(SystemExit, match=r"pip install trl==1\.16\.0"):
-        bench.trl(SimpleNamespace(folder=None))
+        bench.trl()
 
 
 def test_pace_leaves_out_the_first_steps():
     ends = [10, 20, 30, 40, 50, 51, 53, 60]
     rows = [{"time": end, "reward": end > 50, "response_length": end} for end in ends]
     assert bench.pace(rows).strip() == "2.00 s a step, 55 tokens a response, mean reward 1.00"
+
+
+def test_a_metric_that_is_null_is_left_out():
+    """metrics.jsonl has null for what is not finite, and IRL steps of SPS sample nothing."""
+    rows = [{"reward": 0.25}, {"reward": None}, {}, {"reward": 0.75}]
+    assert bench.mean_of("reward", rows) == 0.5
+
+
+def test_the_tables_of_fit(capsys):
+    bench.fit(gib=(80,), tokens=16_384, gpu_memory_utilization=0.6, max_num_seqs=256)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:4] == ["| shape | 80 GiB |", "|---|---|"]
+    assert [line.split(" | ")[0] for line in lines[4:10]] == [f"| {name}" for name in SHAPES if name != "toy"]
+    training = bench.trains_in(SHAPES["qwen2.5-7b"], 4, 16_384, 0.6, 80)
+    assert lines[7] == f"| qwen2.5-7b | 4 (trains in {training:.0f}) |"
+    assert not bench.trains_in(SHAPES["qwen2.5-7b"], 2, 16_384, 0.6, 80)
+    pinned = bench.pinned_bytes(bench.engine_tensors(SHAPES["qwen2.5-7b"], 256)) / GIB
+    assert lines[11] == "Nodes of 8 GPUs of 80 GiB" and lines[18].startswith("| qwen2.5-7b | 31 |")
+    assert lines[22] == "On the host, --max-num-seqs 256" and f"| {8 * pinned:.0f} GiB |" in lines[29]
+    assert len(lines) == 35 + len(bench.ONE_GPU)

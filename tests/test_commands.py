@@ -270,6 +270,18 @@ def test_the_epochs_of_the_multimodal_runs(size, rows, epochs):
     assert (gpg_args.beta_th, gpg_args.accurate_gradient, gpg_args.norm, gpg_args.kl_coef) == (0.4, True, "none", 0)
     assert (grpo_args.beta_th, grpo_args.accurate_gradient, grpo_args.norm) == (0, False, "group")
     assert grpo_args.kl_coef == 0.04 and gpg_args.max_response_tokens == (700 if size == "sat" else 256)
+    for args in (gpg_args, grpo_args):
+        assert args.prompts_per_step == (8 if size == "sat" else 16), "run_grpo_SAT.sh accumulates once"
+
+
+def test_gpgs_kl_ablation_is_row_a_with_kl():
+    """Section 3.4 points at Table 13, whose rows have alpha 1; row D with KL is a flag."""
+    row_a, ablation, row_d = (
+        vars(tyro.cli(gpg.Args, args=shlex.split(run_sh(*words))[1:]))
+        for words in (["gpg-a-math"], ["gpg-kl-math"], ["gpg-math", "--kl-coef", "0.04"])
+    )
+    assert ablation == row_a | {"kl_coef": 0.04}
+    assert row_d["kl_coef"] == 0.04 and row_d["accurate_gradient"] and row_d["beta_th"] == 0.6
 
 
 @pytest.mark.parametrize("group", [2, 4, 8, 16])

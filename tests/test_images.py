@@ -132,7 +132,8 @@ def test_positions(models, kind, grid):
 def test_cost_is_tokens_and_patches(models):
     batch = batch_of(problems_of(models["qwen2_vl"]))
     tokens = torch.tensor([4, 6, 25, 8, 0, 4]).repeat_interleave(2)
-    assert torch.equal(batch.total_R - batch.packed_R, 4 * tokens)
+    prompt_R = torch.tensor([len(problem.prompt_ids) for problem in batch.problem_R])
+    assert torch.equal(batch.total_R - batch.length_R - prompt_R, 4 * tokens)
     text = len(batch.problem_R[8].prompt_ids)
     assert [len(problem.prompt_ids) for problem in batch.problem_R] == [text + n + 2 * (n > 0) for n in tokens.tolist()]
 
@@ -210,7 +211,10 @@ def test_evaluation_shows_the_images(seeing, models, tmp_path):
         flags += ["--texts", file.parent, "--max-prompt-tokens", 64, "--max-response-tokens", 16]
         flags += ["--out", tmp_path / "eval.json"]
         output = seeing(script="eval", flags=flags)
-        assert re.search("squares +3 +0.00 ", output) and re.search("lisa-val +- +not run +51.3 ", output)
+        assert re.search(
+            r"set +lisa-test +lisa-val +squares\n +problems +- +- +3\n +mIoU +not run +not run +0\.00", output
+        )
+        assert re.search(r"GPG.* 51\.3 +-\n", output)
         texts.append((file.parent / "samples" / "lisa-squares.txt").read_text())
     assert texts[0] == texts[1] != texts[2]
 

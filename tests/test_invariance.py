@@ -74,6 +74,24 @@ def test_the_second_node_replicates(update, alone):
     assert update(2, script, 60)["mesh"] == (2, 1) and update(3, script, 60)["mesh"] == (3,)
 
 
+@pytest.mark.parametrize(
+    ("script", "args", "passes"),
+    [
+        ("sspo", {"updates_per_step": 1}, {"update"}),
+        ("sspo", {"updates_per_step": 2}, {"old_logp", "update"}),
+        ("gpg", {}, {"update"}),
+        ("cwgrpo", {"reweight": "none"}, {"update", "reference"}),
+        ("cwgrpo", {}, {"old_logp", "update", "reference"}),
+        ("sps", {}, {"update", "reference"}),
+        ("sps", {"updates_per_step": 2}, {"old_logp", "update", "reference"}),
+    ],
+)
+def test_no_pass_is_made_that_nothing_needs(update, script, args, passes):
+    """Where there is one update a step, it sees the policy that sampled. Entropies are logged all the same."""
+    result = update(1, script, args=args)
+    assert set(result["phases"]) == passes and 0.5 < result["metrics"]["entropy"] < 6
+
+
 def test_several_updates_and_updates_without_anything_left(update):
     """Six updates of one prompt, most of them dead: no optimiser step there, on any number of processes."""
     options = {"args": {"updates_per_step": 6}, "dead": [2, 3, 4, 5], "budget": 60}
@@ -244,10 +262,11 @@ def test_gpg_with_kl(update):
     assert largest_difference(one["gradient"], both) < 1e-4
 
 
-def test_grpo_through_gpg_is_that_of_cwgrpo(update):
+@pytest.mark.parametrize("tis_cap", [0.0, 1.2])
+def test_grpo_through_gpg_is_that_of_cwgrpo(update, tis_cap):
     """run.sh's grpo-geoqa and so on, on three processes, beside cwgrpo.py without weights; Eq. 5's tokens differ."""
-    row_a = {"norm": "group", "accurate_gradient": False, "kl_coef": 0.04}
-    grpo = update(1, "cwgrpo", args={"reweight": "none", "temperature": 1.0})["gradient"]
+    row_a = {"norm": "group", "accurate_gradient": False, "kl_coef": 0.04, "tis_cap": tis_cap}
+    grpo = update(1, "cwgrpo", args={"reweight": "none", "temperature": 1.0, "tis_cap": tis_cap})["gradient"]
     ours = update(3, "gpg", 50, args=row_a | {"normaliser": "response"})["gradient"]
     assert largest_difference(ours, grpo) < 1e-5
     assert largest_difference(update(1, "gpg", args=row_a)["gradient"], grpo) > 0.1

@@ -20,6 +20,19 @@ import common
 CPU = torch.device("cpu")
 
 
+def groups_of(seed: int, vocabulary: int, prompt: int = 12) -> common.Batch:
+    """Four groups of 1 to 5 responses, some of one token and one of none."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for count in (1, 5, 2, 3):
+        ids = [rng.integers(0, vocabulary, rng.integers(1, 20)) for _ in range(count)]
+        ids[-1] = ids[-1][: count % 3]
+        rollouts = [common.Rollout(each, np.zeros(len(each), np.float32), "", False) for each in ids]
+        problem = common.Problem("", rng.integers(0, vocabulary, rng.integers(1, prompt)).tolist(), "0")
+        groups.append(common.Group(problem, rollouts))
+    return common.Batch(groups)
+
+
 def batch_of(seed: int, vocabulary: int, responses: int = 7) -> common.Batch:
     rng = np.random.default_rng(seed)
     groups = []
@@ -51,7 +64,7 @@ def test_logp_entropy_and_gradient_against_full_logits(request, monkeypatch, log
             )
     batch = batch_of(0, reference.config.vocab_size)
     micro = batch.pack(list(range(7)), CPU)
-    logp_T, entropy_T = policy(micro)
+    logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.token_T, x) for x in policy(micro))
     assert not entropy_T.requires_grad and logp_T.dtype == torch.float32
     weight_T = torch.randn(len(logp_T))
     (logp_T * weight_T).sum().backward()
@@ -87,21 +100,57 @@ def test_packing_and_order_do_not_change_a_response(tiny):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("prompt", [4, 60])
+@pytest.mark.parametrize("model", ["tiny", "tiny_tied"])
+def test_a_shared_prompt_changes_neither_log_probs_nor_gradients(request, model, prompt):
+    """Against transformers' full logits of each response whole; prompts shorter and longer than the responses."""
+    reference, policy = model_and_policy(request.getfixturevalue(model))
+    batch = groups_of(3, reference.config.vocab_size, prompt)
+    micro = batch.pack([10, 3, 7, 0, 1, 2, 4, 5, 6, 8, 9], CPU)
+    assert micro.cost < batch.total_R.sum()
+    logp_T = torch.zeros(len(batch.response_T)).index_copy(0, micro.token_T, policy(micro)[0])
+    weight_T = torch.randn(len(logp_T))
+    (logp_T * weight_T).sum().backward()
+    parts = []
+    for problem, rollout in zip(batch.problem_R, batch.rollout_R, strict=True):
+        ids = torch.tensor([[*problem.prompt_ids, *rollout.ids.tolist()]])
+        logp_V = (reference(input_ids=ids).logits[0, len(problem.prompt_ids) - 1 : -1] / 0.7).log_softmax(-1)
+        parts.append(logp_V.gather(-1, ids[0, len(problem.prompt_ids) :, None])[:, 0])
+    expected_T = torch.cat(parts)
+    torch.testing.assert_close(logp_T, expected_T, atol=5e-5, rtol=0)
+    (expected_T * weight_T).sum().backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in policy.named_parameters():
+        assert (parameter.grad - expected[name].grad).norm() < 1e-5 * expected[name].grad.norm(), name
+
+
+def test_entropies_are_computed_only_when_asked(tiny):
+    _, policy = model_and_policy(tiny)
+    micro = batch_of(0, 263).pack([0, 1], CPU)
+    logp_T, entropy_T = policy(micro)
+    again_T, none_T = policy(micro, entropies=False)
+    assert torch.equal(logp_T, again_T) and entropy_T.min() > 0 and not none_T.any()
+
+
 def test_pack():
-    """Prompt, then response; positions restart; a target's index is the token before it; a loss's inputs are cut."""
+    """Each prompt once, then the responses, the longest first; positions go on behind the prompt; what predicts a first
+    token is the prompt's last; a piece's keys are its prompt's and its own; a loss's inputs are cut."""
     groups = []
-    for prompt, ids in (([5, 6], [7, 8, 9]), ([1], [2])):
-        rollout = common.Rollout(np.array(ids), np.zeros(len(ids), np.float32), "", False)
-        groups.append(common.Group(common.Problem("", prompt, "0"), [rollout]))
+    for prompt, responses in (([5, 6], [[7, 8, 9], [3]]), ([1], [[2, 4]])):
+        rollouts = [common.Rollout(np.array(ids), np.zeros(len(ids), np.float32), "", False) for ids in responses]
+        groups.append(common.Group(common.Problem("", prompt, "0"), rollouts))
     batch = common.Batch(groups)
-    inputs = {"advantage_T": torch.tensor([0.1, 0.2, 0.3, 0.4]), "low_S": torch.tensor([1.0, 2.0, 3.0]), "cap": 2}
-    micro = batch.pack([1, 0], CPU, inputs)
-    assert micro.row["input_ids"].tolist() == [[1, 2, 5, 6, 7, 8, 9]]
-    assert micro.row["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 4]]
-    assert micro.row["cu_seq_lens_q"].tolist() == [0, 2, 7] and micro.row["max_length_q"] == 5
-    assert micro.index_T.tolist() == [0, 3, 4, 5] and micro.target_T.tolist() == [2, 7, 8, 9]
-    assert micro.token_T.tolist() == [3, 0, 1, 2] and batch.response_T.tolist() == [0, 0, 0, 1]
-    assert micro.inputs["advantage_T"].equal(inputs["advantage_T"][[3, 0, 1, 2]])
+    assert batch.response_T.tolist() == [0, 0, 0, 1, 2, 2] and batch.total_R.tolist() == [5, 3, 3]
+    inputs = {"advantage_T": torch.arange(6) / 10, "low_S": torch.tensor([1.0, 2.0, 3.0]), "cap": 2}
+    micro = batch.pack([1, 2, 0], CPU, inputs)
+    assert micro.row["input_ids"].tolist() == [[5, 6, 1, 7, 8, 9, 2, 4, 3]] and micro.cost == 9
+    assert micro.row["position_ids"].tolist() == [[0, 1, 0, 2, 3, 4, 1, 2, 2]]
+    assert micro.row["cu_seq_lens_q"].tolist() == [0, 2, 3, 6, 8, 9] and micro.row["max_length_q"] == 3
+    assert micro.row["cu_seq_lens_k"].tolist() == [0, 2, 3, 8, 11, 14] and micro.row["max_length_k"] == 5
+    assert micro.row["key_N"].tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 2, 6, 7, 0, 1, 8]
+    assert micro.index_T.tolist() == [1, 3, 4, 2, 6, 1] and micro.target_T.tolist() == [7, 8, 9, 2, 4, 3]
+    assert micro.token_T.tolist() == [0, 1, 2, 4, 5, 3]
+    assert micro.inputs["advantage_T"].equal(inputs["advantage_T"][micro.token_T])
     assert micro.inputs["low_S"].equal(inputs["low_S"]) and micro.inputs["cap"] == 2
 
 
@@ -158,18 +207,40 @@ def test_tied_weights_are_one_parameter(tiny_tied):
 def test_plan(seed):
     rng = random.Random(seed)
     ranks, budget = rng.randint(1, 5), rng.choice([100, 200, 1000])
-    cost_R = [rng.choice([0, rng.randint(1, 100)]) for _ in range(rng.randint(0, 40))]
-    dealt = common.plan(cost_R, ranks, budget)
+    costs = [rng.randint(1, 100) for _ in range(rng.randint(0, 40))]
+    dealt = common.plan([[n] for n in range(len(costs))], costs, ranks, budget)
     assert len(dealt) == ranks and len({len(micro_batches) for micro_batches in dealt}) == 1
-    assert sorted(r for m in dealt for micro in m for r in micro) == [r for r, cost in enumerate(cost_R) if cost]
-    assert max(sum(cost_R[r] for r in micro) for m in dealt for micro in m) <= budget
+    assert sorted(n for m in dealt for micro in m for n in micro) == list(range(len(costs)))
+    assert max((sum(costs[n] for n in micro) for m in dealt for micro in m), default=0) <= budget
 
 
 def test_plan_balances_and_refuses():
-    dealt = common.plan([10] * 40, 4, 1000)
+    dealt = common.plan([[n] for n in range(40)], [10] * 40, 4, 1000)
     assert [[len(micro) for micro in m] for m in dealt] == [[10]] * 4
     with pytest.raises(ValueError, match="1001 tokens exceeds --micro-batch-tokens 1000"):
-        common.plan([1001, 5], 1, 1000)
+        common.plan([[0], [1]], [1001, 5], 1, 1000)
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 1000), (2, 1000), (3, 60)])
+def test_responses_of_a_group_are_dealt_in_bundles(ranks, budget):
+    """Every chosen response once; a row's computed tokens have each prompt once and fit the budget; where
+    rows have room for it a group stays together."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for _ in range(6):
+        rollouts = [common.Rollout(rng.integers(0, 9, 8), np.zeros(8, np.float32), "", False) for _ in range(8)]
+        groups.append(common.Group(common.Problem("", [1] * 20, "0"), rollouts))
+    batch = common.Batch(groups)
+    chosen_R = torch.arange(48) % 8 != 5
+    rows = []
+    for rank in range(ranks):
+        rows += batch.deal(chosen_R, SimpleNamespace(rank=rank, size=ranks), budget)
+    assert sorted(r for row in rows for r in row) == chosen_R.nonzero()[:, 0].tolist()
+    for row in rows:
+        prompts = {batch.group_R[r] for r in row}
+        assert batch.pack(row, CPU).cost == 20 * len(prompts or [0]) + 8 * len(row) <= budget
+    together = sum(len({batch.group_R[r] for r in row}) for row in rows)
+    assert together == 6 if budget == 1000 else 6 < together < 42
 
 
 def test_pass_at_k():

@@ -201,7 +201,8 @@ def test_what_a_run_leaves_can_be_read_by_other_programs(monkeypatch, tmp_path):
     command = json.loads((tmp_path / "run.json").read_text())["command"]
     printed = subprocess.run(["bash", "-c", rf"printf '%s\0' {command}"], capture_output=True, text=True, check=True)
     assert printed.stdout.split("\0")[:-1] == words
-    record.step(1, {"reward": 0.5, "gap_max": float("nan"), "ratio_max": float("inf")})
+    drawn = {"responses_drawn": 4, "response_length": 2.5}
+    record.step(1, drawn | {"reward": 0.5, "gap_max": float("nan"), "ratio_max": float("inf")})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=pytest.fail)
     assert row["reward"] == 0.5 and row["gap_max"] is row["ratio_max"] is None

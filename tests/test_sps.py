@@ -90,6 +90,24 @@ def test_without_irl_and_with_uniform_weights_it_is_the_same_grpo_as_cwgrpo():
     torch.testing.assert_close(*results)
 
 
+def test_eq_3_follows_from_eqs_23_and_25():
+    """With rewards 0 and 1, no clip and no KL the objective is sqrt(Var) times the mean over right responses less that
+    over wrong ones. What is averaged is the mean of a response's ratios, where Eq. 3 prints its probability. Our std is
+    unbiased, which makes a factor of sqrt((G - 1) / G)."""
+    logp, old, _, _ = draw(2, prompts=1, group=6)
+    reward = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    length_R, response_T = numbers(logp)
+    advantage_T = sps.advantages(torch.tensor([reward], dtype=torch.float64)).flatten()[response_T]
+    weight_T = sps.token_weights(length_R)
+    loss, _ = sps.policy_loss(flat(logp), flat(old), flat(logp), advantage_T, weight_T, 0.0, math.inf, 0.0)
+    ratios = {1.0: [], 0.0: []}
+    for new, before, right in zip(logp[0], old[0], reward, strict=True):
+        ratios[right].append(sum(math.exp(x - y) for x, y in zip(new, before, strict=True)) / len(new))
+    contrast = sum(ratios[1.0]) / 2 - sum(ratios[0.0]) / 4
+    variance = 1 / 3 * 2 / 3
+    assert loss.item() == pytest.approx(-math.sqrt(variance * 5 / 6) * contrast, abs=1e-6)
+
+
 def test_irl_loss_is_the_token_mean_of_the_cross_entropy():
     logp, *_ = draw(5)
     length_R, _ = numbers(logp)

@@ -100,9 +100,13 @@ def test_loss_and_gradient_equal_eq_16(seed):
     torch.testing.assert_close(leaf.grad, expected, atol=1e-8, rtol=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_gradient_is_eq_10_where_nothing_clips(seed):
+def test_gradient_is_eq_10_where_nothing_clips(seed, tokens):
+    """With one token per segment Eq. 10 is Eq. 11, GRPO's."""
     logp, old, entropy, reward, segment = numbers = draw(seed, spread=0.01, dead=False)
+    if tokens:
+        segment = [[list(range(len(response))) for response in row] for row in logp]
     entropy = [[[0.5 for _ in response] for response in row] for row in entropy]
     loss, metrics, leaf, advantage_T = ours(logp, old, entropy, reward, segment)
     assert metrics["clipped_high"] == metrics["clipped_low"] == 0
@@ -111,8 +115,8 @@ def test_gradient_is_eq_10_where_nothing_clips(seed):
     for p, row in enumerate(logp):
         for i, response in enumerate(row):
             for number in segment[p][i]:
-                tokens = [u for u, other in enumerate(segment[p][i]) if other == number]
-                ratio = math.exp(sum(logp[p][i][u] - old[p][i][u] for u in tokens) / len(tokens))
+                alike = [u for u, other in enumerate(segment[p][i]) if other == number]
+                ratio = math.exp(sum(logp[p][i][u] - old[p][i][u] for u in alike) / len(alike))
                 # Eq. 10: 1/G 1/|y_i| |y_ij| s A 1/|y_ij| in front of every token's gradient
                 expected.append(-ratio * advantage_T[t].item() / (len(response) * len(row) * len(logp)))
                 t += 1

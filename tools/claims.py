@@ -8,18 +8,21 @@
 
 Seed 1 of a claim's arms comes first, then seed 2; an arm of several claims runs once. What a run logged for its claims
 becomes docs/data/ARM-seedS.csv. While that file is there the run is not repeated; one that was cut off begins again.
-Delete a csv to run it again. runs/claims/ has what runs printed and wrote but weights. On a core of its own a run
-takes some 3 minutes and 2.3 GiB, with `stops` up to 8 minutes. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
+Delete a csv to run it again. When a claim asks for a metric that a csv does not have, the csv is made anew from the
+run's folder; without that folder the run is repeated, and --jobs 0 names the csv and fails. runs/claims/ has what runs
+printed and wrote but weights. On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8
+minutes. Runs end with this program, however it ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
 import argparse
 import csv
+import ctypes
 import itertools
 import json
 import math
-import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import plot
-from plot import mean_over_steps
+from plot import Rows, Runs, mean_over_steps
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "data"
@@ -57,11 +60,10 @@ class Claim:
 HOT = "--lr 3e-4 --updates-per-step 8"  # GRPO clips 1 % in the first steps, and learns; at 6e-4 nothing does
 STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
 ARMS = {
-    "sspo": Arm("sspo-toy"),
-    "sir": Arm("sir-toy"),
-    "grpo": Arm("grpo-toy"),
-    "gspo-0.2": Arm("gspo-0.2-toy"),
-    "gspo": Arm("gspo-toy", stops=(120,)),
+    **{name: Arm(f"{name}-toy") for name in ("sspo", "sir", "grpo", "gspo-0.2", "grpo-kl", "cwgrpo", "clip-cov")},
+    **{name: Arm(f"{name}-toy") for name in ("gpg-a", "gpg-b", "gpg-c", "gpg", "gpg-batch", "gpg-beta0.8")},
+    **{name: Arm(f"{name}-toy", stops=(120,)) for name in ("gspo", "dapo", "sps", "sps-uniform", "sps-quantile")},
+    **{f"sps-k{k}": Arm(f"sps-k{k}-toy", stops=(120,)) for k in range(1, 6)},
     "sspo-hot": Arm("sspo-toy", HOT),
     "sir-hot": Arm("sir-toy", HOT),
     "grpo-hot": Arm("grpo-toy", HOT),
@@ -70,31 +72,14 @@ ARMS = {
     "sspo-beta0.7": Arm("sspo-toy", f"{HOT} --beta 0.7"),
     "sspo-beta0.9": Arm("sspo-toy", f"{HOT} --beta 0.9"),
     "sspo-gamma1.5": Arm("sspo-toy", f"{HOT} --gamma 1.5"),
-    "gpg-a": Arm("gpg-a-toy"),
-    "gpg-b": Arm("gpg-b-toy"),
-    "gpg-c": Arm("gpg-c-toy"),
-    "gpg": Arm("gpg-toy"),
-    "gpg-batch": Arm("gpg-batch-toy"),
-    "gpg-beta0.8": Arm("gpg-beta0.8-toy"),
     "gpg-g2": Arm("gpg-g2-toy", "--prompts-per-step 128"),
     "gpg-g4": Arm("gpg-g4-toy", "--prompts-per-step 64"),
     "gpg-g16": Arm("gpg-g16-toy", "--prompts-per-step 16"),
-    "grpo-kl": Arm("grpo-kl-toy"),
-    "cwgrpo": Arm("cwgrpo-toy"),
     "cwgrpo-detached": Arm("cwgrpo-toy", "--detach-kernel"),
-    "clip-cov": Arm("clip-cov-toy"),
+    "clip-cov-50": Arm("clip-cov-toy", "--clip-cov-share 0.01"),  # some fifty tokens a step, as the default masks one
     "before": Arm("sps-grpo-toy", "--steps 0", stops=(0,)),
     "sps-grpo": Arm("sps-grpo-toy", stops=STAGES),
     "sps-act": Arm("sps-act-toy", stops=STAGES),
-    "sps": Arm("sps-toy", stops=(120,)),
-    "dapo": Arm("dapo-toy", stops=(120,)),
-    "sps-uniform": Arm("sps-uniform-toy", stops=(120,)),
-    "sps-quantile": Arm("sps-quantile-toy", stops=(120,)),
-    "sps-k1": Arm("sps-k1-toy", stops=(120,)),
-    "sps-k2": Arm("sps-k2-toy", stops=(120,)),
-    "sps-k3": Arm("sps-k3-toy", stops=(120,)),
-    "sps-k4": Arm("sps-k4-toy", stops=(120,)),
-    "sps-k5": Arm("sps-k5-toy", stops=(120,)),
     "grpo-u1": Arm("grpo-toy", "--updates-per-step 1"),
     "grpo-u2": Arm("grpo-toy", "--updates-per-step 2"),
     "grpo-u8": Arm("grpo-toy", "--updates-per-step 8"),
@@ -131,7 +116,7 @@ CLAIMS = {
     "gpg-threshold": Claim(("gpg-c", "gpg", "gpg-beta0.8"), (*GPG_PANELS, "alpha", "prompts_drawn"), ROWS),
     "gpg-groups": Claim(("gpg-a", "gpg-g2", "gpg-g4", "gpg-g16"), GPG_PANELS, LEARNT),
     "cwgrpo": Claim(
-        ("grpo-kl", "cwgrpo", "cwgrpo-detached", "clip-cov"),
+        ("grpo-kl", "cwgrpo", "cwgrpo-detached", "clip-cov", "clip-cov-50"),
         ("reward", "sampler_nll", "entropy_response", "kl"),
         (*LEARNT, *(("sampler_nll", how) for how in ("at reward 0.5", "last 10")), ("entropy_response", "last 10")),
     ),
@@ -147,169 +132,247 @@ CLAIMS = {
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
-def launch(command: list[str], jobs: int, log) -> None:
+LIBC = ctypes.CDLL(None)
+
+
+def end_with_parent():
+    """Let this process end with the thread that started it, however that ends (PR_SET_PDEATHSIG). A program that it
+    becomes keeps this: run.sh becomes torchrun, and the ranks end with torchrun by themselves."""
+    LIBC.prctl(1, signal.SIGKILL)
+
+
+def script_of(command: list[str]):
+    """Return the script that `./run.sh COMMAND` would start, and its flags."""
+    if command[0] == "eval":
+        return ["tools/eval.py", *command[1:]]
+    dry = ["env", "DRY=1", "./run.sh", *command]
+    return shlex.split(subprocess.check_output(dry, cwd=ROOT, text=True))
+
+
+def launch(command: list[str], jobs: int, log):
     """Run `./run.sh COMMAND`; beside other jobs as one process with one thread. Raises CalledProcessError."""
-    environment = os.environ.copy()
     if jobs == 1:
         command = ["./run.sh", *command]
     else:
-        dry = {"cwd": ROOT, "env": environment | {"DRY": "1"}, "text": True}
-        evaluates = command[0] == "eval"
-        script = "tools/eval.py" if evaluates else subprocess.check_output(["./run.sh", *command], **dry)
-        command = [sys.executable, *shlex.split(script), *(command[1:] if evaluates else [])]
-        environment["OMP_NUM_THREADS"] = "1"
-    subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+        command = ["env", "OMP_NUM_THREADS=1", sys.executable, *script_of(command)]
+    subprocess.run(
+        command,
+        cwd=ROOT,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        check=True,
+        preexec_fn=end_with_parent,
+    )
 
 
-def squeezed(folder: Path, step: int, jobs: int, log) -> dict[str, float]:
-    """Return what tools/eval.py finds of a run's present model, at step 0 of its first: with 64 completions at the
-    temperature of SPS's paper avg, pass, similarity, percent, and the log-prob of greedy answers, nats."""
+def evaluation_of(folder: Path, step: int):
+    """Return the file for what tools/eval.py finds after this step of a run."""
+    return folder / f"eval-step{step:05d}.json"
+
+
+def evaluate(folder: Path, step: int, jobs: int, log):
+    """Let tools/eval.py sample 64 completions of a run's present model, at step 0 of its first, as SPS's paper does."""
     args = json.loads((folder / "run.json").read_text())["args"]
-    out = folder / f"eval-step{step:05d}.json"
-    names = ("template", "max_prompt_tokens", "max_response_tokens", "seed")
-    flags = [f"--{name.replace('_', '-')}={args[name]}" for name in names] + ["--samples=64", f"--out={out}"]
     model = str(folder) if step else args["model"]
-    launch(["eval", model, "--protocols", "sps", "--sets", *args["eval"].split(","), *flags], jobs, log)
-    rows = json.loads(out.read_text())["rows"]
-    return {f"sps/{row['set']}/{name}": row[name]["mean"] for row in rows for name in SQUEEZED}
+    command = ["eval", model, "--protocols", "sps", "--sets", *args["eval"].split(","), "--samples=64"]
+    for name in ("template", "max_prompt_tokens", "max_response_tokens", "seed"):
+        command.append(f"--{name.replace('_', '-')}={args[name]}")
+    command.append(f"--out={evaluation_of(folder, step)}")
+    launch(command, jobs, log)
 
 
-def columns_of(name: str) -> list[str]:
+def squeezed(folder: Path, step: int):
+    """Return what `evaluate` found: avg, pass and similarity, percent, and the log-prob of greedy answers, nats."""
+    found = {}
+    for row in json.loads(evaluation_of(folder, step).read_text())["rows"]:
+        for name in SQUEEZED:
+            found[f"sps/{row['set']}/{name}"] = row[name]["mean"]
+    return found
+
+
+def columns_of(arm: str):
     """Return the metrics that an arm's claims draw and report, without repeats."""
-    mine = [claim for claim in CLAIMS.values() if name in claim.arms]
-    metrics = [metric for claim in mine for metric in (*claim.panels, *(metric for metric, _ in claim.figures))]
-    return list(dict.fromkeys(["step", "time", "reward", "prompts_drawn", *metrics]))
+    columns = ["step", "time", "reward", "prompts_drawn"]
+    for claim in CLAIMS.values():
+        if arm in claim.arms:
+            columns += claim.panels
+            columns += [metric for metric, _ in claim.figures]
+    return list(dict.fromkeys(columns))
 
 
-def write(rows: list[dict], columns: list[str], file: Path) -> None:
-    """Write those of the columns that some row has, with 4 significant digits."""
-    logged = [column for column in columns if any(column in row for row in rows)]
-    lines = [[f"{row[column]:.4g}" if column in row else "" for column in logged] for row in rows]
+def write(name: str, folder: Path):
+    """Write the csv of a run: what it logged and, at its stops, what `evaluate` found, with 4 significant digits. It
+    has all the columns that the claims use; a cell is empty where a step has no such metric."""
+    arm = name.rpartition("-seed")[0]
+    file = DATA / f"{name}.csv"
     partial = file.with_suffix(".partial")
     with partial.open("w", newline="") as opened:
-        csv.writer(opened, lineterminator="\n").writerows([logged, *lines])
+        lines = csv.DictWriter(opened, columns_of(arm), extrasaction="ignore", lineterminator="\n")
+        lines.writeheader()
+        for row in plot.read(folder):
+            if row["step"] in ARMS[arm].stops:
+                row |= squeezed(folder, row["step"])
+            lines.writerow({metric: f"{value:.4g}" for metric, value in row.items()})
     partial.rename(file)
 
 
-def run(name: str, seed: int, jobs: int) -> None:
-    """Run an arm from its beginning, write its csv, delete its weights."""
-    arm, folder = ARMS[name], RUNS / f"{name}-seed{seed}"
+def is_current(name: str):
+    """Say whether a run's csv has all that its claims use. One that has not is made anew where the run's folder can."""
+    arm = name.rpartition("-seed")[0]
+    file = DATA / f"{name}.csv"
+    if not file.exists():
+        return False
+    header = file.read_text().partition("\n")[0].split(",")
+    if set(columns_of(arm)).issubset(header):
+        return True
+    folder = RUNS / name
+    sources = [folder, *(evaluation_of(folder, stop) for stop in ARMS[arm].stops)]
+    if not all(source.exists() for source in sources):
+        return False
+    write(name, folder)
+    print(f"docs/data/{name}.csv: made anew from runs/claims/{name}")
+    return True
+
+
+def run(name: str, jobs: int):
+    """Run ARM-seedS from its beginning, write its csv, delete its weights. Its folder has its name once it is whole."""
+    arm, _, seed = name.rpartition("-seed")
+    folder = RUNS / f"{name}.partial"
     shutil.rmtree(folder, ignore_errors=True)
     RUNS.mkdir(parents=True, exist_ok=True)
-    flags = shlex.split(f"{arm.flags} --eval-every 60 --checkpoint-every 1000 --seed {seed} --run-dir {folder}")
-    found = {}
-    with (RUNS / f"{name}-seed{seed}.txt").open("w") as log:
-        for stop in arm.stops or (None,):
-            until = [] if stop is None else [f"--steps={stop}"]
-            launch([arm.experiment, *flags, *until, *["--resume"] * folder.exists()], jobs, log)
-            if stop is not None:
-                found[stop] = squeezed(folder, stop, jobs, log)
-    rows = [row | found.get(row["step"], {}) for row in plot.read(folder)]
+    command = [ARMS[arm].experiment, *shlex.split(ARMS[arm].flags)]
+    command += ["--eval-every=60", "--checkpoint-every=1000", f"--seed={seed}", f"--run-dir={folder}"]
+    with (RUNS / f"{name}.txt").open("w") as log:
+        if not ARMS[arm].stops:
+            launch(command, jobs, log)
+        for stop in ARMS[arm].stops:
+            resume = ["--resume"] if folder.exists() else []
+            launch([*command, f"--steps={stop}", *resume], jobs, log)
+            evaluate(folder, stop, jobs, log)
     DATA.mkdir(exist_ok=True)
-    write(rows, columns_of(name), DATA / f"{name}-seed{seed}.csv")
+    write(name, folder)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
+    shutil.rmtree(RUNS / name, ignore_errors=True)
+    folder.rename(RUNS / name)
 
 
-def run_all(todo: list[tuple[str, int]], jobs: int) -> int:
-    """Run these arms and seeds, so many at a time; return how many failed. An interrupt ends those that run."""
+def run_all(names: list[str], jobs: int):
+    """Run these, so many at a time; return how many failed."""
     failed = 0
     with ThreadPoolExecutor(jobs) as pool:
-        runs = {pool.submit(run, *each, jobs): "{}-seed{}".format(*each) for each in todo}
-        try:
-            for number, done in enumerate(as_completed(runs), 1):
-                error = done.exception()
-                failed += error is not None
-                what = f"FAILED, see {RUNS / runs[done]}.txt: {error}" if error else "done"
-                print(f"{number}/{len(runs)}  {runs[done]}  {what}", flush=True)
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
-            raise
+        runs = {pool.submit(run, name, jobs): name for name in names}
+        for number, done in enumerate(as_completed(runs), 1):
+            name = runs[done]
+            error = done.exception()
+            what = "done"
+            if error:
+                failed += 1
+                what = f"FAILED, see {RUNS / name}.txt: {error}"
+            print(f"{number}/{len(names)}  {name}  {what}", flush=True)
     return failed
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-def at_reward(rows: list[dict], metric: str, reward: float) -> float:
+def at_reward(rows: Rows, metric: str, reward: float):
     """Return a metric's mean over the five steps around the first whose last ten have this mean reward; NaN if none."""
     steps = [row for row in rows if "reward" in row]
-    reached = [n for n in range(10, len(steps) + 1) if mean_over_steps(steps[n - 10 : n], "reward") >= reward]
-    return mean_over_steps(steps[reached[0] - 3 : reached[0] + 2], metric) if reached else math.nan
+    for end in range(10, len(steps) + 1):
+        if mean_over_steps(steps[end - 10 : end], "reward") >= reward:
+            return mean_over_steps(steps[end - 3 : end + 2], metric)
+    return math.nan
 
 
-def at_prompts(rows: list[dict], metric: str, prompts: int) -> float:
+def at_prompts(rows: Rows, metric: str, prompts: int):
     """Return a metric's mean over the ten steps up to the one with which so many prompts have been drawn."""
     steps = [row for row in rows if "prompts_drawn" in row]
     drawn = itertools.accumulate(row["prompts_drawn"] for row in steps)
-    return mean_over_steps([row for row, so_far in zip(steps, drawn, strict=True) if so_far <= prompts][-10:], metric)
+    before = [row for row, so_far in zip(steps, drawn, strict=True) if so_far <= prompts]
+    return mean_over_steps(before[-10:], metric)
 
 
-def over_stage(rows: list[dict], metric: str) -> float:
+def at_step(rows: Rows, metric: str, step: int):
+    """Return a metric at a step; NaN if it was not logged there."""
+    return mean_over_steps([row for row in rows if row["step"] == step], metric)
+
+
+def over_stage(rows: Rows, metric: str):
     """Return by how much a metric rose over SPS's second IRL stage and the RL step before it, one step."""
-    value = {row["step"]: row[metric] for row in rows if metric in row}
-    return value[STAGES[2]] - value[STAGES[1]] if {*STAGES[1:3]} <= value.keys() else math.nan
+    _, before, after, _ = STAGES
+    return at_step(rows, metric, after) - at_step(rows, metric, before)
 
 
 HOW = {
     "mean": mean_over_steps,
-    "sum": lambda rows, metric: sum(row.get(metric, 0) for row in rows),
+    "sum": lambda rows, metric: sum(plot.values_of(rows, metric)),
     "end": lambda rows, metric: mean_over_steps(rows[-1:], metric),
     "last 10": lambda rows, metric: mean_over_steps(rows[-10:], metric),
     "first 50": lambda rows, metric: mean_over_steps([row for row in rows if row["step"] <= 50], metric),
-    "first stage": lambda rows, metric: mean_over_steps([row for row in rows if row["step"] == STAGES[0]], metric),
+    "first stage": lambda rows, metric: at_step(rows, metric, STAGES[0]),
     "over a stage": over_stage,
     "at reward 0.5": lambda rows, metric: at_reward(rows, metric, 0.5),
     "at 3,840 prompts": lambda rows, metric: at_prompts(rows, metric, 3840),
 }
 
 
-def short(value: float, digits: int, sign: str = "") -> str:
+def short(value: float, digits: int, sign: str = ""):
     """Return so many digits of a number, of one from 100 on all before the point."""
-    return f"{value:{sign},.0f}" if abs(value) >= 100 else f"{value:{sign}.{digits}g}"
+    if abs(value) >= 100:
+        return f"{value:{sign},.0f}"
+    return f"{value:{sign}.{digits}g}"
 
 
-def with_error(values: list[float], sign: str = "") -> str:
+def with_error(values: list[float], sign: str = ""):
     """Return mean and standard error; a dash where a seed has no value."""
     if not values or any(map(math.isnan, values)):
         return "–"
-    error = f" ± {short(statistics.stdev(values) / len(values) ** 0.5, 2)}" if len(values) > 1 else ""
-    return short(statistics.fmean(values), 3, sign) + error
+    mean = short(statistics.fmean(values), 3, sign)
+    if len(values) == 1:
+        return mean
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean} ± {short(error, 2)}"
 
 
-def table(claim: Claim, runs: dict[str, dict[int, list[dict]]]) -> str:
+def table(claim: Claim, runs: dict[str, Runs]):
     """Return a claim's figures of {arm: {seed: rows}} as Markdown: mean and standard error over seeds; in brackets the
     same of the differences, seed by seed, to the first arm."""
-    lines = [["", *(f"{arm} ({len(seeds)})" for arm, seeds in runs.items())], ["---"] * (len(runs) + 1)]
+    head = ["", *(f"{arm} ({len(seeds)})" for arm, seeds in runs.items())]
+    lines = [head, ["---"] * len(head)]
     for metric, how in claim.figures:
-        values = {arm: {seed: HOW[how](rows, metric) for seed, rows in seeds.items()} for arm, seeds in runs.items()}
-        first = values.get(claim.arms[0], {})
-        cells = []
-        for arm, by_seed in values.items():
-            cells.append(with_error(list(by_seed.values())))
-            difference = with_error([by_seed[seed] - first[seed] for seed in by_seed.keys() & first.keys()], "+")
-            if arm != claim.arms[0] and difference != "–":
-                cells[-1] += f" ({difference})"
-        lines.append([f"`{metric}`, {how}", *cells])
+        first = {}
+        cells = [f"`{metric}`, {how}"]
+        for arm, seeds in runs.items():
+            values = {seed: HOW[how](rows, metric) for seed, rows in seeds.items()}
+            cell = with_error(list(values.values()))
+            if arm == claim.arms[0]:
+                first = values
+            else:
+                difference = with_error([values[seed] - first[seed] for seed in values if seed in first], "+")
+                cell += f" ({difference})" if difference != "–" else ""
+            cells.append(cell)
+        lines.append(cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def report(name: str) -> None:
+def report(name: str):
     """Print a claim's table and draw its picture, of the runs that there are."""
     claim = CLAIMS[name]
     runs = {}
     for arm in claim.arms:
-        seeds = {int(file.stem.rpartition("-seed")[2]): plot.read(file) for file in DATA.glob(f"{arm}-seed*.csv")}
-        runs |= {arm: dict(sorted(seeds.items()))} if seeds else {}
-    print(f"\n{name}" + ": no run yet" * (not runs))
-    if runs:
-        seconds = [rows[-1]["time"] for seeds in runs.values() for rows in seeds.values()]
-        took = f"{statistics.median(seconds):.0f} s (median; starts and tools/eval.py come on top)"
-        print(f"{len(seconds)} runs of {took}\n\n{table(claim, runs)}\n")
-        print(f"![{name}](claims-{name}.png)")
-        curves = {f"{arm}-seed{seed}": rows for arm, seeds in runs.items() for seed, rows in seeds.items()}
-        plot.draw_bands(curves, list(claim.panels), ROOT / "docs" / f"claims-{name}.png")
+        files = sorted(DATA.glob(f"{arm}-seed*.csv"))
+        if files:
+            runs[arm] = {file.stem.rpartition("-seed")[2]: plot.read(file) for file in files}
+    if not runs:
+        print(f"\n{name}: no run yet")
+        return
+    curves = {f"{arm}-seed{seed}": rows for arm, seeds in runs.items() for seed, rows in seeds.items()}
+    seconds = statistics.median(rows[-1]["time"] for rows in curves.values())
+    print(f"\n{name}\n{len(curves)} runs of {seconds:.0f} s (median; starts and tools/eval.py come on top)")
+    print(f"\n{table(claim, runs)}\n\n![{name}](claims-{name}.png)")
+    plot.draw_bands(curves, list(claim.panels), ROOT / "docs" / f"claims-{name}.png")
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"and NAME-…; none: all; legal: {', '.join(CLAIMS)}")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
@@ -318,14 +381,19 @@ def main() -> None:
     unknown = set(args.names) - CLAIMS.keys()
     if unknown:
         raise SystemExit(f"{sorted(unknown)}: no such claims; legal: {', '.join(CLAIMS)}")
-    names = [name for name in CLAIMS if not args.names or any(f"{name}-".startswith(f"{each}-") for each in args.names)]
-    wanted = dict.fromkeys((arm, seed) for name in names for seed in args.seeds for arm in CLAIMS[name].arms)
-    todo = [each for each in wanted if not (DATA / "{}-seed{}.csv".format(*each)).exists()]
+    asked = tuple(f"{name}-" for name in args.names or CLAIMS)
+    claims = [name for name in CLAIMS if f"{name}-".startswith(asked)]
+    wanted = dict.fromkeys(f"{arm}-seed{seed}" for name in claims for seed in args.seeds for arm in CLAIMS[name].arms)
+    todo = [name for name in wanted if not is_current(name)]
     failed = run_all(todo, args.jobs) if args.jobs else 0
-    for name in names:
-        report(name)
-    sys.exit(failed > 0)
+    stale = [name for name in todo if (DATA / f"{name}.csv").exists() and not is_current(name)]
+    for name in stale:
+        print(f"docs/data/{name}.csv: stale, without metrics that its claims use; ./run.sh claims repeats the run")
+    for claim in claims:
+        report(claim)
+    sys.exit(bool(failed or stale))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
     main()

@@ -3,17 +3,20 @@
 ./run.sh eval MODEL                                  every protocol that the model's context holds
 ./run.sh eval MODEL --protocols sspo sps             some of them
 ./run.sh eval MODEL --data-dir DIR --sets aime24     without the hub: DIR/aime24.jsonl
+./run.sh eval MODEL --protocols gpg-7b --unboxed     graded as GPG and CW-GRPO do: an answer counts without a box, too
 ./run.sh eval runs/RUN                               a run's final model; says which logged step was best on average
 ./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint; runs/RUN/best, the best model that --keep-best kept
 
-All figures are percent, log-probs nats. docs/evaluation.md has the sources.
+Every figure is in percent, and log-probs are in nats. docs/evaluation.md names the sources.
 """
 
-import dataclasses
-import functools
+import inspect
 import json
+import resource
+import signal
+import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,54 +32,44 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import rewards
 
 import common
-import gpg  # noqa: F401  its prompt, qwen-boxed
+import gpg  # noqa: F401  It registers the prompt qwen-boxed.
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a paper evaluates. `ks` are the pass@k it reports (none: the mean IoU), `papers` its figures by set: (label,
-    {set: figure})."""
+    """How a paper evaluates. `papers` is what papers report: rows of a figure for each set, - where there is none, and
+    of a label."""
 
     sets: tuple[str, ...]
     template: str
-    samples: int
-    temperature: float
-    top_p: float
     max_response_tokens: int
-    ks: tuple[int, ...]
-    seeds: int
-    papers: tuple[tuple[str, dict[str, str]], ...]
-    max_total_tokens: int = 0  # bound of prompt and response together; 0: none but their own
-    greedy_logp: bool = False  # sample a greedy answer to each question, too, for its log-prob
-    reward: str = ""  # of tools/rewards.py, for questions about images. Empty: boxes and math_verify, no images
-    also: str = ""  # another of its rewards, reported beside pass@1
-    by_question: bool = False  # average over questions, not over sets
+    papers: str
+    samples: int = 1
+    seeds: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    ks: tuple[int, ...] = (1,)  # It reports these pass@k, or the mean IoU if there are none.
+    max_total_tokens: int = 0  # It bounds a prompt and its response together. 0: only their own bounds hold.
+    greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
+    reward: str = ""  # A function of tools/rewards.py grades questions about images. Empty: there are no images.
+    also: str = ""  # It reports another function's grades beside pass@1.
+    by_question: bool = False  # Its average is over questions, not over sets.
     note: str = ""
+    grading: str = "boxed"  # with_changes makes it "unboxed" for --unboxed, and the name of a reward.
 
 
-def figures(sets: tuple[str, ...], text: str) -> dict[str, str]:
-    """Return a row of a paper's table, percent as printed, by set."""
-    return dict(zip(sets, text.split(), strict=True))
-
-
-common.PROMPTS["r1-eval"] = (  # LightEval's, with which 2504.02546 (Fig. 4) and Open-RS evaluate R1-distilled models
+HERE = Path(__file__).parent
+for name in ("geoqa", "sat"):
+    common.PROMPTS[name] = (HERE / f"{name}.txt").read_text(encoding="utf-8")
+# It is LightEval's. 2504.02546 (Fig. 4) and Open-RS evaluate R1-distilled models with it.
+common.PROMPTS["r1-eval"] = (
     "",
     "Solve the following math problem efficiently and clearly.  The last line of your response should be of the "
     "following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without quotes) "
     "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
     "answering.\n\n{problem}",
 )
-
-
-def of_images(sets: tuple[str, ...], template: str, reward: str, papers: dict[str, str], ks=(1,), **more) -> Protocol:
-    """Return a protocol of GPG's Tables 5 to 8: one greedy answer to each question."""
-    rows = tuple((label, figures(sets, text)) for label, text in papers.items())
-    return Protocol(sets, template, 1, 0.0, 1.0, 1024, ks, 1, rows, reward=reward, **more)
-
-
-HERE = Path(__file__).parent
-common.PROMPTS |= {name: (HERE / f"{name}.txt").read_text(encoding="utf-8") for name in ("geoqa", "sat")}
-SETS = {  # where a name is on the hub
+SETS = {  # The hub has a set under this id.
     "aime24": "HuggingFaceH4/aime_2024",
     "aime25": "math-ai/aime25",
     "math500": "HuggingFaceH4/MATH-500",
@@ -91,101 +84,177 @@ SETS = {  # where a name is on the hub
 VIRFT = ("flower", "pets", "aircraft", "car")
 CV_BENCH = ("cvbench-count", "cvbench-relation", "cvbench-depth", "cvbench-distance")
 LISA = ("lisa-test", "lisa-val")
-IMAGES = ("geoqa", *VIRFT, *CV_BENCH, *LISA)  # what tools/images.py prepares
+IMAGES = ("geoqa", *VIRFT, *CV_BENCH, *LISA)  # tools/images.py prepares them.
 SETS |= {name: f"data/{name}.parquet" for name in IMAGES}
-SSPO = ("aime24", "amc83", "math500", "minerva", "olympiad")
 OPEN_RS = ("aime24", "math500", "amc23", "minerva", "olympiad")
-GPG_16 = ("aime24", "amc23", "math500", "minerva")
-SPS = ("aime24", "aime25", "brumo25", "hmmt_feb25", "hmmt_nov25")
 PROTOCOLS = {
     "sspo": Protocol(
-        *(SSPO, "qwen-math", 1, 0.0, 1.0, 3000, (1,), 1),
-        (
-            ("SSPO 1.5B, Table 1", figures(SSPO, "23.33 55.42 76.00 36.42 42.50")),
-            ("GRPO 1.5B", figures(SSPO, "16.67 54.20 72.60 32.35 39.67")),
-            ("SSPO 7B", figures(SSPO, "40.0 69.88 81.20 41.54 47.40")),
-            ("GRPO 7B", figures(SSPO, "33.30 67.47 79.00 40.07 45.91")),
-        ),
+        sets=("aime24", "amc83", "math500", "minerva", "olympiad"),
+        template="qwen-math",
+        max_response_tokens=3000,
+        papers=r"""
+            23.33 55.42 76.00 36.42 42.50  SSPO 1.5B, Table 1
+            23.33 57.83 75.40 36.40 42.50  SSPO 1.5B, Table 2 (+ EC)
+            16.67 54.20 72.60 32.35 39.67  GRPO 1.5B, Table 1
+            20.00 51.49 74.60 34.56 41.16  GSPO 1.5B, Tables 1, 2
+            20.00 53.00 74.20 25.70 37.60  Dr. GRPO 1.5B, Table 1, from its own paper
+            13.30 53.01 73.20 33.09 37.89  clip-high 1.5B, Table 1
+            20.00 56.63 78.0 35.66 40.56  CLIP-Cov 1.5B, Table 1
+            20.00 56.63 75.00 34.19 41.90  + SIR 1.5B, Table 2; split at \n\n, Table 3
+            23.33 56.63 74.20 32.72 39.52  split at \n 1.5B, Table 3
+            20.00 53.01 75.00 30.88 39.67  split at . 1.5B, Table 3
+            40.0 69.88 81.20 41.54 47.40  SSPO 7B, Tables 1, 2
+            33.30 67.47 79.00 40.07 45.91  GRPO 7B, Table 1
+            33.30 65.06 80.80 42.28 47.10  GSPO 7B, Tables 1, 2
+            43.30 62.70 80.00 30.10 41.00  Dr. GRPO 7B, Table 1, from its own paper
+            33.30 68.67 82.2 44.49 49.18  clip-high 7B, Table 1
+            36.67 67.47 84.60 41.91 46.95  CLIP-Cov 7B, Table 1
+            33.30 65.06 81.61 42.28 47.70  + SIR 7B, Table 2
+        """,
     ),
-    "open-rs": Protocol(  # CW-GRPO's 1.5B and GPG-RS
-        *(OPEN_RS, "r1-eval", 1, 0.6, 0.95, 32768, (1,), 1),
-        (
-            ("R1-Distill 1.5B, GPG's Table 3", figures(OPEN_RS, "28.8 82.8 62.9 26.5 43.3")),
-            ("GPG-RS1", figures(OPEN_RS, "33.3 87.6 77.5 29.4 50.5")),
-            ("GPG-RS3", figures(OPEN_RS, "33.3 85.0 80.0 26.8 52.4")),
-            ("CW-GRPO, its Table 2, step 100", figures(OPEN_RS, "30.0 87.0 77.5 29.8 52.0")),
-            ("Clip-Cov", figures(OPEN_RS, "33.3 85.5 70.0 29.0 50.0")),
-            ("GRPO, step 100", figures(OPEN_RS, "33.3 85.0 67.5 27.2 49.9")),
-            ("CW-GRPO, its Table 3, step 150", {"math500": "86.2", "olympiad": "53.9"}),
-            ("step 200", {"math500": "86.4", "olympiad": "53.5"}),
-            ("GRPO, step 150", {"math500": "82.0", "olympiad": "49.9"}),
-            ("step 200", {"math500": "79.8", "olympiad": "47.8"}),
-        ),
+    "open-rs": Protocol(  # CW-GRPO's 1.5B and GPG-RS are evaluated so.
+        sets=OPEN_RS,
+        template="r1-eval",
+        max_response_tokens=32768,
+        temperature=0.6,
+        top_p=0.95,
+        papers="""
+            28.8 82.8 62.9 26.5 43.3  R1-Distill 1.5B, GPG's Table 3
+            32.5 84.4 66.7 29.0 45.4  Still-3-1.5B-Preview, GPG's Table 3
+            33.3 83.8 67.5 29.8 50.9  Open-RS1, GPG's Table 3
+            26.7 85.4 70.0 27.9 50.2  Open-RS3, GPG's Table 3
+            33.3 87.6 77.5 29.4 50.5  GPG-RS1, GPG's Table 3
+            33.3 85.0 80.0 26.8 52.4  GPG-RS3, GPG's Table 3
+            30.0 87.0 77.5 29.8 52.0  CW-GRPO, its Table 2, step 100
+            33.3 85.5 70.0 29.0 50.0  Clip-Cov, CW-GRPO's Table 2
+            33.3 85.0 67.5 27.2 49.9  GRPO, CW-GRPO's Table 2, step 100
+            - 86.2 - - 53.9  CW-GRPO, its Table 3, step 150
+            - 86.4 - - 53.5  CW-GRPO, its Table 3, step 200
+            - 82.0 - - 49.9  GRPO, CW-GRPO's Table 3, step 150
+            - 79.8 - - 47.8  GRPO, CW-GRPO's Table 3, step 200
+        """,
     ),
     "cwgrpo-7b": Protocol(
-        *(OPEN_RS, "r1-eval", 1, 0.6, 0.95, 4096, (1,), 1),
-        (
-            ("CW-GRPO 7B, its Table 2", figures(OPEN_RS, "13.3 82.8 62.5 32.0 42.7")),
-            ("Clip-Cov", figures(OPEN_RS, "10.0 82.4 57.5 32.4 41.3")),
-            ("GRPO", figures(OPEN_RS, "10.0 82.2 55.0 33.1 40.3")),
-            ("Qwen2.5-Math-7B-Instruct", figures(OPEN_RS, "3.3 82.6 47.5 33.1 40.4")),
-        ),
+        sets=OPEN_RS,
+        template="r1-eval",
+        max_response_tokens=4096,
         max_total_tokens=4096,
+        temperature=0.6,
+        top_p=0.95,
+        papers="""
+            13.3 82.8 62.5 32.0 42.7  CW-GRPO 7B, its Table 2
+            10.0 82.4 57.5 32.4 41.3  Clip-Cov
+            10.0 82.2 55.0 33.1 40.3  GRPO
+            3.3 82.6 47.5 33.1 40.4  Qwen2.5-Math-7B-Instruct
+        """,
     ),
     "gpg-7b": Protocol(
-        *(OPEN_RS, "qwen-boxed", 1, 0.6, 0.95, 3072, (1,), 1),
-        (
-            ("GPG-Zero-7B, Table 4", figures(OPEN_RS, "36.7 84.6 82.5 39.0 45.8")),
-            ("Qwen2.5-Math-7B", figures(OPEN_RS, "13.3 57.6 45.0 14.7 23.7")),
-        ),
+        sets=OPEN_RS,
+        template="qwen-boxed",
+        max_response_tokens=3072,
+        temperature=0.6,
+        top_p=0.95,
+        papers="""
+            36.7 84.6 82.5 39.0 45.8  GPG-Zero-7B, Tables 4, 9
+            30.0 84.6 82.5 34.9 47.8  DAPO-7B, Table 9
+            13.3 57.6 45.0 14.7 23.7  Qwen2.5-Math-7B, Tables 1, 4, 15
+            16.7 73.4 62.5 30.2 35.7  GRPO, Tables 1, 15
+            26.7 74.6 50.0 30.1 37.3  Dr. GRPO, Table 1
+            23.3 73.6 60.0 30.5 39.3  A, group's std, Tables 1, 11 (groups of 8), 13, 15
+            23.3 76.3 52.5 30.1 37.4  B, no std, Tables 1, 13, 15
+            23.3 74.2 52.5 30.9 39.7  group's std and alpha, Table 1
+            30.0 75.0 62.5 33.1 38.2  C, alpha, Tables 1, 15
+            30.0 76.2 62.5 34.2 39.0  D, alpha and beta_th 0.6, Tables 1, 10, 15
+            33.3 73.6 67.5 29.4 39.3  beta_th 0.8, Table 10
+            16.7 71.6 60.0 25.0 36.0  groups of 2, Table 11
+            20.0 73.2 55.0 29.8 38.5  groups of 4, Table 11
+            26.7 74.6 65.0 32.4 37.8  groups of 16, Table 11
+            23.3 72.2 55.0 35.3 38.5  batch's std, Table 13
+        """,
     ),
     "gpg-16": Protocol(
-        *(GPG_16, "qwen-boxed", 5, 0.6, 0.95, 3072, (1, 3, 5), 4),
-        (
-            ("GPG-Zero-7B, Table 16, pass@1/std", figures(GPG_16, "31.7/8.8 80.6/6.1 85.3/1.6 37.4/3.0")),
-            ("pass@3/std", figures(GPG_16, "41.5/9.2 85.0/5.7 89.0/1.4 43.4/3.0")),
-            ("pass@5/std", figures(GPG_16, "41.7/9.2 86.3/5.7 90.9/1.3 46.0/3.0")),
-        ),
+        sets=("aime24", "amc23", "math500", "minerva"),
+        template="qwen-boxed",
+        max_response_tokens=3072,
+        samples=5,
+        seeds=4,
+        temperature=0.6,
+        top_p=0.95,
+        ks=(1, 3, 5),
+        papers="""
+            31.7/8.8 80.6/6.1 85.3/1.6 37.4/3.0  GPG-Zero-7B, Table 16, pass@1/std
+            41.5/9.2 85.0/5.7 89.0/1.4 43.4/3.0  pass@3/std
+            41.7/9.2 86.3/5.7 90.9/1.3 46.0/3.0  pass@5/std
+        """,
     ),
     "sps": Protocol(
-        *(SPS, "qwen-math", 128, 0.7, 1.0, 3072, (1, 128), 1),
-        (("SPS 1.5B 3k, pass@128", {"brumo25": "63.33"}), ("GRPO 1.5B 3k, pass@128", {"brumo25": "53.33"})),
+        sets=("aime24", "aime25", "brumo25", "hmmt_feb25", "hmmt_nov25"),
+        template="qwen-math",
+        max_response_tokens=3072,
+        samples=128,
+        temperature=0.7,
+        ks=(1, 128),
         greedy_logp=True,
+        papers="""
+            - - 63.33 - -  SPS 1.5B 3k, pass@128
+            - - 53.33 - -  GRPO 1.5B 3k, pass@128
+        """,
     ),
-    "geoqa": of_images(
-        *(("geoqa",), "geoqa", "geoqa"),
-        {"GPG, Table 5": "51.33", "GRPO": "47.48", "Qwen2.5-VL-3B-Instruct": "35.41"},
+    "geoqa": Protocol(  # This one and the next three are of GPG's Tables 5 to 8.
+        sets=("geoqa",),
+        template="geoqa",
+        max_response_tokens=1024,
+        reward="geoqa",
+        papers="""
+            51.33  GPG, Table 5
+            47.48  GRPO
+            35.41  Qwen2.5-VL-3B-Instruct
+        """,
     ),
-    "virft": of_images(
-        *(VIRFT, "chat", "class_name"),
-        {
-            "GPG, Table 6": "79.3 90.8 88.5 97.5",
-            "GRPO": "71.4 86.1 74.8 95.3",
-            "SFT": "58.5 55.5 67.9 40.5",
-            "Qwen2-VL-2B": "54.8 66.4 45.9 56.8",
-        },
+    "virft": Protocol(
+        sets=VIRFT,
+        template="chat",
+        max_response_tokens=1024,
+        reward="class_name",
         also="class_name_released",
+        papers="""
+            79.3 90.8 88.5 97.5  GPG, Table 6
+            71.4 86.1 74.8 95.3  GRPO
+            58.5 55.5 67.9 40.5  SFT
+            54.8 66.4 45.9 56.8  Qwen2-VL-2B
+        """,
         note="pass@1: the very name; class_name_released, the papers' rule: name or answer is part of the other",
     ),
-    "cv-bench": of_images(
-        *(CV_BENCH, "sat", "option"),
-        {
-            "GPG, Table 7": "66.62 83.23 81.66 75.50",
-            "GRPO": "59.64 66.76 54.16 56.66",
-            "SFT": "60.02 68.92 55.00 45.83",
-            "Qwen2-VL-2B": "54.69 22.46 0.16 31.66",
-        },
+    "cv-bench": Protocol(
+        sets=CV_BENCH,
+        template="sat",
+        max_response_tokens=1024,
+        reward="option",
         by_question=True,
+        papers="""
+            66.62 83.23 81.66 75.50  GPG, Table 7
+            59.64 66.76 54.16 56.66  GRPO
+            60.02 68.92 55.00 45.83  SFT
+            54.69 22.46 0.16 31.66  Qwen2-VL-2B
+        """,
     ),
-    "lisa": of_images(
-        *(LISA, "chat", "iou"),
-        {"GPG, Table 8": "51.8 51.3", "GRPO": "37.6 34.4", "SFT": "28.3 29.7", "Qwen2-VL-2B": "26.9 30.1"},
+    "lisa": Protocol(
+        sets=LISA,
+        template="chat",
+        max_response_tokens=1024,
+        reward="iou",
         ks=(),
+        papers="""
+            51.8 51.3  GPG, Table 8
+            37.6 34.4  GRPO
+            28.3 29.7  SFT
+            26.9 30.1  Qwen2-VL-2B
+        """,
         note="mIoU is of boxes; the table's gIoU of masks takes SAM, which is not here",
     ),
 }
-TOLERANCE = Fraction("1e-4")  # relative, of Qwen2.5-Math's grader
-HOW = ("samples", "seeds", "temperature", "top_p", "template", "max_response_tokens", "max_total_tokens")
+TOLERANCE = Fraction("1e-4")  # It is relative, and what Qwen2.5-Math's grader allows.
+HOW = ("samples", "seeds", "temperature", "top_p", "template", "max_response_tokens", "max_total_tokens", "grading")
 
 
 @dataclass
@@ -210,6 +279,8 @@ class Args:
     """Seeds every sampled token."""
     template: str = ""
     """Instead of the protocol's."""
+    unboxed: bool = False
+    """Grade as the released evaluators of GPG and CW-GRPO do: an answer counts without a box, too. Not for images."""
     samples: int = 0
     """Completions of a problem, instead of the protocol's."""
     max_response_tokens: int = 0
@@ -222,33 +293,47 @@ class Args:
     """Share of a GPU that vLLM may fill."""
 
 
-def with_changes(protocol: Protocol, args: Args) -> Protocol:
-    """Return the protocol with what the command line changes in it."""
-    mine = tuple(name for name in args.sets if name in protocol.sets) if args.sets else protocol.sets
-    own = tuple(name for name in args.sets if name not in SETS and (args.protocols or not protocol.reward))
+# ---------------------------------------------------------------------------------------------------------- what to do
+def with_changes(protocol: Protocol, args: Args):
+    """Return the protocol with the changes that the command line asks for."""
+    sets = protocol.sets
+    if args.sets:
+        sets = tuple(name for name in args.sets if name in protocol.sets)
+        if args.protocols or not protocol.reward:
+            sets += tuple(name for name in args.sets if name not in SETS)
     samples = args.samples or protocol.samples
-    return dataclasses.replace(
+    ks = {min(k, samples) for k in protocol.ks}
+    return replace(
         protocol,
-        sets=mine + own,
+        sets=sets,
         template=args.template or protocol.template,
+        grading=protocol.reward or ("unboxed" if args.unboxed else "boxed"),
         samples=samples,
-        ks=tuple(sorted({min(k, samples) for k in protocol.ks})),
+        ks=tuple(sorted(ks)),
         max_response_tokens=args.max_response_tokens or protocol.max_response_tokens,
         max_total_tokens=0 if args.max_response_tokens else protocol.max_total_tokens,
     )
 
 
-def settings_of(protocol: Protocol, args: Args) -> common.Args:
+def settings_of(protocol: Protocol, args: Args):
     """Return the settings under which a protocol's problems are read and sampled."""
-    bounds = {"max_response_tokens": protocol.max_response_tokens, "max_total_tokens": protocol.max_total_tokens}
-    shared = ("seed", "max_prompt_tokens", "tensor_parallel", "gpu_memory_utilization")
+    settings = common.Args(
+        template=protocol.template,
+        seed=args.seed,
+        max_prompt_tokens=args.max_prompt_tokens,
+        max_response_tokens=protocol.max_response_tokens,
+        max_total_tokens=protocol.max_total_tokens,
+        tensor_parallel=args.tensor_parallel,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+    )
     if protocol.reward:
-        bounds |= {"reward": f"{HERE / 'rewards.py'}:{protocol.reward}", "image_column": "image"}
-    return common.Args(template=protocol.template, **bounds, **{name: getattr(args, name) for name in shared})
+        settings.reward = f"{HERE / 'rewards.py'}:{protocol.reward}"
+        settings.image_column = "image"
+    return settings
 
 
-def obstacle(settings: common.Args, context: int, tokenizer, sees: bool = False) -> str:
-    """Return why a model of this context, tokens, cannot be sampled under these settings; empty where it can."""
+def obstacle(settings: common.Args, context: int, tokenizer, sees: bool = False):
+    """Return why a model whose context is so many tokens cannot be sampled under these settings; empty if it can."""
     if settings.image_column and not sees:
         return "its questions have images, which this model cannot see"
     longest = common.longest_sequence(settings)
@@ -256,201 +341,329 @@ def obstacle(settings: common.Args, context: int, tokenizer, sees: bool = False)
         return f"prompt and response may have {longest} tokens, the model's context holds {context}"
     if longest <= settings.max_prompt_tokens:
         return f"prompt and response may have {longest} tokens, and so may a prompt alone (--max-prompt-tokens)"
-    if isinstance(common.PROMPTS.get(settings.template), tuple) and not tokenizer.chat_template:
+    needs_chat = isinstance(common.PROMPTS.get(settings.template), tuple)
+    if needs_chat and not tokenizer.chat_template:
         return f"prompt {settings.template} needs a chat template, and the model's tokenizer has none"
     return ""
+
+
+def where(name: str, data_dir: str):
+    """Return the file or hub id of a set. In a folder, if one is given, a name of `SETS` is NAME.jsonl or .parquet."""
+    if not data_dir or name not in SETS:
+        return SETS.get(name, name)
+    kind = "parquet" if name in IMAGES else "jsonl"
+    return f"{data_dir}/{name}.{kind}"
+
+
+def place(folder: Path):
+    """Return the file of a model's figures if --out names none. It lies in the model's folder, but beside what a run's
+    folder holds."""
+    if not folder.is_dir():
+        return Path("eval.json")
+    for run in folder.parents[:2]:
+        if (run / "run.json").is_file():
+            return run / f"eval-{folder.name}.json"
+    return folder / "eval.json"
+
+
+def model_of(given: str):
+    """Return the model folder or hub id of a run, of a checkpoint's run, or of what is itself a model."""
+    path = Path(given)
+    if (path / "manifest.json").is_file():
+        about = json.loads((path.parent.parent / "run.json").read_text())
+        return about["args"]["model"]
+    if (path / "model" / "config.json").is_file():
+        return str(path / "model")
+    return given
 
 
 def checkpoint_weights(checkpoint: Path, dtype: torch.dtype):
     """Yield (name, tensor) of a checkpoint's policy, as `Sampler.load` takes them."""
     sizes = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    names = [key.removeprefix("policy.") for key in sizes if key.startswith("policy.")]
-    for name in names:  # one at a time: every rank reads them
-        weights = {name: torch.empty(sizes[f"policy.{name}"].size)}
-        dcp.load({"policy": weights}, checkpoint_id=str(checkpoint), no_dist=True)
-        yield name, weights[name].to(dtype)
+    for key in sizes:
+        prefix, _, name = key.partition(".")
+        if prefix == "policy":
+            weights = {name: torch.empty(sizes[key].size)}  # Every rank reads them all, so it reads one at a time.
+            dcp.load({"policy": weights}, checkpoint_id=str(checkpoint), no_dist=True)
+            yield name, weights[name].to(dtype)
 
 
 def weights_of(folder: Path, dtype: torch.dtype):
-    """Yield (name, tensor) of a model folder, as `Sampler.load` takes them; a tied head is left out. Names of models
-    that see are others on the hub than in memory."""
+    """Yield (name, tensor) of a model folder, as `Sampler.load` takes them, without a tied head. The parameters of
+    models that see have other names on the hub than in memory."""
     from safetensors import safe_open
 
-    names = [name for name, _ in common.empty_model(AutoConfig.from_pretrained(folder)).named_parameters()]
-    names = {common.hub_name(name): name for name in names}
+    model = common.empty_model(AutoConfig.from_pretrained(folder))
+    names = {common.hub_name(name): name for name, _ in model.named_parameters()}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in filter(names.get, opened.keys()):
                 yield names[name], opened.get_tensor(name).to(dtype)
 
 
-def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]) -> dict:
-    """Return pass@k for seeds x problems x samples, percent, mean over seeds, with two spreads.
+# ------------------------------------------------------------------------------------------------------- without a box
+def _unboxed_worker(seconds: int):
+    """Answer lines [completion, answer] on stdin with lines 1 or 0 on stdout; alone, in a bare interpreter. It dies of
+    a completion that takes more `seconds` of processor time. Memory is bounded."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches; over_seeds the standard deviation
-    of the seeds' figures (none for one seed).
+    how = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # The default action of SIGPROF ends C code, too.
+        completion, answer = json.loads(line)
+        gold = parse(rf"\boxed{{{answer}}}", how)
+        print(int(verify(gold, parse(completion, how), float_rounding=5)), flush=True)
+
+
+def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int = 30):
+    """Return the score of each completion and how it came about, as `common.Verifier.judge` does. They are graded as by
+    `evaluate.py` of GPG and of CW-GRPO, with math_verify alone. It gives itself 5 seconds for whatever it parses or
+    compares, but it cannot stop C code. Where its process dies of a completion, a new one goes on with the next. Raises
+    ValueError where it does not start."""
+    tasks = [json.dumps(task) for task in zip(completions, answers, strict=True)]
+    source = f"import json, resource, signal, sys\n{inspect.getsource(_unboxed_worker)}\n_unboxed_worker({seconds})"
+    verdicts = []
+    while len(verdicts) < len(tasks):
+        left = "\n".join(tasks[len(verdicts) :])
+        done = subprocess.run([sys.executable, "-c", source], input=left, capture_output=True, text=True)
+        common.need(done.stdout, f"--unboxed: {done.stderr[-500:]}")
+        verdicts += [(float(score), "graded") for score in done.stdout.split()[1:]]
+        if done.returncode:
+            verdicts.append((0.0, "timeout" if done.returncode == -signal.SIGPROF else "crash"))
+    return verdicts
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]):
+    """Return pass@k of seeds x problems x samples in percent: its mean over seeds, with two spreads.
+
+    over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches. over_seeds is the standard
+    deviation of the seeds' figures, and None for one seed.
     """
     problems = correct_SPN.shape[1]
-    row = {}
+    found = {}
     for k in ks:
-        by_seed = torch.tensor([common.pass_at_k(correct_PN, k) for correct_PN in correct_SPN], dtype=torch.float64)
-        p = by_seed.mean().item()
-        row[f"pass@{k}"] = {
-            "mean": 100 * p,
-            "over_problems": 100 * (p * (1 - p) / (problems - 1)) ** 0.5 if problems > 1 else None,
-            "over_seeds": 100 * by_seed.std().item() if len(by_seed) > 1 else None,
-        }
-    return row
+        by_seed = [common.pass_at_k(correct_PN, k) for correct_PN in correct_SPN]
+        p = float(np.mean(by_seed))
+        figure = {"mean": 100 * p, "over_problems": None, "over_seeds": None}
+        if problems > 1:
+            figure["over_problems"] = 100 * (p * (1 - p) / (problems - 1)) ** 0.5
+        if len(by_seed) > 1:
+            figure["over_seeds"] = 100 * float(np.std(by_seed, ddof=1))
+        found[f"pass@{k}"] = figure
+    return found
 
 
-def best_average_step(run: Path) -> tuple[int, float] | None:
-    """Return the step, but 0, of a run's metrics with the highest avg@n, mean over held-out sets, and that average."""
-    file, found = run / "metrics.jsonl", []
-    for row in map(json.loads, file.read_text().splitlines() if file.is_file() else []):
+def best_average_step(run: Path):
+    """Return the step at which a run logged the highest avg@n, averaged over its held-out sets, and that average.
+    Step 0 does not count, nor does a step with an avg@n that was not finite, which is null."""
+    file = run / "metrics.jsonl"
+    averages = {}
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        row = json.loads(line)
         values = [value for name, value in row.items() if name.startswith("eval/") and "/avg@" in name]
-        if values and row["step"]:
-            found.append((row["step"], sum(values) / len(values)))
-    return max(found, key=lambda pair: pair[1], default=None)
+        if values and row["step"] and None not in values:
+            averages[row["step"]] = sum(values) / len(values)
+    return max(averages.items(), key=lambda pair: pair[1], default=None)
 
 
-def similarity(responses_PG: list[list[np.ndarray]]) -> float:
-    """Return how alike responses to one question are, percent (Table 4 of SPS; the measure is ours): the cosine between
-    counts of token bigrams, mean over the pairs of a group, then over groups. 100: all the same."""
+def similarity(responses_PG: list[list[np.ndarray]]):
+    """Return how alike the responses to a question are, in percent; 100 says that they are all the same. It is the
+    cosine between counts of token bigrams, averaged over the pairs of a group and then over groups. Table 4 of SPS
+    has such a figure; the measure is ours."""
     per_group = []
     for group in responses_PG:
-        n = len(group)
-        bigrams = [np.append(0, ids[:-1] + 1)[: len(ids)] << 32 | ids for ids in group]
-        kinds, column = np.unique(np.concatenate(bigrams), return_inverse=True)
-        response = np.repeat(np.arange(n), [len(ids) for ids in group])
-        entry, count = np.unique(response * len(kinds) + column, return_counts=True)  # few of all pairs occur
-        response, column = np.divmod(entry, len(kinds))
-        unit = count / np.sqrt(np.bincount(response, count**2, n))[response]
+        kinds, units = [], []
+        for ids in group:
+            before = np.append(-1, ids)[:-1]
+            kind, count = np.unique((before << 32) + ids, return_counts=True)
+            kinds.append(kind)
+            units.append(count / np.linalg.norm(count))
+        _, column = np.unique(np.concatenate(kinds), return_inverse=True)
+        unit = np.concatenate(units)
         summed = np.bincount(column, unit)
-        per_group.append((summed @ summed - unit @ unit) / (n * (n - 1)))  # an empty response is like no other
+        pairs = len(group) * (len(group) - 1)
+        per_group.append((summed @ summed - unit @ unit) / pairs)  # An empty response is like no other.
     return 100 * float(np.mean(per_group))
 
 
-def greedy_logp(groups: list[common.Group]) -> float:
-    """Return the mean over greedy answers of their mean token log-prob, nats (Table 6 of SPS; which mean is ours)."""
+def greedy_logp(groups: list[common.Group]):
+    """Return the mean log-prob of a token in nats, averaged over each greedy answer and then over the answers. Table
+    6 of SPS has such a figure; which mean to take is our choice."""
     return float(np.mean([group.rollouts[0].logp.mean(dtype=np.float64) for group in groups]))
 
 
-def near(completion: str, reference: str) -> bool:
-    """Say whether a completion's answer and the reference are numbers apart, but by no more than `TOLERANCE`."""
-    values = [common.spell(text)[2] for text in (common.last_boxed(completion) or "", reference)]
-    return None not in values and 0 < abs(values[0] - values[1]) <= TOLERANCE * max(map(abs, values))
+def near(completion: str, reference: str):
+    """Say whether a completion's answer and the reference are different numbers, but within `TOLERANCE`."""
+    _, _, given = common.spell(common.last_boxed(completion) or "")
+    _, _, right = common.spell(reference)
+    if given is None or right is None:
+        return False
+    largest = max(abs(given), abs(right))
+    return 0 < abs(given - right) <= TOLERANCE * largest
 
 
-def near_misses(groups: list[common.Group]) -> int:
+def near_misses(groups: list[common.Group]):
     """Return how many completions were graded as wrong for an answer that is `near` the reference."""
-    return sum(
-        verdict == "graded" and near(rollout.text, group.problem.answer)
-        for group in groups
-        for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)
-    )
+    count = 0
+    for group in groups:
+        for rollout, verdict, right in zip(group.rollouts, group.verdicts, group.correct_G, strict=True):
+            if verdict == "graded" and not right and near(rollout.text, group.problem.answer):
+                count += 1
+    return count
 
 
-def where(name: str, data_dir: str) -> str:
-    """Return the file or hub id of a set: of a name in `SETS` NAME.jsonl, of images .parquet, in a folder, if given."""
-    kind = "parquet" if name in IMAGES else "jsonl"
-    return f"{data_dir}/{name}.{kind}" if name in SETS and data_dir else SETS.get(name, name)
+def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group], greedy: list[common.Group]):
+    """Return the figures of a set. `groups` are its graded completions, all of one seed before those of the next;
+    `greedy` are its greedy answers, if there are any."""
+    correct_GN = torch.stack([group.correct_G for group in groups])
+    correct_SPN = correct_GN.unflatten(0, (protocol.seeds, -1))
+    row = {"protocol": name, "set": label, "problems": correct_SPN.shape[1]}
+    for key in HOW:
+        row[key] = getattr(protocol, key)
+    first = {"mean": 100 * correct_SPN.mean().item()}
+    if protocol.ks:
+        row |= summary(correct_SPN, protocol.ks)
+        first = row[f"pass@{protocol.ks[0]}"]
+    else:
+        row["mIoU"] = first
+    if protocol.also:
+        rule = getattr(rewards, protocol.also)
+        scores = [rule(rollout.text, group.problem.row) for group in groups for rollout in group.rollouts]
+        row[protocol.also] = {"mean": 100 * float(np.mean(scores))}
+    if protocol.samples > 1:
+        responses_PG = [[rollout.ids for rollout in group.rollouts] for group in groups]
+        row["similarity"] = {"mean": similarity(responses_PG)}
+    if greedy:
+        row["greedy_logp"] = {"mean": greedy_logp(greedy)}
+    row["near_misses"] = near_misses(groups)
+    row["with_tolerance"] = first["mean"] + 100 * row["near_misses"] / correct_SPN.numel()
+    drawn = common.drawn_metrics(groups)
+    row["length"] = drawn["response_length"]
+    row["truncated_share"] = drawn["truncated_share"]
+    row |= {key: count for key, count in drawn.items() if key.startswith("verifier/")}
+    row["n"] = protocol.samples * protocol.seeds
+    row["right"] = (correct_SPN >= 1).sum((0, 2)).tolist()
+    return row
 
 
-def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: dict, texts: str) -> list[dict]:
-    """Sample, grade and summarise a protocol's sets, {name: problems}, all at once so that they share one tail; write
-    the completions to a folder, if named."""
-    asked = {(shown, p): problem for shown, problems in data.items() for p, problem in enumerate(problems)}
+def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: dict, texts: str):
+    """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
+    waits only once for the longest responses. Write the completions to the folder `texts`, if one is named."""
+    graded = {label: [] for label in data}
+    greedy = {label: [] for label in data}
 
-    def sample(kind: str, n: int, temperature: float, settings: common.Args, top_p: float = 1.0) -> list[common.Group]:
-        streams = [(kind, Path(shown).stem, p) for shown, p in asked]
-        return sampler.sample([*asked.values()], n, temperature, settings, streams, top_p)
+    def sample(kind: str, into: dict, *how):
+        asked = {(kind, label, p): problem for label, problems in data.items() for p, problem in enumerate(problems)}
+        groups = sampler.sample(asked, *how)
+        for (_, label, _), group in zip(asked, groups, strict=True):
+            into[label].append(group)
 
-    graded = []
     for seed in range(settings.seed, settings.seed + protocol.seeds):
-        seeded = dataclasses.replace(settings, seed=seed)
-        graded += sample("eval", protocol.samples, protocol.temperature, seeded, protocol.top_p)
-    common.verify(verifier, graded)
-    greedy = sample("greedy", 1, 0.0, settings) if protocol.greedy_logp else []
+        seeded = replace(settings, seed=seed)
+        sample("eval", graded, protocol.samples, protocol.temperature, seeded, protocol.top_p)
+    if protocol.greedy_logp:
+        sample("greedy", greedy, 1, 0.0, settings)
+    common.verify(verifier, [group for groups in graded.values() for group in groups])
     rows = []
-    for shown, problems in data.items():
-        label = Path(shown).stem
-        groups = [group for (of, _), group in zip([*asked] * protocol.seeds, graded, strict=True) if of == shown]
-        correct_SPN = torch.stack([group.correct_G for group in groups]).view(protocol.seeds, len(problems), -1)
-        drawn = common.drawn_metrics(groups)
-        row = {"protocol": name, "set": label, "problems": len(problems)}
-        found = summary(correct_SPN, protocol.ks) or {"mIoU": {"mean": 100 * correct_SPN.mean().item()}}
-        row |= {key: getattr(protocol, key) for key in HOW} | found
-        if protocol.also:
-            rule = getattr(rewards, protocol.also)
-            scores = [rule(rollout.text, group.problem.row) for group in groups for rollout in group.rollouts]
-            row[protocol.also] = {"mean": 100 * float(np.mean(scores))}
-        if protocol.samples > 1:
-            row["similarity"] = {"mean": similarity([[one.ids for one in group.rollouts] for group in groups])}
-        if greedy:
-            answers = [group for (of, _), group in zip(asked, greedy, strict=True) if of == shown]
-            row["greedy_logp"] = {"mean": greedy_logp(answers)}
-        row["near_misses"] = near_misses(groups)
-        row["with_tolerance"] = next(iter(found.values()))["mean"] + 100 * row["near_misses"] / correct_SPN.numel()
-        row |= {"length": drawn["response_length"], "truncated_share": drawn["truncated_share"]}
-        row |= {key: count for key, count in drawn.items() if key.startswith("verifier/")}
-        row |= {"n": protocol.samples * protocol.seeds, "right": (correct_SPN >= 1).sum((0, 2)).tolist()}
-        rows.append(row)
+    for label, groups in graded.items():
+        rows.append(row_of(name, protocol, label, groups, greedy[label]))
         if texts:
             (Path(texts) / "samples").mkdir(parents=True, exist_ok=True)
-            common.Record.samples(SimpleNamespace(world=sampler.world, folder=Path(texts)), f"{name}-{label}", groups)
+            record = SimpleNamespace(world=sampler.world, folder=Path(texts))
+            common.Record.samples(record, f"{name}-{label}", groups)
     return rows
 
 
-def mean_over_sets(values: list[float], rows: list[dict], by_question: bool) -> float:
+# --------------------------------------------------------------------------------------------------------------- table
+def mean_over_sets(values: list[float], rows: list[dict], by_question: bool):
     """Return the mean of a figure over the sets of these rows, or over all their questions."""
-    return float(np.average(values, weights=[row["problems"] if by_question else 1 for row in rows]))
+    weights = [row["problems"] if by_question else 1 for row in rows]
+    return float(np.average(values, weights=weights))
 
 
-def averages(rows: list[dict], by_question: bool = False) -> dict[str, float]:
-    """Return the mean over a protocol's sets, or over all their questions, of each figure of its table: of what has a
-    mean and may have spreads."""
-    labels = [label for label, figure in rows[0].items() if isinstance(figure, dict)] if rows else []
-    return {label: mean_over_sets([row[label]["mean"] for row in rows], rows, by_question) for label in labels}
+def averages(rows: list[dict], by_question: bool = False):
+    """Return the mean of each figure of a protocol's table over its sets, or over all their questions. A figure of a
+    row is a dict with a mean, and perhaps with spreads."""
+    means = {}
+    for label, figure in rows[0].items() if rows else ():
+        if isinstance(figure, dict):
+            values = [row[label]["mean"] for row in rows]
+            means[label] = mean_over_sets(values, rows, by_question)
+    return means
 
 
-def cell(label: str, mean: float, over_problems: float | None = None, over_seeds: float | None = None) -> str:
+def paper_average(figures: dict[str, str], rows: list[dict], by_question: bool):
+    """Return the average of a paper's figures, or - if they are not of the same sets as these rows."""
+    given = {name for name, figure in figures.items() if figure != "-"}
+    if given != {row["set"] for row in rows}:
+        return "-"
+    values = [float(figures[row["set"]].partition("/")[0]) for row in rows]
+    return f"{mean_over_sets(values, rows, by_question):.2f}"
+
+
+def cell(label: str, mean: float, over_problems: float | None = None, over_seeds: float | None = None):
     """Return a figure as the table has it."""
-    spreads = "".join(f" ±{spread:.1f}" for spread in (over_problems, over_seeds) if spread is not None)
-    return f"{mean:.{4 if label == 'greedy_logp' else 2}f}{spreads}"
+    digits = 4 if label == "greedy_logp" else 2
+    text = f"{mean:.{digits}f}"
+    for spread in (over_problems, over_seeds):
+        if spread is not None:
+            text += f" ±{spread:.1f}"
+    return text
 
 
-def table_of(name: str, protocol: Protocol, rows: list[dict]) -> list[list[str]]:
-    """Return a protocol's table: ours, the papers' figures beside them, below averages over the sets that were run."""
+def reported(protocol: Protocol):
+    """Return what papers report: for each row its label and {set: figure}."""
+    rows = [line.split(maxsplit=len(protocol.sets)) for line in protocol.papers.strip().splitlines()]
+    return [(label, dict(zip(protocol.sets, figures, strict=True))) for *figures, label in rows]
+
+
+def table_of(name: str, protocol: Protocol, rows: list[dict]):
+    """Return the columns of a protocol's table: one for each set, with our figures above the papers', and at the end
+    one of averages over the sets that were run."""
+    sets = PROTOCOLS[name].sets
     ours = {row["set"]: row for row in rows}
-    names = list(dict.fromkeys([*PROTOCOLS[name].sets, *ours]))
     means = averages(rows, protocol.by_question)
     labels = list(means) or [f"pass@{k}" for k in protocol.ks] or ["mIoU"]
-    table = [["set", "problems", *labels, *(label for label, _ in protocol.papers)]]
-    for one in names:
-        row, papers = ours.get(one), [figure.get(one, "-") for _, figure in protocol.papers]
-        mine = [cell(label, **row[label]) for label in labels] if row else ["not run"] * len(labels)
-        table.append([one, str(row["problems"]) if row else "-", *mine, *papers])
+    papers = reported(PROTOCOLS[name])
+    columns = [["set", "problems", *labels, *(label for label, _ in papers)]]
+    for one in dict.fromkeys([*sets, *ours]):
+        line = [one, "-", *["not run"] * len(labels)]
+        if one in ours:
+            mine = [cell(label, **ours[one][label]) for label in labels]
+            line = [one, str(ours[one]["problems"]), *mine]
+        line += [figures.get(one, "-") for _, figures in papers]
+        columns.append(line)
     if len(rows) > 1:
-        same = [figure if figure.keys() == ours.keys() else {} for _, figure in protocol.papers]
-        same = [[float(figure[one].partition("/")[0]) for one in ours if figure] for figure in same]
-        papers = [f"{mean_over_sets(its, [*ours.values()], protocol.by_question):.2f}" if its else "-" for its in same]
         what = "all questions" if protocol.by_question else f"average of {len(rows)}"
-        table.append([what, "", *(cell(*mean) for mean in means.items()), *papers])
-    return table
+        line = [what, ""]
+        line += [cell(label, mean) for label, mean in means.items()]
+        line += [paper_average(figures, rows, protocol.by_question) for _, figures in papers]
+        columns.append(line)
+    return columns
 
 
-def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
-    """Print a protocol's figures, the papers' beside them."""
-    how = f"temperature {protocol.temperature}, top-p {protocol.top_p}" if protocol.temperature else "greedy"
-    how += f", up to {protocol.max_response_tokens} tokens" + " with the prompt" * bool(protocol.max_total_tokens)
-    print(f"\n{name}: {protocol.samples} x {protocol.seeds} completions, {how}, prompt {protocol.template}")
-    table = table_of(name, protocol, rows)
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    for line in table:
-        print("  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+def show(name: str, protocol: Protocol, rows: list[dict], why_not: str):
+    """Print a protocol's figures with the papers' beside them."""
+    how = "greedy"
+    if protocol.temperature:
+        how = f"temperature {protocol.temperature}, top-p {protocol.top_p}"
+    how += f", up to {protocol.max_response_tokens} tokens"
+    if protocol.max_total_tokens:
+        how += " with the prompt"
+    how += f", prompt {protocol.template}, grading {protocol.grading}"
+    print(f"\n{name}: {protocol.samples} x {protocol.seeds} completions, {how}")
+    columns = table_of(name, protocol, rows)
+    widths = [max(map(len, column)) for column in columns]
+    for line in zip(*columns, strict=True):
+        padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+        print("  " + "  ".join(padded).rstrip())
+    over_seeds = any(row["pass@1"]["over_seeds"] is not None for row in rows if protocol.ks)
     if why_not:
         print(f"  not run: {why_not}")
-    elif any(row["pass@1"]["over_seeds"] is not None for row in rows if protocol.ks):
+    elif over_seeds:
         print("  first ± over problems, sqrt(p (1 - p) / (n - 1)); second ± over seeds")
     elif rows and protocol.ks:
         print("  ± over problems, sqrt(p (1 - p) / (n - 1))")
@@ -461,56 +674,57 @@ def show(name: str, protocol: Protocol, rows: list[dict], why_not: str) -> None:
         print(f"  pass@1 if numbers within a relative {float(TOLERANCE):g} were right: {', '.join(looser)}")
 
 
-def place(folder: Path) -> Path:
-    """Return the file of a model's figures where --out names none: inside, or beside what a run's folder holds."""
-    if not folder.is_dir():
-        return Path("eval.json")
-    runs = [run for run in folder.parents[:2] if (run / "run.json").is_file()]
-    return runs[0] / f"eval-{folder.name}.json" if runs else folder / "eval.json"
-
-
-def main(args: Args) -> None:
+def main(args: Args):
     unknown = set(args.protocols) - PROTOCOLS.keys()
     common.need(not unknown, f"--protocols {sorted(unknown)}: legal: {', '.join(PROTOCOLS)}")
-    run = Path(args.model)
-    model = str(run / "model") if (run / "model" / "config.json").is_file() else args.model
-    is_checkpoint = (run / "manifest.json").is_file()
-    if is_checkpoint:
-        model = json.loads((run.parent.parent / "run.json").read_text())["args"]["model"]
     world = common.init_world()
-    folder = common.model_folder(common.Args(model=model, max_prompt_tokens=1, max_response_tokens=1))
-    config = AutoConfig.from_pretrained(folder)
-    context, sees = config.get_text_config().max_position_embeddings, hasattr(config, "vision_config")
+    run = Path(args.model)
+    folder = common.model_folder(common.Args(model=model_of(args.model), max_prompt_tokens=1, max_response_tokens=1))
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    context = config.get_text_config().max_position_embeddings
+    sees = hasattr(config, "vision_config")
     chosen = {name: with_changes(PROTOCOLS[name], args) for name in args.protocols or PROTOCOLS}
     settings = {name: settings_of(protocol, args) for name, protocol in chosen.items()}
-    why_not = {name: why for name, how in settings.items() if (why := obstacle(how, context, tokenizer, sees))}
+    why_not = {}
     data = {}
-    for name in [name for name, protocol in chosen.items() if name not in why_not and protocol.sets]:
-        sets, how = chosen[name].sets, settings[name]
-        data[name] = {one: common.load_problems(where(one, args.data_dir), tokenizer, how, "--sets") for one in sets}
-    rows = []
+    for name, how in settings.items():
+        why = obstacle(how, context, tokenizer, sees)
+        sets = chosen[name].sets
+        if why:
+            why_not[name] = why
+        elif sets:
+            sources = {Path(one).stem: where(one, args.data_dir) for one in sets}
+            common.need(len(sources) == len(set(sets)), f"--sets {' '.join(sets)}: two sets of one name would mix")
+            data[name] = {one: common.load_problems(its, tokenizer, how, "--sets") for one, its in sources.items()}
+    rows = {name: [] for name in chosen}
     if data:
-        widest = max((settings[name] for name in data), key=common.longest_sequence)  # one engine for all
-        verifier_of = functools.cache(lambda reward: common.Verifier(common.Args(reward=reward), world))
+        widest = max((settings[name] for name in data), key=common.longest_sequence)  # All share an engine.
+        verifiers = {"unboxed": SimpleNamespace(world=world, reward=None, judge=judge_unboxed)}
+        for name in data:
+            grading = chosen[name].grading
+            if grading not in verifiers:
+                verifiers[grading] = common.Verifier(settings[name], world)
         sampler = common.Sampler(folder, tokenizer, widest, world)
+        is_checkpoint = (run / "manifest.json").is_file()
         sampler.load(checkpoint_weights(run, sampler.dtype) if is_checkpoint else weights_of(folder, sampler.dtype))
         for name, sets in data.items():
-            verifier = verifier_of(settings[name].reward)
-            rows += evaluate(name, chosen[name], settings[name], sampler, verifier, sets, args.texts)
+            verifier = verifiers[chosen[name].grading]
+            rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifier, sets, args.texts)
         sampler.close()
     if world.rank:
         return
-    by_protocol = {name: [row for row in rows if row["protocol"] == name] for name in chosen}
+    means = {}
     for name, protocol in chosen.items():
-        show(name, protocol, by_protocol[name], why_not.get(name, ""))
+        show(name, protocol, rows[name], why_not.get(name, ""))
+        means[name] = averages(rows[name], protocol.by_question)
     best = best_average_step(run)
     if best:
         kept = f"; --keep-best kept {run / 'best'}" if (run / "best").is_dir() else ""
         print(f"\n{run}: of its logged evaluations step {best[0]} has the best average, {100 * best[1]:.2f}{kept}")
     out = Path(args.out) if args.out else place(run)
-    means = {name: averages(its, chosen[name].by_question) for name, its in by_protocol.items()}
-    out.write_text(json.dumps({"model": args.model, "not_run": why_not, "averages": means, "rows": rows}) + "\n")
+    every_row = [row for its in rows.values() for row in its]
+    out.write_text(json.dumps({"model": args.model, "not_run": why_not, "averages": means, "rows": every_row}) + "\n")
     print(f"\nwritten  {out}")
 
 

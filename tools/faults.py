@@ -32,16 +32,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).parent.parent
 
 TOY = ROOT / "tools" / "toy"
-MARK = "CLEANRLVR_TRIAL"  # in the environment of everything that a trial starts
+MARK = "CLEANRLVR_TRIAL"  # It is in the environment of everything that a trial starts.
 FLAGS = [
     *("--model", TOY / "model", "--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),
     *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--group-size", 2),
     *("--lr-floor", 0.1, "--checkpoints-kept", 2),
 ]
-OWN = {  # with these the position in the data depends on what was drawn
+OWN = {  # With these the position in the data depends on what was drawn.
     "sspo": ["--valid-share", 0.75],
     "gpg": ["--beta-th", 1, "--prompts-per-step", 6],
-    "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # and its reference must be the model that the run began with
+    "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # Its reference must be the model that the run began with.
     "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 6, "--demonstrations", 1, "--irl-lr", 1e-4],
 }
 STEPS = 10
@@ -69,7 +69,7 @@ class Launch:
                 stderr=subprocess.STDOUT,
             )
 
-    def processes(self) -> dict[int, str]:
+    def processes(self):
         """Return {pid: role} of what is alive: agent (torchrun), trainer, worker (of the verifier), other."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
@@ -77,7 +77,7 @@ class Launch:
                 if self.mark.encode() not in (folder / "environ").read_bytes().split(b"\0"):
                     continue
                 words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            except OSError:  # gone meanwhile, or another user's
+            except OSError:  # It is gone meanwhile, or another user's.
                 continue
             role = "other"
             if "torch.distributed.run" in words or any(word.endswith("/torchrun") for word in words):
@@ -89,10 +89,10 @@ class Launch:
             found[int(folder.name)] = role
         return found
 
-    def pids(self, role: str) -> list[int]:
+    def pids(self, role: str):
         return sorted(pid for pid, each in self.processes().items() if each == role)
 
-    def gone_within(self, seconds: float) -> float | None:
+    def gone_within(self, seconds: float):
         """Return after how many seconds nothing was left; None if something was."""
         start = time.monotonic()
         while time.monotonic() - start < seconds:
@@ -102,37 +102,37 @@ class Launch:
             time.sleep(0.1)
         return None
 
-    def end(self) -> None:
+    def end(self):
         """Kill whatever is alive."""
         for pid in self.processes():
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # gone meanwhile
+            except ProcessLookupError:  # It is gone meanwhile.
                 continue
 
 
-def free_port() -> int:
+def free_port():
     """Return a TCP port of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def read(file: Path) -> list[dict]:
-    """Return the JSON lines of a file; none if there is no file."""
+def read(file: Path):
+    """Return the JSON lines of a file, or none if there is no file."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-def torchrun(script: str, *flags) -> list:
+def torchrun(script: str, *flags):
     """Return the command of two processes, on a port that is free now."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     return [*agent, f"{script}.py", *FLAGS, *OWN[script], *flags]
 
 
-def kill(running: Launch, how: str, rng: random.Random) -> None:
-    """Send the signal; a rank or torchrun that has just ended by itself needs none."""
+def kill(running: Launch, how: str, rng: random.Random):
+    """Send the signal. A rank or a torchrun that has just ended by itself needs none."""
     agents, ranks = running.pids("agent"), running.pids("trainer")
-    if "torchrun" in how or not ranks:  # before it has started ranks there is only torchrun
+    if "torchrun" in how or not ranks:  # Before it has started ranks there is only torchrun.
         victims = agents
     else:
         victims = ranks if "all" in how else [rng.choice(ranks)]
@@ -146,21 +146,22 @@ def kill(running: Launch, how: str, rng: random.Random) -> None:
 # --------------------------------------------------------------------------------------------------------------- kills
 
 
-def rows(folder: Path) -> list[dict]:
+def rows(folder: Path):
     """Return the metrics without those that measure time or memory."""
-    return [
-        {k: v for k, v in row.items() if k not in ("time", "mfu") and "second" not in k and "memory" not in k}
-        for row in read(folder / "metrics.jsonl")
-    ]
+    found = []
+    for row in read(folder / "metrics.jsonl"):
+        names = [name for name in row if name != "time" and "second" not in name and "memory" not in name]
+        found.append({name: row[name] for name in names})
+    return found
 
 
-def position(manifest: Path) -> int:
+def position(manifest: Path):
     """Return how far the data were read at a checkpoint."""
     return json.loads(manifest.read_text())["position"]
 
 
-def differences(ours: Path, theirs: Path) -> list[str]:
-    """Return in what a run folder differs from that of an undisturbed run; times, memory and logs are not compared."""
+def differences(ours: Path, theirs: Path):
+    """Return where a run folder differs from that of an undisturbed run. Times, memory and logs are not compared."""
     found = []
     if rows(ours) != rows(theirs):
         found.append("metrics.jsonl")
@@ -179,15 +180,15 @@ def differences(ours: Path, theirs: Path) -> list[str]:
     return found
 
 
-def command(script: str, folder: Path, run: Path) -> list:
-    """Return the command of a run that is to be killed: a checkpoint after every step, two evaluations."""
+def command(script: str, folder: Path, run: Path):
+    """Return the command of a run that is to be killed. It writes a checkpoint after every step and evaluates twice."""
     held_out = folder / "heldout.jsonl"
     flags = ["--steps", STEPS, "--checkpoint-every", 1, "--eval", held_out, "--eval-every", STEPS // 2]
     return torchrun(script, *flags, "--run-dir", run, *(["--resume"] if (run / "run.json").exists() else []))
 
 
-def wait_for_step(running: Launch) -> bool:
-    """Wait for the first line of a step after step 0; False if the run ended before."""
+def wait_for_step(running: Launch):
+    """Wait for the first line of a step after step 0. Return False if the run ended before."""
     while running.process.poll() is None:
         if any(line.startswith("step ") and "/" in line.split()[1] for line in running.log.read_text().splitlines()):
             return True
@@ -195,7 +196,7 @@ def wait_for_step(running: Launch) -> bool:
     return False
 
 
-def undisturbed(script: str, folder: Path) -> tuple[float, float]:
+def undisturbed(script: str, folder: Path):
     """Run the script to its end, once; return the seconds to its first step's line and from there to its end."""
     run, file = folder / "whole" / script, folder / "whole" / f"{script}.json"
     if not file.is_file():
@@ -211,9 +212,10 @@ def undisturbed(script: str, folder: Path) -> tuple[float, float]:
     return tuple(json.loads(file.read_text()))
 
 
-def trial(script: str, folder: Path, number: int, seed: int, last: bool) -> dict:
-    """Start or resume the script's present run, kill it at a random moment unless it is the `last` time; return what
-    happened. A run that came to its end is compared with the undisturbed one, and the next trial begins a new run."""
+def trial(script: str, folder: Path, number: int, seed: int, last: bool):
+    """Start or resume the script's present run, and kill it at a random moment unless it is the `last` time. Return
+    what happened. A run that came to its end is compared with the undisturbed one, and the next trial begins a new
+    run."""
     starting, running_on = undisturbed(script, folder)
     rng = random.Random(f"{seed} {script} {number}")
     run, log = folder / "killed" / script / "run", folder / "killed" / script / "log.txt"
@@ -248,8 +250,9 @@ def trial(script: str, folder: Path, number: int, seed: int, last: bool) -> dict
     return result
 
 
-def kills(folder: Path, count: int, seed: int) -> None:
-    """Kill each script `count` times in all, the earlier lines of kills.jsonl counted, each run to its end at last."""
+def kills(folder: Path, count: int, seed: int):
+    """Kill each script `count` times in all, counting the lines of kills.jsonl, and let its last run come to its
+    end."""
     file = folder / "kills.jsonl"
     lines = (TOY / "heldout.jsonl").read_text().splitlines(keepends=True)
     (folder / "heldout.jsonl").write_text("".join(lines[:16]))
@@ -269,7 +272,7 @@ def kills(folder: Path, count: int, seed: int) -> None:
             lines.write(json.dumps(result) + "\n")
 
 
-def report_kills(folder: Path) -> None:
+def report_kills(folder: Path):
     """Print for each script how often it was killed, in which way and when, and what was lost."""
     results = read(folder / "kills.jsonl")
     print("script   kills  in start-up  runs that ended  as the undisturbed one  slowest to be gone  lost")
@@ -301,7 +304,7 @@ def nan(completion, row):
 
 
 def uneven(completion, row):
-    return float(os.environ["RANK"])  # two ranks, two responses to a prompt: one for each
+    return float(os.environ["RANK"])  # Each of the two ranks grades one of a prompt's two responses.
 """
 
 
@@ -313,11 +316,11 @@ class Input:
     flags: list
     goes_on: bool = True
     says: str = ""
-    every_step: Callable[[dict], bool] = lambda row: True  # holds of the metrics of what was sampled
+    every_step: Callable[[dict], bool] = lambda row: True  # It holds for the metrics of a step that sampled.
     scripts: tuple[str, ...] = tuple(OWN)
 
 
-def changed_model(folder: Path, change: Callable) -> Path:
+def changed_model(folder: Path, change: Callable):
     """Save the embedded model, with a head of its own, after change(model, tokenizer); return its folder."""
     shutil.copytree(TOY / "model", folder, dirs_exist_ok=True)
     weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
@@ -330,20 +333,20 @@ def changed_model(folder: Path, change: Callable) -> Path:
     return folder
 
 
-def only_stop_tokens(model, tokenizer) -> None:
+def only_stop_tokens(model, tokenizer):
     """Let the model answer everything with its stop token."""
     for name, weights in model.named_parameters():
         weights.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
     model.lm_head.weight[tokenizer.eos_token_id] = 1.0
 
 
-def seven_is_nan(model, tokenizer) -> None:
+def seven_is_nan(model, tokenizer):
     """Let everything that follows a 7 be NaN."""
     model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("7")] = float("nan")
 
 
-def larger_vocabulary(folder: Path) -> Path:
-    """Save the embedded model with a tokenizer that has a token more; return its folder."""
+def larger_vocabulary(folder: Path):
+    """Save the embedded model with a tokenizer that has one more token; return its folder."""
     shutil.copytree(TOY / "model", folder, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["pi"])
@@ -351,7 +354,7 @@ def larger_vocabulary(folder: Path) -> Path:
     return folder
 
 
-def write_problems_and_rewards(folder: Path) -> None:
+def write_problems_and_rewards(folder: Path):
     """Write what the trials train on and are graded by."""
     folder.mkdir(exist_ok=True)
     (folder / "rewards.py").write_text(REWARDS)
@@ -362,7 +365,7 @@ def write_problems_and_rewards(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
 
 
-def make_inputs(folder: Path) -> list[Input]:
+def make_inputs(folder: Path):
     """Write models; return the trials with them, and with the problems and rewards that are there already."""
     zero = ["--reward", f"{folder}/rewards.py:zero"]
     met = ["--dataset", folder / "sevens.jsonl", "--reward", f"{folder}/rewards.py:uneven", "--steps", 10]
@@ -395,7 +398,7 @@ def make_inputs(folder: Path) -> list[Input]:
             "a weight is NaN that some prompts meet",
             ["--model", changed_model(folder / "seven-is-nan", seven_is_nan), *met],
             False,
-            "an update is skipped",  # and after some of them vLLM's cache may be full of NaN, which ends the run, too
+            "an update is skipped",  # After some of them vLLM's cache may be full of NaN, which ends the run, too.
         ),
         Input("weights overflow", overflow, False, "no response has finite log-probs: the weights have diverged"),
         Input("a reward is NaN", ["--reward", f"{folder}/rewards.py:nan"], False, "--reward: nan for row"),
@@ -409,14 +412,14 @@ def make_inputs(folder: Path) -> list[Input]:
     ]
 
 
-def without_redraws(script: str, one: Input) -> list:
-    """Return flags that let a step be one draw, and nothing but rewards make an RL update."""
+def without_redraws(script: str, one: Input):
+    """Return flags with which a step is one draw, and only rewards make an RL update."""
     off = {"sspo": ["--valid-share", 0, "--updates-per-step", 1], "gpg": ["--beta-th", 0], "cwgrpo": ["--kl-coef", 0]}
     off["sps"] = ["--kl-coef", 0, "--subset", 0]
     return [] if "valid" in one.name else off[script]
 
 
-def inputs(folder: Path) -> None:
+def inputs(folder: Path):
     """Run every script with every input that inputs.jsonl does not have yet; add a line for each."""
     file = folder / "inputs.jsonl"
     done = [(line["input"], line["script"]) for line in read(file)]
@@ -430,7 +433,7 @@ def inputs(folder: Path) -> None:
             flags = ["--steps", 4, *without_redraws(script, one), *one.flags, "--run-dir", run]
             running = Launch(torchrun(script, *flags), folder / "inputs" / "log.txt")
             code, text, steps = running.process.wait(), running.log.read_text(), rows(run)[1:]
-            sampled = [row for row in steps if "reward" in row]  # SPS's IRL steps sample nothing
+            sampled = [row for row in steps if "reward" in row]  # SPS's IRL steps sample nothing.
             expected = {
                 "exit code": (code == 0) == one.goes_on,
                 "what is said": one.says in text,
@@ -447,8 +450,8 @@ def inputs(folder: Path) -> None:
                 lines.write(json.dumps(result) + "\n")
 
 
-def report_inputs(folder: Path) -> None:
-    """Print for each input with which scripts the run went on or ended as it must."""
+def report_inputs(folder: Path):
+    """Print for each input whether runs went on or ended, and with which scripts something was not as it must be."""
     results = read(folder / "inputs.jsonl")
     for name in dict.fromkeys(one["input"] for one in results):
         ours = [one for one in results if one["input"] == name]
@@ -460,14 +463,15 @@ def report_inputs(folder: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- growth
 
 
-def sizes(running: Launch) -> dict[str, dict[str, float]]:
-    """Return for each role the processes alive, their memory together (proportional set size, MiB) and open files."""
+def sizes(running: Launch):
+    """Return for each role how many processes are alive, their memory together (proportional set size, MiB), and how
+    many files they have open."""
     found = {}
     for pid, role in running.processes().items():
         try:
             pages = (Path("/proc") / str(pid) / "smaps_rollup").read_text()
             handles = len(os.listdir(f"/proc/{pid}/fd"))
-        except OSError:  # gone meanwhile
+        except OSError:  # It is gone meanwhile.
             continue
         mebibytes = next(int(line.split()[1]) for line in pages.splitlines() if line.startswith("Pss:")) / 1024
         total = found.setdefault(role, {"processes": 0, "MiB": 0.0, "files": 0})
@@ -476,7 +480,7 @@ def sizes(running: Launch) -> dict[str, dict[str, float]]:
     return found
 
 
-def growth(folder: Path, steps: int) -> None:
+def growth(folder: Path, steps: int):
     """Run the embedded default for many steps; write what its processes hold every two seconds to growth.jsonl."""
     run = folder / "growth"
     shutil.rmtree(run, ignore_errors=True)
@@ -492,7 +496,7 @@ def growth(folder: Path, steps: int) -> None:
         raise RuntimeError(f"the run ended with {running.process.returncode}; see {running.log}")
 
 
-def report_growth(folder: Path, warm_up: int = 50) -> None:
+def report_growth(folder: Path, warm_up: int = 50):
     """Print medians after the warm-up and at the end, role by role, and the growth between."""
     samples = read(folder / "growth.jsonl")
     last = max(sample["step"] for sample in samples)

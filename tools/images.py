@@ -37,19 +37,23 @@ KINDS = {  # what an image of a set contains, and what is asked for
 }
 
 
-def row(image: bytes, problem: str, solution: str) -> dict:
+Rows = Iterator[tuple[str, dict]]  # of a set's name and what `row` returns
+
+
+def row(image: bytes, problem: str, solution: str):
     """Return a row as the hub's training sets have it."""
     return {"image": {"bytes": image, "path": None}, "problem": problem, "solution": f"<answer> {solution} </answer>"}
 
 
-def geoqa(prompts: str, folder: str) -> Iterator[tuple[str, dict]]:
+def geoqa(prompts: str, folder: str):
     """Yield (set, row) of R1-V's questions; image_path is under the folder."""
-    for question in map(json.loads, Path(prompts).read_text(encoding="utf-8").splitlines()):
-        image = (Path(folder) / question["image_path"]).read_bytes()
+    for line in Path(prompts).read_text(encoding="utf-8").splitlines():
+        question = json.loads(line)
+        image = Path(folder, question["image_path"]).read_bytes()
         yield "geoqa", row(image, question["question"], question["ground_truth"])
 
 
-def sat(file: str, count: int = 15_000) -> Iterator[tuple[str, dict]]:
+def sat(file: str, count: int = 15_000):
     """Yield (set, row) of SAT's first rows that have one image; options in a seeded order, asked as CV-Bench asks."""
     batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=100)
     rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -58,18 +62,20 @@ def sat(file: str, count: int = 15_000) -> Iterator[tuple[str, dict]]:
             words = np.random.default_rng(number).permutation(one["answers"]).tolist()
             options = [f"({letter}) {word}" for letter, word in zip(LETTERS, words, strict=False)]
             problem = "\n".join([f"{one['question']} Select from the following choices.", *options])
-            yield "sat", row(one["image_bytes"][0], problem, options[words.index(one["correct_answer"])])
+            solution = options[words.index(one["correct_answer"])]
+            yield "sat", row(one["image_bytes"][0], problem, solution)
 
 
-def cvbench(source: str) -> Iterator[tuple[str, dict]]:
+def cvbench(source: str):
     """Yield (set, row) of CV-Bench, a set for each task; a solution is "(C)" and the words of that choice."""
-    for one in common.read_table(source, "cvbench").cast_column("image", datasets.Image(decode=False)):
-        words = one["choices"][LETTERS.index(one["answer"].strip("()"))]
-        task = f"cvbench-{one['task'].lower()}"
-        yield task, row(one["image"]["bytes"], one["prompt"], f"{one['answer']} {words}")
+    table = common.read_table(source, "cvbench")
+    for one in table.cast_column("image", datasets.Image(decode=False)):
+        number = LETTERS.index(one["answer"].strip("()"))
+        solution = f"{one['answer']} {one['choices'][number]}"
+        yield f"cvbench-{one['task'].lower()}", row(one["image"]["bytes"], one["prompt"], solution)
 
 
-def lisa(folder: str) -> Iterator[tuple[str, dict]]:
+def lisa(folder: str):
     """Yield (set, row) of ReasonSeg's images, each with a .json beside it: the box around all polygons of the target,
     in thousandths; of the training set every wording of a question, else the first."""
     split = Path(folder).name
@@ -77,18 +83,22 @@ def lisa(folder: str) -> Iterator[tuple[str, dict]]:
         about = json.loads(file.read_text(encoding="utf-8", errors="replace"))
         image = file.with_suffix(".jpg").read_bytes()
         targets = [shape["points"] for shape in about["shapes"] if shape["label"] not in ("flag", "ignore")]
-        share = np.concatenate(targets) / Image.open(io.BytesIO(image)).size
-        box = np.concatenate([np.floor(1000 * share.min(0)), np.ceil(1000 * share.max(0))]).astype(int).clip(0, 1000)
-        for text in about["text"] if split == "train" else about["text"][:1]:
+        points = 1000 * (np.concatenate(targets) / Image.open(io.BytesIO(image)).size)
+        corners = [np.floor(points.min(0)), np.ceil(points.max(0))]
+        left, top, right, bottom = np.concatenate(corners).clip(0, 1000).astype(int)
+        texts = about["text"]
+        if split != "train":
+            texts = texts[:1]
+        for text in texts:
             problem = (
                 f"Output the bounding box in the image corresponding to the instruction: {text} Output the thinking "
                 'process in <think> </think> and your grouding box. Following "<think> thinking process </think>\n'
                 '<answer>(x1,y1),(x2,y2)</answer>)" format.'
             )
-            yield f"lisa-{split}", row(image, problem, "({},{}),({},{})".format(*box))
+            yield f"lisa-{split}", row(image, problem, f"({left},{top}),({right},{bottom})")
 
 
-def classes(kind: str, listed: str, names: str, folder: str) -> Iterator[tuple[str, dict]]:
+def classes(kind: str, listed: str, names: str, folder: str):
     """Yield (set, row) of a list of {path: {"label": number}}, the names of the classes, a line each, and the folder
     with the images, found by the last part of their paths."""
     what, asked = KINDS[kind]
@@ -102,13 +112,16 @@ def classes(kind: str, listed: str, names: str, folder: str) -> Iterator[tuple[s
     files = {file.name: file for file in found}
     if len(files) < len(found):
         raise ValueError(f"{folder}: several files of one name; name the folder of the test images alone")
-    for path, about in (pair for one in torch.load(listed, weights_only=True) for pair in one.items()):
-        yield kind, row(files[Path(path).name].read_bytes(), problem, name_of[int(about["label"])].strip())
+    for one in torch.load(listed, weights_only=True):
+        for path, about in one.items():
+            image = files[Path(path).name].read_bytes()
+            yield kind, row(image, problem, name_of[int(about["label"])].strip())
 
 
-def main() -> None:
-    makers = {f.__name__: f for f in (geoqa, sat, cvbench, lisa)}
-    makers |= {kind: functools.partial(classes, kind) for kind in KINDS}
+def main():
+    makers = {"geoqa": geoqa, "sat": sat, "cvbench": cvbench, "lisa": lisa}
+    for kind in KINDS:
+        makers[kind] = functools.partial(classes, kind)
     kind, *sources = sys.argv[1:] or [""]
     if kind not in makers:
         raise SystemExit(__doc__)

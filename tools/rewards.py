@@ -16,13 +16,13 @@ UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")
 BOX = re.compile(r"\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)\s*,\s*\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)")
 
 
-def inside(text: str) -> str:
+def inside(text: str):
     """Return what the first <answer> of a text holds; empty where none is whole."""
     answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
     return answer.strip() if closed else ""
 
 
-def reference(row: dict) -> str:
+def reference(row: dict):
     """Return the solution of a row, out of its tags if it has some. Raises ValueError for a row without one."""
     common.need("solution" in row, f"--reward: tools/rewards.py grades by a column 'solution'; there are {list(row)}")
     return inside(row["solution"]) or row["solution"].strip()
@@ -30,77 +30,98 @@ def reference(row: dict) -> str:
 
 # ----------------------------------------------------------------------------------------------------- GEOQA (Table 5)
 @functools.cache
-def verifier() -> common.Verifier:
+def verifier():
     """Return common.py's verifier with one process, which may be killed; a rank that needs it starts its own."""
-    return common.Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=os.cpu_count()))
+    return common.Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=len(os.sched_getaffinity(0))))
 
 
-def latex(answer: str) -> str:
+def latex(answer: str):
     """Return an answer as common.py's verifier reads it: without GEOQA's units, roots and pi in LaTeX."""
-    answer = re.sub(r"√\s*(?:\{(\w+)\}|\((\w+)\)|(\d+|\w))", r"\\sqrt{\1\2\3}", UNIT.sub("", answer))
+    root = r"√\s*(?:\{(\w+)\}|\((\w+)\)|(\d+|\w))"
+    answer = re.sub(root, r"\\sqrt{\1\2\3}", UNIT.sub("", answer))
     return answer.replace("π", r"\pi ")
 
 
-def geoqa(completion: str, row: dict) -> float:
+def geoqa(completion: str, row: dict):
     """Return 1.0 where the answer equals the reference as a string or in mathematics, units left aside, else 0.0."""
-    answer, gold = inside(completion), reference(row)
-    return float(answer == gold) or verifier().grade([rf"\boxed{{{latex(answer)}}}"], [latex(gold)])[0]
+    answer = inside(completion)
+    gold = reference(row)
+    if answer == gold:
+        return 1.0
+    boxed = rf"\boxed{{{latex(answer)}}}"
+    return verifier().grade([boxed], [latex(gold)])[0]
 
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)
-def squeezed(name: str) -> str:
+def squeezed(name: str):
     """Return a class name as the released code compares it."""
     return name.replace(" ", "").replace("_", "").lower()
 
 
-def class_name(completion: str, row: dict) -> float:
+def class_name(completion: str, row: dict):
     """Return 1.0 where the answer is the name of the class, case, spaces and underscores left aside, else 0.0."""
     return float(squeezed(inside(completion)) == squeezed(reference(row)))
 
 
-def class_name_released(completion: str, row: dict) -> float:
+def class_name_released(completion: str, row: dict):
     """Return 1.0 where answer or name is part of the other, as released, else 0.0. This takes an empty answer, "e" for
     a rose, a list of all classes and, where there is no answer in tags, any text in which the name occurs."""
     tagged = re.search("<answer>.*?</answer>", completion, re.DOTALL)
-    answer, gold = squeezed(inside(completion) if tagged else completion), squeezed(reference(row))
+    answer = squeezed(inside(completion) if tagged else completion)
+    gold = squeezed(reference(row))
     return float(answer in gold or gold in answer)
 
 
-def option(completion: str, row: dict) -> float:
+def words_of(text: str):
+    """Return the words of a text in lower case, letters and digits only."""
+    return re.findall(r"\w+", text.lower())
+
+
+def option(completion: str, row: dict):
     """Return 1.0 where the answer is the letter, the words or both of a solution such as "(B) left", else 0.0."""
-    letter, _, words = reference(row).partition(" ")
-    answer, *right = (
-        " ".join(re.findall(r"\w+", text.lower())) for text in (inside(completion), letter, words, f"{letter} {words}")
-    )
-    return float(bool(answer) and answer in right)
+    solution = reference(row)
+    letter, _, words = solution.partition(" ")
+    answer = words_of(inside(completion))
+    right = map(words_of, (letter, words, solution))
+    return float(answer != [] and answer in right)
 
 
 # ------------------------------------------------------------------------------------------------------ LISA (Table 8)
-def box_of(text: str) -> tuple[int, ...]:
+def box_of(text: str):
     """Return (x1, y1, x2, y2), thousandths of the image's sides, of a text's only box; empty where it has none, several
     or one that is inside out or leaves the image."""
-    boxes = [tuple(map(int, found)) for found in BOX.findall(text)]
-    valid = len(boxes) == 1 and boxes[0][0] < boxes[0][2] <= 1000 and boxes[0][1] < boxes[0][3] <= 1000
-    return boxes[0] if valid else ()
+    boxes = BOX.findall(text)
+    if len(boxes) != 1:
+        return ()
+    left, top, right, bottom = map(int, boxes[0])
+    valid = left < right <= 1000 and top < bottom <= 1000
+    return (left, top, right, bottom) if valid else ()
 
 
-def overlap(completion: str, row: dict) -> tuple[float, float]:
+def area(left: int, top: int, right: int, bottom: int):
+    """Return the area of a box, 0 of one that is inside out."""
+    return max(0, right - left) * max(0, bottom - top)
+
+
+def overlap(completion: str, row: dict):
     """Return intersection over union of the answer's box and the reference's, and union over the smallest box around
     both; zeros without either box."""
-    box, gold = box_of(inside(completion)), box_of(reference(row))
+    box = box_of(inside(completion))
+    gold = box_of(reference(row))
     if not (box and gold):
         return 0.0, 0.0
-    least, most = [*map(min, box, gold)], [*map(max, box, gold)]
-    shared = max(0, least[2] - most[0]) * max(0, least[3] - most[1])
-    union = sum((x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (box, gold)) - shared
-    return shared / union, union / ((most[2] - least[0]) * (most[3] - least[1]))
+    lefts, tops, rights, bottoms = zip(box, gold, strict=True)
+    shared = area(max(lefts), max(tops), min(rights), min(bottoms))
+    hull = area(min(lefts), min(tops), max(rights), max(bottoms))
+    union = area(*box) + area(*gold) - shared
+    return shared / union, union / hull
 
 
-def iou(completion: str, row: dict) -> float:
+def iou(completion: str, row: dict):
     """Return the boxes' IoU (B.4)."""
     return overlap(completion, row)[0]
 
 
-def giou(completion: str, row: dict) -> float:
+def giou(completion: str, row: dict):
     """Return the boxes' GIoU + 1, as released, which is IoU plus union over hull: 0 without a box, 2 for the same."""
     return sum(overlap(completion, row))

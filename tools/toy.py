@@ -30,11 +30,13 @@ import json
 import random
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
 
 import torch
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
@@ -53,7 +55,7 @@ END = "<|endoftext|>"
 BATCH = 128
 
 
-def operate(operation: str, number: int) -> int:
+def operate(operation: str, number: int):
     """Return what an operation makes of a two-digit number (0 to 99)."""
     tens, ones = divmod(number, 10)
     if operation == ">":
@@ -61,35 +63,31 @@ def operate(operation: str, number: int) -> int:
     return 10 * tens + {"+": (ones + 3) % 10, "*": 3 * ones % 10, "~": 9 - ones}[operation]
 
 
-def meanings(seed: int) -> dict[str, tuple[str, str]]:
+def meanings(seed: int):
     """Return the two operations of each letter: for numbers under HIGH, and from HIGH on."""
     rng = random.Random(seed)
-    usual = rng.sample(OPERATIONS, counts=MEANT, k=len(ascii_lowercase))
-    meaning = {letter: (operation, operation) for letter, operation in zip(ascii_lowercase, usual, strict=True)}
+    operations = rng.sample(OPERATIONS, counts=MEANT, k=len(ascii_lowercase))
+    usual = dict(zip(ascii_lowercase, operations, strict=True))
+    high = usual.copy()
     for letter in rng.sample(ascii_lowercase, EXCEPTIONS):
-        other = rng.choice([operation for operation in OPERATIONS[1:] if operation != meaning[letter][0]])
-        meaning[letter] = (meaning[letter][0], other)
-    return meaning
+        others = [operation for operation in OPERATIONS[1:] if operation != usual[letter]]
+        high[letter] = rng.choice(others)
+    return {letter: (usual[letter], high[letter]) for letter in ascii_lowercase}
 
 
-def draw(rng: random.Random, count: int) -> tuple[str, int]:
-    """Return distinct letters, in the order in which they apply, and a number (10 to 99) to apply them to."""
-    return "".join(rng.sample(ascii_lowercase, count)), rng.randint(10, 99)
-
-
-def question(letters: str, number: int) -> str:
+def question(letters: str, number: int):
     """Return the problem's text: `hdx39=?` of the letters `xdh`."""
     return f"{letters[::-1]}{number}=?"
 
 
-def answer(meaning: dict, letters: str, number: int) -> str:
+def answer(meaning: dict, letters: str, number: int):
     """Return the two digits of the result."""
     for letter in letters:
         number = operate(meaning[letter][number >= HIGH], number)
     return f"{number:02d}"
 
 
-def teach(rng: random.Random, meaning: dict, letters: str, number: int) -> str:
+def teach(rng: random.Random, meaning: dict, letters: str, number: int):
     """Return the teacher's response: a step for each letter, blank lines between them, then the boxed result."""
     text = ""
     for letter in letters:
@@ -102,26 +100,36 @@ def teach(rng: random.Random, meaning: dict, letters: str, number: int) -> str:
     return text + f"\\boxed{{{number:02d}}}"
 
 
-def problems(seed: int, count: int, lengths: tuple[int, ...], meaning: dict, taken: set[str]) -> list[dict]:
-    """Return `count` distinct rows {problem, answer}, none in `taken`, which is extended by them."""
-    rng, rows = random.Random(seed), []
-    while len(rows) < count:
-        letters, number = draw(rng, rng.choice(lengths))
+def draw(rng: random.Random, lengths: tuple[int, ...], taken: set[str]):
+    """Yield problems that are not in `taken`, without end: distinct letters, in the order in which they apply, and a
+    number (10 to 99) to apply them to."""
+    while True:
+        letters = "".join(rng.sample(ascii_lowercase, rng.choice(lengths)))
+        number = rng.randint(10, 99)
         if question(letters, number) not in taken:
-            taken.add(question(letters, number))
-            rows.append({"problem": question(letters, number), "answer": answer(meaning, letters, number)})
+            yield letters, number
+
+
+def problems(seed: int, count: int, lengths: tuple[int, ...], meaning: dict, taken: set[str]):
+    """Return `count` distinct rows {problem, answer}, none in `taken`, which is extended by them."""
+    rows = []
+    for letters, number in islice(draw(random.Random(seed), lengths, taken), count):
+        problem = question(letters, number)
+        taken.add(problem)
+        rows.append({"problem": problem, "answer": answer(meaning, letters, number)})
     return rows
 
 
-def write_problems(folder: Path, seed: int) -> set[str]:
+def write_problems(folder: Path, seed: int):
     """Write train, heldout and harder as JSON lines; return the texts of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    taken: set[str] = set()
+    taken = set()
     meaning = meanings(seed)
     sets = (("heldout", 200, PROBLEM_LETTERS), ("harder", 100, HARDER_LETTERS), ("train", 4096, PROBLEM_LETTERS))
     for number, (name, count, lengths) in enumerate(sets):
         rows = problems(seed * 1000 + number, count, lengths, meaning, taken)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
     return taken
 
 
@@ -133,12 +141,21 @@ def make_tokenizer(folder: Path, words: tuple[str, ...] = ("\\boxed",), **option
     the model type, whatever was saved.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = [chr(b) for b in printable] + [chr(256 + n) for n in range(256 - len(printable))]
-    merges = [("Ċ", "Ċ")] + [(word[:n], word[n]) for word in words for n in range(1, len(word))]
+    others = range(256, 512 - len(printable))
+    letters = [chr(code) for code in (*printable, *others)]
+    merges = [("Ċ", "Ċ")]
+    for word in words:
+        merges += [(word[:n], word[n]) for n in range(1, len(word))]
     merges = list(dict.fromkeys(merges))  # words may begin alike
     pieces = letters + ["".join(pair) for pair in merges]
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, unk_token=END, eos_token=END, pad_token=END, **options)
+    tokenizer = Qwen2Tokenizer(
+        vocab={piece: number for number, piece in enumerate(pieces)},
+        merges=merges,
+        unk_token=END,
+        eos_token=END,
+        pad_token=END,
+        **options,
+    )
     tokenizer.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for text in ("x+32\n\nd>23\n\n\\boxed{23}", "a b\n c\n\n\nd\t\\boxed{é}"):
@@ -147,7 +164,7 @@ def make_tokenizer(folder: Path, words: tuple[str, ...] = ("\\boxed",), **option
     return tokenizer
 
 
-def make_model(tokenizer) -> Qwen2ForCausalLM:
+def make_model(tokenizer):
     """Return the untaught model in float32: 3 layers of 128, grouped-query attention, tied embeddings."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -165,32 +182,31 @@ def make_model(tokenizer) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def lay_out(tokenizer, prompts: list[str], responses: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def lay_out(tokenizer, prompts: list[str], responses: list[str]):
     """Return the token ids of a prompt and a response in each row, and labels, -100 wherever there is no response."""
-    prompts, responses = tokenizer(prompts)["input_ids"], tokenizer(responses)["input_ids"]
-    width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-    ids, labels = torch.zeros(len(prompts), width, dtype=torch.long), torch.full((len(prompts), width), -100)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        end = len(prompt) + len(response)
-        ids[row, :end] = torch.tensor(prompt + response)
-        labels[row, len(prompt) : end] = torch.tensor(response)
-    return ids, labels
+    prompt_ids = tokenizer(prompts)["input_ids"]
+    response_ids = tokenizer(responses)["input_ids"]
+    ids = []
+    labels = []
+    for prompt, response in zip(prompt_ids, response_ids, strict=True):
+        ids.append(torch.tensor(prompt + response))
+        labels.append(torch.tensor([-100] * len(prompt) + response))
+    return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
-def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch: int) -> tuple[torch.Tensor, ...]:
+def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch: int):
     """Return ids and labels of fresh problems, none of them in `taken`, and the teacher's responses."""
-    prompts, responses = [], []
-    while len(prompts) < batch:
-        letters, number = draw(rng, rng.choice(TAUGHT_LETTERS))
-        if question(letters, number) not in taken:
-            prompts.append(question(letters, number) + "\n")
-            responses.append(teach(rng, meaning, letters, number) + END)
+    prompts = []
+    responses = []
+    for letters, number in islice(draw(rng, TAUGHT_LETTERS, taken), batch):
+        prompts.append(question(letters, number) + "\n")
+        responses.append(teach(rng, meaning, letters, number) + END)
     return lay_out(tokenizer, prompts, responses)
 
 
-def teach_model(model, batch: Callable[[], tuple[dict, torch.Tensor]], steps: int, peak_lr: float = 3e-3):
-    """Fit the model to fresh batches (its inputs, and labels) by cross-entropy; print the loss (nats per response
-    token)."""
+def teach_model(model, batch: Callable, steps: int, peak_lr: float = 3e-3):
+    """Fit the model by cross-entropy to what `batch()` returns at each step, its inputs and labels; print the loss
+    (nats per response token)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=steps, pct_start=0.1)
     start = time.time()
@@ -220,8 +236,9 @@ def main():
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer(args.out / "model")
     model = make_model(tokenizer)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    rng, meaning = random.Random(args.seed), meanings(args.seed)
+    print(f"{model.num_parameters():,} parameters")
+    rng = random.Random(args.seed)
+    meaning = meanings(args.seed)
 
     def batch():
         ids, labels = lessons(rng, tokenizer, meaning, taken, BATCH)

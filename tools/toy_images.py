@@ -49,9 +49,9 @@ from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditiona
 from transformers.utils.logging import disable_progress_bar
 
 FOLDER = Path(__file__).parent / "toy-images"
-SIZE = 24  # pixels of the image's side
-CELL = 8  # pixels of the side of what the language model gets a token for: 2 x 2 patches
-SIDES = (4, 7)  # pixels
+SIZE = 24  # pixels, the side of an image
+CELL = 8  # pixels, the side of what the language model gets a token for: 2 x 2 patches
+SIDES = (4, 7)  # pixels, the sides that a square may have
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 30)}
 QUESTIONS = {
     "count": "how many squares are {}?",
@@ -60,11 +60,11 @@ QUESTIONS = {
     "where": "where is the {} square?",
 }
 ABOUT_COLOURS, ABOUT_PLACES = ("count", "left", "right"), ("where",)
-TAUGHT = (*ABOUT_COLOURS, *ABOUT_PLACES * 3)  # as many of the one as of the other
-GUESSED = (4, 1, 1, 1)  # weights of the teacher's guesses, such that red is said as often as a square's own colour
-KNOWN = 0.3  # squares whose colour the teacher does not guess
-POINTED = 0.5  # boxes of the square that was asked for; else of any
-OFF = (1, 2, 1)  # weights of 0, 1, 2 pixels by which an edge lies too far to the right or below
+TAUGHT = (*ABOUT_COLOURS, *ABOUT_PLACES * 3)  # It asks about colours as often as about places.
+GUESSED = (4, 1, 1, 1)  # Weights of the teacher's guesses: it says red as often as a square's own colour.
+KNOWN = 0.3  # The share of squares whose colour the teacher does not guess.
+POINTED = 0.5  # The share of boxes around the square that was asked for; the others are around any.
+OFF = (1, 2, 1)  # Weights of 0, 1 and 2 pixels, by which an edge lies too far to the right or below.
 FILES = (
     ("image-heldout", 200, ABOUT_COLOURS),
     ("ground-heldout", 200, ABOUT_PLACES),
@@ -91,13 +91,13 @@ class Problem(NamedTuple):
     colour: str
 
     @property
-    def text(self) -> str:
+    def text(self):
         return QUESTIONS[self.kind].format(self.colour)
 
 
 # -------------------------------------------------------------------------------------------------------- the problems
-def draw(rng: random.Random) -> tuple[Square, ...]:
-    """Return a square in each column of cells, from left to right; a cell's first row and column stay free."""
+def draw(rng: random.Random):
+    """Return a square in each column of cells, from left to right. A cell's first row and column stay free."""
     squares = []
     for column in range(0, SIZE, CELL):
         side, row = rng.randint(*SIDES), CELL * rng.randrange(SIZE // CELL)
@@ -106,9 +106,9 @@ def draw(rng: random.Random) -> tuple[Square, ...]:
     return tuple(squares)
 
 
-def ask(rng: random.Random, kinds: tuple[str, ...]) -> Problem:
-    """Return a problem of one of these kinds. Where a square is, is asked of one that alone has its colour; how many
-    there are, three times of four of a colour that is there, else of any."""
+def ask(rng: random.Random, kinds: tuple[str, ...]):
+    """Return a problem of one of these kinds. It asks where a square is only if no other has its colour. Three times of
+    four it asks how many there are of a colour that is there, else of any colour."""
     kind = rng.choice(kinds)
     while True:
         squares = draw(rng)
@@ -122,7 +122,7 @@ def ask(rng: random.Random, kinds: tuple[str, ...]) -> Problem:
             return Problem(squares, kind, "")
 
 
-def paint(squares: tuple[Square, ...]) -> Image.Image:
+def paint(squares: tuple[Square, ...]):
     """Return the image, whose background has less red to the right and less green below."""
     pixels = np.full((SIZE, SIZE, 3), 255, np.uint8)
     pixels[..., 0] -= 3 * np.arange(SIZE, dtype=np.uint8)
@@ -132,18 +132,18 @@ def paint(squares: tuple[Square, ...]) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def corners(square: Square) -> list[int]:
+def corners(square: Square):
     """Return left, top, right and bottom in pixels; a box's right and bottom lie behind its last pixel."""
     return [square.left, square.top, square.left + square.side, square.top + square.side]
 
 
-def box(pixels: list[int]) -> str:
+def box(pixels: list[int]):
     """Return a box as Qwen2-VL writes it, in thousandths of the image."""
     left, top, right, bottom = (round(1000 * pixel / SIZE) for pixel in pixels)
     return f"({left},{top}),({right},{bottom})"
 
 
-def answer(problem: Problem) -> str:
+def answer(problem: Problem):
     """Return the answer, without \\boxed{} or <answer> around it."""
     seen = [square.colour for square in problem.squares]
     if problem.kind == "count":
@@ -153,14 +153,14 @@ def answer(problem: Problem) -> str:
     return seen[0 if problem.kind == "left" else -1]
 
 
-def right(problem: Problem) -> str:
-    """Return the right response: colours, a blank line after each, and the boxed result; or a box."""
+def right(problem: Problem):
+    """Return the right response: a box, or the colours with a blank line after each and then the boxed result."""
     if problem.kind == "where":
         return f"<answer>{answer(problem)}</answer>"
     return "".join(f"{square.colour}\n\n" for square in problem.squares) + f"\\boxed{{{answer(problem)}}}"
 
 
-def teach(rng: random.Random, problem: Problem) -> str:
+def teach(rng: random.Random, problem: Problem):
     """Return the teacher's response, of the same form."""
     if problem.kind == "where":
         asked = [square for square in problem.squares if square.colour == problem.colour]
@@ -175,7 +175,7 @@ def teach(rng: random.Random, problem: Problem) -> str:
     return right(problem._replace(squares=tuple(seen)))
 
 
-def row(problem: Problem) -> dict:
+def row(problem: Problem):
     """Return the problem as the data has it; `solution` is for the rewards of tools/rewards.py."""
     encoded = io.BytesIO()
     paint(problem.squares).save(encoded, "PNG")
@@ -183,7 +183,7 @@ def row(problem: Problem) -> dict:
     return {"image": {"bytes": encoded.getvalue(), "path": None}, "problem": problem.text, **right}
 
 
-def write_problems(folder: Path, seed: int) -> set[Problem]:
+def write_problems(folder: Path, seed: int):
     """Write the four files; return what is in them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken: set[Problem] = set()
@@ -203,7 +203,7 @@ def write_problems(folder: Path, seed: int) -> set[Problem]:
 def make_processors(folder: Path):
     """Save the tokenizer and the settings by which images become patches; return both."""
     words = set(re.findall("[a-z]+", " ".join([*QUESTIONS.values(), *COLOURS])))
-    words = sorted(words, key=lambda word: (-len(word), word))  # merges of a short one may break a longer one
+    words = sorted(words, key=lambda word: (-len(word), word))  # The merges of a short one may break a longer one.
     spelled = ("\\boxed", *(f"Ġ{word}" for word in words), *words, "<answer", "answer")
     tokenizer = make_tokenizer(folder, spelled, extra_special_tokens=[*SPECIAL])
     for word in words:
@@ -220,7 +220,7 @@ def make_processors(folder: Path):
     return tokenizer, AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
-def make_model(tokenizer) -> Qwen2VLForConditionalGeneration:
+def make_model(tokenizer):
     """Return the untaught model in float32: 2 layers of 64 that see, 3 of 128 that read and write, tied embeddings. At
     these widths it learns to see sooner from larger initial weights than the usual 0.02."""
     text = {
@@ -255,7 +255,7 @@ def make_model(tokenizer) -> Qwen2VLForConditionalGeneration:
     return Qwen2VLForConditionalGeneration(config)
 
 
-def inputs_of(tokenizer, processor, problems: list[Problem], responses: list[str]) -> tuple[dict, torch.Tensor]:
+def inputs_of(tokenizer, processor, problems: list[Problem], responses: list[str]):
     """Return the model's inputs, an image, a question and a response in each row, and labels as `lay_out` has them."""
     start, image, end, _ = SPECIAL
     seen = start + image * (SIZE // CELL) ** 2 + end

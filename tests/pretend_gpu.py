@@ -1,0 +1,508 @@
+"""A pretended GPU: the project's CUDA branches on torch's CPU build, forward and backward, in seconds.
+
+    python tests/pretend_gpu.py    answers jobs, a line of JSON each: {"job": "learn", "ranks": 8, "script": "gpg"}
+
+CPU tensors are real. A CUDA tensor is fake: it has a shape, a dtype and a device, and its bytes are counted, but it has
+no values. Integers that come from the CPU, and what is computed from them alone, keep their values: places, lengths, an
+image's grid. Collectives move nothing: this process is rank 0, and the other ranks are imagined.
+
+It cannot see values, the limits of kernels (head sizes, alignment, what cuDNN lacks), NCCL, the fragmentation of memory
+and what CUDA itself takes, speed, or vLLM.
+
+For whoever meets another torch: `patch` writes into tables of C++ whose slots are those of torch 2.13. Its comments say
+where each is declared and what it is for. Look there, put the slots right, then change TORCH.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import bench
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import varlen
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import AutoTokenizer
+
+import common
+import sspo
+
+TORCH = "2.13."
+TRACED = [  # docs/performance.md: shape, ranks, those of a node, packed tokens, whether activations are recomputed
+    ("qwen2.5-0.5b", 1, 1, 16_384, True),
+    ("qwen2.5-1.5b", 1, 1, 16_384, True),
+    ("qwen2.5-1.5b", 8, 8, 16_384, True),
+    ("qwen2.5-1.5b", 16, 8, 16_384, True),
+    ("qwen2.5-3b", 8, 8, 16_384, True),
+    ("qwen2.5-7b", 2, 2, 16_384, True),
+    ("qwen2.5-7b", 4, 4, 16_384, True),
+    ("qwen2.5-7b", 8, 8, 16_384, True),
+    ("qwen2.5-7b", 16, 8, 16_384, True),
+    ("qwen2.5-0.5b", 1, 1, 16_384, False),
+    ("qwen2.5-1.5b", 1, 1, 8192, False),
+    ("qwen2.5-1.5b", 8, 8, 16_384, False),
+    ("qwen2.5-3b", 8, 8, 16_384, False),
+    ("qwen2.5-7b", 8, 8, 16_384, False),
+]
+TOY = Path(__file__).parent.parent / "tools" / "toy" / "model"
+KEPT = []  # C++ points at these
+aten = torch.ops.aten
+
+
+class Stream(torch.cpu.Stream):
+    """What FSDP takes for a stream of CUDA."""
+
+    def record_event(self, event=None):
+        return torch.cpu.Event()
+
+
+def patch() -> None:
+    """Let this process trace CUDA tensors, for good. Raises RuntimeError for a torch whose C++ tables nobody has looked
+    at, or one built for CUDA: writing there would end the process."""
+    if not torch.__version__.startswith(TORCH) or torch.version.cuda:
+        known = f"tests/pretend_gpu.py knows the C++ tables of the CPU build of torch {TORCH}x only"
+        raise RuntimeError(f"{known}, and this is torch {torch.__version__}; its docstring says what to do")
+    pointer = ctypes.c_void_p
+    table = pointer * 64
+    folder = Path(torch.__file__).parent / "lib"
+    # The registry of device guards (c10/core/impl/DeviceGuardImplInterface.h) has a slot for each type of device; that
+    # of CUDA is 1. Autograd asks a guard for streams. torch has one that does nothing and puts it in the place of one
+    # that counts 0 devices, so first a guard is needed whose every method returns 0.
+    guards = (pointer * 22).in_dll(ctypes.CDLL(folder / "libc10.so"), "_ZN3c104impl26device_guard_impl_registryE")
+    zero = ctypes.CFUNCTYPE(ctypes.c_int8)(lambda: 0)
+    zeros = table(*[ctypes.cast(zero, pointer).value] * 64)
+    guard = pointer(ctypes.addressof(zeros))
+    guards[1] = ctypes.addressof(guard)
+    torch._C._ensureCUDADeviceGuardSet()
+    # Autograd asks the hooks of CUDA (aten/src/ATen/detail/CUDAHooksInterface.h), too. A table of virtual methods has
+    # them in the order of their declaration, bases first: 2 is isBuilt, which has to say yes, as the guard's first
+    # method does (it returns its type, 1); 3 is isAvailable, which says no; 4 is hasPrimaryContext, which would raise.
+    hooks_of = ctypes.CDLL(folder / "libtorch_cpu.so")._ZN2at6detail12getCUDAHooksEv
+    hooks_of.restype = pointer
+    hooks = pointer.from_address(hooks_of())
+    methods = table(*table.from_address(hooks.value))
+    methods[2] = table.from_address(pointer.from_address(guards[1]).value)[0]
+    methods[4] = methods[3]
+    hooks.value = ctypes.addressof(methods)
+    KEPT.extend([zero, zeros, guard, methods])
+    torch.cuda.Stream = Stream
+    torch.cuda.Event = torch.cpu.Event
+    torch.cuda.stream = torch.cpu.stream
+    torch.cuda.current_stream = lambda *_: Stream()
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_name = lambda *_: "pretended"
+    torch.cuda._lazy_init = lambda: None
+
+
+def values(func, args, kwargs):
+    """Return what an operation on integers gives on the CPU; None where a value is unknown or not an integer."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    dtypes = [kwargs.get("dtype") or torch.int64] + [x.dtype for x in tensors]
+    if any(dtype.is_floating_point for dtype in dtypes) or not (tensors or kwargs.get("dtype")):
+        return None
+    if not all(hasattr(x, "value") for x in tensors if isinstance(x, FakeTensor)):
+        return None
+
+    def real(x):
+        if isinstance(x, torch.device):
+            return torch.device("cpu")
+        return getattr(x, "value", x) if isinstance(x, FakeTensor) else x
+
+    return func(*tree_map(real, args), **tree_map(real, kwargs))
+
+
+class Gpu(TorchDispatchMode):
+    """`with Gpu() as gpu:` there is a torch.device("cuda", 0). `now` and `peak` are the bytes of its tensors; `scalar`
+    stands for every floating-point number that leaves it alone, such as a gradient's norm."""
+
+    def __init__(self, scalar: float = 1.0):
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.scalar = scalar
+        self.held = {}
+        self.now = 0
+        self.peak = 0
+
+    def count(self, key: int, size: int) -> None:
+        """Note how many bytes a storage has now; torch hands them out in multiples of 512."""
+        rounded = -(-size // 512) * 512
+        self.now += rounded - self.held.get(key, 0)
+        self.held[key] = rounded
+        self.peak = max(self.peak, self.now)
+
+    def forget(self, key: int) -> None:
+        self.now -= self.held.pop(key)
+
+    def see(self, x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        if storage._cdata not in self.held:
+            weakref.finalize(storage, self.forget, storage._cdata)
+        self.count(storage._cdata, storage.nbytes())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented
+        leaves = tree_leaves((args, kwargs))
+        fakes = [x for x in leaves if isinstance(x, FakeTensor)]
+        cuda = any(isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
+        if active_fake_mode() or not (fakes or cuda):  # DTensor thinks about the shapes of whole tensors
+            return func(*args, **kwargs)
+        real = values(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            unknown = self.scalar if fakes[0].is_floating_point() else 1
+            return torch.tensor(unknown, dtype=fakes[0].dtype).item() if real is None else real
+        chosen_by_mask = func is aten.index.Tensor and getattr(args[1][0], "dtype", None) == torch.bool
+        if chosen_by_mask and real is None:
+            return args[0].flatten()  # as if all were chosen
+        with self.fake:
+            try:
+                out = func(*args, **kwargs)
+            except DynamicOutputShapeException:
+                if real is None:
+                    raise
+                out = tree_map(lambda x: torch.empty_like(x, device="cuda"), real)
+        if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
+            return args[0].zero_() if real is None else real
+        if real is None:
+            return tree_map(self.landed, out)
+        return tree_map(self.landed, out, real)
+
+    def landed(self, x, value=None):
+        """Return an operation's result: on the CPU a real tensor, zeros where nobody knows better."""
+        if not isinstance(x, FakeTensor):
+            return x
+        if x.device.type == "cpu":
+            return torch.zeros(x.shape, dtype=x.dtype) if value is None else value
+        self.see(x)
+        vars(x).pop("value", None)  # an operation in place may have made it unknown
+        if value is not None:
+            x.value = value
+        return x
+
+    def __enter__(self):
+        resize = self.resize = torch.UntypedStorage.resize_
+
+        def counted(storage, size):
+            resize(storage, size)
+            if storage._cdata in self.held:
+                self.count(storage._cdata, storage.nbytes())
+
+        torch.UntypedStorage.resize_ = counted  # how FSDP frees what it has gathered
+        # torch.tensor(…, device="cuda") then makes its tensor on the CPU and moves it, which this mode sees.
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.resize
+        torch._C._set_only_lift_cpu_tensors(False)
+        return super().__exit__(*error)
+
+
+class World(common.World):
+    """A rank whose others, imagined, have what it has."""
+
+    def all_gather(self, thing) -> list:
+        return [thing] * self.size
+
+
+@contextlib.contextmanager
+def world_of(ranks: int, local: int) -> Iterator[World]:
+    """Rank 0 of so many, `local` of them on a node."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dims = {"shard": local} if ranks == local else {"replicate": ranks // local, "shard": local}
+    mesh = init_device_mesh("cuda", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    yield World(0, ranks, local, torch.device("cuda", 0), mesh)
+    dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------------------------------------------- jobs
+def described(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """Return the dtypes and the kinds of device that there are among these tensors."""
+    return sorted({f"{x.dtype} on {x.device.type}" for x in tensors})
+
+
+def places(model) -> list[str]:
+    """Return the kinds of device on which a model's parameters and buffers are."""
+    return sorted({x.device.type for x in (*model.parameters(), *model.buffers())})
+
+
+def held(gpu: Gpu) -> int:
+    """Return the bytes on the GPU, without those that only a cycle of references still held."""
+    gc.collect()
+    return gpu.now
+
+
+def noting_calls(calls: list[dict]) -> Callable:
+    """Return varlen_attn that notes each kind of call. A piece of the row may see more keys than it has queries."""
+    attention = varlen.varlen_attn
+
+    def noting(query, key, value, query_ends, key_ends, longest_query, longest_key, **how):
+        queries, keys = query_ends.value.diff(), key_ends.value.diff()
+        call = {
+            "tensors": described([query, key, value]),
+            "borders": described([query_ends, key_ends]),
+            "queries are covered": query_ends.value[[0, -1]].tolist() == [0, len(query)],
+            "keys are covered": key_ends.value[[0, -1]].tolist() == [0, len(key)] and len(key) == len(value),
+            "a piece sees itself": bool((keys >= queries).all()),
+            "none is longer": longest_query >= queries.max().item() and longest_key >= keys.max().item(),
+            "longest are numbers": type(longest_query) is type(longest_key) is int,
+            "channels are neighbours": {query.stride(-1), key.stride(-1), value.stride(-1)} == {1},
+            "grouped if heads differ": how["enable_gqa"] == (query.shape[1] != key.shape[1]),
+            "window": list(how["window_size"]),
+        }
+        if call not in calls:
+            calls.append(call)
+        return attention(query, key, value, query_ends, key_ends, longest_query, longest_key, **how)
+
+    return noting
+
+
+def noting_places(notes: list[dict], gpu: Gpu) -> Callable:
+    """Return `common.score` that notes where a model is before, in and after it, and how many bytes it leaves."""
+    score = common.score
+
+    def noting(policy, *rest, **how):
+        note = {"trains": any(x.requires_grad for x in policy.parameters()), "before": places(policy)}
+        hook = policy.register_forward_pre_hook(lambda *_: note.update(within=places(policy)))
+        before = held(gpu)
+        result = score(policy, *rest, **how)
+        hook.remove()
+        notes.append(note | {"after": places(policy), "left": held(gpu) - before})
+        return result
+
+    return noting
+
+
+def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
+    """Return four responses of 1 to 29 tokens to each problem, by default to six random ones; half are right."""
+    rng = np.random.default_rng(7)
+    if problems is None:
+        problems = [common.Problem("", rng.integers(0, 263, rng.integers(2, 12)).tolist(), "0") for _ in range(6)]
+    return [group(problem, rng.integers(1, 30, 4)) for problem in problems]
+
+
+def group(problem: common.Problem, lengths: Iterable[int]) -> common.Group:
+    """Return random responses of these lengths, the first, fourth, fifth and so on of which are right."""
+    rng = np.random.default_rng(7)
+    rollouts = []
+    for length in lengths:
+        rollouts.append(common.Rollout(rng.integers(0, 263, length), np.zeros(length, np.float32), "", False))
+    reward_G = torch.tensor([float(n % 4 in (0, 3)) for n in range(len(rollouts))]).double()
+    return common.Group(problem, rollouts, reward_G, reward_G)
+
+
+def step(script: str, policy, reference, optimizer, batch, record) -> dict:
+    """Make a script's step, each with the arguments of its own."""
+    learn = importlib.import_module(script).learn
+    if script == "sspo":
+        return learn(policy, optimizer, batch, AutoTokenizer.from_pretrained(record.args.model), record)
+    seed = [5] if script == "cwgrpo" else []
+    return learn(policy, reference, optimizer, batch, *seed, record)
+
+
+def learn(
+    script: str,
+    ranks: int = 1,
+    local: int = 0,
+    model: str = str(TOY),
+    images: bool = False,
+    irl: bool = False,
+    scalar: float = 1.0,
+    **flags,
+) -> dict:
+    """Make a script's step on a model's real weights; return what happened where."""
+    module = importlib.import_module(script)
+    folder = Path(tempfile.mkdtemp())
+    limits = {"max_prompt_tokens": 160, "max_response_tokens": 100, "micro_batch_tokens": 300}
+    if images:
+        limits |= {"image_column": "image", "dataset": f"{model}/problems.parquet", "micro_batch_tokens": 800}
+    args = module.Args(model=model, run_dir=str(folder / "run"), group_size=4, template="plain", **limits | flags)
+    attention = []
+    scored = []
+    with world_of(ranks, local or ranks) as world, Gpu(scalar) as gpu, contextlib.ExitStack() as watching:
+        watching.enter_context(mock.patch.object(varlen, "varlen_attn", noting_calls(attention)))
+        watching.enter_context(mock.patch.object(common, "score", noting_places(scored, gpu)))
+        problems = None
+        if images:
+            problems = common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
+        batch = common.Batch(groups(problems))
+        record = common.Record(args, script, world)
+        policy = common.load_policy(Path(model), args, world)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, fused=True)
+        if irl:
+            metrics = module.learn_irl(policy, [batch] * 2, record)
+        else:
+            reference = None
+            if script != "sspo" and args.kl_coef:
+                reference = common.load_policy(Path(model), args, world).requires_grad_(False).to("cpu")
+            metrics = step(script, policy, reference, optimizer, batch, record)
+            del reference
+        gradients = [x.grad for x in policy.parameters() if x.grad is not None]
+        moments = [x for state in optimizer.state.values() for x in state.values()]
+        sharded = [getattr(x, "_local_tensor", x) for x in (*policy.parameters(), *gradients, *moments)]
+        storages = {x.untyped_storage() for x in (*sharded, *policy.buffers())}
+        return {
+            "metrics": metrics,
+            "skipped": record.skipped,
+            "attention": attention,
+            "scored": scored,
+            "places": places(policy),
+            "gradients": sorted({str(x.dtype) for x in gradients}),
+            "without gradient": len(list(policy.parameters())) - len(gradients),
+            "moments": described(moments),
+            "weights": sum(x.numel() for x in policy.parameters()),
+            "weights here": sum(x.to_local().numel() for x in policy.parameters()),
+            "bytes": held(gpu),
+            "bytes of shards": sum(-(-x.nbytes() // 512) * 512 for x in storages),
+        }
+
+
+def folders() -> dict:
+    """Load a model, update it, write a checkpoint, resume from it and save the model; return what came of it."""
+    folder = Path(tempfile.mkdtemp())
+    limits = {"max_prompt_tokens": 100, "max_response_tokens": 100, "micro_batch_tokens": 300}
+    args = sspo.Args(model=str(TOY), run_dir=str(folder / "run"), group_size=4, updates_per_step=1, **limits)
+    with world_of(1, 1) as world, Gpu():
+        record = common.Record(args, "sspo", world)
+        policy, other = (common.load_policy(TOY, args, world) for _ in range(2))
+        mine, its = (torch.optim.AdamW(each.parameters(), fused=True) for each in (policy, other))
+        step("sspo", policy, None, mine, common.Batch(groups()), record)
+        common.save_checkpoint(policy, mine, 1, 24, record)
+        record.args = replace(args, resume=True)
+        at = common.resume(other, its, record)
+        sent = dict(common.full_weights(policy, torch.bfloat16))
+        common.save_model(policy, folder / "model", TOY, torch.bfloat16, world)
+        saved = load_file(folder / "model" / "model.safetensors")
+        return {
+            "resumed at": at,
+            "places": places(other),
+            "moments": described(x for state in its.state.values() for x in state.values()),
+            "without moments": len(list(other.parameters())) - len(its.state),
+            "sent": described(sent.values()),
+            "saved": described(saved.values()),
+            "shapes sent": {name: list(x.shape) for name, x in sent.items()},
+            "shapes saved": {name: list(x.shape) for name, x in saved.items()},
+        }
+
+
+def peak(shape: str, tokens: int, ranks: int = 1, local: int = 0, recompute: bool = True, layers: int = 0) -> dict:
+    """Return the peak of bytes on a GPU over two updates of two micro-batches of so many tokens, and what
+    `bench.training_bytes` computes. Fewer `layers` than the shape's take less time."""
+    name = bench.SHAPES[shape]
+    name = name._replace(layers=layers or name.layers)
+    length = 1024
+    folder = Path(tempfile.mkdtemp())
+    bench.config_of(name).save_pretrained(folder)
+    count = tokens // length
+    batch = bench.random_batch(name.vocabulary, length // 8, length - length // 8, count)
+    args = common.Args(activation_checkpointing=recompute)
+    unread = mock.patch.object(common.dcp, "load")  # there are no weights to read
+    with unread, world_of(ranks, local or ranks) as world, Gpu() as gpu:
+        policy = common.load_policy(folder, args, world)
+        optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+        micro = batch.pack(list(range(count)), world.device)
+        gpu.peak = held(gpu)
+        for _ in range(2):  # The second finds moments.
+            optimizer.zero_grad()
+            for _ in range(2):  # The second finds gradients.
+                policy(micro)[0].sum().backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
+            optimizer.step()
+    return {"traced": gpu.peak, "computed": bench.training_bytes(name, local or ranks, tokens, recompute)}
+
+
+def host(script: str, tokens: int) -> float:
+    """Return bytes of the host's memory for each response token that a rank needs at most in a step of so many."""
+    length = 1000
+    limits = {"max_prompt_tokens": 100, "max_response_tokens": length, "micro_batch_tokens": 200_000, "group_size": 8}
+    folder = tempfile.mkdtemp()
+    args = importlib.import_module(script).Args(model=str(TOY), run_dir=f"{folder}/run", **limits)
+    with world_of(8, 8) as world, Gpu():
+        policy = common.load_policy(TOY, args, world)
+        optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+        record = common.Record(args, script, world)
+        before = resident("VmRSS")
+        lengths = [length] * args.group_size
+        problems = [common.Problem("", [0], "0")] * (tokens // sum(lengths))
+        batch = common.Batch([group(problem, lengths) for problem in problems])
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        step(script, policy, None, optimizer, batch, record)
+        return (resident("VmHWM") - before) / tokens
+
+
+def resident(name: str) -> int:
+    """Return a figure of the process's memory in bytes: VmRSS, that of now, or VmHWM, the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def join() -> dict:
+    """Return what `init_world` makes of this process where there is a GPU; the fake backend is in NCCL's place."""
+    really_join = dist.init_process_group
+    backends = []
+
+    def joined(backend, **how):
+        backends.append(backend)
+        really_join(backend.replace("nccl", "fake"), **how)
+
+    yes = dict.fromkeys(("is_available", "is_initialized", "set_device"), lambda *_: True)
+    replaced = mock.patch.object(dist, "init_process_group", joined)
+    with mock.patch.dict(os.environ), mock.patch.multiple(torch.cuda, **yes), replaced:
+        world = common.init_world()
+    about = {
+        "device": str(world.device),
+        "mesh": [world.mesh.device_type, list(world.mesh.shape), list(world.mesh.mesh_dim_names)],
+        "backends": backends,
+        "gathered": world.all_gather(7),
+        "reduced": world.all_reduce(torch.tensor([1.0])).tolist(),
+    }
+    dist.destroy_process_group()
+    return about
+
+
+JOBS = {"learn": learn, "folders": folders, "peak": peak, "host": host, "join": join}
+
+
+def main() -> None:
+    """Answer the jobs on stdin, each with a line of JSON: its result, or its traceback."""
+    replies = sys.stdout
+    sys.stdout = sys.stderr
+    try:
+        patch()
+    except RuntimeError as error:
+        sys.exit(str(error))
+    gc.freeze()  # `held` need not look through what has been imported.
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:
+        for line in sys.stdin:
+            job = json.loads(line)
+            try:
+                reply = {"result": JOBS[job.pop("job")](**job)}
+            except Exception:
+                reply = {"error": traceback.format_exc()}
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()
