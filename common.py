@@ -1291,8 +1291,8 @@ def save_checkpoint(policy, optimizer, step, position, record):
     need(shared, f"--run-dir {record.folder}: must lie on storage that all nodes share")
     state = {"policy": get_model_state_dict(policy)}
     if optimizer.state:  # else asking for it would make it, a step old
-        state["optimizer"] = get_optimizer_state_dict(policy, optimizer)
-    dcp.save(state, checkpoint_id=str(partial))
+        state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
     manifest = {
         "step": step,
         "ranks": world.size,
@@ -1336,15 +1336,17 @@ def resume(policy, optimizer, record):
         record.rewind(-1)
         record.say("the run had not come to a checkpoint: it starts over")
         return 0, 0
-    weights = {"policy": get_model_state_dict(policy)}
-    dcp.load(weights, checkpoint_id=str(folder))
-    set_model_state_dict(policy, weights["policy"])
-    moments = {"optimizer": get_optimizer_state_dict(policy, optimizer)}
-    dcp.load(moments, checkpoint_id=str(folder), planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    set_optimizer_state_dict(policy, optimizer, moments["optimizer"])
-    held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    weights = get_model_state_dict(policy)
+    dcp.load({"policy": weights}, storage_reader=reader)
+    set_model_state_dict(policy, weights)
+    moments = get_optimizer_state_dict(policy, optimizer)
+    partly = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=partly)
+    set_optimizer_state_dict(policy, optimizer, moments)
+    held = reader.read_metadata().state_dict_metadata
     for name, parameter in policy.named_parameters():
-        if f"optimizer.state.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
+        if f"optimizer.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
             optimizer.state.pop(parameter, None)
     record.rewind(manifest["step"])
     record.best = manifest["best"]

@@ -344,8 +344,8 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
 def keep_demonstrations(folder: Path, step: int, groups: list[common.Group], problems, args) -> None:
-    """Write the demonstrations among an RL step's groups to step-<step>.pt: each response, its reward, and its problem
-    by place and text. Only tensors, numbers and text, which can be read back without running code from the file."""
+    """Choose the demonstrations among the groups of an RL step and write them to step-<step>.pt: tensors, and the place
+    of each problem in the data, so that no code runs when the file is read."""
     mean_logp = []
     for group in groups:
         mean_logp.append([rollout.logp.mean(dtype=np.float64) for rollout in group.rollouts])
@@ -359,19 +359,14 @@ def keep_demonstrations(folder: Path, step: int, groups: list[common.Group], pro
         how=args.choose,
         generator=generator,
     )
-    places = {id(problem): place for place, problem in enumerate(problems)}
     kept = []
     for p, g in chosen:
-        problem = groups[p].problem
         rollout = groups[p].rollouts[g]
         demonstration = {
-            "problem": places[id(problem)],
-            "problem_text": problem.text,
+            "problem": problems.index(groups[p].problem),
             "ids": torch.from_numpy(rollout.ids),
             "logp": torch.from_numpy(rollout.logp),
-            "text": rollout.text,
-            "truncated": rollout.truncated,
-            "reward": reward_PG[p, g].item(),
+            "reward_G": reward_PG[p, g : g + 1].clone(),
         }
         kept.append(demonstration)
     folder.mkdir(exist_ok=True)
@@ -389,8 +384,8 @@ def stage_lengths(args, problems: int) -> tuple[int, int]:
 
 
 def demonstrations(folder: Path, steps: range, problems, count: int, seed: int) -> list[common.Group]:
-    """Return `count` of the demonstrations kept in a stage's `steps`, as groups of one, drawn without replacement while
-    they last. Raises FileNotFoundError for those that are gone and ValueError where the problems are other ones."""
+    """Return `count` of the demonstrations that were kept in a stage's `steps`, as groups of one. They are drawn without
+    replacement, and anew when all are used. Raises FileNotFoundError if the file of a step is gone."""
     kept = []
     for step in steps:
         kept += torch.load(folder / f"step-{step:05d}.pt", weights_only=True)
@@ -401,10 +396,8 @@ def demonstrations(folder: Path, steps: range, problems, count: int, seed: int) 
     groups = []
     for number in order[:count]:
         one = kept[number]
-        problem = problems[one["problem"]]
-        common.need(problem.text == one["problem_text"], f"{folder}: its demonstrations are of another --dataset")
-        rollout = common.Rollout(one["ids"].numpy(), one["logp"].numpy(), one["text"], one["truncated"])
-        groups.append(common.Group(problem, [rollout], reward_G=torch.tensor([one["reward"]], dtype=torch.float64)))
+        rollout = common.Rollout(one["ids"].numpy(), one["logp"].numpy(), text="", truncated=False)
+        groups.append(common.Group(problems[one["problem"]], [rollout], reward_G=one["reward_G"]))
     return groups
 
 

@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(engine, cwgrpo
     shutil.copytree(cwgrpo_run.folder, folder)
     checkpoints = folder / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00002", "step-00004"]
-    shard = max((checkpoints / "step-00004").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    shard = max((checkpoints / "step-00004").glob("*.safetensors"), key=lambda file: file.stat().st_size)
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
@@ -164,7 +164,7 @@ def test_a_checkpoint_of_other_parameters_is_refused(tiny, plain_python, tmp_pat
     args = common.Args(model=str(tiny), run_dir=str(tmp_path), resume=True, max_prompt_tokens=8, max_response_tokens=8)
     policy = common.load_policy(tiny, args, world)
     weights = {name.replace("layers.1.", "layers.7."): x.detach() for name, x in policy.named_parameters()}
-    dcp.save({"policy": weights}, checkpoint_id=folder)
+    dcp.save({"policy": weights}, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
     manifest = {"files": common.digests(folder, world), "step": 2, "ranks": 1, "position": 0, "best": 0}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     record = SimpleNamespace(args=args, world=world, folder=tmp_path, say=print)

@@ -379,12 +379,13 @@ def model_of(given: str):
 
 def checkpoint_weights(checkpoint: Path, dtype: torch.dtype):
     """Yield (name, tensor) of a checkpoint's policy, as `Sampler.load` takes them."""
-    sizes = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    reader = dcp.HuggingFaceStorageReader(str(checkpoint))
+    sizes = reader.read_metadata().state_dict_metadata
     for key in sizes:
         prefix, _, name = key.partition(".")
         if prefix == "policy":
             weights = {name: torch.empty(sizes[key].size)}  # Every rank reads them all, so it reads one at a time.
-            dcp.load({"policy": weights}, checkpoint_id=str(checkpoint), no_dist=True)
+            dcp.load({"policy": weights}, storage_reader=reader, no_dist=True)
             yield name, weights[name].to(dtype)
 
 
