@@ -1630,12 +1630,16 @@ def last_boxed(text: str):
 NEST = r"[^\[\](){}⦃⦄]*"  # what stands between two brackets
 for _ in range(4):
     NEST = rf"(?:[^\[\](){{}}⦃⦄]|[\[({{⦃]{NEST}[\])}}⦄])*"
+DECORATION = (  # a command that does not change what it decorates
+    r"\\(?:text[a-z]*|math(?!bb|cal|frak|color)[a-z]+|[hmf]box|framebox|operatorname|boldsymbol|bm|pmb|underline|emph"
+    r"|ensuremath|large|Large)"
+)
 UNITS = (  # by letters, by names, currencies, and what problems count
     r"(?:(?:square|cubic|sq\.?|cu\.?|per|of|the|right|distinct)[ ~]+)*(?:"
-    r"[kcmnpMG]?(?:[msghLlJWVNAKCFT]|Hz|Pa|eV|mol|cal|rad|bar)|\\mu[ ~]*[msgAFVW]|\\AA|Å|[ML] ?_ ?\{?\\odot\}?"
+    r"[kcmnpMG]?(?:[msghLlJWVNAKCFT]|Hz|Pa|eV|mol|cal|bar|pc|yr|dyn|Omega|\\Omega)|(?:\\mu|μ)[ ~]*[msgACFVW]|\\AA|Å|[MLR] ?_ ?\{?\\o(?:dot|plus)\}?|atm|AU|dB|arcsec(?:ond)?|light[ -]year|solar mass(?:es)?"
     r"|in|ft|yd|mi|oz|lbs?|gm|erg|min|hr|sec|mph|kph|rpm|pct|percent(?:age)?|USD|-?gon|th|st|nd|rd"
     r"|(?:(?:kilo|centi|milli)?(?:met(?:er|re)|gram|lit(?:er|re)|watt|joule|calorie)|second|minute|hour|day|week|month"
-    r"|year(?:s old)?|degree|radian|newton|volt|amp(?:ere)?|ohm|pascal|kelvin|mole|bit|byte|foot|feet|inch(?:e(?=s))?"
+    r"|year(?:s old)?|degrees?(?: Celsius| Fahrenheit)?|newton|tesla|gauss|parsec|vote|pair|time|volt|amp(?:ere)?|ohm|pascal|kelvin|mole|bit|byte|foot|feet|inch(?:e(?=s))?"
     r"|yard|mile|acre|ounce|pound|ton(?:ne)?|gallon|quart|pint|cup|dollar|cent|euro|rupee|yen|yuan|unit|point|way|people"
     r"|person|child(?:ren)?|men|women|student|boy|girl|friend|player|worker|team|game|apple|orange|ball|marble|book|page|card"
     r"|coin|cookie|egg|flower|tree|animal|bird|cat|dog|car|chair|ticket|toy|tile|block|stick|step|item|piece|number|integer"
@@ -1647,21 +1651,30 @@ UNITS = (  # by letters, by names, currencies, and what problems count
 
 def table(rules):
     """Return a function that rewrites a text by a table's lines, one after another: pattern, replacement and comment,
-    two spaces apart. ␣ is a space, ∅ nothing, … whatever stands between two brackets, Ⓤ a unit."""
-    signs = str.maketrans({"␣": " ", "∅": "", "…": NEST, "Ⓤ": UNITS})
+    two spaces apart. ␣ is a space, ∅ nothing, … whatever stands between two brackets, Ⓓ a decoration, Ⓤ a unit."""
+    signs = str.maketrans({"␣": " ", "∅": "", "…": NEST, "Ⓤ": UNITS, "Ⓓ": DECORATION})
     rows = [line.translate(signs).split("  ")[:2] for line in rules.strip().splitlines()]
     return lambda text: functools.reduce(lambda text, row: re.sub(*row, text), rows, text)
 
 
 # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
 spelled = table(r"""
-[−–]  -
+[−–‐‑]  -
+[⁄∕]|\{/\}  /
+·  \\cdot␣
+π  \\pi␣
+½  \\frac12
+√(\w+)  \\sqrt{\1}
+\{\{(…)\}\}  {\1}
 ²  ^2
 ³  ^3
 (?<!\\)\\\\(?=(?:left|right|[dt]?frac|sqrt|pi)(?![a-z]))  \\
 \\\\\[\w+\]  \\\\
 (?<=\d)␣?(?:,␣?\\!|\{␣?\\?,␣?\}(?:\\!)?)␣?(?=\d{3})  ∅  10,\!080 and 1{,}008
-\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style|bf|rm|pounds)(?![a-zA-Z])|\\?\$|[£€¢\u200b\ufeff]  ∅
+\\(?:left|right)(?:\.|(?![a-zA-Z]))  ∅
+\\(?:[bB]igg?[lr]?|(?:display|text|script)style|bf|rm|it|boldmath|(?:math)?strut|(?:small|normalsize|[lL]arge)(?!␣?\{))(?![a-zA-Z])  ∅
+(?:(?<!\d)|(?!\\?[$£€¢]\d))(?:\\?\$|\\pounds(?![a-z])|[£€¢\u200b\ufeff])  ∅
+\\(?:[hv]space|phantom)\*?␣?\{[^{}]*\}  ∅
 (?<!\\)\\[\[\]!()]  ∅
 \\lparen(?![a-z])  (
 \\rparen(?![a-z])  )
@@ -1670,24 +1683,26 @@ spelled = table(r"""
 (?:(?<!\\)\\[,;:>␣]|\\q?quad(?![a-zA-Z])|~|\s)+  ␣
 \\\{|\\lbrace(?![a-z])  ⦃
 \\\}|\\rbrace(?![a-z])  ⦄
-\\(?:text)?color␣?\{\w+\}  \\text
-\\(?:text(?:bf|it|rm|normal|sf)?|mbox|math(?:rm|bf|it|sf|op|bin)|operatorname|boldsymbol|bm|underline)␣?\{(…)\}  ␣~\1␣
-\\(?:text(?:bf|it|rm|normal|sf)?|mbox|math(?:rm|bf|it|sf|op|bin)|operatorname|boldsymbol|bm|underline)␣?\{(…)\}  ␣~\1␣
+\\(?:text|math)?color(?:box)?␣?\{\w+\}(?=␣?\{)|\\bbox␣?\[[^\[\]]*\]  \\text
+\\color␣?\{\w+\}  ∅
+Ⓓ␣?\{(…)\}  ␣~\1␣
+Ⓓ␣?\{(…)\}  ␣~\1␣
 ^[␣~]*(?:(?:USD|Rs\.?)(?![a-z])|=|\\approx(?![a-z]))  ∅
-^[␣~]*(?:[Cc]hoice|[Oo]ption)[␣~]*  ∅
+^[␣~]*(?:[Cc]hoice|[Oo]ption|[Aa]nswer)[␣~]*  ∅
+\{([^{}]*?)␣?\\over(?![a-z])␣?([^{}]*)\}  \\frac{\1}{\2}
 ^[␣~]*(-?)\{(…)\}[␣~]*$  \1\2
 ^[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+);␣?[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+)$  (\1,\2),(\3,\4)
-(?<![,~␣])[,~␣]*(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\lor(?![a-z])|;)[␣~,]*  ,
-\{([^{}]*?)␣?\\over(?![a-z])␣?([^{}]*)\}  \\frac{\1}{\2}
+(?<![,~␣])[,~␣]*(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\(?:lor|vee)(?![a-z])|;)[␣~,]*  ,
 \\(?:[dtcs]|nice)?frac␣?  \\frac
 \\frac(\w|\\pi)␣?(?=[\w{\\])  \\frac{\1}
 (\\frac\{…\})␣?(\w|\\pi)  \1{\2}
 ^(-?)[({](…)[)}]/[({](…)[)}]$  \1\\frac{\2}{\3}
 ^([+-]?\d+)␣(\d+)/(\d+)$  \1\\frac{\2}{\3}
-␣?_?␣?[({]?[␣~]*\(?base[␣~]*(\d+)[␣)}]*  _\1
+␣?_?␣?[({]?[␣~]*\(?(?:in␣)?base[␣~]*(\d+)[␣)}]*  _\1
+^\[(\w+)\](?=_)  \1
 _␣?[{(](\w)[)}]  _\1
 (^|c\{)([+-]?\d{1,3}),(\d{3})(?=/|\}\{|\\[a-z])  \1\2\3  20,000/\pi, but not (4,112\pi)
-␣?(?:(?:\^␣?\{?␣?\\circ␣?\}?|°)(?:[␣~]*[CFK](?![a-zA-Z]))?|\\?%)(?!␣?\d)  ∅
+␣?(?:(?:\^␣?\{?[␣~]*(?:\\circ|o(?![a-zA-Z]))[␣~]*\}?|\\degree(?![a-z])|°)(?:[␣~]*[CFK](?![a-zA-Z]))?|\\?%)(?!␣?[\d\\%])  ∅
 (?<![a-zA-Z\\.])(?:np\.)?(?=(?:arc)?(?:sin|cos|tan)(?![a-z]))  \\  np. is Minerva's
 ␣?(?:\\(?:cdot|times|ast)(?![a-z])|×|(?<=\d)␣?x␣?(?=10))␣?  *
 \\le(?:q|qslant)?(?![a-zA-Z])|<=  ≤
@@ -1698,8 +1713,8 @@ _␣?[{(](\w)[)}]  _\1
 \\cup(?![a-z])|(?<=[\])])␣?U␣?(?=[\[(])  ∪
 \\pm(?![a-z])  ±
 ∞  \\infty␣
-^([^=]*[\d)}\]]␣?)\\approx(?![a-z]).*  \1
-(?<![␣.,;:~])[␣.,;:~]+$  ∅
+^([^=]*[\d)}\]]␣?)\\approx␣?-?\d*\.\d+[^\\=]*$  \1
+(?<![␣.,;:~\\])[␣.,;:~\\]+$  ∅
 (?<=[\d})])␣?\^?␣?\{?[␣~]*(?:th|st|nd|rd)␣?\}?$  ∅
 (?<=[\d})i])[␣~]*\([␣~]*(?:in␣)?([a-zA-Z]{2,}[a-zA-Z\d^{}␣]*)\)[␣~]*$  ␣~\1
 (?<=[\d})i])␣*(?:~[␣~]*(?:in␣)?|(?:in␣)?(?=[a-zA-Z]{2}|\\|Å|[ML]_))Ⓤ(?:[␣~/*.-]+Ⓤ)*[␣~.]*(?=␣?,|$)  ∅
@@ -1726,7 +1741,7 @@ as_fraction = table(r"""
 \.(?=/|$)  ∅
 (?<!\d)(\d+)/-  -\1/
 """)
-without_marks = table(r"^0+(?=\d)|[\s.,;()'{}]  ∅")
+without_marks = table(r"^0+(?=\d)|\*\*|[\s.,;(){}\[\]\"“”`]  ∅")
 # inequalities as intervals
 as_interval = table(r"""
 ^([^,<≤]+)≤\|[a-z]\|≤([^,<≤]+)$  [-\2¸-\1]∪[\1¸\2]
@@ -1747,17 +1762,19 @@ as_interval = table(r"""
 for_parser = table(r"""
 (?<![\w∪(\[])[\[(]([^\[\],∪=]+),([^\[\],∪=]+)[\])](?!∪)  \\begin{pmatrix}\1\\\\\2\\end{pmatrix}
 (?<!\\)(?<!\\mathbb\{)([A-Z])(?:_(\w)|_\{([^{}]*)\})?  x_{c\1\2\3}
-\\(gamma)(?![a-z])|(?<![a-zA-Z\\{])(i)(?![a-zA-Z])  x_{c\1\2}
+(?<![a-zA-Z\\])d␣?([a-z])(?![a-zA-Z])|\b([a-z])(?:'|\^\{?\\prime␣?\}?)|\\(gamma)(?![a-z])|(?<![a-zA-Z\\{])(i)(?![a-zA-Z])  x_{c\1\2\3\4}
 ,  ,␣
 ⦃  \\{
 ⦄  \\}
 """)
 
 
+ASCENDING = "".join(f"(?:{letter},? ?)?" for letter in "abcdefghijklmnopqrstuvwxyz")
 NAME = re.compile(  # of what an answer is the value: x, AB, x_1, f(x), a:b, m+n, (p,q), Area
-    r"(?:^|(?<=,)) ?(\\?[A-Za-z]+(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?(?::[A-Z](?:_\w)?)?|\([a-zA-Z, ]+\)"
+    r"(?:^|(?<=,)) ?(\\?[A-Za-z]+(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?(?::[A-Z](?:_\w)?)?|\[[A-Z]+\]"
+    rf"|\({ASCENDING}\)"
     r"|[A-Z][a-z]+[A-Za-z ]*|(?:10+)?[a-z](?:\+(?:10+)?[a-z])+|\\frac\{[a-zA-Z]+\}\{[a-zA-Z]+\}|\|[A-Z]+\|"
-    r"|\\[a-z]+[ {][A-Z]+\}?)? ?(?:=(?! ?[A-Z]{2})|\\(?:approx|in)(?![a-zA-Z])) ?|^[A-Za-z ]{4,}: ?"
+    r"|\\[a-z]+[ {][A-Z]+\}?)? ?(?::?=(?! ?[A-Z]{2})|\\(?:approx|in)(?![a-zA-Z])) ?|^[A-Za-z ]{4,}: ?"
 )
 NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3})?|(?:[+-]?\d+ )?[+-]?\d+/\d*[1-9]\d*")
 WORDS = re.compile(  # what is compared as text: words, letters to choose from, 52_8 and 3:1
@@ -1827,7 +1844,8 @@ def compare(answer, gold, problem=""):
     ordered = gold_kind[:1] in ("(", "[")
     for place, each in enumerate(golds if gold_kind else []):
         candidates = parts[place : place + 1] if ordered else parts
-        if not any(compare(part, each) for part in candidates):
+        alike = [part for part in candidates if ("⦃" in part) == ("⦃" in each)]
+        if not any(compare(part, each) for part in alike):
             return False
     if ordered:
         answer = gold[0] + ",".join(parts) + gold[-1]
