@@ -173,12 +173,10 @@ def validate(args, world):
         fits = own.is_file() and "{problem}" in own.read_text(encoding="utf-8")
         legal = f"legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"
         need(fits, f"--template {args.template}: {legal}")
-    if not args.eval:
-        blind = args.steps == 0 or args.keep_best
-        need(not blind, "--steps 0 and --keep-best need held-out problems: name them with --eval")
-    if args.eval_temperature == 0:
-        same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set a temperature above 0"
-        need(args.eval_samples == 1, same)
+    blind = args.steps == 0 or args.keep_best
+    need(args.eval or not blind, "--steps 0 and --keep-best need held-out problems: name them with --eval")
+    same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set a temperature above 0"
+    need(args.eval_samples == 1 or args.eval_temperature, same)
     if args.tensor_parallel > 1:
         divides = world.device.type == "cuda" and world.local_size % args.tensor_parallel == 0
         legal = f"legal: 1, or on GPUs a divisor of the {world.local_size} ranks of a node"
@@ -225,8 +223,8 @@ def _report(kind, error, trace):
     """Show in one line a refused flag, which every rank raises, a divergence, and the loss of a rank; leave what went
     wrong to torchrun, too, for the summary that it prints last."""
     text = str(error)
-    lost = issubclass(kind, RuntimeError) and re.search("gloo/transport|remote process exited", text)  # gloo's, NCCL's
-    known = issubclass(kind, FloatingPointError) or (issubclass(kind, ValueError) and text.startswith("--"))
+    lost = re.search("gloo/transport|remote process exited", text)  # gloo's, NCCL's
+    known = kind is FloatingPointError or text.startswith("--")
     if lost:
         text = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({text.splitlines()[0]})"
     line = f"{Path(sys.argv[0]).name}: {text}"
@@ -344,11 +342,12 @@ class Problem:
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
 
 
-def empty_model(config, **settings):
-    """Return transformers' model of a config without weights, with a vision tower where the config has one."""
+def empty_model(config, attention="eager", **settings):
+    """Return transformers' model of a config without weights, with a vision tower where the config has one; never with
+    the attention that a config.json names."""
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
-        return kind.from_config(config, trust_remote_code=False, **settings)
+        return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, **settings)
 
 
 def model_folder(args):
@@ -385,7 +384,7 @@ def check_model(folder, args):
     other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention"})
     other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
     need(not other, f"{flag}: has {other}; only plain causal attention is supported")
-    lm = empty_model(config, attn_implementation="eager")  # not one that config.json names
+    lm = empty_model(config)
     decoder = lm.model.language_model if sees else getattr(lm, "model", None)
     known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
     need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
@@ -537,13 +536,12 @@ def read_picture(value, processor, token, where, folder):
         if not data:
             file = (folder / value["path"]).resolve()
             need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
-            with file.open("rb") as stream:
-                data = stream.read(LARGEST_IMAGE + 1)
-        need(len(data) <= LARGEST_IMAGE, f"more than {LARGEST_IMAGE} bytes")
+            need(file.stat().st_size <= LARGEST_IMAGE, f"more than {LARGEST_IMAGE} bytes")
+            data = file.read_bytes()
         image = Picture(data, processor, (0, 0), token)
         _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
     except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{where}: its image cannot be read ({' '.join(str(error).split())})") from error
+        raise ValueError(f"{where}: its image cannot be read ({error})") from error
     return replace(image, grid=(height // processor.merge_size, width // processor.merge_size))
 
 
@@ -586,19 +584,13 @@ def reference_answer(value, column):
     return text[1:-1].strip() if re.fullmatch(r"\$[^$]*\$", text) else text
 
 
-@functools.lru_cache(maxsize=2)
-def order_of(epoch, seed, count):
-    """Return the order in which a pass over so many problems takes them."""
-    return np.random.default_rng([seed, epoch]).permutation(count)
-
-
 def problems_from(problems, args, position):
     """Return the P problems from this position on in endless passes over the data, each in its own seeded order; a key
     names the seed of a problem's samples."""
     asked = {}
     for p in range(args.prompts_per_step):
         epoch, place = divmod(position + p, len(problems))
-        order = order_of(epoch, args.seed, len(problems))
+        order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
         asked["train", position, p] = problems[order[place]]
     return asked
 
@@ -953,7 +945,7 @@ def hub_name(name):
 def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     config = AutoConfig.from_pretrained(folder)
-    lm = empty_model(config, dtype=torch.float32, attn_implementation="packed")
+    lm = empty_model(config, "packed", dtype=torch.float32)
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     units = list(lm.get_decoder().layers)
@@ -1062,26 +1054,6 @@ def stop_tokens(folder, tokenizer):
     return sorted(ids - {None})
 
 
-def cpu_settings(args):
-    """Return what vLLM's engine must be told on a CPU."""
-    return {
-        "enforce_eager": True,
-        "enable_chunked_prefill": False,  # vLLM 0.32 cannot rewind a seeded request's generator after a chunk
-        "max_num_batched_tokens": max(8192, longest_sequence(args)),
-    }
-
-
-def image_settings(args, cuda):
-    """Return what vLLM's engine must be told of a model that sees."""
-    return {
-        "skip_tokenizer_init": False,
-        "limit_mm_per_prompt": {"image": 1, "video": 0},
-        "mm_processor_kwargs": {"max_pixels": args.max_pixels},
-        "skip_mm_profiling": not cuda,
-        "mm_device_do_normalize": False,  # vLLM 0.32's dummy loading overwrites the mean and deviation
-    }
-
-
 class Sampler:
     """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks. It starts
     without weights, asleep: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU."""
@@ -1109,9 +1081,16 @@ class Sampler:
         self.expected = {name for name, _ in empty_model(config).named_parameters()}
         settings = {"skip_tokenizer_init": True}
         if hasattr(config, "vision_config"):
-            settings = image_settings(args, cuda)
+            settings = {
+                "limit_mm_per_prompt": {"image": 1, "video": 0},
+                "mm_processor_kwargs": {"max_pixels": args.max_pixels},
+                "skip_mm_profiling": not cuda,
+                "mm_device_do_normalize": False,  # vLLM 0.32's dummy loading overwrites the mean and deviation
+            }
         if not cuda:
-            settings.update(cpu_settings(args))
+            settings["enforce_eager"] = True
+            settings["enable_chunked_prefill"] = False  # vLLM 0.32 cannot rewind a seeded request's generator after one
+            settings["max_num_batched_tokens"] = max(8192, longest_sequence(args))
         self.llm = LLM(
             model=str(folder),
             dtype=str(self.dtype).removeprefix("torch."),
@@ -1393,8 +1372,7 @@ def keep_best(policy, source, dtype, metrics, record, step):
     """With --keep-best write the model to best/ if the mean avg@n over the held-out sets is the highest so far."""
     if not record.args.keep_best:
         return
-    averages = [value for name, value in metrics.items() if "/avg@" in name]
-    average = sum(averages) / len(averages)
+    average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
     if average > record.best:
         record.best = average
         save_model(policy, record.folder / "best", source, dtype, record.world)
@@ -1472,8 +1450,13 @@ class Record:
         if args.track and world.rank == 0:
             import wandb
 
-            about = {"name": self.folder.name, "dir": self.folder, "config": asdict(args)}
-            wandb.init(project=args.track, sync_tensorboard=True, **about)
+            wandb.init(
+                project=args.track,
+                name=self.folder.name,
+                dir=self.folder,
+                config=asdict(args),
+                sync_tensorboard=True,
+            )
 
     def start_step(self):
         """Set what is counted in each step back to nothing."""
@@ -1598,7 +1581,9 @@ def verify(verifier, groups):
     if verifier.reward:
         grades = [(float(verifier.reward(text, problem.row)), "") for problem, text in mine]
     else:
-        grades = verifier.judge(*zip(*[(text, problem.answer, problem.text) for problem, text in mine], strict=True))
+        golds = [problem.answer for problem, _ in mine]
+        problems = [problem.text for problem, _ in mine]
+        grades = verifier.judge([text for _, text in mine], golds, problems)
     everyone = [None] * len(asked)
     for rank, part in enumerate(world.all_gather(grades)):
         everyone[rank :: world.size] = part
@@ -1614,16 +1599,14 @@ def verify(verifier, groups):
 VERDICTS = ("graded", "no answer", "too long", "timeout", "memory", "error", "crash")
 
 
-def last_boxed(text: str):
+def last_boxed(text):
     """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
-    starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", text)]
-    if not starts:
-        return None
+    _, *boxes = re.split(r"\\boxed\s*\{", text)
     depth = 1
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, starts[-1]):
+    for match in re.finditer(r"(?s)\\.|[{}]", boxes[-1] if boxes else ""):
         depth += (match[0] == "{") - (match[0] == "}")
         if depth == 0:
-            return text[starts[-1] : match.start()]
+            return boxes[-1][: match.start()]
     return None
 
 
@@ -1636,16 +1619,17 @@ DECORATION = (  # a command that does not change what it decorates
 )
 UNITS = (  # by letters, by names, currencies, and what problems count
     r"(?:(?:square|cubic|sq\.?|cu\.?|per|of|the|right|distinct)[ ~]+)*(?:"
-    r"[kcmnpMG]?(?:[msghLlJWVNAKCFT]|Hz|Pa|eV|mol|cal|bar|pc|yr|dyn|Omega|\\Omega)|(?:\\mu|μ)[ ~]*[msgACFVW]|\\AA|Å|[MLR] ?_ ?\{?\\o(?:dot|plus)\}?|atm|AU|dB|arcsec(?:ond)?|light[ -]year|solar mass(?:es)?"
-    r"|in|ft|yd|mi|oz|lbs?|gm|erg|min|hr|sec|mph|kph|rpm|pct|percent(?:age)?|USD|-?gon|th|st|nd|rd"
-    r"|(?:(?:kilo|centi|milli)?(?:met(?:er|re)|gram|lit(?:er|re)|watt|joule|calorie)|second|minute|hour|day|week|month"
-    r"|year(?:s old)?|degrees?(?: Celsius| Fahrenheit)?|newton|tesla|gauss|parsec|vote|pair|time|volt|amp(?:ere)?|ohm|pascal|kelvin|mole|bit|byte|foot|feet|inch(?:e(?=s))?"
-    r"|yard|mile|acre|ounce|pound|ton(?:ne)?|gallon|quart|pint|cup|dollar|cent|euro|rupee|yen|yuan|unit|point|way|people"
-    r"|person|child(?:ren)?|men|women|student|boy|girl|friend|player|worker|team|game|apple|orange|ball|marble|book|page|card"
-    r"|coin|cookie|egg|flower|tree|animal|bird|cat|dog|car|chair|ticket|toy|tile|block|stick|step|item|piece|number|integer"
-    r"|digit|letter|word|value|solution|element|set|subset|function|term|choice|outcome|arrangement|permutation|combination|path"
-    r"|triangle|rectangle|side|edge|face|vert(?:ex|ices)|diagonal|line|region|row|column|question|problem)s?"
-    r")(?![a-zA-Z])(?: ?\^ ?\{?[ ~]*-?\d ?\}?| squared| cubed)?"
+    r"[kcmnpMG]?(?:[msghLlJWVNAKCFT]|Hz|Pa|eV|mol|cal|bar|pc|yr|dyn|Omega|\\Omega)|(?:\\mu|μ)[ ~]*[msgACFVW]|\\AA|Å"
+    r"|[MLR] ?_ ?\{?\\o(?:dot|plus)\}?|atm|AU|dB|in|ft|yd|mi|oz|lbs?|gm|erg|min|hr|sec|mph|kph|rpm|pct|percent(?:age)?"
+    r"|USD|-?gon|th|st|nd|rd|(?:(?:kilo|centi|milli)?(?:met(?:er|re)|gram|lit(?:er|re)|watt|joule|calorie)|arcsec(?:ond)?"
+    r"|second|minute|hour|day|week|month|year(?:s old)?|light[ -]year|parsec|solar mass(?:es)?|degrees?(?: Celsius"
+    r"| Fahrenheit)?|newton|tesla|gauss|volt|amp(?:ere)?|ohm|pascal|kelvin|mole|bit|byte|foot|feet|inch(?:e(?=s))?|yard"
+    r"|mile|acre|ounce|pound|ton(?:ne)?|gallon|quart|pint|cup|dollar|cent|euro|rupee|yen|yuan|unit|point|way|time|people"
+    r"|person|child(?:ren)?|men|women|student|boy|girl|friend|player|worker|team|game|vote|pair|apple|orange|ball|marble"
+    r"|book|page|card|coin|cookie|egg|flower|tree|animal|bird|cat|dog|car|chair|ticket|toy|tile|block|stick|step|item"
+    r"|piece|number|integer|digit|letter|word|value|solution|element|set|subset|function|term|choice|outcome|arrangement"
+    r"|permutation|combination|path|triangle|rectangle|side|edge|face|vert(?:ex|ices)|diagonal|line|region|row|column"
+    r"|question|problem)s?)(?![a-zA-Z])(?: ?\^ ?\{?[ ~]*-?\d ?\}?| squared| cubed)?"
 )
 
 
@@ -1670,12 +1654,13 @@ spelled = table(r"""
 ³  ^3
 (?<!\\)\\\\(?=(?:left|right|[dt]?frac|sqrt|pi)(?![a-z]))  \\
 \\\\\[\w+\]  \\\\
-(?<=\d)␣?(?:,␣?\\!|\{␣?\\?,␣?\}(?:\\!)?)␣?(?=\d{3})  ∅  10,\!080 and 1{,}008
-\\(?:left|right)(?:\.|(?![a-zA-Z]))  ∅
-\\(?:[bB]igg?[lr]?|(?:display|text|script)style|bf|rm|it|boldmath|(?:math)?strut|(?:small|normalsize|[lL]arge)(?!␣?\{))(?![a-zA-Z])  ∅
+(?<=\d)␣?(?:,␣?\\!|\{␣?\\?,␣?\}(?:\\!)?)␣?(?=\d{3}(?!\d))  ∅  10,\!080 and 1{,}008
+\\(?:left|right)(?:\.|(?![a-zA-Z]))  ␣
+\\(?:[bB]igg?[lr]?|(?:display|text|script)style|bf|rm|it|boldmath|(?:math)?strut)(?![a-zA-Z])  ␣
+\\(?:small|normalsize|[lL]arge)(?![a-zA-Z]|␣?\{)  ␣
 (?:(?<!\d)|(?!\\?[$£€¢]\d))(?:\\?\$|\\pounds(?![a-z])|[£€¢\u200b\ufeff])  ∅
 \\(?:[hv]space|phantom)\*?␣?\{[^{}]*\}  ∅
-(?<!\\)\\[\[\]!()]  ∅
+(?<!\\)\\[\[\]!()]  ␣
 \\lparen(?![a-z])  (
 \\rparen(?![a-z])  )
 (?:\\\\\s*)?\\end\{(?:[pbB]?matrix|array)\}\s*[\])]?  \\end{pmatrix}
@@ -1692,7 +1677,7 @@ spelled = table(r"""
 \{([^{}]*?)␣?\\over(?![a-z])␣?([^{}]*)\}  \\frac{\1}{\2}
 ^[␣~]*(-?)\{(…)\}[␣~]*$  \1\2
 ^[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+);␣?[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+)$  (\1,\2),(\3,\4)
-(?<![,~␣])[,~␣]*(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\(?:lor|vee)(?![a-z])|;)[␣~,]*  ,
+(?<![,~␣])[,~␣]*(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\(?:lor|vee)(?![a-z])|;)[␣~,]*  ,␣
 \\(?:[dtcs]|nice)?frac␣?  \\frac
 \\frac(\w|\\pi)␣?(?=[\w{\\])  \\frac{\1}
 (\\frac\{…\})␣?(\w|\\pi)  \1{\2}
@@ -1702,7 +1687,8 @@ spelled = table(r"""
 ^\[(\w+)\](?=_)  \1
 _␣?[{(](\w)[)}]  _\1
 (^|c\{)([+-]?\d{1,3}),(\d{3})(?=/|\}\{|\\[a-z])  \1\2\3  20,000/\pi, but not (4,112\pi)
-␣?(?:(?:\^␣?\{?[␣~]*(?:\\circ|o(?![a-zA-Z]))[␣~]*\}?|\\degree(?![a-z])|°)(?:[␣~]*[CFK](?![a-zA-Z]))?|\\?%)(?!␣?[\d\\%])  ∅
+␣?\^␣?\{?[␣~]*(?:\\circ|o(?![a-zA-Z]))[␣~]*\}?|\\degree(?![a-z])  °
+(?:°(?:[␣~]*[CFK](?![a-zA-Z]))?|␣?\\?%)(?=[␣~.,;:\\]*(?:$|[,)\]⦄∪]))  ∅
 (?<![a-zA-Z\\.])(?:np\.)?(?=(?:arc)?(?:sin|cos|tan)(?![a-z]))  \\  np. is Minerva's
 ␣?(?:\\(?:cdot|times|ast)(?![a-z])|×|(?<=\d)␣?x␣?(?=10))␣?  *
 \\le(?:q|qslant)?(?![a-zA-Z])|<=  ≤
@@ -1714,10 +1700,10 @@ _␣?[{(](\w)[)}]  _\1
 \\pm(?![a-z])  ±
 ∞  \\infty␣
 ^([^=]*[\d)}\]]␣?)\\approx␣?-?\d*\.\d+[^\\=]*$  \1
-(?<![␣.,;:~\\])[␣.,;:~\\]+$  ∅
+(?<![␣.,;:~\\])(?:[␣~\\]*[.,;:]){0,2}[␣~\\]*$  ∅
 (?<=[\d})])␣?\^?␣?\{?[␣~]*(?:th|st|nd|rd)␣?\}?$  ∅
 (?<=[\d})i])[␣~]*\([␣~]*(?:in␣)?([a-zA-Z]{2,}[a-zA-Z\d^{}␣]*)\)[␣~]*$  ␣~\1
-(?<=[\d})i])␣*(?:~[␣~]*(?:in␣)?|(?:in␣)?(?=[a-zA-Z]{2}|\\|Å|[ML]_))Ⓤ(?:[␣~/*.-]+Ⓤ)*[␣~.]*(?=␣?,|$)  ∅
+(?<=[\d})i])␣*(?:~[␣~]*(?:in␣)?|(?:in␣)?(?=[a-zA-Z]{2}|\\|Å|[ML]_))Ⓤ(?:[␣~/*.]{1,4}Ⓤ){0,5}[␣~.]*(?=␣?,|$)  ∅
 ^⦃␣?\w␣?(?:\\in␣?\\mathbb␣?\{?R\}?)?␣?(?::|\\mid|\|)␣?([^=]+)⦄$  \1
 ^(?:\\mathbb␣?\{?R\}?|\(-\\infty␣?,␣?\\infty␣?\))␣?\\setminus␣?⦃([^,]+)⦄$  (-\\infty,\1)∪(\1,\\infty)
 ^\]([^\[\]]+)\]$  (\1]
@@ -1729,7 +1715,7 @@ _␣?[{(](\w)[)}]  _\1
 # a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
 as_fraction = table(r"""
 ^([+-]?)[⦃(]([^,]*)[⦄)]$  \1\2
-^([+-]?\d{1,3})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
+^([+-]?[1-9]\d{0,2})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
 ^([+-]?\d{4,6})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
 ^([+-]?\d{7,9})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
 ^([+-]?\d{10,12})[␣,](\d{3}(?:\.\d+)?)$  \1\2
@@ -1741,7 +1727,7 @@ as_fraction = table(r"""
 \.(?=/|$)  ∅
 (?<!\d)(\d+)/-  -\1/
 """)
-without_marks = table(r"^0+(?=\d)|\*\*|[\s.,;(){}\[\]\"“”`]  ∅")
+without_marks = table(r"^0+(?=\d)|\*\*|(?<!\d)[\s.,;(){}\[\]\"“”`]|[\s.,;(){}\[\]\"“”`](?!\d)  ∅")
 # inequalities as intervals
 as_interval = table(r"""
 ^([^,<≤]+)≤\|[a-z]\|≤([^,<≤]+)$  [-\2¸-\1]∪[\1¸\2]
@@ -1762,19 +1748,25 @@ as_interval = table(r"""
 for_parser = table(r"""
 (?<![\w∪(\[])[\[(]([^\[\],∪=]+),([^\[\],∪=]+)[\])](?!∪)  \\begin{pmatrix}\1\\\\\2\\end{pmatrix}
 (?<!\\)(?<!\\mathbb\{)([A-Z])(?:_(\w)|_\{([^{}]*)\})?  x_{c\1\2\3}
-(?<![a-zA-Z\\])d␣?([a-z])(?![a-zA-Z])|\b([a-z])(?:'|\^\{?\\prime␣?\}?)|\\(gamma)(?![a-z])|(?<![a-zA-Z\\{])(i)(?![a-zA-Z])  x_{c\1\2\3\4}
+(?<![a-zA-Z\\])d␣?([a-z])(?![a-zA-Z])|\b([a-z])(?:'|\^\{?\\prime␣?\}?)  x_{c\1\2}
+\\(gamma)(?![a-z])|(?<![a-zA-Z\\{])(i)(?![a-zA-Z])  x_{c\1\2}
 ,  ,␣
 ⦃  \\{
 ⦄  \\}
+°  ^\\circ␣
 """)
 
 
-ASCENDING = "".join(f"(?:{letter},? ?)?" for letter in "abcdefghijklmnopqrstuvwxyz")
 NAME = re.compile(  # of what an answer is the value: x, AB, x_1, f(x), a:b, m+n, (p,q), Area
-    r"(?:^|(?<=,)) ?(\\?[A-Za-z]+(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\([\w, ]{1,20}\))?(?::[A-Z](?:_\w)?)?|\[[A-Z]+\]"
-    rf"|\({ASCENDING}\)"
-    r"|[A-Z][a-z]+[A-Za-z ]*|(?:10+)?[a-z](?:\+(?:10+)?[a-z])+|\\frac\{[a-zA-Z]+\}\{[a-zA-Z]+\}|\|[A-Z]+\|"
-    r"|\\[a-z]+[ {][A-Z]+\}?)? ?(?::?=(?! ?[A-Z]{2})|\\(?:approx|in)(?![a-zA-Z])) ?|^[A-Za-z ]{4,}: ?"
+    r"(?:^|(?<=,)) ?((?:[A-Za-z]|[A-Z]+|\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|theta|lambda|mu|nu|rho|sigma|tau"
+    r"|(?:var)?phi|omega|Omega|Delta|ell|Pr)(?![a-z]))(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\^\{-1\})?"
+    r"(?:\((?:[\w, ]|[a-z]\([\w, ]*\)){1,20}\))?(?::[A-Z](?:_\w)?)?"
+    r"|\((?:x, ?y(?:, ?z)?|a, ?b(?:, ?c(?:, ?d)?)?|m, ?n|p, ?q(?:, ?r)?|r, ?s|u, ?v|h, ?k|A, ?B(?:, ?C)?|r, ?\\theta)\)"
+    r"|(?:(?:[Tt]he|[Ff]inal|[Cc]orrect|[Tt]otal|[Mm]aximum|[Mm]inimum) )*(?:[Aa]nswer|[Aa]rea|[Pp]erimeter|[Vv]olume"
+    r"|[Pp]robability|[Tt]otal|[Ss]um|[Dd]omain|[Rr]ange|[Vv]alues?|[Ss]olutions?|[Pp]oint)(?: of [A-Za-z ]*)?"
+    r"|(?:10+)?[a-z](?:\+(?:10+)?[a-z])+|\\frac\{[a-zA-Z]+\}\{[a-zA-Z]+\}|\|[A-Z]+\||\[[A-Z]+\]"
+    r"|m?\\(?:angle|overline|triangle|widehat|vec|bar|hat|mathbb)[ {][A-Za-z]+\}?)?"
+    r" ?(?::?=(?! ?[A-Z]{2})|\\(?:approx|in)(?![a-zA-Z])|(?<=[a-z]):) ?"
 )
 NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3})?|(?:[+-]?\d+ )?[+-]?\d+/\d*[1-9]\d*")
 WORDS = re.compile(  # what is compared as text: words, letters to choose from, 52_8 and 3:1
@@ -1789,7 +1781,7 @@ RELATION = re.compile("[=<>≤≥≠]")
 INTERVAL = re.compile(r"[<>≤≥≠\[\]∪]|\\infty")
 SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
     r"\\\\|\\(?:frac|sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)(?![a-z])|$"
-    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|(?<=\d)_|[^\w\s\\+*/^.(){}⦃⦄\[\]=<>≤≥≠!-])"
+    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|(?<=\d)_|\.\d{16,}|10\^\{-\d\d+\}|[^\w\s\\+*/^.(){}⦃⦄\[\]=<>≤≥≠!-])"
 )
 VALUE = re.compile(rf"(?:[^\[\](){{}}⦃⦄,∪]|[\[({{⦃]{NEST}[\])}}⦄])+")
 TUPLE = re.compile(rf"[\[(](?:{VALUE.pattern},)+{VALUE.pattern}[\])]|⦃{NEST}⦄")
@@ -1844,8 +1836,7 @@ def compare(answer, gold, problem=""):
     ordered = gold_kind[:1] in ("(", "[")
     for place, each in enumerate(golds if gold_kind else []):
         candidates = parts[place : place + 1] if ordered else parts
-        alike = [part for part in candidates if ("⦃" in part) == ("⦃" in each)]
-        if not any(compare(part, each) for part in alike):
+        if not any(compare(part, each) for part in candidates):
             return False
     if ordered:
         answer = gold[0] + ",".join(parts) + gold[-1]
@@ -1859,7 +1850,7 @@ def compare(answer, gold, problem=""):
     return for_parser(answer), for_parser(gold)
 
 
-def _verifier_worker(seconds: float, memory: int):
+def _verifier_worker(seconds, memory):
     """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout; alone, in a bare interpreter.
     `seconds` of processor time raise inside Python, one more ends C code. `memory`: bytes beyond what imports took."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
@@ -1911,20 +1902,20 @@ def _verifier_worker(seconds: float, memory: int):
 class Worker(subprocess.Popen):
     """A process of `_verifier_worker`, which may die or be late at any moment."""
 
-    def __init__(self, seconds: float, memory: int):
+    def __init__(self, seconds, memory):
         source = f"import functools, json, os, re, resource, signal, sys\n{inspect.getsource(_verifier_worker)}"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         command = [sys.executable, "-P", "-c", f"{source}\n_verifier_worker({seconds}, {memory})"]
         super().__init__(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
         self.greeted = False
 
-    def line(self, seconds: float):
+    def line(self, seconds):
         """Return the next line: "" when the process died, None when it is late."""
         waiting = select.poll()
         waiting.register(self.stdout, select.POLLIN)
         return self.stdout.readline() if waiting.poll(seconds * 1000) else None
 
-    def ask(self, task: tuple[str, str], seconds: float):
+    def ask(self, task, seconds):
         """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
         if not self.greeted and self.line(120) != "ready\n":
             raise RuntimeError(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
@@ -1938,11 +1929,8 @@ class Worker(subprocess.Popen):
 
     def end(self):
         """Kill the process."""
-        self.kill()
-        self.wait()
-        self.stdout.close()
-        with suppress(BrokenPipeError):  # its last question may still be in the buffer
-            self.stdin.close()
+        with suppress(BrokenPipeError), self:  # its last question may still be in the buffer
+            self.kill()
 
 
 class Verifier:
@@ -1964,7 +1952,7 @@ class Verifier:
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
         self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
 
-    def _verdict(self, task: tuple[str, str]):
+    def _verdict(self, task):
         """Return a free worker's verdict; a worker that died or is late is replaced."""
         worker = self.workers.pop()  # there are no more threads than workers
         try:
@@ -1980,7 +1968,7 @@ class Verifier:
         finally:
             self.workers.append(worker)
 
-    def judge(self, completions=(), golds=(), problems=()):
+    def judge(self, completions, golds, problems=()):
         """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict. What
         stands in a problem's text equals nothing but itself. Raises RuntimeError when workers cannot be started."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
@@ -1989,9 +1977,7 @@ class Verifier:
         tasks = {}
         for case in dict.fromkeys(cases):
             answer, gold, _ = case
-            if answer and answer == gold:
-                verdicts[case] = 1.0, "graded"
-            elif max(len(answer), len(gold)) > self.longest:
+            if max(len(answer), len(gold)) > self.longest:
                 verdicts[case] = 0.0, "too long"
             elif not spell(answer)[0]:
                 verdicts[case] = 0.0, "no answer"
