@@ -429,8 +429,8 @@ def read_table(source, flag):
         return table
     if not names and len(table) == 1:
         names = list(table)
-    if not names or names[-1] not in table:
-        raise ValueError(f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
+    named = names and names[-1] in table
+    need(named, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
     return table[names[-1]]
 
 
@@ -1005,8 +1005,7 @@ def truncated_ratio(logp_T, sampler_logp_T, cap):
     """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
     if cap == 0:
         return torch.ones_like(logp_T)
-    ratio_T = (logp_T - sampler_logp_T.to(logp_T.device)).exp()
-    return ratio_T.clamp(max=cap)
+    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
 
 
 def is_finite(finite, norm, world):
@@ -1088,9 +1087,11 @@ class Sampler:
                 "mm_device_do_normalize": False,  # vLLM 0.32's dummy loading overwrites the mean and deviation
             }
         if not cuda:
-            settings["enforce_eager"] = True
-            settings["enable_chunked_prefill"] = False  # vLLM 0.32 cannot rewind a seeded request's generator after one
-            settings["max_num_batched_tokens"] = max(8192, longest_sequence(args))
+            settings.update(
+                enforce_eager=True,
+                enable_chunked_prefill=False,  # vLLM 0.32 cannot rewind a seeded request's generator after a chunk
+                max_num_batched_tokens=max(8192, longest_sequence(args)),
+            )
         self.llm = LLM(
             model=str(folder),
             dtype=str(self.dtype).removeprefix("torch."),
@@ -1120,9 +1121,7 @@ class Sampler:
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         my_keys = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
-        at_once = len(problems) * n
-        if any(problem.image for problem in problems):
-            at_once = 512  # images take memory
+        at_once = 512 if any(problem.image for problem in problems) else len(problems) * n  # images take memory
         rollout_of = {}
         for start in range(0, len(my_keys), at_once):
             keys = my_keys[start : start + at_once]
@@ -1320,8 +1319,8 @@ def resume(policy, optimizer, record):
     dcp.load({"policy": weights}, storage_reader=reader)
     set_model_state_dict(policy, weights)
     moments = get_optimizer_state_dict(policy, optimizer)
-    partly = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=partly)
+    some = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"optimizer": moments["state"]}, planner=some, storage_reader=reader)
     set_optimizer_state_dict(policy, optimizer, moments)
     held = reader.read_metadata().state_dict_metadata
     for name, parameter in policy.named_parameters():
@@ -1334,7 +1333,7 @@ def resume(policy, optimizer, record):
 
 
 # ------------------------------------------------------------------------------------------------- evaluation, record
-def pass_at_k(correct_PN, k: int) -> float:
+def pass_at_k(correct_PN, k):
     """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
     correct = np.asarray(correct_PN)
     n = correct.shape[1]
@@ -1398,8 +1397,8 @@ def about_run(args, script, world):
 
 def check_same_run(before, now, args):
     """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
-    if before["script"] != now["script"]:
-        raise ValueError(f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py")
+    scripts = f"{args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py"
+    need(before["script"] == now["script"], f"--resume: {scripts}")
     may_change = set(MAY_CHANGE)
     if args.lr_warmup or args.lr_floor < 1:
         may_change -= {"steps"}  # the schedule would bend
@@ -1727,6 +1726,7 @@ as_fraction = table(r"""
 \.(?=/|$)  ∅
 (?<!\d)(\d+)/-  -\1/
 """)
+bare = table(r"\\frac|^0\+|[(){}*]|\.0+(?!\d)  ∅")
 without_marks = table(r"^0+(?=\d)|\*\*|(?<!\d)[\s.,;(){}\[\]\"“”`]|[\s.,;(){}\[\]\"“”`](?!\d)  ∅")
 # inequalities as intervals
 as_interval = table(r"""
@@ -1778,6 +1778,7 @@ OPERATION = re.compile(  # what is left to compute
     r"|\\(?:sqrt|arc|sin|cos|tan|cot|sec|csc|exp|log|ln|binom|sum|prod|int)"
 )
 RELATION = re.compile("[=<>≤≥≠]")
+NUMERAL = re.compile(r"(?<![\d.])(?!1(?!\d))\d+(?:\.\d*[1-9])?")  # a number that may be copied, not 1
 INTERVAL = re.compile(r"[<>≤≥≠\[\]∪]|\\infty")
 SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
     r"\\\\|\\(?:frac|sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)(?![a-z])|$"
@@ -1821,7 +1822,7 @@ def compare(answer, gold, problem=""):
     if answer in (gold, as_given):
         return True
     if gold_value is not None:  # a number must be written out
-        return value == gold_value and (not name or not gold_name or name == gold_name)
+        return value == gold_value and (None in (name, gold_name) or name == gold_name)
     if not ("=" in answer and "=" in gold):
         answer, gold = (NAME.sub("", text) for text in (answer, gold))
     if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):  # never a product of letters
@@ -1841,12 +1842,16 @@ def compare(answer, gold, problem=""):
     if ordered:
         answer = gold[0] + ",".join(parts) + gold[-1]
     names, relations = ingredients(gold)
-    if ingredients(answer) != (names, relations) or answer in spell(problem)[0]:
+    if ingredients(answer) != (names, relations):
+        return False
+    problem = spell(problem)[0]
+    numbers, asked, known = (set(NUMERAL.findall(text)) for text in (answer, problem, gold))
+    if numbers & asked - known or bare(answer) in bare(problem):  # the question's own expression
         return False
     if relations and len(names) == 1:  # true of itself: 1 = 1
         return False
     if not relations and len(OPERATION.findall(answer)) > 2 * len(OPERATION.findall(gold)):
-        return False  # the question's own expression
+        return False  # what is left to compute
     return for_parser(answer), for_parser(gold)
 
 
@@ -1952,11 +1957,19 @@ class Verifier:
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
         self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
 
-    def _verdict(self, task):
-        """Return a free worker's verdict; a worker that died or is late is replaced."""
+    def _verdict(self, case):
+        """Return the verdict on (answer, gold, problem); a worker that died or is late is replaced."""
+        answer, gold, _ = case
+        if max(len(answer), len(gold)) > self.longest:
+            return 0.0, "too long"
+        if not spell(answer)[0]:
+            return 0.0, "no answer"
+        decided = compare(*case)
+        if isinstance(decided, bool):
+            return float(decided), "graded"
         worker = self.workers.pop()  # there are no more threads than workers
         try:
-            reply = worker.ask(task, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
+            reply = worker.ask(decided, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
             if reply:
                 return tuple(json.loads(reply))
             if reply is None:
@@ -1973,20 +1986,9 @@ class Verifier:
         stands in a problem's text equals nothing but itself. Raises RuntimeError when workers cannot be started."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
-        verdicts = {}
-        tasks = {}
-        for case in dict.fromkeys(cases):
-            answer, gold, _ = case
-            if max(len(answer), len(gold)) > self.longest:
-                verdicts[case] = 0.0, "too long"
-            elif not spell(answer)[0]:
-                verdicts[case] = 0.0, "no answer"
-            elif isinstance(decided := compare(*case), bool):
-                verdicts[case] = float(decided), "graded"
-            else:
-                tasks[case] = decided
+        different = set(cases)
         with ThreadPoolExecutor(max(1, len(self.workers))) as pool:
-            verdicts |= zip(tasks, pool.map(self._verdict, tasks.values()), strict=True)
+            verdicts = dict(zip(different, pool.map(self._verdict, different), strict=True))
         return [verdicts[case] for case in cases]
 
     def grade(self, *lists):

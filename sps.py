@@ -58,7 +58,6 @@ not say, and we chose.
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -343,7 +342,7 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float
 
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
-def keep_demonstrations(folder: Path, step: int, groups: list[common.Group], problems, args) -> None:
+def keep_demonstrations(folder, step, groups, problems, args):
     """Choose the demonstrations among the groups of an RL step and write them to step-<step>.pt: tensors, and the place
     of each problem in the data, so that no code runs when the file is read."""
     mean_logp = []
@@ -383,8 +382,8 @@ def stage_lengths(args, problems: int) -> tuple[int, int]:
     return rl_steps, irl_steps
 
 
-def demonstrations(folder: Path, steps: range, problems, count: int, seed: int) -> list[common.Group]:
-    """Return `count` of the demonstrations that were kept in a stage's `steps`, as groups of one. They are drawn without
+def demonstrations(folder, steps, problems, count, seed):
+    """Return `count` of the demonstrations that were kept in a stage's `steps`, groups of one. They are drawn without
     replacement, and anew when all are used. Raises FileNotFoundError if the file of a step is gone."""
     kept = []
     for step in steps:
@@ -401,7 +400,7 @@ def demonstrations(folder: Path, steps: range, problems, count: int, seed: int) 
     return groups
 
 
-def forget_demonstrations(folder: Path, checkpoints: Path, rl_steps: int) -> None:
+def forget_demonstrations(folder, checkpoints, rl_steps):
     """Delete the demonstrations of stages that were over at the oldest checkpoint, since no resumed run needs them."""
     oldest = min(int(path.name[5:]) for path in checkpoints.glob("step-?????"))
     for file in folder.glob("step-*.pt"):

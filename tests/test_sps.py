@@ -186,6 +186,7 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path, how):
     args = sps.Args(prompts_per_step=3, group_size=4, demonstrations=2, seed=3, choose=how)
     rng = np.random.default_rng(1)
     chosen = {}
+    problems = []
     for step in range(1, 5):
         reward_PG = torch.from_numpy(rng.integers(0, 2, (3, 4)).astype(float))
         groups = []
@@ -195,7 +196,8 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path, how):
                 logp = rng.normal(-1, 0.5, length).astype(np.float32)
                 rollouts.append(common.Rollout(rng.integers(0, 10**6, length), logp, "", False))
             groups.append(common.Group(common.Problem(f"{step} {p}", [1], "0"), rollouts, reward_PG[p], reward_PG[p]))
-        sps.keep_demonstrations(tmp_path, step, groups, args)
+        problems += [group.problem for group in groups]
+        sps.keep_demonstrations(tmp_path, step, groups, problems, args)
         mean_logp_PG = torch.tensor([[one.logp.mean(dtype=np.float64) for one in group.rollouts] for group in groups])
         generator = torch.Generator().manual_seed(common.seed_of(3, "demonstrations", step))
         for p, g in sps.choose_demonstrations(mean_logp_PG, reward_PG, 2, how, generator):
@@ -204,14 +206,19 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path, how):
     assert len(chosen) == 24
 
     def taken(count, seed=9):
-        groups = sps.demonstrations(tmp_path, range(1, 5), count, seed)
+        groups = sps.demonstrations(tmp_path, range(1, 5), problems, count, seed)
         keys = [(group.problem.text, tuple(one.ids.tolist())) for group in groups for one in group.rollouts]
         assert [group.reward_G.tolist() for group in groups] == [[chosen[key]] for key in keys]
         return keys
 
+    kept = torch.load(tmp_path / "step-00001.pt", weights_only=True)  # a pickle of anything else would run code
+    assert len(kept) == 6
     assert sorted(taken(24)) == sorted(chosen) and len(set(taken(7))) == 7
     assert taken(24) == taken(24) == taken(30)[:24] != taken(24, seed=8)
     assert len(set(taken(48)[24:])) == 24, "a second pass"
+    torch.save([Hostile()], tmp_path / "step-00003.pt")
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        taken(1)
     (tmp_path / "step-00002.pt").unlink()
     with pytest.raises(FileNotFoundError, match="step-00002"):
         taken(1)
