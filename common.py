@@ -190,7 +190,7 @@ def validate(args, world):
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
-@dataclass(frozen=True)
+@dataclass
 class World:
     """This process among the others. `mesh` shards inside a node and replicates across nodes."""
 
@@ -323,7 +323,7 @@ class Picture:
         return torch.cat([before, image + at, behind + at], 1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Problem:
     """A problem: text, the prompt's token ids, the reference answer, and for a --reward of one's own the data's row."""
 
@@ -429,8 +429,10 @@ def read_table(source, flag):
         return table
     if not names and len(table) == 1:
         names = list(table)
-    named = names and names[-1] in table
-    need(named, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
+    need(
+        names and names[-1] in table,
+        f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}",
+    )
     return table[names[-1]]
 
 
@@ -1397,8 +1399,10 @@ def about_run(args, script, world):
 
 def check_same_run(before, now, args):
     """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
-    scripts = f"{args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py"
-    need(before["script"] == now["script"], f"--resume: {scripts}")
+    need(
+        before["script"] == now["script"],
+        f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py",
+    )
     may_change = set(MAY_CHANGE)
     if args.lr_warmup or args.lr_floor < 1:
         may_change -= {"steps"}  # the schedule would bend
