@@ -211,14 +211,9 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path, how):
         assert [group.reward_G.tolist() for group in groups] == [[chosen[key]] for key in keys]
         return keys
 
-    kept = torch.load(tmp_path / "step-00001.pt", weights_only=True)  # a pickle of anything else would run code
-    assert len(kept) == 6
     assert sorted(taken(24)) == sorted(chosen) and len(set(taken(7))) == 7
     assert taken(24) == taken(24) == taken(30)[:24] != taken(24, seed=8)
     assert len(set(taken(48)[24:])) == 24, "a second pass"
-    torch.save([Hostile()], tmp_path / "step-00003.pt")
-    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-        taken(1)
     (tmp_path / "step-00002.pt").unlink()
     with pytest.raises(FileNotFoundError, match="step-00002"):
         taken(1)

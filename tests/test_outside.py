@@ -1,0 +1,190 @@
+"""What comes in from outside is data: nothing in a model folder, a data set, an answer or a run folder is run as code,
+and no row of a data set reads other files or the network."""
+
+import http.server
+import json
+import pickle
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import jinja2
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from conftest import TOY, make_verifier
+from transformers import AutoTokenizer
+
+import common
+
+
+class Hostile:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = str(mark)
+
+    def __reduce__(self):
+        return open, (self.mark, "w")
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """A file that code from outside would make."""
+    yield tmp_path / "mark"
+    assert not (tmp_path / "mark").exists(), "code from outside was run"
+
+
+def test_workers_import_nothing_from_the_folder_where_a_run_is_started(mark, tmp_path, monkeypatch):
+    for name in ("json", "math_verify", "re", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    verifier = make_verifier(1)
+    assert verifier.grade([r"\boxed{1+x}"], ["x+1"]) == [1.0]
+    for worker in verifier.workers:
+        worker.end()
+
+
+def test_what_a_run_leaves_is_no_pickle(sspo_run, sps_run):
+    """Tensors and text: files that other kinds of reading would be needed for are not there."""
+    found = {file.suffix for run in (sspo_run, sps_run) for file in run.folder.rglob("*") if file.is_file()}
+    readable = {".json", ".jsonl", ".txt", ".jinja", ".safetensors"}
+    events = {suffix for suffix in found if suffix[1:].isdigit()}  # TensorBoard's, which nothing here reads
+    assert found - readable - events == {".pt"}
+    kept = list((sps_run.folder / "demonstrations").iterdir())
+    assert kept
+    for file in kept:
+        torch.load(file, weights_only=True)
+
+
+def test_a_hostile_file_of_demonstrations_is_refused(mark, tmp_path):
+    import sps
+
+    torch.save([Hostile(mark)], tmp_path / "step-00001.pt")
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        sps.demonstrations(tmp_path, range(1, 2), [], 1, 0)
+
+
+def test_a_hostile_table_of_contents_is_not_read(mark, tiny, plain_python, tmp_path):
+    """PyTorch's own format of distributed checkpoints has a pickled `.metadata`."""
+    from eval import checkpoint_weights
+
+    world = common.init_world()
+    args = common.Args(model=str(tiny), run_dir=str(tmp_path), resume=True, max_prompt_tokens=8, max_response_tokens=8)
+    policy = common.load_policy(tiny, args, world)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    record = SimpleNamespace(args=args, world=world, folder=tmp_path, say=print, rewind=print, best=0.0)
+    common.save_checkpoint(policy, optimizer, 1, 2, record)
+    folder = tmp_path / "checkpoints" / "step-00001"
+    (folder / ".metadata").write_bytes(pickle.dumps(Hostile(mark)))
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"files": common.digests(folder, world)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert common.resume(policy, optimizer, record) == (1, 2)
+    assert dict(checkpoint_weights(folder, torch.float32)).keys() == {name for name, _ in policy.named_parameters()}
+
+
+def test_the_attention_that_a_config_names_is_not_taken(tmp_path, plain_python):
+    folder = tmp_path / "model"
+    shutil.copytree(TOY / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"attn_implementation": "flash_attention_2", "_attn_implementation": "nobody/kernel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    args = common.Args(model=str(folder), max_prompt_tokens=8, max_response_tokens=8)
+    policy = common.load_policy(common.model_folder(args), args, common.init_world())
+    assert policy.model.config._attn_implementation == "packed"
+
+
+def test_a_chat_template_runs_in_a_sandbox(mark):
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
+    tokenizer.chat_template = f"{{{{ cycler.__init__.__globals__.os.system('touch {mark}') }}}}"
+    with pytest.raises(jinja2.exceptions.SecurityError):
+        common.prompt_of("1+1?", "chat", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> Path:
+    pytest.importorskip("torchvision", reason="image processors need torchvision, which is not installed")
+    from seeing import random_seeing_model
+
+    return random_seeing_model(tmp_path_factory.mktemp("seeing"), "qwen2_vl", tied=True)
+
+
+def load(file: Path, model: Path, **changes):
+    from seeing import settings
+
+    args = replace(settings(model), dataset=str(file), **changes)
+    return common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
+
+
+def test_code_of_an_image_processor_is_not_run(mark, seeing, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder = tmp_path / "model"
+    shutil.copytree(seeing, folder)
+    (folder / "code.py").write_text(f"open({str(mark)!r}, 'w')\nclass P: pass\n")
+    settings = {"image_processor_type": "P", "auto_map": {"AutoImageProcessor": "code.P"}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load(seeing / "problems.parquet", folder)
+
+
+def rows_with(tmp_path, path) -> Path:
+    file = tmp_path / "data" / "rows.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"image": path, "problem": "a?", "answer": "1"}) + "\n")
+    return file
+
+
+def test_an_image_is_a_file_below_the_data_sets_folder(seeing, tmp_path, monkeypatch):
+    from seeing import png
+
+    file = rows_with(tmp_path, "images/a.png")
+    (file.parent / "images").mkdir()
+    (file.parent / "images" / "a.png").write_bytes(png(16, 16))
+    (tmp_path / "outside.png").write_bytes(png(16, 16))
+    (file.parent / "link.png").symlink_to(tmp_path / "outside.png")
+    assert load(file, seeing)[0].image.data == png(16, 16)
+    assert load(rows_with(tmp_path, str(file.parent / "images" / "a.png")), seeing)[0].image.data == png(16, 16)
+    for path in ("../outside.png", str(tmp_path / "outside.png"), "link.png", "/dev/zero"):
+        with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image .* is not below the data's folder"):
+            load(rows_with(tmp_path, path), seeing)
+    monkeypatch.setattr(common, "LARGEST_IMAGE", 99)
+    with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image cannot be read \(more than 99 bytes"):
+        load(rows_with(tmp_path, "images/a.png"), seeing)
+
+
+def test_no_row_is_fetched_from_the_network(seeing, tmp_path):
+    """A column that the file's metadata calls an image would be fetched when the row is read."""
+    asked = []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/a.png"
+    media = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    columns = {"problem": ["1+1?"], "answer": ["2"], "image": pyarrow.array([{"bytes": None, "path": url}], media)}
+    features = datasets.Features(
+        problem=datasets.Value("string"), answer=datasets.Value("string"), image=datasets.Image()
+    )
+    file = tmp_path / "rows.parquet"
+    plain = pyarrow.table(columns)
+    pyarrow.parquet.write_table(plain.replace_schema_metadata(features.arrow_schema.metadata), file)
+    (tmp_path / "mine.py").write_text("def score(completion, row):\n    return float(row['image']['bytes'] is None)\n")
+    args = common.Args(
+        template="plain", reward=f"{tmp_path}/mine.py:score"
+    )  # a reward of one's own is given every column
+    (problem,) = common.load_problems(str(file), AutoTokenizer.from_pretrained(TOY / "model"), args, "--dataset")
+    assert problem.row["image"] == {"bytes": None, "path": url}
+    with pytest.raises(ValueError, match=r"row 0: its image cannot be read"):
+        load(file, seeing)
+    server.shutdown()
+    assert asked == []
