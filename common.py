@@ -1730,7 +1730,7 @@ as_fraction = table(r"""
 \.(?=/|$)  ∅
 (?<!\d)(\d+)/-  -\1/
 """)
-bare = table(r"\\frac|^0\+|[(){}*]|\.0+(?!\d)  ∅")
+bare = table(r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d)  ∅")
 without_marks = table(r"^0+(?=\d)|\*\*|(?<!\d)[\s.,;(){}\[\]\"“”`]|[\s.,;(){}\[\]\"“”`](?!\d)  ∅")
 # inequalities as intervals
 as_interval = table(r"""
