@@ -173,8 +173,8 @@ def validate(args, world):
         fits = own.is_file() and "{problem}" in own.read_text(encoding="utf-8")
         legal = f"legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"
         need(fits, f"--template {args.template}: {legal}")
-    blind = args.steps == 0 or args.keep_best
-    need(args.eval or not blind, "--steps 0 and --keep-best need held-out problems: name them with --eval")
+    seen = args.eval or (args.steps and not args.keep_best)
+    need(seen, "--steps 0 and --keep-best need held-out problems: name them with --eval")
     same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set a temperature above 0"
     need(args.eval_samples == 1 or args.eval_temperature, same)
     if args.tensor_parallel > 1:
@@ -527,9 +527,6 @@ def prompt_tokens(text, image, template, tokenizer, config, where):
     return prompt_ids
 
 
-LARGEST_IMAGE = 1 << 26  # bytes
-
-
 def read_picture(value, processor, token, where, folder):
     """Return the image of a row, bytes or a path in the data set's folder. Raises ValueError, naming the row, for what
     cannot be read, is too large, lies elsewhere or has a shape that the model does not take."""
@@ -538,7 +535,7 @@ def read_picture(value, processor, token, where, folder):
         if not data:
             file = (folder / value["path"]).resolve()
             need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
-            need(file.stat().st_size <= LARGEST_IMAGE, f"more than {LARGEST_IMAGE} bytes")
+            need(file.stat().st_size <= 1 << 26, "more than 64 MiB")
             data = file.read_bytes()
         image = Picture(data, processor, (0, 0), token)
         _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
@@ -1050,8 +1047,7 @@ def stop_tokens(folder, tokenizer):
     """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
     ids = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
     if (folder / "generation_config.json").is_file():
-        listed = GenerationConfig.from_pretrained(folder).eos_token_id  # one or a list
-        ids.update(np.ravel(listed).tolist())
+        ids.update(np.ravel(GenerationConfig.from_pretrained(folder).eos_token_id).tolist())  # one or a list
     return sorted(ids - {None})
 
 
@@ -1176,8 +1172,7 @@ class Sampler:
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
         if sent != self.expected:
-            missing = f"missing {sorted(self.expected - sent)}, unknown {sorted(sent - self.expected)}"
-            raise RuntimeError(f"weights sent to vLLM: {missing}")
+            raise RuntimeError(f"weights sent to vLLM: missing {self.expected - sent}, unknown {sent - self.expected}")
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
@@ -1640,8 +1635,9 @@ def table(rules):
     """Return a function that rewrites a text by a table's lines, one after another: pattern, replacement and comment,
     two spaces apart. ␣ is a space, ∅ nothing, … whatever stands between two brackets, Ⓓ a decoration, Ⓤ a unit."""
     signs = str.maketrans({"␣": " ", "∅": "", "…": NEST, "Ⓤ": UNITS, "Ⓓ": DECORATION})
-    rows = [line.translate(signs).split("  ")[:2] for line in rules.strip().splitlines()]
-    return lambda text: functools.reduce(lambda text, row: re.sub(*row, text), rows, text)
+    lines = [line.translate(signs).split("  ") for line in rules.strip().splitlines()]
+    rows = [(re.compile(pattern).sub, replacement) for pattern, replacement, *_ in lines]
+    return lambda text: functools.reduce(lambda text, row: row[0](row[1], text), rows, text)
 
 
 # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
@@ -1991,7 +1987,7 @@ class Verifier:
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
         different = set(cases)
-        with ThreadPoolExecutor(max(1, len(self.workers))) as pool:
+        with ThreadPoolExecutor(len(self.workers)) as pool:
             verdicts = dict(zip(different, pool.map(self._verdict, different), strict=True))
         return [verdicts[case] for case in cases]
 

@@ -138,7 +138,7 @@ def rows_with(tmp_path, path) -> Path:
     return file
 
 
-def test_an_image_is_a_file_below_the_data_sets_folder(seeing, tmp_path, monkeypatch):
+def test_an_image_is_a_file_below_the_data_sets_folder(seeing, tmp_path):
     from seeing import png
 
     file = rows_with(tmp_path, "images/a.png")
@@ -151,8 +151,9 @@ def test_an_image_is_a_file_below_the_data_sets_folder(seeing, tmp_path, monkeyp
     for path in ("../outside.png", str(tmp_path / "outside.png"), "link.png", "/dev/zero"):
         with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image .* is not below the data's folder"):
             load(rows_with(tmp_path, path), seeing)
-    monkeypatch.setattr(common, "LARGEST_IMAGE", 99)
-    with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image cannot be read \(more than 99 bytes"):
+    with open(file.parent / "images" / "a.png", "ab") as grown:
+        grown.truncate((1 << 26) + 1)  # takes no room on a disk
+    with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image cannot be read \(more than 64 MiB"):
         load(rows_with(tmp_path, "images/a.png"), seeing)
 
 
