@@ -1009,8 +1009,8 @@ def truncated_ratio(logp_T, sampler_logp_T, cap):
 
 def is_finite(finite, norm, world):
     """Say whether an update's losses and log-probs (`finite`) and its gradient's norm are finite, on every rank."""
-    failed = torch.tensor(float(not finite or not math.isfinite(norm)))
-    return world.all_reduce(failed) == 0
+    failed = torch.tensor(float(not (finite and math.isfinite(norm))))
+    return not world.all_reduce(failed)
 
 
 def full_weights(policy, dtype):
@@ -1191,7 +1191,7 @@ class Sampler:
 def sampler_gap(logp_T, sampler_logp_T):
     """Return how far trainer and sampler disagree on the tokens that are trained: mean and max |difference| (nats), k3
     estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
-    if len(logp_T) == 0:
+    if not len(logp_T):
         return {}
     difference = (logp_T - sampler_logp_T).double()
     size = difference.abs()
@@ -1316,8 +1316,9 @@ def resume(policy, optimizer, record):
     dcp.load({"policy": weights}, storage_reader=reader)
     set_model_state_dict(policy, weights)
     moments = get_optimizer_state_dict(policy, optimizer)
-    some = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"optimizer": moments["state"]}, planner=some, storage_reader=reader)
+    dcp.load(
+        {"optimizer": moments["state"]}, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
+    )
     set_optimizer_state_dict(policy, optimizer, moments)
     held = reader.read_metadata().state_dict_metadata
     for name, parameter in policy.named_parameters():
@@ -1627,7 +1628,7 @@ UNITS = (  # by letters, by names, currencies, and what problems count
     r"|book|page|card|coin|cookie|egg|flower|tree|animal|bird|cat|dog|car|chair|ticket|toy|tile|block|stick|step|item"
     r"|piece|number|integer|digit|letter|word|value|solution|element|set|subset|function|term|choice|outcome|arrangement"
     r"|permutation|combination|path|triangle|rectangle|side|edge|face|vert(?:ex|ices)|diagonal|line|region|row|column"
-    r"|question|problem)s?)(?![a-zA-Z])(?: ?\^ ?\{?[ ~]*-?\d ?\}?| squared| cubed)?"
+    r"|question|problem|multiple|meal|dap)s?)(?![a-zA-Z])(?: ?\^ ?\{?[ ~]*-?\d ?\}?| squared| cubed)?"
 )
 
 
@@ -1642,6 +1643,7 @@ def table(rules):
 
 # one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
 spelled = table(r"""
+\s+  ␣
 [−–‐‑]  -
 [⁄∕]|\{/\}  /
 ·  \\cdot␣
@@ -1816,10 +1818,9 @@ def ingredients(text):
 
 def compare(answer, gold, problem=""):
     """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify."""
-    as_given = spell(gold)[0]
     answer, name, value = spell(answer)
     gold, gold_name, gold_value = spell(TRUSTED.sub("", gold))
-    if answer in (gold, as_given):
+    if answer == gold:
         return True
     if gold_value is not None:  # a number must be written out
         return value == gold_value and (None in (name, gold_name) or name == gold_name)
@@ -1843,6 +1844,8 @@ def compare(answer, gold, problem=""):
         answer = gold[0] + ",".join(parts) + gold[-1]
     names, relations = ingredients(gold)
     if ingredients(answer) != (names, relations):
+        return False
+    if value is not None and abs(value) < 1e-25:  # math_verify drops what is below 1e-30
         return False
     problem = spell(problem)[0]
     numbers, asked, known = (set(NUMERAL.findall(text)) for text in (answer, problem, gold))
@@ -1871,14 +1874,8 @@ def _verifier_worker(seconds, memory):
         text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
         return parse(rf"\boxed{{{text}}}", boxes, "no_fallback", "first_match", None)
 
-    def same(gold, answer):
-        return verify(gold, answer, float_rounding=30, numeric_precision=30, timeout_seconds=None)
-
     def equal(answer, gold):
-        answer, gold = read(answer), read(gold)
-        if same(gold, answer) and getattr(gold[0], "is_number", False):  # a difference may be below 1e-30
-            return same(gold[0] / gold[0], answer[0] / gold[0])
-        return same(gold, answer)
+        return verify(read(gold), read(answer), float_rounding=30, numeric_precision=30, timeout_seconds=None)
 
     signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
     with open("/proc/self/statm") as statm:
@@ -1957,19 +1954,20 @@ class Verifier:
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
         self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
 
-    def _verdict(self, case):
-        """Return the verdict on (answer, gold, problem); a worker that died or is late is replaced."""
-        answer, gold, _ = case
+    def _decide(self, answer, gold, problem):
+        """Return a verdict that needs no mathematics, else what math_verify is to compare."""
         if max(len(answer), len(gold)) > self.longest:
             return 0.0, "too long"
         if not spell(answer)[0]:
             return 0.0, "no answer"
-        decided = compare(*case)
-        if isinstance(decided, bool):
-            return float(decided), "graded"
+        equal = compare(answer, gold, problem)
+        return (float(equal), "graded") if isinstance(equal, bool) else equal
+
+    def _verdict(self, task):
+        """Return a free worker's verdict; a worker that died or is late is replaced."""
         worker = self.workers.pop()  # there are no more threads than workers
         try:
-            reply = worker.ask(decided, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
+            reply = worker.ask(task, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
             if reply:
                 return tuple(json.loads(reply))
             if reply is None:
@@ -1986,9 +1984,11 @@ class Verifier:
         stands in a problem's text equals nothing but itself. Raises RuntimeError when workers cannot be started."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
-        different = set(cases)
+        verdicts = {case: self._decide(*case) for case in set(cases)}
+        tasks = [case for case in verdicts if isinstance(verdicts[case][0], str)]
         with ThreadPoolExecutor(len(self.workers)) as pool:
-            verdicts = dict(zip(different, pool.map(self._verdict, different), strict=True))
+            replies = pool.map(self._verdict, [verdicts[case] for case in tasks])
+            verdicts.update(zip(tasks, replies, strict=True))
         return [verdicts[case] for case in cases]
 
     def grade(self, *lists):

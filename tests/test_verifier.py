@@ -94,7 +94,7 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
 def test_a_soft_timeout_keeps_the_worker(verifier):
     """Most hostile answers are interrupted inside Python: no second is lost to a new worker's imports."""
     before = {worker.pid for worker in verifier.workers}
-    assert verifier.judge([f"\\boxed{{{HOSTILE['power tower']}}}"], [r"x^2+\sqrt{7}"]) == [(0.0, "timeout")]
+    assert verifier.judge([f"\\boxed{{{HOSTILE['power tower']}}}"], [r"\sqrt{5}+\sqrt{7}"]) == [(0.0, "timeout")]
     assert {worker.pid for worker in verifier.workers} == before
 
 
