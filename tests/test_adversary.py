@@ -16,6 +16,7 @@ from common import compare
 WRONG = r"""
 \frac{1}{2004!}  ?  10^{-99}
 \frac{1}{2^{2007}}  ?  0
+\frac{1}{2004!}  ?  \frac{1}{2003!}
 \gamma^2-1  ?  \gamma^2-7
 -2,-2  ?  -2
 1,2,3  ?  1,2,2
