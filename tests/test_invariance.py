@@ -87,8 +87,10 @@ def test_the_second_node_replicates(update, alone):
     ],
 )
 def test_no_pass_is_made_that_nothing_needs(update, script, args, passes):
-    """Where there is one update a step, it sees the policy that sampled. Entropies are logged all the same."""
+    """Where there is one update a step, it sees the policy that sampled. Entropies are logged all the same, and each is
+    computed once."""
     result = update(1, script, args=args)
+    assert sum(result["entropies"]) == args.get("updates_per_step", 1)
     assert set(result["phases"]) == passes and 0.5 < result["metrics"]["entropy"] < 6
 
 
