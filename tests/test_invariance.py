@@ -79,8 +79,9 @@ def test_the_second_node_replicates(update, alone):
     [
         ("sspo", {"updates_per_step": 1}, {"update"}),
         ("sspo", {"updates_per_step": 2}, {"old_logp", "update"}),
-        ("gpg", {}, {"update"}),
+        ("gpg", {"kl_coef": 0.04}, {"update", "reference"}),
         ("cwgrpo", {"reweight": "none"}, {"update", "reference"}),
+        ("cwgrpo", {"reweight": "none", "updates_per_step": 2}, {"old_logp", "update", "reference"}),
         ("cwgrpo", {}, {"old_logp", "update", "reference"}),
         ("sps", {}, {"update", "reference"}),
         ("sps", {"updates_per_step": 2}, {"old_logp", "update", "reference"}),
