@@ -616,8 +616,8 @@ def trl():
             if name == "long prompts":
                 data = f"{folder}/long.jsonl"
                 datasets.Dataset.from_dict({"problem": [f"{n:+<255}" for n in range(64)]}).to_json(data)
-                flags += ["--dataset", data, "--prompts-per-step", "8"]
-                flags += ["--max-prompt-tokens", "256", "--max-response-tokens", "64"]
+                flags += ["--dataset", data]
+                flags += ["--prompts-per-step", "8", "--max-prompt-tokens", "256", "--max-response-tokens", "64"]
             print(f"\n{name}, steps 6 to {steps}", flush=True)
             print(f"  sspo.py     {pace(toy_run('grpo', Path(folder), flags, env))}", flush=True)
             subprocess.run([*trl_side, folder], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
