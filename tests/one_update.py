@@ -99,6 +99,11 @@ def update(
         models[1] = common.load_policy(Path(model), settings, world).requires_grad_(False)
         for parameter in models[1].parameters():
             parameter.mul_(1.1)
+    entropies = []
+    for each in filter(None, models):  # a pass has them unless it is told otherwise, by place or by name
+        each.register_forward_pre_hook(
+            lambda _, given, named: entropies.append(named.get("entropies", (*given, True)[1])), with_kwargs=True
+        )
     batch = common.Batch(groups)
     said, metrics = "", {}
     try:
@@ -115,6 +120,7 @@ def update(
         "mesh": world.mesh.shape,
         "skipped": record.skipped,
         "phases": list(record.seconds),
+        "entropies": entropies,
         "said": said,
         "folder": str(out),
     }

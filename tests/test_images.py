@@ -136,6 +136,8 @@ def test_cost_is_tokens_and_patches(models):
     assert torch.equal(batch.total_R - batch.length_R - prompt_R, 4 * tokens)
     text = len(batch.problem_R[8].prompt_ids)
     assert [len(problem.prompt_ids) for problem in batch.problem_R] == [text + n + 2 * (n > 0) for n in tokens.tolist()]
+    once = batch.total_R[[0, 8]].sum() + batch.length_R[1]  # of two responses to one image
+    assert batch.pack([0, 1, 8], CPU).cost == once
 
 
 @pytest.fixture(scope="module")

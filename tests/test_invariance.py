@@ -79,16 +79,19 @@ def test_the_second_node_replicates(update, alone):
     [
         ("sspo", {"updates_per_step": 1}, {"update"}),
         ("sspo", {"updates_per_step": 2}, {"old_logp", "update"}),
-        ("gpg", {}, {"update"}),
+        ("gpg", {"kl_coef": 0.04}, {"update", "reference"}),
         ("cwgrpo", {"reweight": "none"}, {"update", "reference"}),
+        ("cwgrpo", {"reweight": "none", "updates_per_step": 2}, {"old_logp", "update", "reference"}),
         ("cwgrpo", {}, {"old_logp", "update", "reference"}),
         ("sps", {}, {"update", "reference"}),
         ("sps", {"updates_per_step": 2}, {"old_logp", "update", "reference"}),
     ],
 )
 def test_no_pass_is_made_that_nothing_needs(update, script, args, passes):
-    """Where there is one update a step, it sees the policy that sampled. Entropies are logged all the same."""
+    """Where there is one update a step, it sees the policy that sampled. Entropies are logged all the same, and each is
+    computed once."""
     result = update(1, script, args=args)
+    assert sum(result["entropies"]) == args.get("updates_per_step", 1)
     assert set(result["phases"]) == passes and 0.5 < result["metrics"]["entropy"] < 6
 
 

@@ -597,7 +597,8 @@ def pace(rows: list[dict]):
 
 def trl():
     """Run GRPO, one update a step of 16 x 8 responses, here and with TRL in turn, on 2 processes of the CPU in float32.
-    The model is the embedded default, then an untrained one whose responses vary in length. Print what a step takes."""
+    The model is the embedded default, then an untrained one whose responses vary in length, and that again with 8
+    prompts of 256 tokens and responses of at most 64. Print what a step takes."""
     if importlib.util.find_spec("trl") is None:
         sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
     if torch.cuda.is_available():
@@ -606,12 +607,17 @@ def trl():
     env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
     trl_side = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "trl_run"]
     print(f"2 processes, OMP_NUM_THREADS={threads}; {hardware()}")
-    for name, steps in {"the embedded default": 25, "an untrained model": 10}.items():
+    for name, steps in {"the embedded default": 25, "an untrained model": 10, "long prompts": 20}.items():
         with tempfile.TemporaryDirectory() as folder:
             flags = ["--prompts-per-step", "16", "--updates-per-step", "1", "--steps", str(steps)]
-            if name == "an untrained model":
+            if name != "the embedded default":
                 flags += [*varied("toy", Path(folder) / "model"), "--max-response-tokens", "512"]
                 flags += ["--lr", "0"]  # A coin teaches nothing, and by chance the lengths would drift apart.
+            if name == "long prompts":
+                data = f"{folder}/long.jsonl"
+                datasets.Dataset.from_dict({"problem": [f"{n:+<255}" for n in range(64)]}).to_json(data)
+                flags += ["--dataset", data]
+                flags += ["--prompts-per-step", "8", "--max-prompt-tokens", "256", "--max-response-tokens", "64"]
             print(f"\n{name}, steps 6 to {steps}", flush=True)
             print(f"  sspo.py     {pace(toy_run('grpo', Path(folder), flags, env))}", flush=True)
             subprocess.run([*trl_side, folder], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
