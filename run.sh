@@ -81,7 +81,7 @@ smollm="--model tools/smollm/model --template tools/smollm.txt --dataset tools/s
 recipe sspo.py 135m $smollm --updates-per-step 2
 recipe gpg.py 135m $smollm
 recipe cwgrpo.py 135m $smollm --no-format-reward
-recipe sps.py 135m $smollm --subset 0 --rl-steps 5 --irl-batch 64  # four rounds
+recipe sps.py 135m $smollm --subset 0 --rl-steps 8 --irl-batch 32  # two rounds, and four steps more
 
 # ours, untried; the reward reads a box, so the chat prompt asks for one; 116 draws of 64 are an epoch
 gsm8k="--activation-checkpointing --gpu-memory-utilization 0.5
