@@ -29,8 +29,11 @@ def test_rows_come_from_the_seed_and_none_twice(tmp_path, monkeypatch):
         assert eval(expression) == int(row["answer"]) and len(expression.split()) in (3, 5)
     assert rows == make(monkeypatch, tmp_path, *SUMS, "--size", "40")
     (tmp_path / "rows.jsonl").rename(tmp_path / "train.jsonl")
+    problems = {row["problem"] for row in rows}
+    seed_2 = {row["problem"] for row in make(monkeypatch, tmp_path, *SUMS, "--size", "40", "--seed", "2")}
+    assert len(problems & seed_2) < 10
     others = make(monkeypatch, tmp_path, *SUMS, "--size", "40", "--not", str(tmp_path / "train.jsonl"))
-    assert not {row["problem"] for row in rows} & {row["problem"] for row in others}
+    assert not problems & {row["problem"] for row in others}
 
 
 @needs_library

@@ -35,7 +35,8 @@ def problems(task: str, size: int, seed: int, settings: dict, taken: set[str]):
     if task not in DATASETS:
         raise SystemExit(f"tools/gym.py {task}: no such task; these are: {', '.join(sorted(DATASETS))}")
     try:
-        drawn = reasoning_gym.create_dataset(task, size=10 * size, seed=seed, **settings)
+        # problem n of the library has the seed plus n: neighbouring seeds would be one set, shifted
+        drawn = reasoning_gym.create_dataset(task, size=10 * size, seed=seed * 10**6, **settings)
     except (TypeError, ValueError, AssertionError) as error:
         legal = ", ".join(DATASETS[task][1].__dataclass_fields__)
         raise SystemExit(f"tools/gym.py {task} --set: {error}; its settings are: {legal}") from error
