@@ -313,7 +313,7 @@ def draw_answer(axis, image, before: tuple, after: tuple):
             lines += textwrap.wrap(line, 40) or [""]
         if not image:
             lines.append("")
-    question = textwrap.shorten(before[0], 100)
+    question = textwrap.shorten(before[0], 130)
     axis.set_title("\n".join(textwrap.wrap(question, 34)), fontsize=9, parse_math=False)
     answers = "\n".join(lines)
     if image:
