@@ -32,6 +32,8 @@ EXPERIMENT is METHOD-SIZE. SIZE is the model and its data, lengths and evaluatio
   toy                    the embedded default
   image-toy, ground-toy  a toy that sees, made at first use (tools/toy_images.py): how many squares are red? And where
                          is the red square? There the reward is the IoU of its box
+  135m                   SmolLM2-135M-Instruct on arithmetic, made at first use (tools/smollm.py: 93 MB): a pretrained
+                         model on 2 CPU cores
   0.5b                   Qwen2.5-0.5B-Instruct on GSM8K: a first experiment for one GPU of 24 GiB, by estimate two hours
 The others are the papers' runs, written for 8 GPUs of 80 GB, but 1.5b fits one (docs/performance.md):
   1.5b, 7b               SSPO's Table 1 with sspo.py, CW-GRPO's Table 2 with cwgrpo.py, GPG's Table 4 with gpg.py
@@ -70,6 +72,16 @@ toys_of cwgrpo.py --no-format-reward --group-size 8 --temperature 1 \
   --kl-coef 0.004  # answers without thoughts; docs/cwgrpo.md says why the KL weighs less
 toys_of sps.py --rl-steps 40 --irl-batch 256 --subset 0  # three rounds
 recipe sps.py image-toy ${recipes[sps.py image-toy]} --rl-steps 20  # three rounds of its 60 steps
+
+# ours: a pretrained model, a recipe that two CPU cores carry out in minutes; the prompt shows examples of an answer
+smollm="--model tools/smollm/model --template tools/smollm.txt --dataset tools/smollm/train.jsonl
+  --eval tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 100
+  --prompts-per-step 16 --group-size 8 --max-prompt-tokens 320 --max-response-tokens 64 --steps 20
+  --micro-batch-tokens 512 --temperature 1 --lr 5e-6 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
+recipe sspo.py 135m $smollm --updates-per-step 2
+recipe gpg.py 135m $smollm
+recipe cwgrpo.py 135m $smollm --no-format-reward
+recipe sps.py 135m $smollm --subset 0 --rl-steps 8 --irl-batch 32  # two rounds, and four steps more
 
 # ours, untried; the reward reads a box, so the chat prompt asks for one; 116 draws of 64 are an epoch
 gsm8k="--activation-checkpointing --gpu-memory-utilization 0.5
@@ -170,7 +182,7 @@ method() {  # NAME WHAT FLAGS...: a recipe's flags come first, the method's last
 }
 
 toys="toy image-toy ground-toy"
-methods_of sspo.py $toys 0.5b 1.5b 7b
+methods_of sspo.py $toys 135m 0.5b 1.5b 7b
 method sspo "SSPO (Table 1)"
 method sir "\"+SIR\": SSPO's ratio, fixed clip 0.2 (Table 2; the \n\n row of Table 3)" --clip fixed
 method newline "segments end at \n, fixed clip (Table 3)" --clip fixed --delimiter '\n'
@@ -200,7 +212,7 @@ methods_of sspo.py $sps_sizes
 method gspo "GSPO as SPS compares with it (SPS's Table 2), four updates a step" --clip fixed --delimiter '' \
   --clip-low 3e-4 --clip-high 4e-4 --prompts-per-step 64 --updates-per-step 4 --steps 175 --eval-every 25
 
-methods_of cwgrpo.py $toys 0.5b 1.5b 7b
+methods_of cwgrpo.py $toys 135m 0.5b 1.5b 7b
 method cwgrpo "the Gaussian kernel, KL to the initial model; --detach-kernel: without the gradient through it"
 method grpo-kl "weights all 1, the same KL: the paper's GRPO" --reweight none
 method clip-cov "Clip-Cov's mask, token mean, the same KL" --reweight clip-cov --normaliser token
@@ -210,7 +222,7 @@ method sspo-clip-cov "CLIP-Cov with SSPO's model, data, lengths and four updates
 methods_of cwgrpo.py math rs1 rs3
 method grpo "GRPO with KL, GPG's baseline in its recipe (math: Tables 1, 15; rs1, rs3: Fig. 3)" --reweight none
 
-methods_of gpg.py $toys 0.5b 7b math rs1 rs3
+methods_of gpg.py $toys 135m 0.5b 7b math rs1 rs3
 method gpg "row D of Table 15, recommended: no normalisation, alpha, threshold 0.6 (rs1, rs3: Table 3)"
 row_a="--norm group --no-accurate-gradient --beta-th 0"
 method gpg-a "row A: std of the group, no alpha, no threshold (Table 13's Group, Table 11's 8, GPG-RS's code)" $row_a
@@ -232,6 +244,9 @@ method grpo "its baseline: row A per response with GRPO's KL, which for one upda
 
 methods_of sps.py $toys 0.5b $sps_sizes
 method sps "as printed; the IRL stage's learning rate of 5e-10 hardly moves a weight"
+method sps-grpo "without IRL stages" --irl-steps 0
+methods_of sps.py 135m
+method sps "with an IRL learning rate at which the stage acts (ours): 5e-6" --irl-lr 5e-6
 method sps-grpo "without IRL stages" --irl-steps 0
 passes="--irl-steps 0 --irl-passes 1"
 methods_of sps.py $toys
@@ -325,6 +340,8 @@ start() {  # EXPERIMENT ARGS...
   setup
   if [[ ${words[*]} == *" $images/model "* && ! -f $images/model/model.safetensors ]]; then
     "$python" tools/toy_images.py
+  elif [[ ${words[*]} == *" tools/smollm/model "* && ! -f tools/smollm/model/model.safetensors ]]; then
+    "$python" tools/smollm.py
   fi
   launch "${words[@]}"
 }

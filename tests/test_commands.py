@@ -150,6 +150,22 @@ def test_every_method_has_a_first_experiment_of_one_recipe():
     assert len(set(recipes.values())) == 1
 
 
+def test_the_methods_of_the_pretrained_model_on_two_cores_have_one_recipe():
+    """IRL stages, where a method has some, are at a rate at which they act."""
+    same = ("model", "template", "dataset", "eval", "eval_samples", "prompts_per_step", "group_size", "steps", "lr")
+    same += ("temperature", "max_response_tokens", "weight_decay", "lr_floor", "lr_warmup")
+    found = {name: script for name, script in experiments().items() if name.endswith("-135m")}
+    asked = "sspo grpo gspo gpg cwgrpo grpo-kl sps sps-grpo"
+    assert {f"{name}-135m" for name in asked.split()} <= found.keys()
+    recipes = set()
+    for name, script in found.items():
+        module = importlib.import_module(script.removesuffix(".py"))
+        args = tyro.cli(module.Args, args=shlex.split(run_sh(name))[1:])
+        recipes.add(tuple(getattr(args, field) for field in same))
+        assert getattr(args, "irl_lr", args.lr) == args.lr or args.irl_steps == 0, name
+    assert len(recipes) == 1
+
+
 def executable(file: Path, command: str) -> None:
     file.write_text(f"#!/bin/sh\n{command}\n")
     file.chmod(0o755)
@@ -199,7 +215,7 @@ def test_an_experiment_fetches_what_it_needs_at_first_use(tmp_path):
     environment["GIT_CONFIG_VALUE_0"] = "https://github.com/sail-sg/"
     pipes = {"cwd": here, "text": True, "capture_output": True}
 
-    for name in ("sspo-1.5b", "gpg-image-toy"):
+    for name in ("sspo-1.5b", "gpg-image-toy", "gpg-135m"):
         assert subprocess.run(["./run.sh", name], env=environment | {"DRY": "1"}, **pipes).returncode == 0
     assert not (here / "data").exists()
     ran = subprocess.run(["./run.sh", "sspo-clip-cov-7b", "--help"], env=environment, **pipes)
@@ -207,6 +223,8 @@ def test_an_experiment_fetches_what_it_needs_at_first_use(tmp_path):
     assert (here / "data" / origin.name / problems).exists()
     ran = subprocess.run(["./run.sh", "gpg-image-toy", "--help"], env=environment, **pipes)
     assert "can't open file" in ran.stderr and "toy_images.py" in ran.stderr
+    ran = subprocess.run(["./run.sh", "gpg-135m", "--help"], env=environment, **pipes)
+    assert "can't open file" in ran.stderr and "smollm.py" in ran.stderr
 
     shutil.rmtree(here / "data")
     (here / "requirements-cpu.txt").unlink()  # without it a set-up fails

@@ -244,9 +244,15 @@ def test_answers_are_drawn_with_their_images(tmp_path):
     write_images(tmp_path / "seen.parquet", [None, (16, 24), (16, 24)])
     with pytest.raises(SystemExit, match="3 rows, but answers to 2"):
         plot.draw_answers([tmp_path], tmp_path / "answers.png")
-    flags["image_column"] = ""
+
+    flags["image_column"] = ""  # then line by line, and of both problems
     (tmp_path / "run.json").write_text(json.dumps({"args": flags}))
-    with pytest.raises(SystemExit, match="no --image-column"):
+    plot.draw_answers([tmp_path], tmp_path / "answers.png")
+    first, second = plot.plt.gcf().axes[:2]
+    assert (first.get_title(), second.get_title()) == ("what is 0?", "what is 1?")
+    assert first.texts[0].get_text().split("\n")[:5] == ["before, reward 0", "one", "", "or $\\boxed{2}$", ""]
+    (tmp_path / "samples" / "seen-step00020.txt").unlink()
+    with pytest.raises(SystemExit, match="no answers before and after"):
         plot.draw_answers([tmp_path], tmp_path / "answers.png")
 
 

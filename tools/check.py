@@ -33,8 +33,8 @@ import common
 
 TOY = str(Path(__file__).parent / "toy" / "model")
 LIMITS = {  # A bound holds for this statistic: nats for log-probs and entropies, a relative L2 norm for gradients.
-    # Both sides compute in float32.
-    "cpu": ("max", {"gap": ("≤", 1e-4), "stale": ("≥", 1e-2), "packed": ("≤", 1e-5), "gradient": ("≤", 1e-5)}),
+    # Both sides compute in float32. Packing moves an entropy of SmolLM2-135M, of 30 layers and 49,152 words, by 1.2e-5.
+    "cpu": ("max", {"gap": ("≤", 1e-4), "stale": ("≥", 1e-2), "packed": ("≤", 3e-5), "gradient": ("≤", 1e-5)}),
     # On a CPU bf16 moves the embedded model's log-probs by 0.009 in the mean and its gradients by 0.09. Stale weights
     # move log-probs by 0.3.
     "cuda": ("mean", {"gap": ("≤", 0.03), "stale": ("≥", 0.1), "packed": ("≤", 0.03), "gradient": ("≤", 0.2)}),

@@ -1,4 +1,4 @@
-"""Run the arms of docs/claims.md on the embedded default, five seeds each; print the tables, draw the pictures.
+"""Run the arms of docs/claims.md and docs/real.md, five seeds each; print the tables, draw the pictures.
 
 ./run.sh claims                      all claims
 ./run.sh claims gpg sps-k            some of them: gpg is also gpg-norm, gpg-threshold and gpg-groups
@@ -11,7 +11,8 @@ becomes docs/data/ARM-seedS.csv. While that file is there the run is not repeate
 Delete a csv to run it again. When a claim asks for a metric that a csv does not have, the csv is made anew from the
 run's folder; without that folder the run is repeated, and --jobs 0 names the csv and fails. runs/claims/ has what runs
 printed and wrote but weights. On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8
-minutes. Runs end with this program, however it ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
+minutes. The claim `real` is of a pretrained model: a run takes two cores and half an hour. Runs end with this program,
+however it ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
 import argparse
@@ -59,6 +60,7 @@ class Claim:
 
 HOT = "--lr 3e-4 --updates-per-step 8"  # GRPO clips 1 % in the first steps, and learns; at 6e-4 nothing does
 STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
+REAL = tuple(f"{name}-135m" for name in ("grpo", "sspo", "gspo", "gpg", "grpo-kl", "cwgrpo", "sps-grpo", "sps"))
 ARMS = {
     **{name: Arm(f"{name}-toy") for name in ("sspo", "sir", "grpo", "gspo-0.2", "grpo-kl", "cwgrpo", "clip-cov")},
     **{name: Arm(f"{name}-toy") for name in ("gpg-a", "gpg-b", "gpg-c", "gpg", "gpg-batch", "gpg-beta0.8")},
@@ -84,6 +86,7 @@ ARMS = {
     "grpo-u2": Arm("grpo-toy", "--updates-per-step 2"),
     "grpo-u8": Arm("grpo-toy", "--updates-per-step 8"),
     "grpo-tis": Arm("grpo-toy", "--tis-cap 2"),
+    **{name: Arm(name) for name in REAL},
 }
 
 HELD_OUT = tuple((f"eval/{name}/{figure}@8", "end") for name in ("heldout", "harder") for figure in ("avg", "pass"))
@@ -128,6 +131,24 @@ CLAIMS = {
     "sps-k": Claim(tuple(f"sps-k{k}" for k in range(1, 6)), SPS_PANELS, EXPLORED),
     "updates": Claim(("grpo", "grpo-u1", "grpo-u2", "grpo-u8"), SSPO_PANELS, CLIPPED),
     "tis": Claim(("grpo", "grpo-tis"), SSPO_PANELS, CLIPPED),
+    "real": Claim(
+        REAL,
+        ("reward", "sampler_nll", "eval/heldout/avg@8", "eval/harder/avg@8"),
+        (
+            *((metric, how) for metric, _ in HELD_OUT for how in ("start", "end")),
+            ("reward", "mean"),
+            *(
+                (metric, how)
+                for metric in ("reward", "sampler_nll", "response_length")
+                for how in ("first 5", "last 5")
+            ),
+            ("entropy", "mean"),
+            ("clip_fraction", "mean"),
+            *BOUNDS,
+            ("at_beta_share", "mean"),
+            ("segments_per_response", "mean"),
+        ),
+    ),
 }
 
 
@@ -305,7 +326,10 @@ def over_stage(rows: Rows, metric: str):
 HOW = {
     "mean": mean_over_steps,
     "sum": lambda rows, metric: sum(plot.values_of(rows, metric)),
+    "start": lambda rows, metric: mean_over_steps(rows[:1], metric),
     "end": lambda rows, metric: mean_over_steps(rows[-1:], metric),
+    "first 5": lambda rows, metric: mean_over_steps([row for row in rows if row["step"] <= 5], metric),
+    "last 5": lambda rows, metric: mean_over_steps(rows[-5:], metric),
     "last 10": lambda rows, metric: mean_over_steps(rows[-10:], metric),
     "first 50": lambda rows, metric: mean_over_steps([row for row in rows if row["step"] <= 50], metric),
     "first stage": lambda rows, metric: at_step(rows, metric, STAGES[0]),

@@ -5,7 +5,7 @@ python tools/plot.py runs/A runs/B --panels reward all_right_share all_wrong_sha
 python tools/plot.py runs/A runs/B --figure pass        (or accuracy, covariance)
 python tools/plot.py runs/A --figure covariance --until 50
 python tools/plot.py docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv --figure bands      (of run folders, too)
-python tools/plot.py runs/A runs/B --figure answers        (of runs with images, before and after)
+python tools/plot.py runs/A runs/B --figure answers        (what was answered before and after)
 python tools/plot.py base.json runs/A/eval-best.json --figure accuracy    (or pass) of what tools/eval.py wrote
 
 Runs whose names differ only in a number at the end, their seed, share a colour; `bands` draws their mean and its
@@ -258,53 +258,75 @@ def first_responses(file: Path):
     return re.findall(pattern, file.read_text())
 
 
-def seen(run: Path):
-    """Yield a run's first held-out problems with images: image, and what `first_responses` says before and after
-    training. Raises SystemExit for a run without images, or a set of which rows were left out."""
+def images_of(flags: dict, count: int):
+    """Return the image of each row of a run's first held-out set. Raises SystemExit if rows are not of this count."""
     import datasets
 
     import common
 
-    flags = json.loads((run / "run.json").read_text())["args"]
     source = flags["eval"].split(",")[0]
     column = flags["image_column"]
+    table = common.read_table(source, "--eval").cast_column(column, datasets.Image())
+    if len(table) != count:
+        raise SystemExit(f"{source}: {len(table)} rows, but answers to {count}: whose images are they?")
+    return table[column]
+
+
+def seen(run: Path):
+    """Yield a run's first held-out problems, of a run with images those that have one: image or None, and what
+    `first_responses` says before and after training. Raises SystemExit for a run that was not evaluated twice."""
+    flags = json.loads((run / "run.json").read_text())["args"]
     name = next((metric.split("/")[1] for metric in metrics_of(read(run), "eval/")), "")
     files = sorted((run / "samples").glob(f"{name}-step*.txt"))
-    if not column or len(files) < 2:
-        raise SystemExit(f"{run}: no --image-column, or no answers before and after")
-    table = common.read_table(source, "--eval").cast_column(column, datasets.Image())
+    if len(files) < 2:
+        raise SystemExit(f"{run}: no answers before and after training")
     before = first_responses(files[0])
     after = first_responses(files[-1])
-    if len(table) != len(before):
-        raise SystemExit(f"{source}: {len(table)} rows, but answers to {len(before)}: whose images are they?")
-    for row, *answers in zip(table, before, after, strict=True):
-        if row[column]:
-            yield row[column], *answers
+    images = [None] * len(before)
+    if flags["image_column"]:
+        images = images_of(flags, len(before))
+    for image, *answers in zip(images, before, after, strict=True):
+        if image or not flags["image_column"]:
+            yield image, *answers
+
+
+def draw_boxes(axis, image, said: str, style: str):
+    """Draw the boxes of an answer over its image."""
+    import rewards
+
+    for box in rewards.BOX.findall(said):
+        corners = np.array(box, float).reshape(2, 2) / 1000 * image.size - 0.5
+        size = corners[1] - corners[0]
+        axis.add_patch(plt.Rectangle(corners[0], *size, fill=False, linestyle=style, linewidth=1.5, clip_on=False))
 
 
 def draw_answer(axis, image, before: tuple, after: tuple):
-    """Draw an image, the boxes of both answers, those before training dashed, and the end of each answer."""
-    import rewards
-
-    axis.imshow(image)
+    """Draw the end of both answers, under an image with their boxes, those before training dashed; without an image
+    line by line."""
     lines = []
     for when, style, (_, reward, said) in (("before", "--", before), ("after", "-", after)):
-        end = " ".join(said.split())[-160:]  # where the answer is
         lines.append(f"{when}, reward {float(reward):.2g}")
-        lines += textwrap.wrap(end, 40)
-        for box in rewards.BOX.findall(said):
-            corners = np.array(box, float).reshape(2, 2) / 1000 * image.size - 0.5
-            size = corners[1] - corners[0]
-            axis.add_patch(plt.Rectangle(corners[0], *size, fill=False, linestyle=style, linewidth=1.5, clip_on=False))
-    question = textwrap.shorten(before[0], 100)
+        if image:
+            draw_boxes(axis, image, said, style)
+            said = " ".join(said.split())
+        for line in said[-160:].splitlines():  # where the answer is
+            lines += textwrap.wrap(line, 40) or [""]
+        if not image:
+            lines.append("")
+    question = textwrap.shorten(before[0], 130)
     axis.set_title("\n".join(textwrap.wrap(question, 34)), fontsize=9, parse_math=False)
-    axis.set_xlabel("\n".join(lines), fontsize=8, loc="left", parse_math=False)
+    answers = "\n".join(lines)
+    if image:
+        axis.imshow(image)
+        axis.set_xlabel(answers, fontsize=8, loc="left", parse_math=False)
+    else:
+        axis.text(0.03, 0.97, answers, fontsize=8, va="top", parse_math=False)
     axis.set(xticks=[], yticks=[])
 
 
 def draw_answers(runs: list[Path], path: Path):
-    """A row for each run: its first held-out problems with images, and what was answered before and after training.
-    Boxes are in thousandths of the image."""
+    """A row for each run: its first held-out problems, and what was answered before and after training. Boxes are in
+    thousandths of the image."""
     axes = grid_of(len(runs), 5, 2.7, 3.7)
     for run, row in zip(runs, axes, strict=True):
         for axis, problem in zip(row, seen(run), strict=False):
@@ -368,7 +390,7 @@ def main():
         default="curves",
         choices=("curves", "bands", "accuracy", "pass", "covariance", "answers"),
         help="curves of --panels, bands: over seeds; accuracy of each question; pass@k; shares of |c| (cwgrpo.py); "
-        "answers about images, before and after",
+        "answers before and after",
     )
     until = "last step of --figure covariance; the paper's is 50"
     parser.add_argument("--until", type=int, default=math.inf, help=until)

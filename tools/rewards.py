@@ -1,13 +1,16 @@
-"""Rewards of GPG's multimodal runs: --reward tools/rewards.py:NAME, a float of (completion, data row).
+"""Rewards of GPG's multimodal runs and Reasoning Gym's: --reward tools/rewards.py:NAME, a float of (completion, row).
 
-The row's `solution` is "<answer> … </answer>", as in leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what
-tools/images.py prepares has it, too. The format's reward is gpg.py's --format-reward: with it in here `accuracy` and
-evaluation would count format alone as right. docs/gpg.md says what the released rewards do otherwise.
+`gym` is for the rows of tools/gym.py. For the others the row's `solution` is "<answer> … </answer>", as in
+leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tools/images.py prepares has it, too. The format's reward
+is gpg.py's --format-reward: with it in here `accuracy` and evaluation would count format alone as right. docs/gpg.md
+says what the released rewards do otherwise.
 """
 
 import functools
+import json
 import os
 import re
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import common
@@ -125,3 +128,25 @@ def iou(completion: str, row: dict):
 def giou(completion: str, row: dict):
     """Return the boxes' GIoU + 1, as released, which is IoU plus union over hull: 0 without a box, 2 for the same."""
     return sum(overlap(completion, row))
+
+
+# --------------------------------------------------------------------------------------------- Reasoning Gym (any task)
+@functools.cache
+def scorer(task: str):
+    """Return the function (answer, entry) by which Reasoning Gym scores a task. Raises ValueError without it."""
+    common.need(find_spec("reasoning_gym"), "--reward tools/rewards.py:gym: needs `pip install reasoning-gym==0.1.25`")
+    from reasoning_gym import get_score_answer_fn
+
+    return get_score_answer_fn(task)
+
+
+def gym(completion: str, row: dict):
+    """Return what the task's own scorer gives for the last box, 0.0 without one. Raises ValueError for other rows."""
+    made = "--reward tools/rewards.py:gym grades rows of tools/gym.py, by a column 'entry'"
+    common.need("entry" in row, f"{made}; there are {list(row)}")
+    entry = json.loads(row["entry"])
+    score = scorer(entry["metadata"]["source_dataset"])
+    answer = common.last_boxed(completion)
+    if answer is None:
+        return 0.0
+    return float(score(answer.strip(), entry))

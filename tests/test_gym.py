@@ -1,0 +1,87 @@
+"""tools/gym.py and its reward: rows that a run reads, scores that are the task's own, errors that say what to do."""
+
+import gym
+import pytest
+import rewards
+from conftest import ROOT
+
+import common
+
+needs_library = pytest.mark.skipif(not gym.find_spec("reasoning_gym"), reason="reasoning-gym is not installed")
+SUMS = ("chain_sum", "--set", "max_terms=3", "max_digits=1")
+
+
+def make(monkeypatch, folder, *arguments) -> list[dict]:
+    """Let tools/gym.py write a file; return its rows as a run reads them."""
+    file = folder / "rows.jsonl"
+    task, *flags = arguments
+    monkeypatch.setattr("sys.argv", ["gym.py", task, str(file), *flags])
+    gym.main()
+    return common.read_table(str(file), "--dataset").to_list()
+
+
+@needs_library
+def test_rows_come_from_the_seed_and_none_twice(tmp_path, monkeypatch):
+    rows = make(monkeypatch, tmp_path, *SUMS, "--size", "40")
+    assert len({row["problem"] for row in rows}) == len(rows) == 40
+    for row in rows:
+        expression = row["problem"].partition(": ")[2].removesuffix("=")
+        assert eval(expression) == int(row["answer"]) and len(expression.split()) in (3, 5)
+    assert rows == make(monkeypatch, tmp_path, *SUMS, "--size", "40")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "train.jsonl")
+    problems = {row["problem"] for row in rows}
+    seed_2 = {row["problem"] for row in make(monkeypatch, tmp_path, *SUMS, "--size", "40", "--seed", "2")}
+    assert len(problems & seed_2) < 10
+    others = make(monkeypatch, tmp_path, *SUMS, "--size", "40", "--not", str(tmp_path / "train.jsonl"))
+    assert not problems & {row["problem"] for row in others}
+
+
+@needs_library
+def test_the_reward_is_the_tasks_own_score_of_the_last_box(tmp_path, monkeypatch):
+    for row in make(monkeypatch, tmp_path, *SUMS, "--size", "3"):
+        answer = row["answer"]
+        assert rewards.gym(rf"\boxed{{0}} or \boxed{{ {answer} }}", row) == 1
+        assert rewards.gym(rf"\boxed{{{answer}0}}", row) < 1
+        assert rewards.gym(answer, row) == rewards.gym(rf"\boxed{{{answer}", row) == 0, "no whole box"
+    row = make(monkeypatch, tmp_path, "letter_counting", "--size", "1")[0]
+    assert rewards.gym(rf"\boxed{{{row['answer']}}}", row) == 1
+    with pytest.raises(ValueError, match=r"^--reward tools/rewards.py:gym .* 'entry'; there are \['problem'\]"):
+        rewards.gym("1", {"problem": "?"})
+
+
+@needs_library
+def test_as_a_flag(tmp_path, monkeypatch):
+    row = make(monkeypatch, tmp_path, *SUMS, "--size", "1")[0]
+    args = common.Args(reward=f"{ROOT}/tools/rewards.py:gym")
+    verifier = common.Verifier(args, common.World(0, 1, 1, None, None))
+    assert verifier.reward(rf"\boxed{{{row['answer']}}}", row) == 1
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["chain_sums"], "chain_sums: no such task; these are: .* chain_sum,"),
+        (["chain_sum", "--set", "terms=3"], "--set: .*'terms'; its settings are: min_terms, max_terms,"),
+        (["chain_sum", "--set", "max_terms=0"], "--set: max_terms must be"),
+        ([*SUMS[:2], "max_terms=2", "max_digits=1", "--size", "500"], "--size 500: only 200 problems among 5000"),
+    ],
+)
+def test_what_cannot_be_made(arguments, message, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match=message):
+        make(monkeypatch, tmp_path, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(gym, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"tools/gym\.py: needs `pip install reasoning-gym=="):
+        make(monkeypatch, tmp_path, "chain_sum")
+    monkeypatch.setattr(rewards, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^--reward tools/rewards\.py:gym: needs `pip install reasoning-gym=="):
+        rewards.scorer.__wrapped__("chain_sum")
+
+
+def test_values_of_settings():
+    assert gym.setting("a=3") == ("a", 3) and gym.setting("a=[1, 2]") == ("a", [1, 2])
+    assert gym.setting("a=b=c") == ("a", "b=c") and gym.setting("a=true") == ("a", True)

@@ -1,0 +1,73 @@
+"""Make problems of a task of Reasoning Gym, a library of over a hundred tasks that generate problems and score answers.
+
+pip install reasoning-gym==0.1.25
+python tools/gym.py chain_sum data/chain-sum.jsonl --set max_terms=3 max_digits=1
+python tools/gym.py chain_sum data/chain-sum-test.jsonl --set max_terms=3 max_digits=1 --size 200 --seed 2
+./run.sh sspo-135m --dataset data/chain-sum.jsonl --eval data/chain-sum-test.jsonl --reward tools/rewards.py:gym
+
+A row is {problem, answer, entry}: `entry`, JSON, is what the task's scorer reads. --set gives the task's settings; an
+unknown one is an error that lists them. Another seed may draw a problem again: rows of --not FILE are left out. The
+scorers read what a model wrote in the run's own process, without a time limit. arc_agi and rearc cannot be used: their
+scorers want what JSON does not keep.
+"""
+
+import argparse
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def setting(text: str):
+    """Return the key and the value of KEY=VALUE, a value as JSON has it or else as text."""
+    key, _, value = text.partition("=")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def problems(task: str, size: int, seed: int, settings: dict, taken: set[str]):
+    """Return `size` distinct rows {problem, answer, entry}, none in `taken`. Raises SystemExit for a task that the
+    library does not have, for settings that it does not take, and where it has too few problems."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        raise SystemExit(f"tools/gym.py {task}: no such task; these are: {', '.join(sorted(DATASETS))}")
+    try:
+        # problem n of the library has the seed plus n: neighbouring seeds would be one set, shifted
+        drawn = reasoning_gym.create_dataset(task, size=10 * size, seed=seed * 10**6, **settings)
+    except (TypeError, ValueError, AssertionError) as error:
+        legal = ", ".join(DATASETS[task][1].__dataclass_fields__)
+        raise SystemExit(f"tools/gym.py {task} --set: {error}; its settings are: {legal}") from error
+    rows = {}
+    for entry in drawn:
+        text = entry["question"]
+        if text not in taken:
+            rows[text] = {"problem": text, "answer": entry["answer"], "entry": json.dumps(entry)}
+        if len(rows) == size:
+            return list(rows.values())
+    raise SystemExit(f"tools/gym.py {task} --size {size}: only {len(rows)} problems among {10 * size} drawn")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", help="as Reasoning Gym calls it; an unknown one lists all")
+    parser.add_argument("file", type=Path, help="where the rows go, .jsonl")
+    parser.add_argument("--size", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--set", nargs="+", type=setting, default=[], metavar="KEY=VALUE")
+    parser.add_argument("--not", dest="others", type=Path, help="a file whose problems are left out")
+    args = parser.parse_args()
+    if not find_spec("reasoning_gym"):
+        raise SystemExit("tools/gym.py: needs `pip install reasoning-gym==0.1.25`")
+    lines = args.others.read_text().splitlines() if args.others else []
+    taken = {json.loads(line)["problem"] for line in lines}
+    rows = problems(args.task, args.size, args.seed, dict(args.set), taken)
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    args.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{args.file}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

