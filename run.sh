@@ -73,7 +73,7 @@ toys_of cwgrpo.py --no-format-reward --group-size 8 --temperature 1 \
 toys_of sps.py --rl-steps 40 --irl-batch 256 --subset 0  # three rounds
 recipe sps.py image-toy ${recipes[sps.py image-toy]} --rl-steps 20  # three rounds of its 60 steps
 
-# ours: a pretrained model, a recipe that two CPU cores carry out in minutes; the prompt shows examples of an answer
+# ours: a pretrained model and a recipe for two CPU cores; the prompt shows examples of an answer
 smollm="--model tools/smollm/model --template tools/smollm.txt --dataset tools/smollm/train.jsonl
   --eval tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 100
   --prompts-per-step 16 --group-size 8 --max-prompt-tokens 320 --max-response-tokens 64 --steps 20
