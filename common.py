@@ -1784,7 +1784,7 @@ NUMERAL = re.compile(r"(?<![\d.])(?!1(?!\d))\d+(?:\.\d*[1-9])?")  # a number tha
 INTERVAL = re.compile(r"[<>≤≥≠\[\]∪]|\\infty")
 SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
     r"\\\\|\\(?:frac|sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)(?![a-z])|$"
-    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|(?<=\d)_|\d{3,}!|\^\{\d{3,}\}|\.\d{16,}|10\^\{-\d\d+\}|[^\w\s\\+*/^.(){}⦃⦄\[\]=<>≤≥≠!-])"
+    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|(?<=\d)_|(?<!\d)\d{3,5}!|\^\{\d{3,5}\}|\.\d{16,}|10\^\{-\d\d+\}|[^\w\s\\+*/^.(){}⦃⦄\[\]=<>≤≥≠!-])"
 )
 VALUE = re.compile(rf"(?:[^\[\](){{}}⦃⦄,∪]|[\[({{⦃]{NEST}[\])}}⦄])+")
 TUPLE = re.compile(rf"[\[(](?:{VALUE.pattern},)+{VALUE.pattern}[\])]|⦃{NEST}⦄")

@@ -67,7 +67,7 @@ def test_an_answer_must_be_in_tags_and_the_first_counts():
 
 def test_an_answer_that_never_ends_is_wrong_and_the_next_one_is_graded():
     """math_verify runs in a process that is stopped."""
-    assert rewards.verifier().judge([r"\boxed{5^{5^{5^{5^5}}}}"], [r"x^2+\sqrt{7}"]) == [(0.0, "timeout")]
+    assert rewards.verifier().judge([r"\boxed{5^{5^{5^{5^5}}}}"], [r"\sqrt{5}+\sqrt{7}"]) == [(0.0, "timeout")]
     assert rewards.geoqa(answered(r"\sqrt{3}\cdot 2"), row("√(12)")) == 1
     assert len(rewards.verifier().workers) == 1
 
