@@ -75,9 +75,9 @@ recipe sps.py image-toy ${recipes[sps.py image-toy]} --rl-steps 20  # three roun
 
 # ours: a pretrained model and a recipe for two CPU cores; the prompt shows examples of an answer
 smollm="--model tools/smollm/model --template tools/smollm.txt --dataset tools/smollm/train.jsonl
-  --eval tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 100
+  --eval tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-samples 8 --eval-temperature 0.8 --eval-every 100
   --prompts-per-step 16 --group-size 8 --max-prompt-tokens 320 --max-response-tokens 64 --steps 20
-  --micro-batch-tokens 512 --temperature 1 --lr 5e-6 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
+  --micro-batch-tokens 512 --temperature 0.8 --lr 3e-6 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
 recipe sspo.py 135m $smollm --updates-per-step 2
 recipe gpg.py 135m $smollm
 recipe cwgrpo.py 135m $smollm --no-format-reward
@@ -246,7 +246,7 @@ methods_of sps.py $toys 0.5b $sps_sizes
 method sps "as printed; the IRL stage's learning rate of 5e-10 hardly moves a weight"
 method sps-grpo "without IRL stages" --irl-steps 0
 methods_of sps.py 135m
-method sps "with an IRL learning rate at which the stage acts (ours): 5e-6" --irl-lr 5e-6
+method sps "with an IRL learning rate at which the stage acts (ours): 3e-6" --irl-lr 3e-6
 method sps-grpo "without IRL stages" --irl-steps 0
 passes="--irl-steps 0 --irl-passes 1"
 methods_of sps.py $toys
