@@ -1612,9 +1612,9 @@ def last_boxed(text):
 NEST = r"[^\[\](){}⦃⦄]*"  # what stands between two brackets
 for _ in range(4):
     NEST = rf"(?:[^\[\](){{}}⦃⦄]|[\[({{⦃]{NEST}[\])}}⦄])*"
-DECORATION = (  # a command that does not change what it decorates
-    r"\\(?:text[a-z]*|math(?!bb|cal|frak|color)[a-z]+|[hmf]box|framebox|operatorname|boldsymbol|bm|pmb|underline|emph"
-    r"|ensuremath|large|Large)"
+# a command that does not change what it decorates
+DECORATION = (
+    r"\\(?:text[a-z]*|math(?!bb|cal|frak|color)[a-z]+|[hmf]box|framebox|operatorname|boldsymbol|pmb|bm|underline|emph)"
 )
 UNITS = (  # by letters, by names, currencies, and what problems count
     r"(?:(?:square|cubic|sq\.?|cu\.?|per|of|the|right|distinct)[ ~]+)*(?:"
@@ -1671,6 +1671,7 @@ spelled = table(r"""
 \\\}|\\rbrace(?![a-z])  ⦄
 \\(?:text|math)?color(?:box)?␣?\{\w+\}(?=␣?\{)|\\bbox␣?\[[^\[\]]*\]  \\text
 \\color␣?\{\w+\}  ∅
+\\(?:ensuremath|[lL]arge)␣?(?=\{)  \\text
 Ⓓ␣?\{(…)\}  ␣~\1␣
 Ⓓ␣?\{(…)\}  ␣~\1␣
 ^[␣~]*(?:(?:USD|Rs\.?)(?![a-z])|=|\\approx(?![a-z]))  ∅
@@ -1784,7 +1785,8 @@ NUMERAL = re.compile(r"(?<![\d.])(?!1(?!\d))\d+(?:\.\d*[1-9])?")  # a number tha
 INTERVAL = re.compile(r"[<>≤≥≠\[\]∪]|\\infty")
 SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
     r"\\\\|\\(?:frac|sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)(?![a-z])|$"
-    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|(?<=\d)_|(?<!\d)\d{3,5}!|\^\{\d{3,5}\}|\.\d{16,}|10\^\{-\d\d+\}|[^\w\s\\+*/^.(){}⦃⦄\[\]=<>≤≥≠!-])"
+    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|(?<=\d)_|(?<!\d)\d{3,5}!|\^\{\d{3,5}\}"
+    r"|\.\d{16,}|10\^\{-\d\d+\}|[^\w\s\\+*/^.(){}⦃⦄\[\]=<>≤≥≠!-])"
 )
 VALUE = re.compile(rf"(?:[^\[\](){{}}⦃⦄,∪]|[\[({{⦃]{NEST}[\])}}⦄])+")
 TUPLE = re.compile(rf"[\[(](?:{VALUE.pattern},)+{VALUE.pattern}[\])]|⦃{NEST}⦄")
