@@ -189,7 +189,7 @@ def test_a_lost_rank_is_said_in_one_line(tmp_path):
     ]
     (_, lost), (_, quiet) = (rank.communicate(timeout=120) for rank in ranks)
     assert [rank.returncode for rank in ranks] == [1, 9] and "Traceback" not in lost + quiet
-    assert lost.count("two.py, rank 0: another rank is gone") == 1
+    assert lost.count("two.py: rank 0: another rank is gone") == 1
 
 
 def test_what_a_run_leaves_can_be_read_by_other_programs(monkeypatch, tmp_path):
