@@ -76,7 +76,7 @@ recipe sps.py image-toy ${recipes[sps.py image-toy]} --rl-steps 20  # three roun
 # ours: a pretrained model and a recipe for two CPU cores; the prompt shows examples of an answer
 smollm="--model tools/smollm/model --template tools/smollm.txt --dataset tools/smollm/train.jsonl
   --eval tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-samples 8 --eval-temperature 0.8 --eval-every 100
-  --prompts-per-step 16 --group-size 8 --max-prompt-tokens 320 --max-response-tokens 64 --steps 20
+  --prompts-per-step 16 --group-size 8 --max-prompt-tokens 352 --max-response-tokens 64 --steps 20
   --micro-batch-tokens 512 --temperature 0.8 --lr 3e-6 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
 recipe sspo.py 135m $smollm --updates-per-step 2
 recipe gpg.py 135m $smollm
