@@ -1849,14 +1849,14 @@ def compare(answer, gold, problem=""):
         return False
     if value is not None and abs(value) < 1e-25:  # math_verify drops what is below 1e-30
         return False
-    problem = spell(problem)[0]
-    numbers, asked, known = (set(NUMERAL.findall(text)) for text in (answer, problem, gold))
-    if numbers & asked - known or bare(answer) in bare(problem):  # the question's own expression
-        return False
     if relations and len(names) == 1:  # true of itself: 1 = 1
         return False
     if not relations and len(OPERATION.findall(answer)) > 2 * len(OPERATION.findall(gold)):
         return False  # what is left to compute
+    problem = spell(problem)[0]
+    numbers, asked, known = (set(NUMERAL.findall(text)) for text in (answer, problem, gold))
+    if numbers & asked - known or bare(answer) in bare(problem):  # the question's own expression
+        return False
     return for_parser(answer), for_parser(gold)
 
 

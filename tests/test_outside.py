@@ -40,11 +40,14 @@ def mark(tmp_path):
 
 
 def test_workers_import_nothing_from_the_folder_where_a_run_is_started(mark, tmp_path, monkeypatch):
+    from eval import judge_unboxed
+
     for name in ("json", "math_verify", "re", "sitecustomize"):
         (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'w')\n")
     monkeypatch.chdir(tmp_path)
     verifier = make_verifier(1)
     assert verifier.grade([r"\boxed{1+x}"], ["x+1"]) == [1.0]
+    assert judge_unboxed(["it is 4"], ["4"]) == [(1.0, "graded")]
     for worker in verifier.workers:
         worker.end()
 

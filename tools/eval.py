@@ -428,7 +428,7 @@ def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int =
     verdicts = []
     while len(verdicts) < len(tasks):
         left = "\n".join(tasks[len(verdicts) :])
-        done = subprocess.run([sys.executable, "-c", source], input=left, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-P", "-c", source], input=left, capture_output=True, text=True)
         common.need(done.stdout, f"--unboxed: {done.stderr[-500:]}")
         verdicts += [(float(score), "graded") for score in done.stdout.split()[1:]]
         if done.returncode:
