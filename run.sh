@@ -75,13 +75,13 @@ recipe sps.py image-toy ${recipes[sps.py image-toy]} --rl-steps 20  # three roun
 
 # ours: a pretrained model and a recipe for two CPU cores; the prompt shows examples of an answer
 smollm="--model tools/smollm/model --template tools/smollm.txt --dataset tools/smollm/train.jsonl
-  --eval tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-samples 8 --eval-temperature 0.8 --eval-every 100
-  --prompts-per-step 16 --group-size 8 --max-prompt-tokens 352 --max-response-tokens 64 --steps 20
-  --micro-batch-tokens 512 --temperature 0.8 --lr 3e-6 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
+  --eval tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 100
+  --prompts-per-step 8 --group-size 8 --max-prompt-tokens 256 --max-response-tokens 48 --steps 12
+  --micro-batch-tokens 512 --temperature 1 --lr 1e-5 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
 recipe sspo.py 135m $smollm --updates-per-step 2
 recipe gpg.py 135m $smollm
 recipe cwgrpo.py 135m $smollm --no-format-reward
-recipe sps.py 135m $smollm --subset 0 --rl-steps 8 --irl-batch 32  # two rounds, and four steps more
+recipe sps.py 135m $smollm --subset 0 --rl-steps 5 --irl-batch 32  # two rounds, and two steps more
 
 # ours, untried; the reward reads a box, so the chat prompt asks for one; 116 draws of 64 are an epoch
 gsm8k="--activation-checkpointing --gpu-memory-utilization 0.5

@@ -51,8 +51,8 @@ def test_arms_are_experiments_of_equal_responses_and_steps():
     for name, arm in claims.ARMS.items():
         args = args_of(arm)
         real = name in claims.REAL
-        assert args.prompts_per_step * args.group_size == (128 if real else 256), name
-        assert args.steps == (0 if name == "before" else 20 if real else 120), name
+        assert args.prompts_per_step * args.group_size == (64 if real else 256), name
+        assert args.steps == (0 if name == "before" else 12 if real else 120), name
         assert not arm.stops or arm.stops[-1] == args.steps, name
     stage = args_of(claims.ARMS["sps-act"]).rl_steps
     first, before, second, last = claims.STAGES

@@ -60,7 +60,7 @@ class Claim:
 
 HOT = "--lr 3e-4 --updates-per-step 8"  # GRPO clips 1 % in the first steps, and learns; at 6e-4 nothing does
 STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
-REAL = tuple(f"{name}-135m" for name in ("grpo", "sspo", "gspo", "gpg", "grpo-kl", "cwgrpo", "sps-grpo", "sps"))
+REAL = tuple(f"{name}-135m" for name in ("grpo", "sspo", "gpg", "cwgrpo", "gspo", "grpo-kl", "sps-grpo", "sps"))
 ARMS = {
     **{name: Arm(f"{name}-toy") for name in ("sspo", "sir", "grpo", "gspo-0.2", "grpo-kl", "cwgrpo", "clip-cov")},
     **{name: Arm(f"{name}-toy") for name in ("gpg-a", "gpg-b", "gpg-c", "gpg", "gpg-batch", "gpg-beta0.8")},

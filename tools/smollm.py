@@ -6,13 +6,13 @@ subtracts or multiplies, as a bare question or as a story, and tools/smollm.txt 
 each operation, a blank line after it, then the box.
 
     What is 3 * 12 - 6?
-    Ana has 3 boxes of 12 pens each. Ana gives away 6. How many pens does Ana have now?
+    Ana has 3 boxes of 12 pens each. Ana gives away 6. How many does Ana have?
 
     python tools/smollm.py             # writes tools/smollm/: model, train.jsonl, heldout.jsonl, harder.jsonl, more
     python tools/smollm.py --problems  # the problem files only
 
-`train` and `heldout` have one operation or, twice as often, two; `harder` three. These are small, since a run on two
-cores evaluates on them; heldout-200 and harder-100 are for `./run.sh eval`. The same seed gives the same problems. The
+`train` and `heldout` have one operation or two, `harder` three. The last two are small, since a run on two cores
+evaluates on them; heldout-200 and harder-100 are for `./run.sh eval`. The same seed gives the same problems. The
 first use installs what reads GGUF and downloads 93 MB. A model is checked before it gets its name: by greedy answers,
 and by the mean log-prob of a text.
 """
@@ -46,7 +46,7 @@ LOGP = -2.1904  # nats per token, the mean over the text's tokens but the first
 
 NAMES = ("Ana", "Ben", "Eva", "Lea", "Max", "Tom")
 THINGS = ("apples", "books", "cards", "coins", "pens", "shells")
-TRAINED = (1, 2, 2)  # operations of a problem, two twice as often as one
+TRAINED = (1, 1, 2)  # one operation is drawn twice as often as two
 SETS = (
     ("heldout", 64, TRAINED),
     ("harder", 32, (3,)),
@@ -82,7 +82,7 @@ def problem(rng: random.Random, operations: int):
             bare += f" - {number}"
             story += f" {name} gives away {number}."
             value -= number
-    text = rng.choice((f"What is {bare}?", f"{story} How many {thing} does {name} have now?"))
+    text = rng.choice((f"What is {bare}?", f"{story} How many does {name} have?"))
     return {"problem": text, "answer": str(value)}
 
 
