@@ -700,6 +700,32 @@ def cut(inputs, tokens, device="cpu"):
     return parts
 
 
+def image_inputs(problems, own, seen):
+    """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of the
+    images' tokens. The pieces have so many tokens of their `own` and, with the prompt in front, keys `seen`."""
+    positions, image_N, pixels, sizes = [], [], [], []
+    start = 0
+    for problem, length, keys in zip(problems, own.tolist(), seen.tolist(), strict=True):
+        image = problem.image
+        position_3N = torch.arange(keys - length, keys).expand(3, -1)
+        if image and keys > length:  # a response, behind the image
+            position_3N = position_3N + max(image.grid) - image.tokens
+        elif image:
+            first = problem.prompt_ids.index(image.token)
+            position_3N = image.positions(first, length)
+            image_N.append(torch.arange(image.tokens) + start + first)
+            pixels.append(image.pixels())
+            sizes.append([1, *(side * image.processor.merge_size for side in image.grid)])
+        positions.append(position_3N)
+        start += length
+    return {
+        "position_ids": torch.cat(positions, 1)[:, None],
+        "image_N": torch.cat(image_N),
+        "pixel_values": torch.cat(pixels),
+        "image_grid_thw": torch.tensor(sizes),
+    }
+
+
 class Batch:
     """The whole step, the same on every rank, response tokens end to end; total_R counts a response with its prompt,
     tokens and image patches."""
@@ -736,31 +762,6 @@ class Batch:
                 costs.append(int(self.total_R[r]))
         return plan(bundles, costs, world.size, budget)[world.rank]
 
-    def _images(self, problems, own, seen):
-        """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of
-        the images' tokens."""
-        positions, image_N, pixels, sizes = [], [], [], []
-        start = 0
-        for problem, length, keys in zip(problems, own.tolist(), seen.tolist(), strict=True):
-            image = problem.image
-            position_3N = torch.arange(keys).expand(3, -1)
-            if image:
-                first = problem.prompt_ids.index(image.token)
-                position_3N = image.positions(first, keys)
-            if image and keys == length:  # a prompt
-                merge = image.processor.merge_size
-                image_N.append(torch.arange(image.tokens) + start + first)
-                pixels.append(image.pixels())
-                sizes.append([1, *(side * merge for side in image.grid)])
-            positions.append(position_3N[:, keys - length :])
-            start += length
-        return {
-            "position_ids": torch.cat(positions, 1)[:, None],
-            "image_N": torch.cat(image_N),
-            "pixel_values": torch.cat(pixels),
-            "image_grid_thw": torch.tensor(sizes),
-        }
-
     def pack(self, responses, device, inputs=None):
         """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
         inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
@@ -773,12 +774,13 @@ class Batch:
         ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in order]
         input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         place_N = torch.arange(len(input_ids_N))
-        keys = list(place_N.split([len(piece) for piece in ids]))
+        own = torch.tensor([len(piece) for piece in ids])
+        keys = list(place_N.split(own.tolist()))
         index = []
         for n, r in enumerate(order, len(prompts)):
             keys[n] = torch.cat([keys[prompts.index(self.group_R[r])], keys[n]])
             index.append(keys[n][-len(ids[n]) - 1 : -1])
-        own, seen = (torch.tensor([len(piece) for piece in pieces]) for pieces in (ids, keys))
+        seen = torch.tensor([len(piece) for piece in keys])
         row = {
             "input_ids": input_ids_N[None],
             "position_ids": ranges(seen - own, own)[None],
@@ -787,7 +789,7 @@ class Batch:
             "key_N": torch.cat(keys),
         }
         if any(problem.image for problem in problems):
-            row.update(self._images(problems + [self.problem_R[r] for r in order], own, seen))
+            row.update(image_inputs(problems + [self.problem_R[r] for r in order], own, seen))
         row = {name: x.to(device) for name, x in row.items()}
         row["max_length_q"] = int(own.max())
         row["max_length_k"] = int(seen.max())
@@ -931,8 +933,7 @@ class Policy(torch.nn.Module):
         parts = []
         for hidden, target in chunks:
             parts.append(checkpoint(self._head, hidden, weight_VH, target, entropies, use_reentrant=False))
-        logp, entropy = zip(*parts, strict=True)
-        return torch.cat(logp), torch.cat(entropy)
+        return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
 
 
 def hub_name(name):

@@ -364,7 +364,7 @@ def print_summary(name: str, rows: Rows):
         if "/avg@" in key or "/pass@" in key:
             before = evaluated[0][key]
             after = evaluated[-1].get(key, math.nan)
-            print(f"{name}  {key[5:]:<24} {before:.3f} before, {after:.3f} after {evaluated[-1]['step']} steps")
+            print(f"{name}  {key[5:]:<24} {before:.3f} before, {after:.3f} after {evaluated[-1]['step']:g} steps")
     print(phases(rows))
 
 
