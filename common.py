@@ -173,8 +173,10 @@ def validate(args, world):
         fits = own.is_file() and "{problem}" in own.read_text(encoding="utf-8")
         legal = f"legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"
         need(fits, f"--template {args.template}: {legal}")
-    seen = args.eval or (args.steps and not args.keep_best)
-    need(seen, "--steps 0 and --keep-best need held-out problems: name them with --eval")
+    need(
+        args.eval or (args.steps and not args.keep_best),
+        "--steps 0 and --keep-best need held-out problems: name them with --eval",
+    )
     same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set a temperature above 0"
     need(args.eval_samples == 1 or args.eval_temperature, same)
     if args.tensor_parallel > 1:
@@ -473,9 +475,7 @@ def load_problems(source, tokenizer, args, flag):
     processor = None
     if args.image_column:
         processor = AutoImageProcessor.from_pretrained(
-            config.name_or_path,
-            max_pixels=args.max_pixels,
-            trust_remote_code=False,
+            config.name_or_path, max_pixels=args.max_pixels, trust_remote_code=False
         )
     problems = []
     left_out = Counter()
@@ -589,7 +589,8 @@ def problems_from(problems, args, position):
     asked = {}
     for p in range(args.prompts_per_step):
         epoch, place = divmod(position + p, len(problems))
-        order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
+        if not p or not place:  # else it is the same pass over the data
+            order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
         asked["train", position, p] = problems[order[place]]
     return asked
 
@@ -1603,10 +1604,11 @@ def last_boxed(text):
     """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
     _, *boxes = re.split(r"\\boxed\s*\{", text)
     depth = 1
-    for match in re.finditer(r"(?s)\\.|[{}]", boxes[-1] if boxes else ""):
+    box = boxes[-1] if boxes else ""
+    for match in re.finditer(r"(?s)\\.|[{}]", box):
         depth += (match[0] == "{") - (match[0] == "}")
         if depth == 0:
-            return boxes[-1][: match.start()]
+            return box[: match.start()]
     return None
 
 

@@ -162,7 +162,7 @@ def test_the_methods_of_the_pretrained_model_on_two_cores_have_one_recipe():
         module = importlib.import_module(script.removesuffix(".py"))
         args = tyro.cli(module.Args, args=shlex.split(run_sh(name))[1:])
         recipes.add(tuple(getattr(args, field) for field in same))
-        assert 1e-6 <= getattr(args, "irl_lr", args.lr) <= args.lr or args.irl_steps == 0, name
+        assert getattr(args, "irl_lr", 3e-6) == 3e-6 or args.irl_steps == 0, name
     assert len(recipes) == 1
 
 
