@@ -831,54 +831,53 @@ def packed_attention(
     (1, H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before
     its own. On a GPU one varlen kernel, whose causal window ends with the keys; a CPU has none."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    if not query.is_cuda:
+        out = []
+        for query_RS, key_RS, mask, real in padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal):
+            dense = [x[places].transpose(1, 2) for x, places in ((query, query_RS), (key, key_RS), (value, key_RS))]
+            causal = is_causal and mask is None
+            result = F.scaled_dot_product_attention(*dense, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
+            out.append(result.transpose(1, 2)[real])
+        return torch.cat(out)[None], None
+    from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
+
     if key_N is not None:
         key = key.index_select(0, key_N)
         value = value.index_select(0, key_N)
-    grouped = query.shape[1] != key.shape[1]
-    if not query.is_cuda:
-        own = cu_seq_lens_q.diff().long()
-        seen = cu_seq_lens_k.diff().long()
-        return _dense_attention(query, key, value, own, seen, scaling, is_causal, grouped)[None], None
-    from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
-
     borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
     window = (-1, 0 if is_causal else -1)
     out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
     return out[None], None
 
 
-def _dense_attention(query, key, value, own, seen, scaling, is_causal, grouped):
-    """Return the attention (N, H, D) of pieces with so many queries of their `own` and keys `seen`, laid out as rows,
-    padded behind their ends. If causal, neighbours of similar length share a call: with a mask where queries are few,
-    else with each query in the row at its own key, where the kernel knows what it sees."""
+@functools.lru_cache(maxsize=4)  # all layers of a pass ask for the same
+def padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal):
+    """Return the calls of attention that compute packed pieces as padded rows: places of the queries (R, S_q) and keys
+    (R, S_k), a mask, and which queries are real (R, S_q). Pads are any other tokens. If causal, neighbours of similar
+    length share a call: with a mask where queries are few, else with each query at its own key, and no mask."""
+    if key_N is None:
+        key_N = torch.arange(cu_seq_lens_k[-1])
+    own = cu_seq_lens_q.diff()
+    seen = cu_seq_lens_k.diff()
     bucket = (2 * seen.log2()).ceil() if is_causal else seen
     counts = bucket.unique_consecutive(return_counts=True)[1].tolist()
-    out = []
-    runs = zip(own.split(counts), seen.split(counts), strict=True)
-    for own, seen in runs:
-        rows = torch.arange(len(seen))
+    calls = []
+    parts = (x[:, None].split(counts) for x in (own, seen, cu_seq_lens_q[:-1], cu_seq_lens_k[:-1]))
+    for own, seen, first_query, first_key in zip(*parts, strict=True):
         front = seen - own
-        width = int(seen.max())
-        size = width
+        key = torch.arange(int(seen.max()))  # places in a row
+        query = key
         mask = None
         if own.max() < front.max():
-            size = int(own.max())
-            last = front[:, None] + torch.arange(size)
-            mask = (torch.arange(width) <= last[..., None])[:, None]
+            query = key[: own.max()]
+            mask = (key <= (front + query)[..., None])[:, None]
             front = 0
-        query_N = ranges(rows * size + front, own)
-        key_N = ranges(rows * width, seen)
-        dense = []
-        for x, place_N, each in ((query, query_N, size), (key, key_N, width), (value, key_N, width)):
-            padded = x.new_zeros(len(rows) * each, *x.shape[1:]).index_copy(0, place_N, x[: len(place_N)])
-            dense.append(padded.unflatten(0, (len(rows), each)).transpose(1, 2))
-        query = query[len(query_N) :]
-        key = key[len(key_N) :]
-        value = value[len(key_N) :]
-        causal = is_causal and mask is None
-        result = F.scaled_dot_product_attention(*dense, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
-        out.append(result.transpose(1, 2).flatten(0, 1)[query_N])
-    return torch.cat(out)
+        query = query - front
+        query_RS = (first_query + query).clamp(0, cu_seq_lens_q[-1] - 1)
+        key_RS = key_N[(first_key + key).clamp(max=len(key_N) - 1)]
+        calls.append((query_RS, key_RS, mask, (query >= 0) & (query < own)))
+    return calls
 
 
 AttentionInterface.register("packed", packed_attention)

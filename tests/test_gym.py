@@ -1,5 +1,7 @@
 """tools/gym.py and its reward: rows that a run reads, scores that are the task's own, errors that say what to do."""
 
+from decimal import Decimal
+
 import gym
 import pytest
 import rewards
@@ -45,6 +47,11 @@ def test_the_reward_is_the_tasks_own_score_of_the_last_box(tmp_path, monkeypatch
         assert rewards.gym(answer, row) == rewards.gym(rf"\boxed{{{answer}", row) == 0, "no whole box"
     row = make(monkeypatch, tmp_path, "letter_counting", "--size", "1")[0]
     assert rewards.gym(rf"\boxed{{{row['answer']}}}", row) == 1
+    task = ("decimal_arithmetic", "--size", "1", "--set", "min_num_decimal_places=5", "max_num_decimal_places=5")
+    row = make(monkeypatch, tmp_path, *task)[0]
+    for error, right in (("0.000009", True), ("0.001", False)):  # a unit of the last digit counts as right
+        answer = Decimal(row["answer"]) + Decimal(error)
+        assert (rewards.gym(rf"\boxed{{{answer}}}", row) == 1) is right, error
     with pytest.raises(ValueError, match=r"^--reward tools/rewards.py:gym .* 'entry'; there are \['problem'\]"):
         rewards.gym("1", {"problem": "?"})
 
@@ -64,6 +71,7 @@ def test_as_a_flag(tmp_path, monkeypatch):
         (["chain_sums"], "chain_sums: no such task; these are: .* chain_sum,"),
         (["chain_sum", "--set", "terms=3"], "--set: .*'terms'; its settings are: min_terms, max_terms,"),
         (["chain_sum", "--set", "max_terms=0"], "--set: max_terms must be"),
+        (["countdown", "--set", "min_numbers=2", "max_numbers=2", "min_target=900"], "--set: Failed .* settings are: "),
         ([*SUMS[:2], "max_terms=2", "max_digits=1", "--size", "500"], "--size 500: only 200 problems among 5000"),
     ],
 )
@@ -79,9 +87,10 @@ def test_without_the_library(tmp_path, monkeypatch):
         make(monkeypatch, tmp_path, "chain_sum")
     monkeypatch.setattr(rewards, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^--reward tools/rewards\.py:gym: needs `pip install reasoning-gym=="):
-        rewards.scorer.__wrapped__("chain_sum")
+        rewards.scorer.__wrapped__("chain_sum", "{}")
 
 
 def test_values_of_settings():
     assert gym.setting("a=3") == ("a", 3) and gym.setting("a=[1, 2]") == ("a", [1, 2])
-    assert gym.setting("a=b=c") == ("a", "b=c") and gym.setting("a=true") == ("a", True)
+    assert gym.setting("a=b=c") == ("a", "b=c") and gym.setting("a=true") == gym.setting("a=True") == ("a", True)
+    assert gym.setting("a=False") == ("a", False)

@@ -234,7 +234,7 @@ def part(what: str, folder: Path, most: float):
     model = what
     lengths = (64, 256)
     response = 32
-    tokens = 4096
+    tokens = 1024  # A CPU of 24 GiB has room for two ranks of a model of 135 M parameters.
     bound = ()
     if shape:
         model = str(folder.with_name("model"))

@@ -1,14 +1,15 @@
 """Make problems of a task of Reasoning Gym, a library of over a hundred tasks that generate problems and score answers.
 
 pip install reasoning-gym==0.1.25
-python tools/gym.py chain_sum data/chain-sum.jsonl --set max_terms=3 max_digits=1
-python tools/gym.py chain_sum data/chain-sum-test.jsonl --set max_terms=3 max_digits=1 --size 200 --seed 2
+python tools/gym.py chain_sum data/chain-sum.jsonl --set max_terms=2 max_digits=2
+python tools/gym.py chain_sum data/chain-sum-test.jsonl --set max_terms=2 max_digits=2 --size 64 --seed 2 \\
+    --not data/chain-sum.jsonl
 ./run.sh sspo-135m --dataset data/chain-sum.jsonl --eval data/chain-sum-test.jsonl --reward tools/rewards.py:gym
 
-A row is {problem, answer, entry}: `entry`, JSON, is what the task's scorer reads. --set gives the task's settings; an
-unknown one is an error that lists them. Another seed may draw a problem again: rows of --not FILE are left out. The
-scorers read what a model wrote in the run's own process, without a time limit. arc_agi and rearc cannot be used: their
-scorers want what JSON does not keep.
+A row is {problem, answer, entry}: `entry`, JSON, is what the task's scorer reads, with the settings. --set gives these;
+an unknown one is an error that lists them. Another seed may draw a problem again: rows of --not FILE are left out. The
+scorers run in the run's own process, without a time limit, and some evaluate a model's text as code (countdown).
+arc_agi and rearc cannot be used: their scorers want what JSON does not keep.
 """
 
 import argparse
@@ -18,10 +19,11 @@ from pathlib import Path
 
 
 def setting(text: str):
-    """Return the key and the value of KEY=VALUE, a value as JSON has it or else as text."""
+    """Return the key and the value of KEY=VALUE, a value as JSON or Python has it or else as text."""
     key, _, value = text.partition("=")
+    json_words = {"True": "true", "False": "false"}
     try:
-        return key, json.loads(value)
+        return key, json.loads(json_words.get(value, value))
     except json.JSONDecodeError:
         return key, value
 
@@ -37,16 +39,18 @@ def problems(task: str, size: int, seed: int, settings: dict, taken: set[str]):
     try:
         # problem n of the library has the seed plus n: neighbouring seeds would be one set, shifted
         drawn = reasoning_gym.create_dataset(task, size=10 * size, seed=seed * 10**6, **settings)
+        rows = {}
+        for entry in drawn:
+            text = entry["question"]
+            if text in taken:
+                continue
+            entry["settings"] = settings
+            rows[text] = {"problem": text, "answer": entry["answer"], "entry": json.dumps(entry)}
+            if len(rows) == size:
+                return list(rows.values())
     except (TypeError, ValueError, AssertionError) as error:
         legal = ", ".join(DATASETS[task][1].__dataclass_fields__)
         raise SystemExit(f"tools/gym.py {task} --set: {error}; its settings are: {legal}") from error
-    rows = {}
-    for entry in drawn:
-        text = entry["question"]
-        if text not in taken:
-            rows[text] = {"problem": text, "answer": entry["answer"], "entry": json.dumps(entry)}
-        if len(rows) == size:
-            return list(rows.values())
     raise SystemExit(f"tools/gym.py {task} --size {size}: only {len(rows)} problems among {10 * size} drawn")
 
 
@@ -61,8 +65,7 @@ def main():
     args = parser.parse_args()
     if not find_spec("reasoning_gym"):
         raise SystemExit("tools/gym.py: needs `pip install reasoning-gym==0.1.25`")
-    lines = args.others.read_text().splitlines() if args.others else []
-    taken = {json.loads(line)["problem"] for line in lines}
+    taken = {json.loads(line)["problem"] for line in args.others.open()} if args.others else set()
     rows = problems(args.task, args.size, args.seed, dict(args.set), taken)
     args.file.parent.mkdir(parents=True, exist_ok=True)
     args.file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -132,20 +132,22 @@ def giou(completion: str, row: dict):
 
 # --------------------------------------------------------------------------------------------- Reasoning Gym (any task)
 @functools.cache
-def scorer(task: str):
-    """Return the function (answer, entry) by which Reasoning Gym scores a task. Raises ValueError without it."""
+def scorer(task: str, settings: str):
+    """Return the function (answer, entry) by which Reasoning Gym scores a task with settings (JSON). Raises ValueError
+    without the library."""
     common.need(find_spec("reasoning_gym"), "--reward tools/rewards.py:gym: needs `pip install reasoning-gym==0.1.25`")
-    from reasoning_gym import get_score_answer_fn
+    from reasoning_gym import create_dataset
 
-    return get_score_answer_fn(task)
+    return create_dataset(task, **json.loads(settings)).score_answer
 
 
 def gym(completion: str, row: dict):
-    """Return what the task's own scorer gives for the last box, 0.0 without one. Raises ValueError for other rows."""
+    """Return what the task's own scorer gives for the last box, 0.0 without one. Many scorers give a wrong answer
+    part of the point; accuracy counts whole points. Raises ValueError for other rows."""
     made = "--reward tools/rewards.py:gym grades rows of tools/gym.py, by a column 'entry'"
     common.need("entry" in row, f"{made}; there are {list(row)}")
     entry = json.loads(row["entry"])
-    score = scorer(entry["metadata"]["source_dataset"])
+    score = scorer(entry["metadata"]["source_dataset"], json.dumps(entry["settings"]))
     answer = common.last_boxed(completion)
     if answer is None:
         return 0.0
