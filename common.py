@@ -766,19 +766,17 @@ class Batch:
     def pack(self, responses, device, inputs=None):
         """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
         inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
-        used = {self.group_R[r] for r in responses}
-        if not used & self.needed:
-            used.add(min(self.needed))
-        prompts = sorted(used, key=lambda p: -len(self.groups[p].problem.prompt_ids))
-        order = sorted(responses, key=lambda r: -int(self.length_R[r]))  # a CPU pads neighbours to one length
+        prompts = sorted({self.group_R[r] for r in responses})
+        if self.needed.isdisjoint(prompts):
+            prompts.append(min(self.needed))
         problems = [self.groups[p].problem for p in prompts]
-        ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in order]
+        ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
         input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         place_N = torch.arange(len(input_ids_N))
         own = torch.tensor([len(piece) for piece in ids])
         keys = list(place_N.split(own.tolist()))
         index = []
-        for n, r in enumerate(order, len(prompts)):
+        for n, r in enumerate(responses, len(prompts)):
             keys[n] = torch.cat([keys[prompts.index(self.group_R[r])], keys[n]])
             index.append(keys[n][-len(ids[n]) - 1 : -1])
         seen = torch.tensor([len(piece) for piece in keys])
@@ -790,12 +788,12 @@ class Batch:
             "key_N": torch.cat(keys),
         }
         if any(problem.image for problem in problems):
-            row.update(image_inputs(problems + [self.problem_R[r] for r in order], own, seen))
+            row.update(image_inputs(problems + [self.problem_R[r] for r in responses], own, seen))
         row = {name: x.to(device) for name, x in row.items()}
         row["max_length_q"] = int(own.max())
         row["max_length_k"] = int(seen.max())
         first_R = self.length_R.cumsum(0) - self.length_R
-        token_T = ranges(first_R[order], self.length_R[order])
+        token_T = ranges(first_R[responses], self.length_R[responses])
         index_T = torch.cat([place_N[:0], *index]).to(device)
         target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
         cost = len(place_N) + len(row.get("pixel_values", ()))
@@ -833,13 +831,17 @@ def packed_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     if not query.is_cuda:
+        calls, result_N = padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal)
         out = []
-        for query_RS, key_RS, mask, real in padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal):
-            dense = [x[places].transpose(1, 2) for x, places in ((query, query_RS), (key, key_RS), (value, key_RS))]
+        for query_RQ, key_RK, mask in calls:
+            dense = []
+            for x, place_RS in ((query, query_RQ), (key, key_RK), (value, key_RK)):
+                # with several threads x[place_RS] would sum its gradient in an order of its own
+                dense.append(x.index_select(0, place_RS.flatten()).unflatten(0, place_RS.shape).transpose(1, 2))
             causal = is_causal and mask is None
             result = F.scaled_dot_product_attention(*dense, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
-            out.append(result.transpose(1, 2)[real])
-        return torch.cat(out)[None], None
+            out.append(result.transpose(1, 2).flatten(0, 1))
+        return torch.cat(out).index_select(0, result_N)[None], None
     from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
 
     if key_N is not None:
@@ -851,33 +853,36 @@ def packed_attention(
     return out[None], None
 
 
-@functools.lru_cache(maxsize=4)  # all layers of a pass ask for the same
+@functools.lru_cache(3)  # the layers of a pass ask for the same tensors, and nothing writes into them
 def padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal):
-    """Return the calls of attention that compute packed pieces as padded rows: places of the queries (R, S_q) and keys
-    (R, S_k), a mask, and which queries are real (R, S_q). Pads are any other tokens. If causal, neighbours of similar
-    length share a call: with a mask where queries are few, else with each query at its own key, and no mask."""
+    """Return the attention calls that compute packed pieces as padded rows: for each, the places of its queries (R, Q)
+    and keys (R, K), and its mask; and where each token's result is among all calls' results, end to end. A pad is any
+    token. Causal pieces of similar length share a call: with a mask where a prompt is longer than what follows it; else
+    each query is level with its own key, and the kernel's own causal mask will do. Other pieces are never padded."""
     if key_N is None:
         key_N = torch.arange(cu_seq_lens_k[-1])
-    own = cu_seq_lens_q.diff()
-    seen = cu_seq_lens_k.diff()
-    bucket = (2 * seen.log2()).ceil() if is_causal else seen
-    counts = bucket.unique_consecutive(return_counts=True)[1].tolist()
+    tokens = cu_seq_lens_q[-1]
+    pieces = torch.stack([cu_seq_lens_q.diff(), cu_seq_lens_k.diff(), cu_seq_lens_q[:-1], cu_seq_lens_k[:-1]])
+    own, seen, *_ = pieces
+    kind = (2 * seen.log2()).ceil() if is_causal else seen
+    kind = kind.where(own < seen - own, -kind)
     calls = []
-    parts = (x[:, None].split(counts) for x in (own, seen, cu_seq_lens_q[:-1], cu_seq_lens_k[:-1]))
-    for own, seen, first_query, first_key in zip(*parts, strict=True):
-        front = seen - own
-        key = torch.arange(int(seen.max()))  # places in a row
-        query = key
+    results = []
+    for number in kind.unique():
+        own, seen, first_query, first_key = pieces[:, kind == number, None]
+        key = torch.arange(seen.max())
+        query = key - (seen - own)
         mask = None
-        if own.max() < front.max():
+        if number > 0:
+            level = query
             query = key[: own.max()]
-            mask = (key <= (front + query)[..., None])[:, None]
-            front = 0
-        query = query - front
-        query_RS = (first_query + query).clamp(0, cu_seq_lens_q[-1] - 1)
-        key_RS = key_N[(first_key + key).clamp(max=len(key_N) - 1)]
-        calls.append((query_RS, key_RS, mask, (query >= 0) & (query < own)))
-    return calls
+            mask = torch.where(level[:, None] <= query[:, None], 0.0, -torch.inf)[:, None]
+        real = (query >= 0) & (query < own)
+        query = first_query + query
+        results.append(query.where(real, tokens).flatten())
+        key = key_N[(first_key + key).clamp(max=len(key_N) - 1)]
+        calls.append((query.where(real, 0), key, mask))
+    return calls, torch.cat(results).argsort()[:tokens]
 
 
 AttentionInterface.register("packed", packed_attention)
@@ -929,7 +934,8 @@ class Policy(torch.nn.Module):
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
         size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
-        chunks = zip(hidden_NH[micro.index_T].split(size), micro.target_T.split(size), strict=True)
+        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing sums its gradient in an order of its own
+        chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = []
         for hidden, target in chunks:
             parts.append(checkpoint(self._head, hidden, weight_VH, target, entropies, use_reentrant=False))

@@ -124,6 +124,82 @@ def test_a_shared_prompt_changes_neither_log_probs_nor_gradients(request, model,
         assert (parameter.grad - expected[name].grad).norm() < 1e-5 * expected[name].grad.norm(), name
 
 
+def borders(lengths) -> torch.Tensor:
+    """Return where pieces of such lengths begin and end, as attention takes it."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_attention_of_packed_pieces_against_each_piece_alone(seed):
+    """Prompts and responses of any length and order, one-token and empty ones, too; windows of lengths that come
+    again, as a vision tower has them."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    own = [rng.choice((1, 9, 29, 30)) for _ in range(6)]
+    keys = list(torch.arange(sum(own)).split(own))
+    if seed % 2:
+        for _ in range(20):
+            own.append(rng.choice((0, 1, 2, 5, 14, 15, 40)))
+            keys.append(torch.cat([keys[rng.randrange(6)], torch.arange(own[-1]) + sum(own[:-1])]))
+    query_N, key_N, value_N = (torch.randn(1, heads, sum(own), 8, requires_grad=True) for heads in (4, 2, 2))
+    out = common.packed_attention(
+        None,
+        query_N,
+        key_N,
+        value_N,
+        scaling=0.3,
+        cu_seq_lens_q=borders(own),
+        cu_seq_lens_k=borders(map(len, keys)),
+        key_N=torch.cat(keys) if seed % 2 else None,
+        is_causal=bool(seed % 2),
+    )[0]
+    parts = []
+    for query, places in zip(query_N.split(own, 2), keys, strict=True):
+        key, value = (x[:, :, places].repeat_interleave(2, 1) for x in (key_N, value_N))
+        score = 0.3 * query @ key.mT
+        if seed % 2:
+            behind = len(places) - score.shape[2]  # a prompt is seen whole
+            score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1 + behind), -torch.inf)
+        parts.append((score.softmax(-1) @ value).transpose(1, 2))
+    expected = torch.cat(parts, 1)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+    weight = torch.randn_like(out)
+    inputs = (query_N, key_N, value_N)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, inputs, weight), torch.autograd.grad(expected, inputs, weight), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_gradients_repeat_bit_for_bit_with_two_threads():
+    """A prompt's last token predicts the first of each response, and its keys serve all of them: many gradients in one
+    place, whose order must not be left to threads. Smaller sums than these would be left to one thread."""
+    shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = Qwen3Config(vocab_size=64, intermediate_size=64, num_hidden_layers=1, **shape)
+    config._attn_implementation = "packed"
+    torch.manual_seed(0)
+    policy = common.Policy(Qwen3ForCausalLM(config), 1.0).train()
+    rng = np.random.default_rng(0)
+    groups = []
+    for _ in range(2):
+        ids = rng.integers(0, 64, (64, 20))
+        rollouts = [common.Rollout(each, np.zeros(20, np.float32), "", False) for each in ids]
+        groups.append(common.Group(common.Problem("", rng.integers(0, 64, 40).tolist(), "0"), rollouts))
+    micro = common.Batch(groups).pack(rng.permutation(128).tolist(), CPU)
+    weight_T = torch.randn(len(micro.token_T))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    seen = []
+    try:
+        for _ in range(4):
+            policy.zero_grad()
+            (policy(micro)[0] * weight_T).sum().backward()
+            seen.append(torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(seen[0], again) for again in seen)
+
+
 def test_entropies_are_computed_only_when_asked(tiny):
     _, policy = model_and_policy(tiny)
     micro = batch_of(0, 263).pack([0, 1], CPU)
@@ -133,7 +209,7 @@ def test_entropies_are_computed_only_when_asked(tiny):
 
 
 def test_pack():
-    """Each prompt once, then the responses, the longest first; positions go on behind the prompt; what predicts a first
+    """Each prompt once, then the responses; positions go on behind the prompt; what predicts a first
     token is the prompt's last; a piece's keys are its prompt's and its own; a loss's inputs are cut."""
     groups = []
     for prompt, responses in (([5, 6], [[7, 8, 9], [3]]), ([1], [[2, 4]])):
@@ -143,13 +219,13 @@ def test_pack():
     assert batch.response_T.tolist() == [0, 0, 0, 1, 2, 2] and batch.total_R.tolist() == [5, 3, 3]
     inputs = {"advantage_T": torch.arange(6) / 10, "low_S": torch.tensor([1.0, 2.0, 3.0]), "cap": 2}
     micro = batch.pack([1, 2, 0], CPU, inputs)
-    assert micro.row["input_ids"].tolist() == [[5, 6, 1, 7, 8, 9, 2, 4, 3]] and micro.cost == 9
-    assert micro.row["position_ids"].tolist() == [[0, 1, 0, 2, 3, 4, 1, 2, 2]]
-    assert micro.row["cu_seq_lens_q"].tolist() == [0, 2, 3, 6, 8, 9] and micro.row["max_length_q"] == 3
-    assert micro.row["cu_seq_lens_k"].tolist() == [0, 2, 3, 8, 11, 14] and micro.row["max_length_k"] == 5
-    assert micro.row["key_N"].tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 2, 6, 7, 0, 1, 8]
-    assert micro.index_T.tolist() == [1, 3, 4, 2, 6, 1] and micro.target_T.tolist() == [7, 8, 9, 2, 4, 3]
-    assert micro.token_T.tolist() == [0, 1, 2, 4, 5, 3]
+    assert micro.row["input_ids"].tolist() == [[5, 6, 1, 3, 2, 4, 7, 8, 9]] and micro.cost == 9
+    assert micro.row["position_ids"].tolist() == [[0, 1, 0, 2, 1, 2, 2, 3, 4]]
+    assert micro.row["cu_seq_lens_q"].tolist() == [0, 2, 3, 4, 6, 9] and micro.row["max_length_q"] == 3
+    assert micro.row["cu_seq_lens_k"].tolist() == [0, 2, 3, 6, 9, 14] and micro.row["max_length_k"] == 5
+    assert micro.row["key_N"].tolist() == [0, 1, 2, 0, 1, 3, 2, 4, 5, 0, 1, 6, 7, 8]
+    assert micro.index_T.tolist() == [1, 2, 4, 1, 6, 7] and micro.target_T.tolist() == [3, 2, 4, 7, 8, 9]
+    assert micro.token_T.tolist() == [3, 4, 5, 0, 1, 2]
     assert micro.inputs["advantage_T"].equal(inputs["advantage_T"][micro.token_T])
     assert micro.inputs["low_S"].equal(inputs["low_S"]) and micro.inputs["cap"] == 2
 

@@ -50,7 +50,8 @@ def problems(task: str, size: int, seed: int, settings: dict, taken: set[str]):
                 return list(rows.values())
     except (TypeError, ValueError, AssertionError) as error:
         legal = ", ".join(DATASETS[task][1].__dataclass_fields__)
-        raise SystemExit(f"tools/gym.py {task} --set: {error}; its settings are: {legal}") from error
+        why = f"{error}; its settings are: {legal}"
+        raise SystemExit(f"tools/gym.py {task} --set: {why}") from error
     raise SystemExit(f"tools/gym.py {task} --size {size}: only {len(rows)} problems among {10 * size} drawn")
 
 
