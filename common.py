@@ -836,7 +836,7 @@ def packed_attention(
         for query_RQ, key_RK, mask in calls:
             dense = []
             for x, place_RS in ((query, query_RQ), (key, key_RK), (value, key_RK)):
-                # with several threads x[place_RS] would sum its gradient in an order of its own
+                # with several threads x[place_RS] would sum gradients in any order
                 dense.append(x.index_select(0, place_RS.flatten()).unflatten(0, place_RS.shape).transpose(1, 2))
             causal = is_causal and mask is None
             result = F.scaled_dot_product_attention(*dense, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
@@ -934,7 +934,7 @@ class Policy(torch.nn.Module):
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
         size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
-        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing sums its gradient in an order of its own
+        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing would sum gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = []
         for hidden, target in chunks:

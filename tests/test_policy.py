@@ -209,8 +209,8 @@ def test_entropies_are_computed_only_when_asked(tiny):
 
 
 def test_pack():
-    """Each prompt once, then the responses; positions go on behind the prompt; what predicts a first
-    token is the prompt's last; a piece's keys are its prompt's and its own; a loss's inputs are cut."""
+    """Each prompt once, then the responses; positions go on behind the prompt; what predicts a first token is the
+    prompt's last; a piece's keys are its prompt's and its own; a loss's inputs are cut."""
     groups = []
     for prompt, responses in (([5, 6], [[7, 8, 9], [3]]), ([1], [[2, 4]])):
         rollouts = [common.Rollout(np.array(ids), np.zeros(len(ids), np.float32), "", False) for ids in responses]
