@@ -68,7 +68,7 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-# ---------------------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------------------------------ arguments
 PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's own chat format
     "plain": "{problem}\n",
     "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
@@ -199,7 +199,7 @@ def validate(args, world):
         need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
 
 
-# ---------------------------------------------------------------------------------------------------------- processes
+# ------------------------------------------------------------------------------------------------------------ processes
 @dataclass
 class World:
     """This process among the others. `mesh` shards inside a node and replicates across nodes."""
@@ -283,7 +283,7 @@ def seed_of(*parts):
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
-# --------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------------- data
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ALIASES = {
     "problem": ("problem", "question", "prompt"),
@@ -350,57 +350,6 @@ class Problem:
         at = self.prompt_ids.index(self.image.token)
         ids = self.prompt_ids[: at + 1] + self.prompt_ids[at + self.image.tokens :]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
-
-
-def empty_model(config, attention="eager", **settings):
-    """Return transformers' model of a config without weights, with a vision tower where the config has one; never with
-    the attention that a config.json names."""
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    with torch.device("meta"):
-        return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, **settings)
-
-
-def model_folder(args):
-    """Return the folder of --model, fetched if that is a hub id. Raises ValueError for a model that cannot train."""
-    folder = Path(args.model)
-    if not folder.is_dir():
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        try:
-            # one rank of a node downloads, the others wait
-            folder = Path(snapshot_download(args.model, allow_patterns=patterns))
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            unknown = "neither a folder here nor a model of the hub"
-            raise ValueError(f"--model {args.model}: {unknown} ({reason})") from error
-    check_model(folder, args)
-    return folder
-
-
-def check_model(folder, args):
-    """Raise ValueError for what this project cannot train; run no code that lies in the folder."""
-    flag = f"--model {args.model}"
-    need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), f"{flag}: no config.json or weights")
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except ValueError as error:
-        raise ValueError(f"{flag}: cannot be read, and no code in it is run ({error})") from error
-    sees = hasattr(config, "vision_config")
-    need(sees or not args.image_column, f"--image-column {args.image_column}: {flag} has no vision tower")
-    if sees:
-        known = config.model_type in ("qwen2_vl", "qwen2_5_vl")
-        need(known, f"{flag}: of models that see only qwen2_vl and qwen2_5_vl, not {config.model_type}")
-    text = config.get_text_config()
-    other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention"})
-    other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
-    need(not other, f"{flag}: has {other}; only plain causal attention is supported")
-    lm = empty_model(config)
-    decoder = lm.model.language_model if sees else getattr(lm, "model", None)
-    known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
-    need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
-    longest = longest_sequence(args)
-    limit = text.max_position_embeddings
-    need(longest <= limit, f"{flag}: context {limit}, and a prompt with its response may have {longest}")
 
 
 def load_data(args, tokenizer):
@@ -603,7 +552,16 @@ def problems_from(problems, args, position):
     return asked
 
 
-# -------------------------------------------------------------------------------------------------------------- batch
+# -------------------------------------------------------------------------------------------------------------- sampler
+VLLM = {  # environment variables; what is set already stays
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+
+
 @dataclass
 class Rollout:
     """One response as it was sampled: token ids (the stop token included) and the sampler's log-probs, float32."""
@@ -623,439 +581,6 @@ class Group:
     correct_G: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     reward_G: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     verdicts: list[str] = field(default_factory=list)
-
-
-def first_valid(drawn, valid_P, count, updates=1):
-    """Return `count` of the groups drawn: the valid ones that came first, filled up with invalid ones among the last
-    `count`, both dealt out evenly to the step's updates; a single draw as it came."""
-    if len(drawn) == count:
-        return drawn
-    chosen = [p for p, each in enumerate(valid_P) if each]
-    chosen += [p for p in range(len(drawn) - count, len(drawn)) if p not in chosen]
-    return [drawn[p] for update in range(updates) for p in chosen[:count][update::updates]]
-
-
-def valid(reward_PG):
-    """Return valid_P: which groups have rewards that differ, and so a gradient."""
-    return (reward_PG != reward_PG[:, :1]).any(1)
-
-
-def mean_by(x, number):
-    """Return the mean of x for each number; 0 for a number not in use."""
-    size = int(number.max()) + 1 if len(number) else 0
-    zeros = x.new_zeros(size)
-    sums = zeros.index_add(0, number, x)
-    counts = zeros.index_add(0, number, torch.ones_like(x))
-    return sums / counts.clamp(min=1)
-
-
-def drawn_metrics(groups, draws=1):
-    """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    reward_PG = torch.stack([group.reward_G for group in groups])
-    correct_PG = torch.stack([group.correct_G for group in groups])
-    correction = min(1, reward_PG.shape[1] - 1)
-    tokens = sum(len(rollout.ids) for rollout in rollouts)
-    logp = sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in rollouts)
-    verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
-    metrics = {
-        "reward": reward_PG.mean().item(),
-        "accuracy": correct_PG.mean().item(),
-        "reward_group_std": reward_PG.std(1, correction=correction).mean().item(),
-        "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
-        "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
-        "draws": draws,
-        "prompts_drawn": len(groups),
-        "responses_drawn": len(rollouts),
-        "response_length": tokens / len(rollouts),
-        "truncated_share": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-        "sampler_nll": -logp / tokens,
-    }
-    for verdict in VERDICTS:
-        metrics[f"verifier/{verdict.replace(' ', '_')}"] = verdicts[verdict]
-    return metrics
-
-
-@dataclass
-class MicroBatch:
-    """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T;
-    token_T where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes for them; `cost`
-    the tokens and image patches that a pass computes."""
-
-    row: dict
-    index_T: torch.Tensor
-    target_T: torch.Tensor
-    token_T: torch.Tensor
-    inputs: dict
-    cost: int
-
-
-def ranges(first, length):
-    """Return first[0], first[0] + 1, … (length[0] of them), then those from first[1] on, end to end."""
-    start = length.cumsum(0) - length
-    place = torch.arange(int(length.sum()))
-    return place + (first - start).repeat_interleave(length)
-
-
-def cut(inputs, tokens, device="cpu"):
-    """Return a loss's inputs for some of the step's tokens (numbers or a mask): every *_T cut, tensors on `device`."""
-    parts = {}
-    for name, x in inputs.items():
-        if name.endswith("_T"):
-            x = x[tokens]
-        if isinstance(x, torch.Tensor):
-            x = x.to(device)
-        parts[name] = x
-    return parts
-
-
-def image_inputs(problems, own, seen):
-    """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of the
-    images' tokens. The pieces have so many tokens of their `own` and, with the prompt in front, keys `seen`."""
-    positions, image_N, pixels, sizes = [], [], [], []
-    start = 0
-    for problem, length, keys in zip(problems, own.tolist(), seen.tolist(), strict=True):
-        image = problem.image
-        position_3N = torch.arange(keys - length, keys).expand(3, -1)
-        if image and keys > length:  # a response, behind the image
-            position_3N = position_3N + max(image.grid) - image.tokens
-        elif image:
-            first = problem.prompt_ids.index(image.token)
-            position_3N = image.positions(first, length)
-            image_N.append(torch.arange(image.tokens) + start + first)
-            pixels.append(image.pixels())
-            sizes.append([1, *(side * image.processor.merge_size for side in image.grid)])
-        positions.append(position_3N)
-        start += length
-    return {
-        "position_ids": torch.cat(positions, 1)[:, None],
-        "image_N": torch.cat(image_N),
-        "pixel_values": torch.cat(pixels),
-        "image_grid_thw": torch.tensor(sizes),
-    }
-
-
-class Batch:
-    """The whole step, the same on every rank, response tokens end to end; total_R counts a response with its prompt,
-    tokens and image patches."""
-
-    def __init__(self, groups):
-        self.groups = groups
-        self.reward_PG = torch.stack([group.reward_G for group in groups])
-        self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
-        self.problem_R = [group.problem for group in groups for _ in group.rollouts]
-        self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
-        self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
-        patches = [problem.image.patches if problem.image else 0 for problem in self.problem_R]
-        prompts = [len(problem.prompt_ids) for problem in self.problem_R]
-        self.total_R = self.length_R + torch.tensor(prompts) + torch.tensor(patches)
-        self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
-        self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-        # One of these prompts is in each row, since ranks run the layers together, and a vision tower, too.
-        self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
-
-    def deal(self, chosen_R, world, budget):
-        """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank.
-        Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
-        share, so that the ranks can be balanced."""
-        most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
-        bundles = []
-        costs = []
-        for r in chosen_R.nonzero()[:, 0].tolist():
-            length = int(self.length_R[r])
-            if bundles and self.group_R[bundles[-1][0]] == self.group_R[r] and costs[-1] + length <= most:
-                bundles[-1].append(r)
-                costs[-1] += length
-            else:
-                bundles.append([r])
-                costs.append(int(self.total_R[r]))
-        return plan(bundles, costs, world.size, budget)[world.rank]
-
-    def pack(self, responses, device, inputs=None):
-        """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
-        inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
-        prompts = sorted({self.group_R[r] for r in responses})
-        if self.needed.isdisjoint(prompts):
-            prompts.append(min(self.needed))
-        problems = [self.groups[p].problem for p in prompts]
-        ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
-        input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
-        place_N = torch.arange(len(input_ids_N))
-        own = torch.tensor([len(piece) for piece in ids])
-        keys = list(place_N.split(own.tolist()))
-        index = []
-        for n, r in enumerate(responses, len(prompts)):
-            keys[n] = torch.cat([keys[prompts.index(self.group_R[r])], keys[n]])
-            index.append(keys[n][-len(ids[n]) - 1 : -1])
-        seen = torch.tensor([len(piece) for piece in keys])
-        row = {
-            "input_ids": input_ids_N[None],
-            "position_ids": ranges(seen - own, own)[None],
-            "cu_seq_lens_q": F.pad(own.cumsum(0), (1, 0)).int(),
-            "cu_seq_lens_k": F.pad(seen.cumsum(0), (1, 0)).int(),
-            "key_N": torch.cat(keys),
-        }
-        if any(problem.image for problem in problems):
-            row.update(image_inputs(problems + [self.problem_R[r] for r in responses], own, seen))
-        row = {name: x.to(device) for name, x in row.items()}
-        row["max_length_q"] = int(own.max())
-        row["max_length_k"] = int(seen.max())
-        first_R = self.length_R.cumsum(0) - self.length_R
-        token_T = ranges(first_R[responses], self.length_R[responses])
-        index_T = torch.cat([place_N[:0], *index]).to(device)
-        target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
-        cost = len(place_N) + len(row.get("pixel_values", ()))
-        return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
-
-
-def plan(bundles, costs, ranks, budget):
-    """Deal bundles of responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank,
-    some empty, none above `budget` (packed tokens); those that run at the same time cost about the same."""
-    order = sorted(range(len(costs)), key=lambda n: -costs[n])
-    if order and costs[order[0]] > budget:
-        raise ValueError(f"a response of {costs[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
-    rounds = math.ceil(sum(costs) / (ranks * budget))
-    while True:
-        loads = [0] * (rounds * ranks)
-        bins = [[] for _ in loads]
-        for n in order:  # longest first, into the emptiest
-            number = loads.index(min(loads))
-            bins[number] += bundles[n]
-            loads[number] += costs[n]
-        if max(loads, default=0) <= budget:
-            break
-        rounds += 1
-    emptier = sorted(range(len(loads)), key=lambda number: -loads[number])
-    return [[bins[number] for number in emptier[rank::ranks]] for rank in range(ranks)]
-
-
-# ------------------------------------------------------------------------------------------------------------- policy
-def packed_attention(
-    module, query, key, value, *_, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **settings
-):
-    """Attention inside each piece of a packed row; transformers' attention interface. query (1, H, N, D), key and value
-    (1, H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before
-    its own. On a GPU one varlen kernel, whose causal window ends with the keys; a CPU has none."""
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
-    if not query.is_cuda:
-        calls, result_N = padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal)
-        out = []
-        for query_RQ, key_RK, mask in calls:
-            dense = []
-            for x, place_RS in ((query, query_RQ), (key, key_RK), (value, key_RK)):
-                # with several threads x[place_RS] would sum gradients in any order
-                dense.append(x.index_select(0, place_RS.flatten()).unflatten(0, place_RS.shape).transpose(1, 2))
-            causal = is_causal and mask is None
-            result = F.scaled_dot_product_attention(*dense, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
-            out.append(result.transpose(1, 2).flatten(0, 1))
-        return torch.cat(out).index_select(0, result_N)[None], None
-    from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
-
-    if key_N is not None:
-        key = key.index_select(0, key_N)
-        value = value.index_select(0, key_N)
-    borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
-    window = (-1, 0 if is_causal else -1)
-    out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
-    return out[None], None
-
-
-@functools.lru_cache(3)  # the layers of a pass ask for the same tensors, and nothing writes into them
-def padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal):
-    """Return the attention calls that compute packed pieces as padded rows: for each, the places of its queries (R, Q)
-    and keys (R, K), and its mask; and where each token's result is among all calls' results, end to end. A pad is any
-    token. Causal pieces of similar length share a call: with a mask where a prompt is longer than what follows it; else
-    each query is level with its own key, and the kernel's own causal mask will do. Other pieces are never padded."""
-    if key_N is None:
-        key_N = torch.arange(cu_seq_lens_k[-1])
-    tokens = cu_seq_lens_q[-1]
-    pieces = torch.stack([cu_seq_lens_q.diff(), cu_seq_lens_k.diff(), cu_seq_lens_q[:-1], cu_seq_lens_k[:-1]])
-    own, seen, *_ = pieces
-    kind = (2 * seen.log2()).ceil() if is_causal else seen
-    kind = kind.where(own < seen - own, -kind)
-    calls = []
-    results = []
-    for number in kind.unique():
-        own, seen, first_query, first_key = pieces[:, kind == number, None]
-        key = torch.arange(seen.max())
-        query = key - (seen - own)
-        mask = None
-        if number > 0:
-            level = query
-            query = key[: own.max()]
-            mask = torch.where(level[:, None] <= query[:, None], 0.0, -torch.inf)[:, None]
-        real = (query >= 0) & (query < own)
-        query = first_query + query
-        results.append(query.where(real, tokens).flatten())
-        key = key_N[(first_key + key).clamp(max=len(key_N) - 1)]
-        calls.append((query.where(real, 0), key, mask))
-    return calls, torch.cat(results).argsort()[:tokens]
-
-
-AttentionInterface.register("packed", packed_attention)
-# With "flash" in the name transformers' vision towers tell where their sequences end.
-AttentionInterface.register("packed_flash", packed_attention)
-AttentionMaskInterface.register("packed", lambda *_, **__: None)
-
-# elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
-LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
-
-
-class Policy(torch.nn.Module):
-    """A decoder, perhaps with a vision tower, and its language head, whose forward gives log-probs and entropies, never
-    the logits. Parameter names are transformers'. Tied weights are one parameter that serves twice."""
-
-    def __init__(self, lm, temperature):
-        super().__init__()
-        self.model = lm.model
-        self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
-        self.temperature = temperature
-        if hasattr(self.model, "visual"):
-            self.model.visual.config._attn_implementation = "packed_flash"
-            # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 has,
-            # its bf16 gradient is reported to fail, and the convolution to be up to 50,000 times slower.
-            conv = self.model.visual.patch_embed.proj
-            conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
-
-    def _head(self, hidden_TH, weight_VH, target_T, entropies):
-        logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
-        logp_TV = logits_TV.log_softmax(-1)
-        logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
-        entropy_T = torch.zeros_like(logp_T)
-        if entropies:
-            with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
-                entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
-        return logp_T, entropy_T
-
-    def forward(self, micro, entropies=True):
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient; or zeros), float32,
-        both at the sampling temperature. The head sees response positions, in chunks; the backward pass repeats it."""
-        row = micro.row.copy()
-        embeddings = self.model.get_input_embeddings()
-        embedding_NH = embeddings(row.pop("input_ids")[0])
-        if "image_N" in row:  # by place, not by token: a response may hold the placeholder, too, as a word
-            image_N = row.pop("image_N")
-            seen = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
-            features = torch.cat(seen.pooler_output)[: len(image_N)].to(embedding_NH)
-            embedding_NH = embedding_NH.index_copy(0, image_N, features)
-        hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
-        weight_VH = (self.lm_head or embeddings).weight
-        size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
-        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing would sum gradients in any order
-        chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
-        parts = []
-        for hidden, target in chunks:
-            parts.append(checkpoint(self._head, hidden, weight_VH, target, entropies, use_reentrant=False))
-        return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
-
-
-def hub_name(name):
-    """Return the name under which a parameter is stored in a model's safetensors. It is the name in memory but for
-    models that see, whose decoder and tower are stored one level higher."""
-    return name.replace(".language_model", "").replace("model.visual", "visual")
-
-
-def load_policy(folder, args, world):
-    """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
-    config = AutoConfig.from_pretrained(folder)
-    lm = empty_model(config, "packed", dtype=torch.float32)
-    if args.activation_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    units = list(lm.get_decoder().layers)
-    if hasattr(config, "vision_config"):
-        units += lm.model.visual.blocks
-        lm.model.visual.requires_grad_(bool(args.image_column))
-    policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
-    dtypes = (torch.bfloat16, torch.float32) if world.device.type == "cuda" else ()  # of compute, of reductions
-    for module in (*units, policy):  # the head is the last's: gathered for each chunk it would deadlock
-        fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
-    if world.device.type == "cpu":
-        # the backward pass need not gather again what memory has room for
-        policy.set_reshard_after_forward(False)
-    policy.to_empty(device=world.device)
-    for module in policy.modules():
-        if hasattr(module, "inv_freq"):  # buffers that are in no checkpoint
-            for name, buffer in type(module)(module.config).to(world.device).named_buffers():
-                module.register_buffer(name, buffer, persistent=False)
-    weights = {hub_name(name): x for name, x in get_model_state_dict(policy).items()}
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-    return policy
-
-
-def set_lr(optimizer, args, step):
-    """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
-    warm_up = args.lr_warmup * args.steps
-    if step < warm_up:
-        share = step / warm_up
-    else:
-        done = (step - warm_up) / (args.steps - warm_up or 1)
-        share = 1 - (1 - args.lr_floor) * (1 - math.cos(math.pi * done)) / 2
-    for group in optimizer.param_groups:
-        group["lr"] = args.lr * share
-
-
-@torch.no_grad()
-def score(policy, batch, micro_batches, record, phase, entropies=True):
-    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. Add
-    seconds and tokens to a phase of the record."""
-    world = record.world
-    logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
-    with record.phase(phase):
-        home = next(policy.parameters()).device  # a reference waits in the host's memory
-        policy.to(world.device)
-        for responses in micro_batches:
-            micro = batch.pack(responses, world.device)
-            logp, entropy = policy(micro, entropies)
-            logp_T[micro.token_T] = logp.cpu()
-            entropy_T[micro.token_T] = entropy.cpu()
-            record.tokens[phase] += micro.cost
-        # This reshards, too: layers that no backward pass follows stay gathered, and hide what the optimiser moves.
-        policy.to(home)
-    return world.all_reduce(logp_T), world.all_reduce(entropy_T)
-
-
-def truncated_ratio(logp_T, sampler_logp_T, cap):
-    """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
-    if cap == 0:
-        return torch.ones_like(logp_T)
-    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
-
-
-def is_finite(finite, norm, world):
-    """Say whether an update's losses and log-probs (`finite`) and its gradient's norm are finite, on every rank."""
-    failed = torch.tensor(float(not (finite and math.isfinite(norm))))
-    return not world.all_reduce(failed)
-
-
-def full_weights(policy, dtype):
-    """Yield (name, whole tensor); every rank must take every item. Casting first halves the traffic."""
-    for name, parameter in policy.named_parameters():
-        yield name, parameter.detach().to(dtype).full_tensor()
-
-
-def save_model(policy, folder, source, dtype, world):
-    """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
-    weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
-    if world.rank == 0:
-        lm = empty_model(AutoConfig.from_pretrained(source), dtype=dtype)
-        if (source / "generation_config.json").is_file():
-            lm.generation_config = GenerationConfig.from_pretrained(source)
-        lm.save_pretrained(folder, state_dict=weights)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        if hasattr(lm.config, "vision_config"):
-            AutoImageProcessor.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
-    dist.barrier()
-
-
-# ------------------------------------------------------------------------------------------------------------ sampler
-VLLM = {  # environment variables; what is set already stays
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-}
 
 
 def stop_tokens(folder, tokenizer):
@@ -1220,373 +745,7 @@ def sampler_gap(logp_T, sampler_logp_T):
     }
 
 
-# --------------------------------------------------------------------------------------------------------- checkpoint
-MAY_CHANGE = {  # when a run is resumed
-    "run_dir",
-    "resume",
-    "steps",
-    "eval",
-    "eval_every",
-    "eval_samples",
-    "eval_temperature",
-    "checkpoint_every",
-    "checkpoints_kept",
-    "micro_batch_tokens",
-    "activation_checkpointing",
-    "gpu_memory_utilization",
-    "max_num_seqs",
-    "tensor_parallel",
-    "track",
-}
-SKIPS_IN_A_ROW = 5  # updates
-SHOWN = (  # in the line of a step
-    "reward",
-    "entropy",
-    "clip_fraction",
-    "response_length",
-    "grad_norm",
-    "irl/loss",
-    "irl/moved_share",
-    "tokens_per_second/update",
-)
-
-
-def digests(folder, world):
-    """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
-    names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
-    digest = {}
-    for name in names[world.rank :: world.size]:
-        with open(folder / name, "rb") as opened:
-            digest[name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return world.union(digest)
-
-
-def write_whole(file, text):
-    """Write a text file that is complete or not there."""
-    file.with_suffix(".new").write_text(text)
-    file.with_suffix(".new").rename(file)
-
-
-def save_checkpoint(policy, optimizer, step, position, record):
-    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest. Order of the
-    data and seeds are functions of --seed and the position."""
-    world = record.world
-    final = record.folder / "checkpoints" / f"step-{step:05d}"
-    partial = final.with_suffix(".partial")
-    if world.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    shared = all(world.all_gather(partial.is_dir()))
-    need(shared, f"--run-dir {record.folder}: must lie on storage that all nodes share")
-    state = {"policy": get_model_state_dict(policy)}
-    if optimizer.state:  # else asking for it would make it, a step old
-        state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
-    manifest = {
-        "step": step,
-        "ranks": world.size,
-        "position": position,
-        "best": record.best,
-        "files": digests(partial, world),
-    }
-    if world.rank == 0:
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        whole = sorted(final.parent.glob("step-?????"))
-        for old in whole[: -record.args.checkpoints_kept]:
-            shutil.rmtree(old)
-    dist.barrier()
-
-
-def newest_checkpoint(record):
-    """Return the newest whole checkpoint and its manifest, None where a run never completed one. Damaged ones are named
-    and passed over. Raises ValueError if all are damaged."""
-    found = sorted((record.folder / "checkpoints").glob("step-*"), reverse=True)
-    damaged = 0
-    for folder in record.world.all_gather(found)[0]:
-        file = folder / "manifest.json"
-        if folder.suffix != ".partial":
-            manifest = json.loads(file.read_text()) if file.is_file() else {"files": None}
-            if digests(folder, record.world) == manifest["files"]:
-                return folder, manifest
-            damaged += 1
-        record.say(f"{folder}: half-written or damaged; passed over")
-    need(not damaged, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
-    return None, {}
-
-
-def resume(policy, optimizer, record):
-    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0."""
-    if not record.args.resume:
-        return 0, 0
-    folder, manifest = newest_checkpoint(record)
-    if not folder:
-        record.rewind(-1)
-        record.say("the run had not come to a checkpoint: it starts over")
-        return 0, 0
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    weights = get_model_state_dict(policy)
-    dcp.load({"policy": weights}, storage_reader=reader)
-    set_model_state_dict(policy, weights)
-    moments = get_optimizer_state_dict(policy, optimizer)
-    dcp.load(
-        {"optimizer": moments["state"]}, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
-    )
-    set_optimizer_state_dict(policy, optimizer, moments)
-    held = reader.read_metadata().state_dict_metadata
-    for name, parameter in policy.named_parameters():
-        if f"optimizer.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
-            optimizer.state.pop(parameter, None)
-    record.rewind(manifest["step"])
-    record.best = manifest["best"]
-    record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
-    return manifest["step"], manifest["position"]
-
-
-# ------------------------------------------------------------------------------------------------- evaluation, record
-def pass_at_k(correct_PN, k):
-    """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
-    correct = np.asarray(correct_PN)
-    n = correct.shape[1]
-    need(1 <= k <= n, f"pass@{k} needs between 1 and n = {n} samples")
-    wrong_P = n - correct.sum(1).astype(int)
-    return float(np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P]))
-
-
-def evaluate(held_out, sampler, verifier, record, step):
-    """Sample --eval-samples completions of every held-out problem, with the same seeds each time, all sets at once so
-    that they share one tail; write them to samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
-    if not held_out:
-        return {}
-    args = record.args
-    n = args.eval_samples
-    asked = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
-    graded = sampler.sample(asked, n, args.eval_temperature, args)
-    verify(verifier, graded)
-    metrics = {}
-    for name, problems in held_out.items():
-        groups = graded[: len(problems)]
-        graded = graded[len(problems) :]
-        drawn = drawn_metrics(groups)
-        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
-        metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
-        for i in range(1, n.bit_length()):
-            metrics[f"eval/{name}/pass@{2**i}"] = pass_at_k(correct_PN, 2**i)
-        metrics[f"eval/{name}/length"] = drawn["response_length"]
-        metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
-        record.samples(f"{name}-step{step:05d}", groups)
-    return metrics
-
-
-def keep_best(policy, source, dtype, metrics, record, step):
-    """With --keep-best write the model to best/ if the mean avg@n over the held-out sets is the highest so far."""
-    if not record.args.keep_best:
-        return
-    average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
-    if average > record.best:
-        record.best = average
-        save_model(policy, record.folder / "best", source, dtype, record.world)
-        record.say(f"step {step}: the best average so far, {average:.3f}; its model is in {record.folder}/best")
-
-
-def about_run(args, script, world):
-    """Return what a run is: script, command, arguments, versions, commit."""
-    versions = {each.name: each.version for each in importlib.metadata.distributions()}
-    git = "git describe --always --dirty --abbrev=12"
-    said = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return {
-        "script": script,
-        "command": shlex.join(sys.argv),
-        "args": json.loads(json.dumps(asdict(args))),
-        "ranks": world.size,
-        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
-        "versions": {"python": sys.version, **versions},
-        "commit": said.stdout.strip(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def check_same_run(before, now, args):
-    """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
-    need(
-        before["script"] == now["script"],
-        f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py",
-    )
-    may_change = set(MAY_CHANGE)
-    if args.lr_warmup or args.lr_floor < 1:
-        may_change -= {"steps"}  # the schedule would bend
-    if args.keep_best:
-        may_change -= {"eval", "eval_samples", "eval_temperature"}  # averages would not compare
-    for name, old in before["args"].items():
-        new = now["args"].get(name)
-        need(
-            new == old or name in may_change,
-            f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}",
-        )
-
-
-def open_run(folder, args, script, world):
-    """Make the run folder and write run.json, what the run is, and each resumption. Raises ValueError when the folder
-    holds another run, or with --resume none, or one with other flags."""
-    file = folder / "run.json"
-    exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
-    about = about_run(args, script, world)
-    if args.resume:
-        need(exists, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
-        before = json.loads(file.read_text())
-        check_same_run(before, about, args)
-        about = before | {"resumed": [*before.get("resumed", []), about]}
-    else:
-        need(not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
-    if world.rank == 0:
-        (folder / "samples").mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(about, indent=2) + "\n")
-
-
-class Record:
-    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
-
-    def __init__(self, args, script, world):
-        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.args = args
-        self.world = world
-        self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
-        self.started = time.time()
-        self.start_step()
-        self.trained = 0.0  # seconds
-        self.best = -math.inf  # average of an evaluation
-        self.skips_in_a_row = 0
-        self.board = None
-        open_run(self.folder, args, script, world)
-        self.say(f"run folder {self.folder}")
-        if args.track and world.rank == 0:
-            import wandb
-
-            wandb.init(
-                project=args.track,
-                name=self.folder.name,
-                dir=self.folder,
-                config=asdict(args),
-                sync_tensorboard=True,
-            )
-
-    def start_step(self):
-        """Set what is counted in each step back to nothing."""
-        self.seconds = Counter()  # of phases
-        self.tokens = Counter()
-        self.memory = Counter()  # GiB
-        self.skipped = 0  # updates
-
-    def write(self, name, line):
-        """Add a line to a file of the run folder."""
-        if self.world.rank == 0:
-            with open(self.folder / name, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
-
-    def say(self, text):
-        """Print a line on rank 0's terminal and to log.txt."""
-        if self.world.rank == 0:
-            print(text, flush=True)
-        self.write("log.txt", text)
-
-    def rewind(self, step):
-        """Drop the metrics of later steps, which will be written again, and let times go on."""
-        if self.world.rank:
-            return
-        file = self.folder / "metrics.jsonl"
-        file.touch()
-        kept = []
-        for line in file.read_text().splitlines(keepends=True):
-            if line.endswith("}\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        write_whole(file, "".join(kept))
-        if kept:
-            last = json.loads(kept[-1])
-            self.started = time.time() - last["time"]
-            self.trained = last["cost/seconds"]
-
-    def skip_update(self, norm):
-        """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
-        self.skipped += 1
-        self.skips_in_a_row += 1
-        self.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm})")
-        if self.skips_in_a_row == SKIPS_IN_A_ROW:
-            raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
-
-    def stop_requested(self):
-        """Say whether a file named `stop` lies in the run folder, and take it away."""
-        file = self.folder / "stop"
-        requested = self.world.all_gather(file.exists())[0]
-        if requested:
-            file.unlink(missing_ok=True)
-            self.say("a stop file: ending with a checkpoint; --resume goes on")
-        return requested
-
-    @contextmanager
-    def phase(self, name):
-        """Add a block's wall-clock seconds, GPU work included, to a phase of the step; note its memory."""
-        start = time.perf_counter()
-        yield
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()  # torch's own counters do not see that the engine sleeps
-            used = total - free
-        self.memory[name] = max(self.memory[name], used / 2**30)
-        self.seconds[name] += time.perf_counter() - start
-
-    def samples(self, name, groups):
-        """Write groups to samples/<name>.txt."""
-        if self.world.rank:
-            return
-        parts = []
-        for p, group in enumerate(groups):
-            parts.append(f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n")
-            for g, rollout in enumerate(group.rollouts):
-                about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens"
-                if rollout.truncated:
-                    about += ", cut off"
-                parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
-        (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
-
-    def step(self, step, metrics):
-        """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
-        seconds = self.seconds.total()
-        self.trained += seconds - self.seconds["evaluate"]
-        tokens = sum(self.world.all_gather(self.tokens), Counter())
-        if step:
-            tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
-        for name, taken in self.seconds.items():
-            metrics[f"seconds/{name}"] = taken
-            metrics[f"memory_gib/{name}"] = self.memory[name]
-            if tokens[name]:
-                metrics[f"tokens_per_second/{name}"] = tokens[name] / taken
-        metrics["cost/seconds"] = self.trained
-        metrics["skipped_updates"] = self.skipped
-        self.start_step()
-        row = {"step": step, "time": round(time.time() - self.started, 2)}
-        for name, value in metrics.items():
-            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
-        self.write("metrics.jsonl", json.dumps(row))
-        if self.world.rank == 0:
-            self.board = self.board or SummaryWriter(str(self.folder), purge_step=step)
-            for name, value in metrics.items():
-                self.board.add_scalar(name, value, step)
-        evaluation = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
-        if evaluation:
-            self.say(f"step {step}: {'  '.join(evaluation)}")
-        if step:
-            shown = [f"{name} {metrics[name]:,.3f}" for name in SHOWN if name in metrics]
-            left = (self.args.steps - step) * (time.time() - self.started) / step / 60
-            self.say(f"step {step}/{self.args.steps}  {'  '.join(shown)}  {seconds:.2f} s  left {left:.1f} min")
-        if metrics.get("zero_advantage_share") == 1:
-            why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
-            self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
-
-
-# ----------------------------------------------------------------------------------------------------------- verifier
+# ------------------------------------------------------------------------------------------------------------- verifier
 def verify(verifier, groups):
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank."""
     world = verifier.world
@@ -2012,3 +1171,845 @@ class Verifier:
     def grade(self, *lists):
         """Return the scores of `judge`, which takes the same, alone."""
         return [score for score, _ in self.judge(*lists)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- batch
+def first_valid(drawn, valid_P, count, updates=1):
+    """Return `count` of the groups drawn: the valid ones that came first, filled up with invalid ones among the last
+    `count`, both dealt out evenly to the step's updates; a single draw as it came."""
+    if len(drawn) == count:
+        return drawn
+    chosen = [p for p, each in enumerate(valid_P) if each]
+    chosen += [p for p in range(len(drawn) - count, len(drawn)) if p not in chosen]
+    return [drawn[p] for update in range(updates) for p in chosen[:count][update::updates]]
+
+
+def valid(reward_PG):
+    """Return valid_P: which groups have rewards that differ, and so a gradient."""
+    return (reward_PG != reward_PG[:, :1]).any(1)
+
+
+def mean_by(x, number):
+    """Return the mean of x for each number; 0 for a number not in use."""
+    size = int(number.max()) + 1 if len(number) else 0
+    zeros = x.new_zeros(size)
+    sums = zeros.index_add(0, number, x)
+    counts = zeros.index_add(0, number, torch.ones_like(x))
+    return sums / counts.clamp(min=1)
+
+
+def drawn_metrics(groups, draws=1):
+    """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    reward_PG = torch.stack([group.reward_G for group in groups])
+    correct_PG = torch.stack([group.correct_G for group in groups])
+    correction = min(1, reward_PG.shape[1] - 1)
+    tokens = sum(len(rollout.ids) for rollout in rollouts)
+    logp = sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in rollouts)
+    verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
+    metrics = {
+        "reward": reward_PG.mean().item(),
+        "accuracy": correct_PG.mean().item(),
+        "reward_group_std": reward_PG.std(1, correction=correction).mean().item(),
+        "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
+        "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
+        "draws": draws,
+        "prompts_drawn": len(groups),
+        "responses_drawn": len(rollouts),
+        "response_length": tokens / len(rollouts),
+        "truncated_share": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+        "sampler_nll": -logp / tokens,
+    }
+    for verdict in VERDICTS:
+        metrics[f"verifier/{verdict.replace(' ', '_')}"] = verdicts[verdict]
+    return metrics
+
+
+@dataclass
+class MicroBatch:
+    """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T;
+    token_T where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes for them; `cost`
+    the tokens and image patches that a pass computes."""
+
+    row: dict
+    index_T: torch.Tensor
+    target_T: torch.Tensor
+    token_T: torch.Tensor
+    inputs: dict
+    cost: int
+
+
+def ranges(first, length):
+    """Return first[0], first[0] + 1, … (length[0] of them), then those from first[1] on, end to end."""
+    start = length.cumsum(0) - length
+    place = torch.arange(int(length.sum()))
+    return place + (first - start).repeat_interleave(length)
+
+
+def cut(inputs, tokens, device="cpu"):
+    """Return a loss's inputs for some of the step's tokens (numbers or a mask): every *_T cut, tensors on `device`."""
+    parts = {}
+    for name, x in inputs.items():
+        if name.endswith("_T"):
+            x = x[tokens]
+        if isinstance(x, torch.Tensor):
+            x = x.to(device)
+        parts[name] = x
+    return parts
+
+
+def image_inputs(problems, own, seen):
+    """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of the
+    images' tokens. The pieces have so many tokens of their `own` and, with the prompt in front, keys `seen`."""
+    positions, image_N, pixels, sizes = [], [], [], []
+    start = 0
+    for problem, length, keys in zip(problems, own.tolist(), seen.tolist(), strict=True):
+        image = problem.image
+        position_3N = torch.arange(keys - length, keys).expand(3, -1)
+        if image and keys > length:  # a response, behind the image
+            position_3N = position_3N + max(image.grid) - image.tokens
+        elif image:
+            first = problem.prompt_ids.index(image.token)
+            position_3N = image.positions(first, length)
+            image_N.append(torch.arange(image.tokens) + start + first)
+            pixels.append(image.pixels())
+            sizes.append([1, *(side * image.processor.merge_size for side in image.grid)])
+        positions.append(position_3N)
+        start += length
+    return {
+        "position_ids": torch.cat(positions, 1)[:, None],
+        "image_N": torch.cat(image_N),
+        "pixel_values": torch.cat(pixels),
+        "image_grid_thw": torch.tensor(sizes),
+    }
+
+
+class Batch:
+    """The whole step, the same on every rank, response tokens end to end; total_R counts a response with its prompt,
+    tokens and image patches."""
+
+    def __init__(self, groups):
+        self.groups = groups
+        self.reward_PG = torch.stack([group.reward_G for group in groups])
+        self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
+        self.problem_R = [group.problem for group in groups for _ in group.rollouts]
+        self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
+        self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
+        patches = [problem.image.patches if problem.image else 0 for problem in self.problem_R]
+        prompts = [len(problem.prompt_ids) for problem in self.problem_R]
+        self.total_R = self.length_R + torch.tensor(prompts) + torch.tensor(patches)
+        self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
+        self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
+        # One of these prompts is in each row, since ranks run the layers together, and a vision tower, too.
+        self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
+
+    def deal(self, chosen_R, world, budget):
+        """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank.
+        Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
+        share, so that the ranks can be balanced."""
+        most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
+        bundles = []
+        costs = []
+        for r in chosen_R.nonzero()[:, 0].tolist():
+            length = int(self.length_R[r])
+            if bundles and self.group_R[bundles[-1][0]] == self.group_R[r] and costs[-1] + length <= most:
+                bundles[-1].append(r)
+                costs[-1] += length
+            else:
+                bundles.append([r])
+                costs.append(int(self.total_R[r]))
+        return plan(bundles, costs, world.size, budget)[world.rank]
+
+    def pack(self, responses, device, inputs=None):
+        """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
+        inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
+        prompts = sorted({self.group_R[r] for r in responses})
+        if self.needed.isdisjoint(prompts):
+            prompts.append(min(self.needed))
+        problems = [self.groups[p].problem for p in prompts]
+        ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
+        input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        place_N = torch.arange(len(input_ids_N))
+        own = torch.tensor([len(piece) for piece in ids])
+        keys = list(place_N.split(own.tolist()))
+        index = []
+        for n, r in enumerate(responses, len(prompts)):
+            keys[n] = torch.cat([keys[prompts.index(self.group_R[r])], keys[n]])
+            index.append(keys[n][-len(ids[n]) - 1 : -1])
+        seen = torch.tensor([len(piece) for piece in keys])
+        row = {
+            "input_ids": input_ids_N[None],
+            "position_ids": ranges(seen - own, own)[None],
+            "cu_seq_lens_q": F.pad(own.cumsum(0), (1, 0)).int(),
+            "cu_seq_lens_k": F.pad(seen.cumsum(0), (1, 0)).int(),
+            "key_N": torch.cat(keys),
+        }
+        if any(problem.image for problem in problems):
+            row.update(image_inputs(problems + [self.problem_R[r] for r in responses], own, seen))
+        row = {name: x.to(device) for name, x in row.items()}
+        row["max_length_q"] = int(own.max())
+        row["max_length_k"] = int(seen.max())
+        first_R = self.length_R.cumsum(0) - self.length_R
+        token_T = ranges(first_R[responses], self.length_R[responses])
+        index_T = torch.cat([place_N[:0], *index]).to(device)
+        target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
+        cost = len(place_N) + len(row.get("pixel_values", ()))
+        return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
+
+
+def plan(bundles, costs, ranks, budget):
+    """Deal bundles of responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank,
+    some empty, none above `budget` (packed tokens); those that run at the same time cost about the same."""
+    order = sorted(range(len(costs)), key=lambda n: -costs[n])
+    if order and costs[order[0]] > budget:
+        raise ValueError(f"a response of {costs[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
+    rounds = math.ceil(sum(costs) / (ranks * budget))
+    while True:
+        loads = [0] * (rounds * ranks)
+        bins = [[] for _ in loads]
+        for n in order:  # longest first, into the emptiest
+            number = loads.index(min(loads))
+            bins[number] += bundles[n]
+            loads[number] += costs[n]
+        if max(loads, default=0) <= budget:
+            break
+        rounds += 1
+    emptier = sorted(range(len(loads)), key=lambda number: -loads[number])
+    return [[bins[number] for number in emptier[rank::ranks]] for rank in range(ranks)]
+
+
+# --------------------------------------------------------------------------------------------------------------- policy
+def packed_attention(
+    module, query, key, value, *_, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **settings
+):
+    """Attention inside each piece of a packed row; transformers' attention interface. query (1, H, N, D), key and value
+    (1, H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before
+    its own. On a GPU one varlen kernel, whose causal window ends with the keys; a CPU has none."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    if not query.is_cuda:
+        calls, result_N = padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal)
+        out = []
+        for query_RQ, key_RK, mask in calls:
+            dense = []
+            for x, place_RS in ((query, query_RQ), (key, key_RK), (value, key_RK)):
+                # with several threads x[place_RS] would sum gradients in any order
+                dense.append(x.index_select(0, place_RS.flatten()).unflatten(0, place_RS.shape).transpose(1, 2))
+            causal = is_causal and mask is None
+            result = F.scaled_dot_product_attention(*dense, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
+            out.append(result.transpose(1, 2).flatten(0, 1))
+        return torch.cat(out).index_select(0, result_N)[None], None
+    from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
+
+    if key_N is not None:
+        key = key.index_select(0, key_N)
+        value = value.index_select(0, key_N)
+    borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
+    window = (-1, 0 if is_causal else -1)
+    out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
+    return out[None], None
+
+
+@functools.lru_cache(3)  # the layers of a pass ask for the same tensors, and nothing writes into them
+def padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal):
+    """Return the attention calls that compute packed pieces as padded rows: for each, the places of its queries (R, Q)
+    and keys (R, K), and its mask; and where each token's result is among all calls' results, end to end. A pad is any
+    token. Causal pieces of similar length share a call: with a mask where a prompt is longer than what follows it; else
+    each query is level with its own key, and the kernel's own causal mask will do. Other pieces are never padded."""
+    if key_N is None:
+        key_N = torch.arange(cu_seq_lens_k[-1])
+    tokens = cu_seq_lens_q[-1]
+    pieces = torch.stack([cu_seq_lens_q.diff(), cu_seq_lens_k.diff(), cu_seq_lens_q[:-1], cu_seq_lens_k[:-1]])
+    own, seen, *_ = pieces
+    kind = (2 * seen.log2()).ceil() if is_causal else seen
+    kind = kind.where(own < seen - own, -kind)
+    calls = []
+    results = []
+    for number in kind.unique():
+        own, seen, first_query, first_key = pieces[:, kind == number, None]
+        key = torch.arange(seen.max())
+        query = key - (seen - own)
+        mask = None
+        if number > 0:
+            level = query
+            query = key[: own.max()]
+            mask = torch.where(level[:, None] <= query[:, None], 0.0, -torch.inf)[:, None]
+        real = (query >= 0) & (query < own)
+        query = first_query + query
+        results.append(query.where(real, tokens).flatten())
+        key = key_N[(first_key + key).clamp(max=len(key_N) - 1)]
+        calls.append((query.where(real, 0), key, mask))
+    return calls, torch.cat(results).argsort()[:tokens]
+
+
+AttentionInterface.register("packed", packed_attention)
+# With "flash" in the name transformers' vision towers tell where their sequences end.
+AttentionInterface.register("packed_flash", packed_attention)
+AttentionMaskInterface.register("packed", lambda *_, **__: None)
+
+# elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
+LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
+
+
+class Policy(torch.nn.Module):
+    """A decoder, perhaps with a vision tower, and its language head, whose forward gives log-probs and entropies, never
+    the logits. Parameter names are transformers'. Tied weights are one parameter that serves twice."""
+
+    def __init__(self, lm, temperature):
+        super().__init__()
+        self.model = lm.model
+        self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
+        self.temperature = temperature
+        if hasattr(self.model, "visual"):
+            self.model.visual.config._attn_implementation = "packed_flash"
+            # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 has,
+            # its bf16 gradient is reported to fail, and the convolution to be up to 50,000 times slower.
+            conv = self.model.visual.patch_embed.proj
+            conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
+
+    def _head(self, hidden_TH, weight_VH, target_T, entropies):
+        logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
+        logp_TV = logits_TV.log_softmax(-1)
+        logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
+        entropy_T = torch.zeros_like(logp_T)
+        if entropies:
+            with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
+                entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        return logp_T, entropy_T
+
+    def forward(self, micro, entropies=True):
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient; or zeros), float32,
+        both at the sampling temperature. The head sees response positions, in chunks; the backward pass repeats it."""
+        row = micro.row.copy()
+        embeddings = self.model.get_input_embeddings()
+        embedding_NH = embeddings(row.pop("input_ids")[0])
+        if "image_N" in row:  # by place, not by token: a response may hold the placeholder, too, as a word
+            image_N = row.pop("image_N")
+            seen = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
+            features = torch.cat(seen.pooler_output)[: len(image_N)].to(embedding_NH)
+            embedding_NH = embedding_NH.index_copy(0, image_N, features)
+        hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
+        weight_VH = (self.lm_head or embeddings).weight
+        size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
+        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing would sum gradients in any order
+        chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
+        parts = []
+        for hidden, target in chunks:
+            parts.append(checkpoint(self._head, hidden, weight_VH, target, entropies, use_reentrant=False))
+        return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
+
+
+def empty_model(config, attention="eager", **settings):
+    """Return transformers' model of a config without weights, with a vision tower where the config has one; never with
+    the attention that a config.json names."""
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, **settings)
+
+
+def model_folder(args):
+    """Return the folder of --model, fetched if that is a hub id. Raises ValueError for a model that cannot train."""
+    folder = Path(args.model)
+    if not folder.is_dir():
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+        try:
+            # one rank of a node downloads, the others wait
+            folder = Path(snapshot_download(args.model, allow_patterns=patterns))
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            unknown = "neither a folder here nor a model of the hub"
+            raise ValueError(f"--model {args.model}: {unknown} ({reason})") from error
+    check_model(folder, args)
+    return folder
+
+
+def check_model(folder, args):
+    """Raise ValueError for what this project cannot train; run no code that lies in the folder."""
+    flag = f"--model {args.model}"
+    need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), f"{flag}: no config.json or weights")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(f"{flag}: cannot be read, and no code in it is run ({error})") from error
+    sees = hasattr(config, "vision_config")
+    need(sees or not args.image_column, f"--image-column {args.image_column}: {flag} has no vision tower")
+    if sees:
+        known = config.model_type in ("qwen2_vl", "qwen2_5_vl")
+        need(known, f"{flag}: of models that see only qwen2_vl and qwen2_5_vl, not {config.model_type}")
+    text = config.get_text_config()
+    other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention"})
+    other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
+    need(not other, f"{flag}: has {other}; only plain causal attention is supported")
+    lm = empty_model(config)
+    decoder = lm.model.language_model if sees else getattr(lm, "model", None)
+    known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
+    need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
+    longest = longest_sequence(args)
+    limit = text.max_position_embeddings
+    need(longest <= limit, f"{flag}: context {limit}, and a prompt with its response may have {longest}")
+
+
+def hub_name(name):
+    """Return the name under which a parameter is stored in a model's safetensors. It is the name in memory but for
+    models that see, whose decoder and tower are stored one level higher."""
+    return name.replace(".language_model", "").replace("model.visual", "visual")
+
+
+def load_policy(folder, args, world):
+    """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
+    config = AutoConfig.from_pretrained(folder)
+    lm = empty_model(config, "packed", dtype=torch.float32)
+    if args.activation_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    units = list(lm.get_decoder().layers)
+    if hasattr(config, "vision_config"):
+        units += lm.model.visual.blocks
+        lm.model.visual.requires_grad_(bool(args.image_column))
+    policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
+    dtypes = (torch.bfloat16, torch.float32) if world.device.type == "cuda" else ()  # of compute, of reductions
+    for module in (*units, policy):  # the head is the last's: gathered for each chunk it would deadlock
+        fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+    if world.device.type == "cpu":
+        # the backward pass need not gather again what memory has room for
+        policy.set_reshard_after_forward(False)
+    policy.to_empty(device=world.device)
+    for module in policy.modules():
+        if hasattr(module, "inv_freq"):  # buffers that are in no checkpoint
+            for name, buffer in type(module)(module.config).to(world.device).named_buffers():
+                module.register_buffer(name, buffer, persistent=False)
+    weights = {hub_name(name): x for name, x in get_model_state_dict(policy).items()}
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    return policy
+
+
+def set_lr(optimizer, args, step):
+    """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
+    warm_up = args.lr_warmup * args.steps
+    if step < warm_up:
+        share = step / warm_up
+    else:
+        done = (step - warm_up) / (args.steps - warm_up or 1)
+        share = 1 - (1 - args.lr_floor) * (1 - math.cos(math.pi * done)) / 2
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * share
+
+
+@torch.no_grad()
+def score(policy, batch, micro_batches, record, phase, entropies=True):
+    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. Add
+    seconds and tokens to a phase of the record."""
+    world = record.world
+    logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
+    with record.phase(phase):
+        home = next(policy.parameters()).device  # a reference waits in the host's memory
+        policy.to(world.device)
+        for responses in micro_batches:
+            micro = batch.pack(responses, world.device)
+            logp, entropy = policy(micro, entropies)
+            logp_T[micro.token_T] = logp.cpu()
+            entropy_T[micro.token_T] = entropy.cpu()
+            record.tokens[phase] += micro.cost
+        # This reshards, too: layers that no backward pass follows stay gathered, and hide what the optimiser moves.
+        policy.to(home)
+    return world.all_reduce(logp_T), world.all_reduce(entropy_T)
+
+
+def truncated_ratio(logp_T, sampler_logp_T, cap):
+    """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
+    if cap == 0:
+        return torch.ones_like(logp_T)
+    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
+
+
+def is_finite(finite, norm, world):
+    """Say whether an update's losses and log-probs (`finite`) and its gradient's norm are finite, on every rank."""
+    failed = torch.tensor(float(not (finite and math.isfinite(norm))))
+    return not world.all_reduce(failed)
+
+
+def full_weights(policy, dtype):
+    """Yield (name, whole tensor); every rank must take every item. Casting first halves the traffic."""
+    for name, parameter in policy.named_parameters():
+        yield name, parameter.detach().to(dtype).full_tensor()
+
+
+def save_model(policy, folder, source, dtype, world):
+    """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
+    weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
+    if world.rank == 0:
+        lm = empty_model(AutoConfig.from_pretrained(source), dtype=dtype)
+        if (source / "generation_config.json").is_file():
+            lm.generation_config = GenerationConfig.from_pretrained(source)
+        lm.save_pretrained(folder, state_dict=weights)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        if hasattr(lm.config, "vision_config"):
+            AutoImageProcessor.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+    dist.barrier()
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluation
+def pass_at_k(correct_PN, k):
+    """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
+    correct = np.asarray(correct_PN)
+    n = correct.shape[1]
+    need(1 <= k <= n, f"pass@{k} needs between 1 and n = {n} samples")
+    wrong_P = n - correct.sum(1).astype(int)
+    return float(np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P]))
+
+
+def evaluate(held_out, sampler, verifier, record, step):
+    """Sample --eval-samples completions of every held-out problem, with the same seeds each time, all sets at once so
+    that they share one tail; write them to samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
+    if not held_out:
+        return {}
+    args = record.args
+    n = args.eval_samples
+    asked = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
+    graded = sampler.sample(asked, n, args.eval_temperature, args)
+    verify(verifier, graded)
+    metrics = {}
+    for name, problems in held_out.items():
+        groups = graded[: len(problems)]
+        graded = graded[len(problems) :]
+        drawn = drawn_metrics(groups)
+        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
+        metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
+        for i in range(1, n.bit_length()):
+            metrics[f"eval/{name}/pass@{2**i}"] = pass_at_k(correct_PN, 2**i)
+        metrics[f"eval/{name}/length"] = drawn["response_length"]
+        metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
+        record.samples(f"{name}-step{step:05d}", groups)
+    return metrics
+
+
+def keep_best(policy, source, dtype, metrics, record, step):
+    """With --keep-best write the model to best/ if the mean avg@n over the held-out sets is the highest so far."""
+    if not record.args.keep_best:
+        return
+    average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
+    if average > record.best:
+        record.best = average
+        save_model(policy, record.folder / "best", source, dtype, record.world)
+        record.say(f"step {step}: the best average so far, {average:.3f}; its model is in {record.folder}/best")
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpoint
+MAY_CHANGE = {  # when a run is resumed
+    "run_dir",
+    "resume",
+    "steps",
+    "eval",
+    "eval_every",
+    "eval_samples",
+    "eval_temperature",
+    "checkpoint_every",
+    "checkpoints_kept",
+    "micro_batch_tokens",
+    "activation_checkpointing",
+    "gpu_memory_utilization",
+    "max_num_seqs",
+    "tensor_parallel",
+    "track",
+}
+SKIPS_IN_A_ROW = 5  # updates
+SHOWN = (  # in the line of a step
+    "reward",
+    "entropy",
+    "clip_fraction",
+    "response_length",
+    "grad_norm",
+    "irl/loss",
+    "irl/moved_share",
+    "tokens_per_second/update",
+)
+
+
+def digests(folder, world):
+    """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
+    names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
+    digest = {}
+    for name in names[world.rank :: world.size]:
+        with open(folder / name, "rb") as opened:
+            digest[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return world.union(digest)
+
+
+def write_whole(file, text):
+    """Write a text file that is complete or not there."""
+    file.with_suffix(".new").write_text(text)
+    file.with_suffix(".new").rename(file)
+
+
+def save_checkpoint(policy, optimizer, step, position, record):
+    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest. Order of the
+    data and seeds are functions of --seed and the position."""
+    world = record.world
+    final = record.folder / "checkpoints" / f"step-{step:05d}"
+    partial = final.with_suffix(".partial")
+    if world.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    shared = all(world.all_gather(partial.is_dir()))
+    need(shared, f"--run-dir {record.folder}: must lie on storage that all nodes share")
+    state = {"policy": get_model_state_dict(policy)}
+    if optimizer.state:  # else asking for it would make it, a step old
+        state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
+    manifest = {
+        "step": step,
+        "ranks": world.size,
+        "position": position,
+        "best": record.best,
+        "files": digests(partial, world),
+    }
+    if world.rank == 0:
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        whole = sorted(final.parent.glob("step-?????"))
+        for old in whole[: -record.args.checkpoints_kept]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def newest_checkpoint(record):
+    """Return the newest whole checkpoint and its manifest, None where a run never completed one. Damaged ones are named
+    and passed over. Raises ValueError if all are damaged."""
+    found = sorted((record.folder / "checkpoints").glob("step-*"), reverse=True)
+    damaged = 0
+    for folder in record.world.all_gather(found)[0]:
+        file = folder / "manifest.json"
+        if folder.suffix != ".partial":
+            manifest = json.loads(file.read_text()) if file.is_file() else {"files": None}
+            if digests(folder, record.world) == manifest["files"]:
+                return folder, manifest
+            damaged += 1
+        record.say(f"{folder}: half-written or damaged; passed over")
+    need(not damaged, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
+    return None, {}
+
+
+def resume(policy, optimizer, record):
+    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0."""
+    if not record.args.resume:
+        return 0, 0
+    folder, manifest = newest_checkpoint(record)
+    if not folder:
+        record.rewind(-1)
+        record.say("the run had not come to a checkpoint: it starts over")
+        return 0, 0
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    weights = get_model_state_dict(policy)
+    dcp.load({"policy": weights}, storage_reader=reader)
+    set_model_state_dict(policy, weights)
+    moments = get_optimizer_state_dict(policy, optimizer)
+    dcp.load(
+        {"optimizer": moments["state"]}, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
+    )
+    set_optimizer_state_dict(policy, optimizer, moments)
+    held = reader.read_metadata().state_dict_metadata
+    for name, parameter in policy.named_parameters():
+        if f"optimizer.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
+            optimizer.state.pop(parameter, None)
+    record.rewind(manifest["step"])
+    record.best = manifest["best"]
+    record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
+    return manifest["step"], manifest["position"]
+
+
+# --------------------------------------------------------------------------------------------------------------- record
+def about_run(args, script, world):
+    """Return what a run is: script, command, arguments, versions, commit."""
+    versions = {each.name: each.version for each in importlib.metadata.distributions()}
+    git = "git describe --always --dirty --abbrev=12"
+    said = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return {
+        "script": script,
+        "command": shlex.join(sys.argv),
+        "args": json.loads(json.dumps(asdict(args))),
+        "ranks": world.size,
+        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        "versions": {"python": sys.version, **versions},
+        "commit": said.stdout.strip(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def check_same_run(before, now, args):
+    """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
+    need(
+        before["script"] == now["script"],
+        f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py",
+    )
+    may_change = set(MAY_CHANGE)
+    if args.lr_warmup or args.lr_floor < 1:
+        may_change -= {"steps"}  # the schedule would bend
+    if args.keep_best:
+        may_change -= {"eval", "eval_samples", "eval_temperature"}  # averages would not compare
+    for name, old in before["args"].items():
+        new = now["args"].get(name)
+        need(
+            new == old or name in may_change,
+            f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}",
+        )
+
+
+def open_run(folder, args, script, world):
+    """Make the run folder and write run.json, what the run is, and each resumption. Raises ValueError when the folder
+    holds another run, or with --resume none, or one with other flags."""
+    file = folder / "run.json"
+    exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
+    about = about_run(args, script, world)
+    if args.resume:
+        need(exists, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
+        before = json.loads(file.read_text())
+        check_same_run(before, about, args)
+        about = before | {"resumed": [*before.get("resumed", []), about]}
+    else:
+        need(not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
+    if world.rank == 0:
+        (folder / "samples").mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(about, indent=2) + "\n")
+
+
+class Record:
+    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
+
+    def __init__(self, args, script, world):
+        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.args = args
+        self.world = world
+        self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
+        self.started = time.time()
+        self.start_step()
+        self.trained = 0.0  # seconds
+        self.best = -math.inf  # average of an evaluation
+        self.skips_in_a_row = 0
+        self.board = None
+        open_run(self.folder, args, script, world)
+        self.say(f"run folder {self.folder}")
+        if args.track and world.rank == 0:
+            import wandb
+
+            wandb.init(
+                project=args.track,
+                name=self.folder.name,
+                dir=self.folder,
+                config=asdict(args),
+                sync_tensorboard=True,
+            )
+
+    def start_step(self):
+        """Set what is counted in each step back to nothing."""
+        self.seconds = Counter()  # of phases
+        self.tokens = Counter()
+        self.memory = Counter()  # GiB
+        self.skipped = 0  # updates
+
+    def write(self, name, line):
+        """Add a line to a file of the run folder."""
+        if self.world.rank == 0:
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def say(self, text):
+        """Print a line on rank 0's terminal and to log.txt."""
+        if self.world.rank == 0:
+            print(text, flush=True)
+        self.write("log.txt", text)
+
+    def rewind(self, step):
+        """Drop the metrics of later steps, which will be written again, and let times go on."""
+        if self.world.rank:
+            return
+        file = self.folder / "metrics.jsonl"
+        file.touch()
+        kept = []
+        for line in file.read_text().splitlines(keepends=True):
+            if line.endswith("}\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        write_whole(file, "".join(kept))
+        if kept:
+            last = json.loads(kept[-1])
+            self.started = time.time() - last["time"]
+            self.trained = last["cost/seconds"]
+
+    def skip_update(self, norm):
+        """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
+        self.skipped += 1
+        self.skips_in_a_row += 1
+        self.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm})")
+        if self.skips_in_a_row == SKIPS_IN_A_ROW:
+            raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
+
+    def stop_requested(self):
+        """Say whether a file named `stop` lies in the run folder, and take it away."""
+        file = self.folder / "stop"
+        requested = self.world.all_gather(file.exists())[0]
+        if requested:
+            file.unlink(missing_ok=True)
+            self.say("a stop file: ending with a checkpoint; --resume goes on")
+        return requested
+
+    @contextmanager
+    def phase(self, name):
+        """Add a block's wall-clock seconds, GPU work included, to a phase of the step; note its memory."""
+        start = time.perf_counter()
+        yield
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()  # torch's own counters do not see that the engine sleeps
+            used = total - free
+        self.memory[name] = max(self.memory[name], used / 2**30)
+        self.seconds[name] += time.perf_counter() - start
+
+    def samples(self, name, groups):
+        """Write groups to samples/<name>.txt."""
+        if self.world.rank:
+            return
+        parts = []
+        for p, group in enumerate(groups):
+            parts.append(f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n")
+            for g, rollout in enumerate(group.rollouts):
+                about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens"
+                if rollout.truncated:
+                    about += ", cut off"
+                parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
+        (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
+
+    def step(self, step, metrics):
+        """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
+        seconds = self.seconds.total()
+        self.trained += seconds - self.seconds["evaluate"]
+        tokens = sum(self.world.all_gather(self.tokens), Counter())
+        if step:
+            tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
+        for name, taken in self.seconds.items():
+            metrics[f"seconds/{name}"] = taken
+            metrics[f"memory_gib/{name}"] = self.memory[name]
+            if tokens[name]:
+                metrics[f"tokens_per_second/{name}"] = tokens[name] / taken
+        metrics["cost/seconds"] = self.trained
+        metrics["skipped_updates"] = self.skipped
+        self.start_step()
+        row = {"step": step, "time": round(time.time() - self.started, 2)}
+        for name, value in metrics.items():
+            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
+        self.write("metrics.jsonl", json.dumps(row))
+        if self.world.rank == 0:
+            self.board = self.board or SummaryWriter(str(self.folder), purge_step=step)
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+        evaluation = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+        if evaluation:
+            self.say(f"step {step}: {'  '.join(evaluation)}")
+        if step:
+            shown = [f"{name} {metrics[name]:,.3f}" for name in SHOWN if name in metrics]
+            left = (self.args.steps - step) * (time.time() - self.started) / step / 60
+            self.say(f"step {step}/{self.args.steps}  {'  '.join(shown)}  {seconds:.2f} s  left {left:.1f} min")
+        if metrics.get("zero_advantage_share") == 1:
+            why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
+            self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
