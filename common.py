@@ -53,7 +53,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
@@ -161,6 +162,16 @@ def need(holds, message):
         raise ValueError(message)
 
 
+@contextmanager
+def naming(place, *kinds):
+    """Put `place` in front of what a ValueError says, and of an exception of one of these kinds, as a ValueError."""
+    try:
+        yield
+    except (ValueError, *kinds) as error:
+        reason = error if type(error) is ValueError else repr(error.__cause__ or error)
+        raise ValueError(f"{place}: {reason}") from error
+
+
 def longest_sequence(args):
     """Return how many tokens a prompt and its response may have together."""
     most = args.max_prompt_tokens + args.max_response_tokens
@@ -178,23 +189,23 @@ def validate(args, world):
         need([*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
     if args.template not in PROMPTS:
         own = Path(args.template)
-        fits = own.is_file() and "{problem}" in own.read_text(encoding="utf-8")
-        legal = f"legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"
-        need(fits, f"--template {args.template}: {legal}")
-    need(
-        args.eval or (args.steps and not args.keep_best),
-        "--steps 0 and --keep-best need held-out problems: name them with --eval",
-    )
-    same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set a temperature above 0"
-    need(args.eval_samples == 1 or args.eval_temperature, same)
-    if args.tensor_parallel > 1:
-        divides = world.device.type == "cuda" and world.local_size % args.tensor_parallel == 0
+        if not own.is_file() or "{problem}" not in own.read_text(encoding="utf-8"):
+            legal = ", ".join(PROMPTS)
+            raise ValueError(f"--template {args.template}: legal: {legal}, or a text file with {{problem}} in it")
+    if not args.eval and (args.keep_best or not args.steps):
+        raise ValueError("--steps 0 and --keep-best need held-out problems: name them with --eval")
+    if args.eval_samples > 1 and not args.eval_temperature:
+        raise ValueError(f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0")
+    if args.tensor_parallel > 1 and (world.device.type == "cpu" or world.local_size % args.tensor_parallel):
         legal = f"legal: 1, or on GPUs a divisor of the {world.local_size} ranks of a node"
-        need(divides, f"--tensor-parallel {args.tensor_parallel}: {legal}")
+        raise ValueError(f"--tensor-parallel {args.tensor_parallel}: {legal}")
     longest = longest_sequence(args)
     need(longest > args.max_prompt_tokens, f"--max-total-tokens {args.max_total_tokens}: no room for a response")
-    small = f"--micro-batch-tokens {args.micro_batch_tokens}: no response is split, and with its prompt one may have"
-    need(args.micro_batch_tokens >= longest, f"{small} {longest} tokens (--max-...-tokens)")
+    if args.micro_batch_tokens < longest:
+        small = (
+            f"--micro-batch-tokens {args.micro_batch_tokens}: no response is split, and with its prompt one may have"
+        )
+        raise ValueError(f"{small} {longest} tokens (--max-...-tokens)")
     if args.dataset == Args.dataset and args.steps:
         need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
 
@@ -232,20 +243,19 @@ class World:
 def _report(kind, error, trace):
     """Show in one line a refused flag, which every rank raises, a divergence, and the loss of a rank; leave what went
     wrong to torchrun, too, for the summary that it prints last."""
-    text = str(error)
-    lost = re.search("gloo/transport|remote process exited", text)  # gloo's, NCCL's
-    known = kind is FloatingPointError or text.startswith("--")
-    if lost:
-        text = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({text.splitlines()[0]})"
-    line = f"{Path(sys.argv[0]).name}: {text}"
-    if not lost and not known:
+    line = f"{Path(sys.argv[0]).name}: {error}"
+    if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
+        first, *_ = str(error).splitlines()
+        lost = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({first})"
+        print(f"\n{Path(sys.argv[0]).name}: {lost}\n", file=sys.stderr, flush=True)
+        return  # the summary should show the failure of the rank that is gone
+    if kind is not FloatingPointError and not str(error).startswith("--"):
         sys.__excepthook__(kind, error, trace)
-    elif lost or os.environ["LOCAL_RANK"] == "0":
+    elif os.environ["LOCAL_RANK"] == "0":
         print(f"\n{line}\n", file=sys.stderr, flush=True)
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file and not lost:  # the summary should show the failure of the rank that is gone
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
         message = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
-        Path(file).write_text(json.dumps({"message": message}))
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -370,64 +380,57 @@ def load_data(args, tokenizer):
     return problems, held_out
 
 
-def read_table(source, flag):
-    """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError naming flag and source."""
+def read_table(source):
+    """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError for what is none of them."""
     path, *names = source.split(":")
     kind = FILES.get(Path(path).suffix)
-    try:
+    kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
+    with naming(f"cannot be read, {kinds}", OSError, StopIteration, datasets.exceptions.DatasetGenerationError):
         if kind:
             table = datasets.load_dataset(kind, data_files=path)
         elif Path(path).is_dir():
             table = datasets.load_from_disk(path)
         else:
             table = datasets.load_dataset(path, *names[:-1])
-    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
-        kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
-        raise ValueError(f"{flag} {source}: cannot be read, {kinds} ({error.__cause__ or error!r})") from error
     if not isinstance(table, datasets.DatasetDict):
         return table
     if not names and len(table) == 1:
         names = list(table)
-    need(
-        names and names[-1] in table,
-        f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}",
-    )
+    if not names or names[-1] not in table:
+        raise ValueError(f"name one of its splits, {path}:SPLIT; it has {list(table)}")
     return table[names[-1]]
 
 
-def choose_columns(table, source, args, flag):
+def choose_columns(table, args, flag):
     """Return a table, images encoded, and its columns of problem, answer and image. Raises ValueError without them."""
-    wanted = dict(ALIASES)
-    if flag == "--dataset":
-        wanted["problem"] = [args.problem_column] if args.problem_column else ALIASES["problem"]
-        wanted["answer"] = [args.answer_column] if args.answer_column else ALIASES["answer"]
-    if args.reward != "math":
-        del wanted["answer"]
+    roles = ["problem"]
+    if args.reward == "math":
+        roles.append("answer")
     if args.image_column:
-        wanted["image"] = [args.image_column]
+        roles.append("image")
     columns = {}
-    for role, names in wanted.items():
+    for role in roles:
+        names = ALIASES.get(role)
+        own = getattr(args, f"{role}_column")
+        if own and (flag == "--dataset" or role == "image"):
+            names = [own]
         found = [name for name in names if name in table.column_names]
         seen = f"looked for {list(names)}, saw {table.column_names}; --{role}-column names another"
-        need(found, f"{flag} {source}: no {role} column; {seen}")
+        need(found, f"no {role} column; {seen}")
         columns[role] = found[0]
     if "answer" in columns:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns(list(columns.values()))
-    try:
-        if args.image_column:
+    if args.image_column:
+        with naming(f"--image-column {args.image_column}: not an image in each row", TypeError, NotImplementedError):
             table = table.cast_column(args.image_column, datasets.Image(decode=False))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        wrong = f"--image-column {args.image_column}: not an image in each row"
-        raise ValueError(f"{flag} {source}: {wrong} ({error})") from error
     return table, columns
 
 
 def load_problems(source, tokenizer, args, flag):
     """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
     row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
-    table = read_table(source, flag)
-    verl = "reward_model" in table.column_names and not args.image_column
-    table, columns = choose_columns(table, source, args, flag)
+    with naming(f"{flag} {source}"):
+        table, columns = choose_columns(read_table(source), args, flag)
     config = AutoConfig.from_pretrained(tokenizer.name_or_path)
     processor = None
     if args.image_column:
@@ -439,25 +442,23 @@ def load_problems(source, tokenizer, args, flag):
     texts = set()
     for number, row in enumerate(table.with_format("arrow")):  # decoding media may fetch what a row names
         row = row.to_pylist()[0]
-        where = f"{flag} {source}, row {number}"
-        text = problem_text(row[columns["problem"]])
-        if not text:
-            raise ValueError(f"{where}: column {columns['problem']!r} holds no text: {row}")
-        if verl and text in texts:
-            left_out["repeated"] += 1
-            continue
-        texts.add(text)
-        image = None
-        if value := row.pop(args.image_column, None):
-            image = read_picture(value, processor, config.image_token_id, where, Path(source).parent)
-            cost = longest_sequence(args) + image.patches
-            need(cost <= args.micro_batch_tokens, f"{where}: --micro-batch-tokens: it needs {cost} with image patches")
-        prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config, where)
+        with naming(f"{flag} {source}, row {number}"):
+            text = problem_text(row[columns["problem"]])
+            need(text, f"column {columns['problem']!r} holds no text: {row}")
+            if "reward_model" in row and not args.image_column and text in texts:
+                left_out["repeated"] += 1
+                continue
+            texts.add(text)
+            image = None
+            if value := row.pop(args.image_column, None):
+                image = read_picture(value, processor, config.image_token_id, Path(source).parent)
+                cost = longest_sequence(args) + image.patches
+                need(cost <= args.micro_batch_tokens, f"--micro-batch-tokens: it needs {cost} with image patches")
+            prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config)
+        answer = "(graded by --reward)"
         if "answer" in columns:
             answer = reference_answer(row[columns["answer"]], columns["answer"])
             row = None
-        else:
-            answer = "(graded by --reward)"
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
@@ -471,23 +472,23 @@ def load_problems(source, tokenizer, args, flag):
     return problems
 
 
-def prompt_tokens(text, image, template, tokenizer, config, where):
+def prompt_tokens(text, image, template, tokenizer, config):
     """Return a problem's prompt as token ids, an image's in front of the problem's text."""
     tokens = image.tokens if image else 0
     shown = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}" if image else text
     prompt_ids = tokenizer.encode(prompt_of(shown, template, tokenizer), add_special_tokens=False)
     size = config.get_text_config().vocab_size
     unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= size])
-    need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {size}: {unknown}")
+    need(prompt_ids and not unknown, f"no tokens, or not of the model's {size}: {unknown}")
     places = prompt_ids.count(getattr(config, "image_token_id", None))
-    need(places == tokens, f"{where}: the prompt holds {places} <|image_pad|>, its image takes {tokens}: {text!r}")
+    need(places == tokens, f"the prompt holds {places} <|image_pad|>, its image takes {tokens}: {text!r}")
     return prompt_ids
 
 
-def read_picture(value, processor, token, where, folder):
-    """Return the image of a row, bytes or a path in the data set's folder. Raises ValueError, naming the row, for what
-    cannot be read, is too large, lies elsewhere or has a shape that the model does not take."""
-    try:
+def read_picture(value, processor, token, folder):
+    """Return the image of a row, bytes or a path in the data set's folder. Raises ValueError for what cannot be read,
+    is too large, lies elsewhere or has a shape that the model does not take."""
+    with naming("its image cannot be read", OSError, SyntaxError, TypeError, Image.DecompressionBombError):
         data = value["bytes"]
         if not data:
             file = (folder / value["path"]).resolve()
@@ -496,8 +497,6 @@ def read_picture(value, processor, token, where, folder):
             data = file.read_bytes()
         image = Picture(data, processor, (0, 0), token)
         _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
-    except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{where}: its image cannot be read ({error})") from error
     return replace(image, grid=(height // processor.merge_size, width // processor.merge_size))
 
 
@@ -1499,6 +1498,9 @@ class Policy(torch.nn.Module):
         return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
 
 
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+
+
 def empty_model(config, attention="eager", **settings):
     """Return transformers' model of a config without weights, with a vision tower where the config has one; never with
     the attention that a config.json names."""
@@ -1511,43 +1513,36 @@ def model_folder(args):
     """Return the folder of --model, fetched if that is a hub id. Raises ValueError for a model that cannot train."""
     folder = Path(args.model)
     if not folder.is_dir():
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        try:
+        with naming(f"--model {args.model}: neither a folder here nor a model of the hub", OSError):
             # one rank of a node downloads, the others wait
-            folder = Path(snapshot_download(args.model, allow_patterns=patterns))
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            unknown = "neither a folder here nor a model of the hub"
-            raise ValueError(f"--model {args.model}: {unknown} ({reason})") from error
-    check_model(folder, args)
+            folder = Path(snapshot_download(args.model, allow_patterns=MODEL_FILES))
+    with naming(f"--model {args.model}"):
+        check_model(folder, args)
     return folder
 
 
 def check_model(folder, args):
     """Raise ValueError for what this project cannot train; run no code that lies in the folder."""
-    flag = f"--model {args.model}"
-    need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), f"{flag}: no config.json or weights")
-    try:
+    need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), "no config.json or weights")
+    with naming("cannot be read, and no code in it is run"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except ValueError as error:
-        raise ValueError(f"{flag}: cannot be read, and no code in it is run ({error})") from error
     sees = hasattr(config, "vision_config")
-    need(sees or not args.image_column, f"--image-column {args.image_column}: {flag} has no vision tower")
-    if sees:
-        known = config.model_type in ("qwen2_vl", "qwen2_5_vl")
-        need(known, f"{flag}: of models that see only qwen2_vl and qwen2_5_vl, not {config.model_type}")
+    need(sees or not args.image_column, f"has no vision tower for --image-column {args.image_column}")
+    if sees and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
+        raise ValueError(f"of models that see only qwen2_vl and qwen2_5_vl, not {config.model_type}")
     text = config.get_text_config()
     other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention"})
     other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
-    need(not other, f"{flag}: has {other}; only plain causal attention is supported")
+    need(not other, f"has {other}; only plain causal attention is supported")
     lm = empty_model(config)
     decoder = lm.model.language_model if sees else getattr(lm, "model", None)
-    known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
-    need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
+    if not hasattr(decoder, "embed_tokens") or not hasattr(decoder, "layers") or lm.lm_head.bias is not None:
+        kind = type(lm).__name__
+        raise ValueError(f"{kind} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
     longest = longest_sequence(args)
     limit = text.max_position_embeddings
-    need(longest <= limit, f"{flag}: context {limit}, and a prompt with its response may have {longest}")
+    need(longest <= limit, f"context {limit}, and a prompt with its response may have {longest}")
 
 
 def hub_name(name):
@@ -1622,16 +1617,15 @@ def truncated_ratio(logp_T, sampler_logp_T, cap):
     return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
 
 
-def is_finite(finite, norm, world):
-    """Say whether an update's losses and log-probs (`finite`) and its gradient's norm are finite, on every rank."""
-    failed = torch.tensor(float(not (finite and math.isfinite(norm))))
-    return not world.all_reduce(failed)
-
-
 def full_weights(policy, dtype):
-    """Yield (name, whole tensor); every rank must take every item. Casting first halves the traffic."""
-    for name, parameter in policy.named_parameters():
-        yield name, parameter.detach().to(dtype).full_tensor()
+    """Yield (name, whole tensor); every rank must take every item. A unit of FSDP is gathered at once."""
+    for path, unit in policy.named_modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
+            for name, parameter in unit.named_parameters():
+                if not isinstance(parameter, DTensor):  # else it is of a unit inside this one
+                    yield f"{path}.{name}".removeprefix("."), parameter.detach().to(dtype)
+            unit.reshard()
 
 
 def save_model(policy, folder, source, dtype, world):
@@ -1720,7 +1714,6 @@ SHOWN = (  # in the line of a step
     "response_length",
     "grad_norm",
     "irl/loss",
-    "irl/moved_share",
     "tokens_per_second/update",
 )
 
@@ -1940,7 +1933,7 @@ class Record:
         """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
         self.skipped += 1
         self.skips_in_a_row += 1
-        self.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm})")
+        self.say(f"an update is skipped: its gradient is not finite (norm {norm})")
         if self.skips_in_a_row == SKIPS_IN_A_ROW:
             raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
 
