@@ -28,10 +28,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
+from collections import ChainMap, Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -49,13 +49,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from transformers import (
@@ -194,7 +194,7 @@ def validate(args, world):
             raise ValueError(f"--template {args.template}: legal: {legal}, or a text file with {{problem}} in it")
     if not args.eval and (args.keep_best or not args.steps):
         raise ValueError("--steps 0 and --keep-best need held-out problems: name them with --eval")
-    if args.eval_samples > 1 and not args.eval_temperature:
+    if args.eval_samples > 1 and args.eval_temperature == 0:
         raise ValueError(f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0")
     if args.tensor_parallel > 1 and (world.device.type == "cpu" or world.local_size % args.tensor_parallel):
         legal = f"legal: 1, or on GPUs a divisor of the {world.local_size} ranks of a node"
@@ -202,10 +202,10 @@ def validate(args, world):
     longest = longest_sequence(args)
     need(longest > args.max_prompt_tokens, f"--max-total-tokens {args.max_total_tokens}: no room for a response")
     if args.micro_batch_tokens < longest:
-        small = (
-            f"--micro-batch-tokens {args.micro_batch_tokens}: no response is split, and with its prompt one may have"
+        raise ValueError(
+            f"--micro-batch-tokens {args.micro_batch_tokens}: no response is split, and one may have {longest} tokens "
+            "with its prompt (--max-...-tokens)"
         )
-        raise ValueError(f"{small} {longest} tokens (--max-...-tokens)")
     if args.dataset == Args.dataset and args.steps:
         need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
 
@@ -229,10 +229,7 @@ class World:
 
     def union(self, part):
         """Return the entries of every rank's dict, on every rank."""
-        whole = {}
-        for each in self.all_gather(part):
-            whole.update(each)
-        return whole
+        return dict(ChainMap(*self.all_gather(part)))
 
     def all_reduce(self, x):
         """Add a CPU tensor over ranks, in place, and return it."""
@@ -245,17 +242,16 @@ def _report(kind, error, trace):
     wrong to torchrun, too, for the summary that it prints last."""
     line = f"{Path(sys.argv[0]).name}: {error}"
     if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
-        first, *_ = str(error).splitlines()
-        lost = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({first})"
-        print(f"\n{Path(sys.argv[0]).name}: {lost}\n", file=sys.stderr, flush=True)
+        lost = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({error})"
+        print(f"\n{lost}\n", file=sys.stderr, flush=True)
         return  # the summary should show the failure of the rank that is gone
     if kind is not FloatingPointError and not str(error).startswith("--"):
         sys.__excepthook__(kind, error, trace)
     elif os.environ["LOCAL_RANK"] == "0":
         print(f"\n{line}\n", file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        message = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+        message = {"message": line, "timestamp": int(time.time())}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(message))
 
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -264,8 +260,14 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def init_world():
     """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="0",  # any that is free
+        )
     else:
         # PR_SET_PDEATHSIG: nothing else would end the ranks of a torchrun that is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -276,15 +278,16 @@ def init_world():
     datasets.disable_progress_bars()
     sys.excepthook = _report
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in RANKS)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=4))  # for slow downloads
-    dims = {"shard": local_size}
-    if size > local_size:
-        dims = {"replicate": size // local_size, "shard": local_size}
-    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    dist.init_process_group(backend, timeout=timedelta(hours=4))  # for slow downloads
+    mesh = init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
+    if size == local_size:
+        mesh = mesh["shard"]
     return World(rank, size, local_size, device, mesh)
 
 
@@ -296,8 +299,9 @@ def seed_of(*parts):
 # ----------------------------------------------------------------------------------------------------------------- data
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ALIASES = {
-    "problem": ("problem", "question", "prompt"),
-    "answer": ("answer", "ground_truth", "final_answer", "solution", "reward_model"),
+    "problem": ["problem", "question", "prompt"],
+    "answer": ["answer", "ground_truth", "final_answer", "solution", "reward_model"],
+    "image": [],
 }
 DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -306,14 +310,14 @@ DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
 )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Picture:
-    """An image as it was encoded; `grid` is its height and width in tokens, `token` the id that stands for each."""
+    """An image as it was encoded; `token` is the id that stands for its tokens, `grid` its height and width in them."""
 
     data: bytes
     processor: transformers.BaseImageProcessor
-    grid: tuple[int, int]
     token: int
+    grid: tuple[int, int] = (0, 0)
 
     @property
     def tokens(self):
@@ -330,9 +334,9 @@ class Picture:
         return Image.alpha_composite(white, image).convert("RGB")
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  some 10 MB each; the responses of a group share one
-    def pixels(self):
-        """Return what the vision tower takes, a row for each patch."""
-        return self.processor(images=[self.open()], return_tensors="pt")["pixel_values"]
+    def processed(self):
+        """Return what the vision tower takes: pixel_values, a row for each patch, and image_grid_thw."""
+        return self.processor(images=[self.open()], return_tensors="pt")
 
     def positions(self, at, length):
         """Return positions_3N (time, height, width) of a sequence of this length with the image's tokens from `at` on:
@@ -364,28 +368,28 @@ class Problem:
 
 def load_data(args, tokenizer):
     """Return the training problems of --dataset, or --subset of them, and the held-out ones of --eval by name."""
-    held_out = {}
-    for source in filter(None, args.eval.split(",")):
-        name = Path(source.replace(":", "-")).stem
-        need(name not in held_out, f"--eval {args.eval}: two sets of one name; their metrics would mix")
-        held_out[name] = load_problems(source, tokenizer, args, "--eval")
-    if args.steps == 0:
-        return [], held_out
-    problems = load_problems(args.dataset, tokenizer, args, "--dataset")
-    if args.subset:
+    sources = [source for source in args.eval.split(",") if source]
+    names = [Path(source.replace(":", "-")).stem for source in sources]
+    need(len(set(names)) == len(names), f"--eval {args.eval}: two sets of one name; their metrics would mix")
+    held_out = [load_problems(source, tokenizer, args, "--eval") for source in sources]
+    problems = []
+    if args.steps:
+        problems = load_problems(args.dataset, tokenizer, args, "--dataset")
+    if args.steps and args.subset:
         usable = len(problems)
         need(args.subset <= usable, f"--subset {args.subset}: --dataset has {usable} usable rows")
         order = np.random.default_rng(seed_of(args.seed, "subset")).permutation(usable)
         problems = [problems[n] for n in sorted(order[: args.subset])]
-    return problems, held_out
+    return problems, dict(zip(names, held_out, strict=True))
 
 
-def read_table(source):
-    """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError for what is none of them."""
+def read_table(source, flag):
+    """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
     kind = FILES.get(Path(path).suffix)
     kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
-    with naming(f"cannot be read, {kinds}", OSError, StopIteration, datasets.exceptions.DatasetGenerationError):
+    unreadable = (OSError, StopIteration, datasets.exceptions.DatasetGenerationError)
+    with naming(f"{flag} {source}: cannot be read, {kinds}", *unreadable):
         if kind:
             table = datasets.load_dataset(kind, data_files=path)
         elif Path(path).is_dir():
@@ -397,25 +401,21 @@ def read_table(source):
     if not names and len(table) == 1:
         names = list(table)
     if not names or names[-1] not in table:
-        raise ValueError(f"name one of its splits, {path}:SPLIT; it has {list(table)}")
+        raise ValueError(f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
     return table[names[-1]]
 
 
 def choose_columns(table, args, flag):
     """Return a table, images encoded, and its columns of problem, answer and image. Raises ValueError without them."""
-    roles = ["problem"]
-    if args.reward == "math":
-        roles.append("answer")
-    if args.image_column:
-        roles.append("image")
     columns = {}
-    for role in roles:
-        names = ALIASES.get(role)
+    for role, names in ALIASES.items():
         own = getattr(args, f"{role}_column")
         if own and (flag == "--dataset" or role == "image"):
             names = [own]
+        if not names or (role == "answer" and args.reward != "math"):
+            continue
         found = [name for name in names if name in table.column_names]
-        seen = f"looked for {list(names)}, saw {table.column_names}; --{role}-column names another"
+        seen = f"looked for {names}, saw {table.column_names}; --{role}-column names another"
         need(found, f"no {role} column; {seen}")
         columns[role] = found[0]
     if "answer" in columns:  # other columns may hold gigabytes of worked solutions
@@ -429,8 +429,9 @@ def choose_columns(table, args, flag):
 def load_problems(source, tokenizer, args, flag):
     """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
     row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
+    table = read_table(source, flag)
     with naming(f"{flag} {source}"):
-        table, columns = choose_columns(read_table(source), args, flag)
+        table, columns = choose_columns(table, args, flag)
     config = AutoConfig.from_pretrained(tokenizer.name_or_path)
     processor = None
     if args.image_column:
@@ -495,9 +496,10 @@ def read_picture(value, processor, token, folder):
             need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
             need(file.stat().st_size <= 1 << 26, "more than 64 MiB")
             data = file.read_bytes()
-        image = Picture(data, processor, (0, 0), token)
-        _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
-    return replace(image, grid=(height // processor.merge_size, width // processor.merge_size))
+        image = Picture(data, processor, token)
+        _, height, width = image.processed()["image_grid_thw"][0].tolist()
+    image.grid = (height // processor.merge_size, width // processor.merge_size)
+    return image
 
 
 def problem_text(value):
@@ -536,7 +538,7 @@ def reference_answer(value, column):
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
-    return text[1:-1].strip() if re.fullmatch(r"\$[^$]*\$", text) else text
+    return re.sub(r"^\$([^$]*)\$$", r"\1", text).strip()
 
 
 def problems_from(problems, args, position):
@@ -577,9 +579,9 @@ class Group:
 
     problem: Problem
     rollouts: list[Rollout]
-    correct_G: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    reward_G: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    verdicts: list[str] = field(default_factory=list)
+    correct_G: torch.Tensor | None = None
+    reward_G: torch.Tensor | None = None
+    verdicts: tuple[str, ...] = ()
 
 
 def stop_tokens(folder, tokenizer):
@@ -604,9 +606,8 @@ class Sampler:
         cuda = world.device.type == "cuda"
         # else vLLM compiles a small function for seconds before the first token
         torch._dynamo.config.disable = not cuda
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
 
-        self.params = SamplingParams
         self.world = world
         self.sleeps = cuda
         self.dtype = torch.bfloat16 if cuda else torch.float32
@@ -653,6 +654,8 @@ class Sampler:
         """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. A seed hashes
         --seed, the problem's key in `asked` and the number of the response: samples do not repeat across prompts, nor
         depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
+        from vllm import SamplingParams
+
         names = list(asked)
         problems = list(asked.values())
         engines = self.world.size // args.tensor_parallel
@@ -667,7 +670,7 @@ class Sampler:
             for p, g in keys:
                 left = longest_sequence(args) - len(problems[p].prompt_ids)
                 params.append(
-                    self.params(
+                    SamplingParams(
                         temperature=temperature,
                         top_p=top_p,
                         seed=seed_of(args.seed, *names[p], g),
@@ -1271,15 +1274,15 @@ def image_inputs(problems, own, seen):
             first = problem.prompt_ids.index(image.token)
             position_3N = image.positions(first, length)
             image_N.append(torch.arange(image.tokens) + start + first)
-            pixels.append(image.pixels())
-            sizes.append([1, *(side * image.processor.merge_size for side in image.grid)])
+            pixels.append(image.processed()["pixel_values"])
+            sizes.append(image.processed()["image_grid_thw"])
         positions.append(position_3N)
         start += length
     return {
         "position_ids": torch.cat(positions, 1)[:, None],
         "image_N": torch.cat(image_N),
         "pixel_values": torch.cat(pixels),
-        "image_grid_thw": torch.tensor(sizes),
+        "image_grid_thw": torch.cat(sizes),
     }
 
 
@@ -1360,8 +1363,8 @@ def plan(bundles, costs, ranks, budget):
     """Deal bundles of responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank,
     some empty, none above `budget` (packed tokens); those that run at the same time cost about the same."""
     order = sorted(range(len(costs)), key=lambda n: -costs[n])
-    if order and costs[order[0]] > budget:
-        raise ValueError(f"a response of {costs[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
+    longest = max(costs, default=0)
+    need(longest <= budget, f"a response of {longest} tokens exceeds --micro-batch-tokens {budget}")
     rounds = math.ceil(sum(costs) / (ranks * budget))
     while True:
         loads = [0] * (rounds * ranks)
@@ -1383,62 +1386,28 @@ def packed_attention(
 ):
     """Attention inside each piece of a packed row; transformers' attention interface. query (1, H, N, D), key and value
     (1, H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before
-    its own. On a GPU one varlen kernel, whose causal window ends with the keys; a CPU has none."""
+    its own, so the causal window ends with the keys. On a GPU one varlen kernel; a CPU has none."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    if not query.is_cuda:
-        calls, result_N = padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal)
-        out = []
-        for query_RQ, key_RK, mask in calls:
-            dense = []
-            for x, place_RS in ((query, query_RQ), (key, key_RK), (value, key_RK)):
-                # with several threads x[place_RS] would sum gradients in any order
-                dense.append(x.index_select(0, place_RS.flatten()).unflatten(0, place_RS.shape).transpose(1, 2))
-            causal = is_causal and mask is None
-            result = F.scaled_dot_product_attention(*dense, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
-            out.append(result.transpose(1, 2).flatten(0, 1))
-        return torch.cat(out).index_select(0, result_N)[None], None
-    from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
-
-    if key_N is not None:
+    if key_N is not None:  # with several threads key[key_N] would sum gradients in any order
         key = key.index_select(0, key_N)
         value = value.index_select(0, key_N)
-    borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
-    window = (-1, 0 if is_causal else -1)
-    out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
-    return out[None], None
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
 
-
-@functools.lru_cache(3)  # the layers of a pass ask for the same tensors, and nothing writes into them
-def padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal):
-    """Return the attention calls that compute packed pieces as padded rows: for each, the places of its queries (R, Q)
-    and keys (R, K), and its mask; and where each token's result is among all calls' results, end to end. A pad is any
-    token. Causal pieces of similar length share a call: with a mask where a prompt is longer than what follows it; else
-    each query is level with its own key, and the kernel's own causal mask will do. Other pieces are never padded."""
-    if key_N is None:
-        key_N = torch.arange(cu_seq_lens_k[-1])
-    tokens = cu_seq_lens_q[-1]
-    pieces = torch.stack([cu_seq_lens_q.diff(), cu_seq_lens_k.diff(), cu_seq_lens_q[:-1], cu_seq_lens_k[:-1]])
-    own, seen, *_ = pieces
-    kind = (2 * seen.log2()).ceil() if is_causal else seen
-    kind = kind.where(own < seen - own, -kind)
-    calls = []
-    results = []
-    for number in kind.unique():
-        own, seen, first_query, first_key = pieces[:, kind == number, None]
-        key = torch.arange(seen.max())
-        query = key - (seen - own)
-        mask = None
-        if number > 0:
-            level = query
-            query = key[: own.max()]
-            mask = torch.where(level[:, None] <= query[:, None], 0.0, -torch.inf)[:, None]
-        real = (query >= 0) & (query < own)
-        query = first_query + query
-        results.append(query.where(real, tokens).flatten())
-        key = key_N[(first_key + key).clamp(max=len(key_N) - 1)]
-        calls.append((query.where(real, 0), key, mask))
-    return calls, torch.cat(results).argsort()[:tokens]
+        borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
+        window = (-1, 0 if is_causal else -1)
+        out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
+        return out[None], None
+    own = cu_seq_lens_q.diff().tolist()
+    seen = cu_seq_lens_k.diff().tolist()
+    out = []
+    for piece in zip(query.split(own), key.split(seen), value.split(seen), strict=True):
+        dense = [x.transpose(0, 1)[None] for x in piece]
+        mask = causal_lower_right(len(piece[0]), len(piece[1])) if is_causal else None
+        result = F.scaled_dot_product_attention(*dense, mask, scale=scaling, enable_gqa=grouped)
+        out.append(result[0].transpose(0, 1))
+    return torch.cat(out)[None], None
 
 
 AttentionInterface.register("packed", packed_attention)
@@ -1689,23 +1658,6 @@ def keep_best(policy, source, dtype, metrics, record, step):
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint
-MAY_CHANGE = {  # when a run is resumed
-    "run_dir",
-    "resume",
-    "steps",
-    "eval",
-    "eval_every",
-    "eval_samples",
-    "eval_temperature",
-    "checkpoint_every",
-    "checkpoints_kept",
-    "micro_batch_tokens",
-    "activation_checkpointing",
-    "gpu_memory_utilization",
-    "max_num_seqs",
-    "tensor_parallel",
-    "track",
-}
 SKIPS_IN_A_ROW = 5  # updates
 SHOWN = (  # in the line of a step
     "reward",
@@ -1794,9 +1746,7 @@ def resume(policy, optimizer, record):
         record.say("the run had not come to a checkpoint: it starts over")
         return 0, 0
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    weights = get_model_state_dict(policy)
-    dcp.load({"policy": weights}, storage_reader=reader)
-    set_model_state_dict(policy, weights)
+    dcp.load({"policy": get_model_state_dict(policy)}, storage_reader=reader)
     moments = get_optimizer_state_dict(policy, optimizer)
     dcp.load(
         {"optimizer": moments["state"]}, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
@@ -1830,23 +1780,38 @@ def about_run(args, script, world):
     }
 
 
+MAY_CHANGE = {  # when a run is resumed
+    "run_dir",
+    "resume",
+    "steps",
+    "eval",
+    "eval_every",
+    "eval_samples",
+    "eval_temperature",
+    "checkpoint_every",
+    "checkpoints_kept",
+    "micro_batch_tokens",
+    "activation_checkpointing",
+    "gpu_memory_utilization",
+    "max_num_seqs",
+    "tensor_parallel",
+    "track",
+}
+
+
 def check_same_run(before, now, args):
     """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
-    need(
-        before["script"] == now["script"],
-        f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py",
-    )
-    may_change = set(MAY_CHANGE)
+    if before["script"] != now["script"]:
+        raise ValueError(f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py")
+    must_stay = set(before["args"]) - MAY_CHANGE
     if args.lr_warmup or args.lr_floor < 1:
-        may_change -= {"steps"}  # the schedule would bend
+        must_stay.add("steps")  # the schedule would bend
     if args.keep_best:
-        may_change -= {"eval", "eval_samples", "eval_temperature"}  # averages would not compare
-    for name, old in before["args"].items():
+        must_stay.update(["eval", "eval_samples", "eval_temperature"])  # averages would not compare
+    for name in must_stay:
+        old = before["args"][name]
         new = now["args"].get(name)
-        need(
-            new == old or name in may_change,
-            f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}",
-        )
+        need(new == old, f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}")
 
 
 def open_run(folder, args, script, world):
