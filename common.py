@@ -656,24 +656,21 @@ class Sampler:
         depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
         from vllm import SamplingParams
 
-        names = list(asked)
-        problems = list(asked.values())
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
-        my_keys = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
-        at_once = 512 if any(problem.image for problem in problems) else len(problems) * n  # images take memory
+        mine = [(key, g) for key in list(asked)[engine::engines] for g in range(n)]
+        at_once = 512 if any(problem.image for problem in asked.values()) else 1 << 20  # images take memory
         rollout_of = {}
-        for start in range(0, len(my_keys), at_once):
-            keys = my_keys[start : start + at_once]
-            prompts = [problems[p].for_sampler() for p, _ in keys]
+        for start in range(0, len(mine), at_once):
+            part = mine[start : start + at_once]
             params = []
-            for p, g in keys:
-                left = longest_sequence(args) - len(problems[p].prompt_ids)
+            for key, g in part:
+                left = longest_sequence(args) - len(asked[key].prompt_ids)
                 params.append(
                     SamplingParams(
                         temperature=temperature,
                         top_p=top_p,
-                        seed=seed_of(args.seed, *names[p], g),
+                        seed=seed_of(args.seed, *key, g),
                         max_tokens=min(args.max_response_tokens, left),
                         stop_token_ids=self.stop,
                         logprobs=0,
@@ -681,10 +678,11 @@ class Sampler:
                         detokenize=False,
                     )
                 )
+            prompts = [asked[key].for_sampler() for key, _ in part]
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
-            for key, output in zip(keys, outputs, strict=True):
+            for key_g, output in zip(part, outputs, strict=True):
                 best = output.outputs[0]
-                rollout_of[key] = Rollout(
+                rollout_of[key_g] = Rollout(
                     ids=np.array(best.token_ids, np.int64),
                     logp=np.array(best.logprobs.logprobs, np.float32),
                     text=self.tokenizer.decode(best.token_ids, skip_special_tokens=True),
@@ -693,7 +691,7 @@ class Sampler:
         rollout_of = self.world.union(rollout_of)
         if not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
             raise FloatingPointError("no response has finite log-probs: the weights have diverged; try a smaller --lr")
-        return [Group(problem, [rollout_of[p, g] for g in range(n)]) for p, problem in enumerate(problems)]
+        return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
 
     def load(self, weights):
         """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget its cached prefixes.
@@ -1763,23 +1761,6 @@ def resume(policy, optimizer, record):
 
 
 # --------------------------------------------------------------------------------------------------------------- record
-def about_run(args, script, world):
-    """Return what a run is: script, command, arguments, versions, commit."""
-    versions = {each.name: each.version for each in importlib.metadata.distributions()}
-    git = "git describe --always --dirty --abbrev=12"
-    said = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return {
-        "script": script,
-        "command": shlex.join(sys.argv),
-        "args": json.loads(json.dumps(asdict(args))),
-        "ranks": world.size,
-        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
-        "versions": {"python": sys.version, **versions},
-        "commit": said.stdout.strip(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
 MAY_CHANGE = {  # when a run is resumed
     "run_dir",
     "resume",
@@ -1799,10 +1780,10 @@ MAY_CHANGE = {  # when a run is resumed
 }
 
 
-def check_same_run(before, now, args):
+def check_same_run(before, about, args):
     """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
-    if before["script"] != now["script"]:
-        raise ValueError(f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py")
+    if before["script"] != about["script"]:
+        raise ValueError(f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {about['script']}.py")
     must_stay = set(before["args"]) - MAY_CHANGE
     if args.lr_warmup or args.lr_floor < 1:
         must_stay.add("steps")  # the schedule would bend
@@ -1810,21 +1791,33 @@ def check_same_run(before, now, args):
         must_stay.update(["eval", "eval_samples", "eval_temperature"])  # averages would not compare
     for name in must_stay:
         old = before["args"][name]
-        new = now["args"].get(name)
+        new = about["args"].get(name)
         need(new == old, f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}")
 
 
 def open_run(folder, args, script, world):
-    """Make the run folder and write run.json, what the run is, and each resumption. Raises ValueError when the folder
-    holds another run, or with --resume none, or one with other flags."""
+    """Make the run folder and write run.json: script, command, arguments, versions and commit of a run, and in `before`
+    what it resumes. Raises ValueError when the folder holds another run, or with --resume none, or one with other
+    flags."""
     file = folder / "run.json"
     exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
-    about = about_run(args, script, world)
+    git = "git describe --always --dirty --abbrev=12"
+    said = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
+    about = {
+        "script": script,
+        "command": shlex.join(sys.argv),
+        "args": json.loads(json.dumps(asdict(args))),
+        "ranks": world.size,
+        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        "python": sys.version,
+        "versions": {each.name: each.version for each in importlib.metadata.distributions()},
+        "commit": said.stdout.strip(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
     if args.resume:
         need(exists, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
-        before = json.loads(file.read_text())
-        check_same_run(before, about, args)
-        about = before | {"resumed": [*before.get("resumed", []), about]}
+        about["before"] = json.loads(file.read_text())
+        check_same_run(about["before"], about, args)
     else:
         need(not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     if world.rank == 0:
