@@ -51,15 +51,14 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from transformers import (
     AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoImageProcessor,
     AutoModelForCausalLM,
@@ -67,7 +66,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.masking_utils import AttentionMaskInterface
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's own chat format
@@ -219,7 +217,7 @@ class World:
     size: int
     local_size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: dist.DeviceMesh
 
     def all_gather(self, thing):
         """Return every rank's picklable `thing`, in rank order, on every rank."""
@@ -285,7 +283,7 @@ def init_world():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(hours=4))  # for slow downloads
-    mesh = init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
+    mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
         mesh = mesh["shard"]
     return World(rank, size, local_size, device, mesh)
@@ -1209,18 +1207,17 @@ def mean_by(x, number):
 def drawn_metrics(groups, draws=1):
     """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    reward_PG = torch.stack([group.reward_G for group in groups])
-    correct_PG = torch.stack([group.correct_G for group in groups])
-    correction = min(1, reward_PG.shape[1] - 1)
+    reward_PG = np.stack([group.reward_G for group in groups])
+    correct_PG = np.stack([group.correct_G for group in groups])
     tokens = sum(len(rollout.ids) for rollout in rollouts)
-    logp = sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in rollouts)
+    logp = sum(rollout.logp.sum(dtype=np.float64) for rollout in rollouts)
     verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
     metrics = {
-        "reward": reward_PG.mean().item(),
-        "accuracy": correct_PG.mean().item(),
-        "reward_group_std": reward_PG.std(1, correction=correction).mean().item(),
-        "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
-        "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
+        "reward": reward_PG.mean(),
+        "accuracy": correct_PG.mean(),
+        "reward_group_std": reward_PG.std(1, ddof=min(1, reward_PG.shape[1] - 1)).mean(),
+        "all_right_share": (correct_PG >= 1).all(1).mean(),
+        "all_wrong_share": (correct_PG < 1).all(1).mean(),
         "draws": draws,
         "prompts_drawn": len(groups),
         "responses_drawn": len(rollouts),
@@ -1295,17 +1292,17 @@ class Batch:
         Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
         share, so that the ranks can be balanced."""
         most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
-        bundles = []
-        costs = []
+        bundles = [[]]
+        costs = [math.inf]
         for r in chosen_R.nonzero()[:, 0].tolist():
             length = int(self.length_R[r])
-            if bundles and self.group_R[bundles[-1][0]] == self.group_R[r] and costs[-1] + length <= most:
+            if costs[-1] + length <= most and self.group_R[bundles[-1][0]] == self.group_R[r]:
                 bundles[-1].append(r)
                 costs[-1] += length
             else:
                 bundles.append([r])
                 costs.append(int(self.total_R[r]))
-        return plan(bundles, costs, world.size, budget)[world.rank]
+        return plan(bundles[1:], costs[1:], world.size, budget)[world.rank]
 
     def pack(self, responses, device, inputs=None):
         """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
@@ -1404,10 +1401,9 @@ def packed_attention(
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-AttentionInterface.register("packed", packed_attention)
-# With "flash" in the name transformers' vision towers tell where their sequences end.
+# with "flash" in the name transformers' vision towers tell where their sequences end
 AttentionInterface.register("packed_flash", packed_attention)
-AttentionMaskInterface.register("packed", lambda *_, **__: None)
+AttentionMaskInterface.register("packed_flash", lambda *_, **__: None)
 
 # elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
@@ -1423,7 +1419,6 @@ class Policy(torch.nn.Module):
         self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
         self.temperature = temperature
         if hasattr(self.model, "visual"):
-            self.model.visual.config._attn_implementation = "packed_flash"
             # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 has,
             # its bf16 gradient is reported to fail, and the convolution to be up to 50,000 times slower.
             conv = self.model.visual.patch_embed.proj
@@ -1517,7 +1512,7 @@ def hub_name(name):
 def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     config = AutoConfig.from_pretrained(folder)
-    lm = empty_model(config, "packed", dtype=torch.float32)
+    lm = empty_model(config, "packed_flash", dtype=torch.float32)
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     units = list(lm.get_decoder().layers)
@@ -1586,7 +1581,7 @@ def full_weights(policy, dtype):
         if isinstance(unit, FSDPModule):
             unit.unshard()
             for name, parameter in unit.named_parameters():
-                if not isinstance(parameter, DTensor):  # else it is of a unit inside this one
+                if not isinstance(parameter, dist.tensor.DTensor):  # else it is of a unit inside this one
                     yield f"{path}.{name}".removeprefix("."), parameter.detach().to(dtype)
             unit.reshard()
 
