@@ -363,13 +363,14 @@ class Problem:
     def positions(self):
         """Return the prompt's position_3N (time, height, width): text counts on in all three, an image's tokens have
         their place in it, and text goes on behind the largest."""
-        position_3N = torch.arange(len(self.prompt_ids)).expand(3, -1)
-        if not self.image:
-            return position_3N
-        at = self.prompt_ids.index(self.image.token)
-        image = torch.cartesian_prod(torch.arange(1), *map(torch.arange, self.image.grid)).T
-        before, _, behind = position_3N.split([at, self.image.tokens, len(self.prompt_ids) - at - self.image.tokens], 1)
-        return torch.cat([before, image + at, behind - self.image.tokens + max(self.image.grid)], 1)
+        position_3N = torch.arange(len(self.prompt_ids)).repeat(3, 1)
+        if self.image:
+            at = self.prompt_ids.index(self.image.token)
+            end = at + self.image.tokens
+            place_3N = torch.cartesian_prod(torch.arange(1), *map(torch.arange, self.image.grid)).T
+            position_3N[:, at:end] = place_3N + at
+            position_3N[:, end:] += max(self.image.grid) - self.image.tokens
+        return position_3N
 
 
 def load_data(args, tokenizer):
@@ -451,7 +452,7 @@ def load_problems(source, tokenizer, args, flag):
         row = row.to_pylist()[0]
         with naming(f"{flag} {source}, row {number}"):
             text = problem_text(row[columns["problem"]])
-            need(text, f"column {columns['problem']!r} holds no text: {row}")
+            need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
             if "reward_model" in row and not args.image_column and text in texts:
                 left_out["repeated"] += 1
                 continue
@@ -512,9 +513,8 @@ def problem_text(value):
     """Return the text of a problem, out of chat turns and without DAPO's instruction; empty where there is none."""
     if isinstance(value, list):
         value = next((turn["content"] for turn in value if turn["role"] == "user"), "")
-    if not isinstance(value, str) or not value.strip():
-        return ""
-    return value.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
+    text = value if isinstance(value, str) else ""
+    return text.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
 
 
 def prompt_of(problem, template, tokenizer):
@@ -739,15 +739,13 @@ def sampler_gap(logp_T, sampler_logp_T):
     estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
     if not len(logp_T):
         return {}
-    difference = (logp_T - sampler_logp_T).double()
-    size = difference.abs()
-    ratio = difference.exp()
-    effective = ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())
+    difference = (logp_T - sampler_logp_T).double().numpy()
+    ratio = np.exp(difference)
     return {
-        "gap_mean": size.mean().item(),
-        "gap_max": size.max().item(),
-        "gap_kl": (ratio - 1 - difference).mean().item(),
-        "gap_ess": effective.item(),
+        "gap_mean": np.abs(difference).mean(),
+        "gap_max": np.abs(difference).max(),
+        "gap_kl": (ratio - 1 - difference).mean(),
+        "gap_ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
     }
 
 
@@ -1197,10 +1195,8 @@ def valid(reward_PG):
 
 def mean_by(x, number):
     """Return the mean of x for each number; 0 for a number not in use."""
-    size = int(number.max()) + 1 if len(number) else 0
-    zeros = x.new_zeros(size)
-    sums = zeros.index_add(0, number, x)
-    counts = zeros.index_add(0, number, torch.ones_like(x))
+    counts = torch.bincount(number)
+    sums = x.new_zeros(len(counts)).index_add(0, number, x)
     return sums / counts.clamp(min=1)
 
 
@@ -1539,11 +1535,10 @@ def load_policy(folder, args, world):
 def set_lr(optimizer, args, step):
     """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
     warm_up = args.lr_warmup * args.steps
+    done = max(0, step - warm_up) / (args.steps - warm_up or 1)
+    share = 1 - (1 - args.lr_floor) * (1 - math.cos(math.pi * done)) / 2
     if step < warm_up:
         share = step / warm_up
-    else:
-        done = (step - warm_up) / (args.steps - warm_up or 1)
-        share = 1 - (1 - args.lr_floor) * (1 - math.cos(math.pi * done)) / 2
     for group in optimizer.param_groups:
         group["lr"] = args.lr * share
 
@@ -1570,9 +1565,8 @@ def score(policy, batch, micro_batches, record, phase, entropies=True):
 
 def truncated_ratio(logp_T, sampler_logp_T, cap):
     """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
-    if cap == 0:
-        return torch.ones_like(logp_T)
-    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
+    ratio_T = (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
+    return ratio_T if cap else torch.ones_like(logp_T)
 
 
 def full_weights(policy, dtype):
@@ -1580,9 +1574,9 @@ def full_weights(policy, dtype):
     for path, unit in policy.named_modules():
         if isinstance(unit, FSDPModule):
             unit.unshard()
-            for name, parameter in unit.named_parameters():
+            for name, parameter in unit.named_parameters(path):
                 if not isinstance(parameter, dist.tensor.DTensor):  # else it is of a unit inside this one
-                    yield f"{path}.{name}".removeprefix("."), parameter.detach().to(dtype)
+                    yield name, parameter.detach().to(dtype)
             unit.reshard()
 
 
@@ -1868,15 +1862,12 @@ class Record:
             return
         file = self.folder / "metrics.jsonl"
         file.touch()
-        kept = []
-        for line in file.read_text().splitlines(keepends=True):
-            if line.endswith("}\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        write_whole(file, "".join(kept))
+        rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        kept = [row for row in rows if row["step"] <= step]
+        write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
         if kept:
-            last = json.loads(kept[-1])
-            self.started = time.time() - last["time"]
-            self.trained = last["cost/seconds"]
+            self.started -= kept[-1]["time"]
+            self.trained = kept[-1]["cost/seconds"]
 
     def skip_update(self, norm):
         """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
