@@ -84,6 +84,8 @@ def test_the_steps_that_a_figure_is_the_mean_of():
     assert steps("at 3,840 prompts") == list(range(29, 39))
     assert steps("at reward 0.5") == [53, 54, 55, 56, 57]  # 46 to 55 are the first ten with a mean of 0.505
     assert steps("at reward 0.5", 50) == []
+    rows[1:] = [row | {"reward": 1} for row in rows[1:]]
+    assert steps("at reward 0.5") == [8, 9, 10, 11, 12]
 
 
 def test_mean_error_and_paired_difference_by_hand():
