@@ -1619,9 +1619,10 @@ INSIDE = r"[^\[\](){}]*"  # what stands between two brackets
 for _ in range(4):
     INSIDE = rf"(?:[^\[\](){{}}]|[(\[{{]{INSIDE}[\])}}])*"
 UNIT = (  # any words that are marked as text or have two letters, but for those that change a number
-    r"(?:[({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=[~{(-]*[^\W\d_]|\\)(?![^,]*\b(?:\w*illion|hundred|thousand|dozen"
-    r"|halves|minus|plus|is|not|at|more|factorial|squared|[ap]\.m|[a-fi-kn-rt-z])\b)"
-    r"(?:[^\d\\,=+^]|\\[a-zA-Z]+|\^\{?~?-?\d)*"
+    r"(?:[({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=[~{(-]*[^\W\d_]|\\)(?![^,]*\b(?:\w*illions?|hundreds?|thousands?"
+    r"|dozens?|score|bn|mn|(?!mon)\w*[fxnhdr]ths|thirds|quarters|halves|half|twice|double|minus|plus|pi|log|ln|is|not?|at"
+    r"|more|less|fewer|below|approx|factorial|squared|cubed|root|inverse|reciprocal|repeating|recurring|wrong|incorrect"
+    r"|[ap]\.m|[a-fi-kn-rt-z])\b)(?:[^\d\\,=+^]|\\[a-zA-Z]+|\^\{?~?-?\d)*"
 )
 
 
