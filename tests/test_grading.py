@@ -536,9 +536,7 @@ VARIANTS = {
     "thin space": lambda gold: r"\, " + gold + r"\,.",
     "dollars": lambda gold: f"${gold}$",
     "dfrac": lambda gold: gold.replace(r"\tfrac", r"\dfrac").replace(r"\frac", r"\dfrac"),
-    "left": lambda gold: re.sub(
-        r"(?<!\\)(?<!left)(?<!right)([()])", lambda m: (r"\left" if m[1] == "(" else r"\right") + m[1], gold
-    ),
+    "left": lambda gold: gold.replace("(", r"\left(").replace(")", r"\right)"),
     "no spaces": lambda gold: re.sub(r"(?<![\\a-zA-Z]) +(?![a-zA-Z])|(?<=[(,=+-]) +", "", gold),
 }
 ASKED = {  # what a problem asks for: the reference
