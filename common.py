@@ -1637,7 +1637,7 @@ def table(rules):
 
 # one spelling for what LaTeX spells in many ways; ~ is where text begins or ends
 spelled = table(r"""
-(?<=\d) ?(?:, ?\\!|\{\\?,\}) ?(?=\d{3})  ∅  10,\!080
+(?<=\d)\s?(?:,\s?\\!|\{\\?,\})\s?(?=\d{3})  ∅  10,\!080
 \\(?:left|right|[bB]igg?[lr]?|[a-z]+style|bf|rm)(?![a-zA-Z])\.?  ∅  \left(1,2\right)
 (?:[\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(?:q?quad|pounds)(?![a-z]))+  ␣  \$5
 (?<![\w,)}]) | (?![a-zA-Z\d])|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b)  ∅  x + 1

@@ -52,7 +52,6 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     counts = Counter(verdict for _, verdict in judged)
     assert counts["timeout"] >= 1 and counts["too long"] >= 1, counts
     assert all(worker.poll() is None for worker in verifier.workers)
-    assert verifier.grade([r"\boxed{\frac{3x}{6}}"], [r"\frac{x}{2}"]) == [1.0]
 
 
 def test_a_soft_timeout_keeps_the_worker(verifier):
