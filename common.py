@@ -1681,7 +1681,7 @@ for_parser = table(r"""
 
 FUNCTION = r"\\(?:sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)"
 NAME = re.compile(  # of what an answer is the value: x_1, f(x), AB, m+n, (x,y), \overline{AB}
-    rf"(?:^|(?<=,))((?!{FUNCTION}|\\?not|\(y)(?:10+|[a-zA-Z|\\{{}} +:]|_\w|_\{{\w+\}}|\([\w,]*\))*?)"
+    rf"(?:^|(?<=,))((?!{FUNCTION}|\\?not|\(y)(?:10+|[a-zA-Z|\\{{}} :]|\+(?=[a-z][+=])|_\w|_\{{\w+\}}|\([\w,]*\))*?)"
     r"(?:=(?![A-Z]{2})|\\(?:approx|in)(?![a-z]))"
 )
 NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?|(?:\+?\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*")
@@ -1726,8 +1726,8 @@ def compare(answer, gold, problem=""):
     the same spelling is right; a number is one written out (1/2 for 0.5, not 1+1 for 2) of the same name (not y=5 for
     x=5); words, bases and ratios are text (not DC for CD); an inequality may stand for an interval (x>5 for (5,∞));
     brackets and number of values are the same (not [1,2) for (1,2)), so is each value (not 2,4 for 2,3), and so are
-    symbols and relations (not 2m for 2n). Nothing is tiny (0 for 1/99!: math_verify drops it), true of itself (1=1),
-    left to compute (2x+5+3x-8 for 5x-3) or the question's own expression (x^8-256 for its factors)."""
+    symbols and relations (not 2m for 2n, nor 1=1). Nothing is tiny (0 for 1/99!: math_verify drops it), left to
+    compute (2x+5+3x-8 for 5x-3) or the question's own expression (x^8-256 for its factors)."""
     answer, name, value = spell(answer)
     gold, gold_name, gold_value = spell(gold)
     problem = spell(problem)[0]
@@ -1743,28 +1743,23 @@ def compare(answer, gold, problem=""):
     names, relations, operations, numbers = ingredients(answer)
     gold_names, gold_relations, gold_operations, gold_numbers = ingredients(gold)
     if bool(relations) != bool(gold_relations) and "=" not in answer + gold:
-        unknown = (names ^ gold_names) - {",", r"\cup", r"\infty"}
-        return numbers == gold_numbers and len(unknown) == 1 and (answer, gold)
+        solved = re.search("(?<![^<>≤≥≠])[a-z](?![^<>≤≥≠])", answer if relations else gold)
+        return bool(solved) and numbers == gold_numbers and (answer, gold)
     kind, parts = values(answer)
     gold_kind, golds = values(gold)
-    ordered = gold_kind[:1] in ("(", "[")
     if kind not in (gold_kind, gold_kind.strip("\\{()}"), rf"\{{{gold_kind}\}}"):
         return False
-    for place, each in enumerate(golds if gold_kind else []):
-        candidates = parts[place : place + 1] if ordered else parts
-        if not any(compare(part, each) for part in candidates):
-            return False
-    if len(relations) != len(gold_relations) or names != gold_names:
+    if gold_kind and not all(any(compare(part, each) for part in parts) for each in golds):
+        return False
+    if len(relations) != len(gold_relations) or names != gold_names or (relations and len(names) == 1):
         return False
     if value is not None and abs(value) < 1e-25:
-        return False
-    if relations and len(names) == 1:
         return False
     if not relations and operations > 2 * gold_operations:
         return False
     if numbers & ingredients(problem)[3] - gold_numbers or bare(answer) in bare(problem):
         return False
-    if ordered:
+    if gold_kind[:1] in ("(", "["):
         answer = gold[0] + ",".join(parts) + gold[-1]
     return for_parser(answer), for_parser(gold)
 

@@ -224,6 +224,11 @@ a=1, b=2  ?  b=2, a=1
 """
 
 WRONG = r"""
+(2,\infty)  ?  \frac{x}{2}>1
+(-\infty,-3) \cup [0,\infty)  ?  \frac{x}{x + 3} \ge 0
+(\sqrt{2},2)  ?  (\sqrt{2},\sqrt{4})
+\frac{1}{99!}  ?  0
+m \frac{d v}{d t}+b v=f  ?  f
 1/3  ?  0.333
 1/3  ?  0.333333
 1/3  ?  0.3333333333333333
