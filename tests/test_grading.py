@@ -224,10 +224,10 @@ a=1, b=2  ?  b=2, a=1
 """
 
 WRONG = r"""
+\frac{x}{3}  ?  0.333333333333333x
 (2,\infty)  ?  \frac{x}{2}>1
 (-\infty,-3) \cup [0,\infty)  ?  \frac{x}{x + 3} \ge 0
 (\sqrt{2},2)  ?  (\sqrt{2},\sqrt{4})
-\frac{1}{99!}  ?  0
 m \frac{d v}{d t}+b v=f  ?  f
 1/3  ?  0.333
 1/3  ?  0.333333
@@ -624,6 +624,7 @@ def test_which_box_and_what_is_none(verifier):
 def test_what_a_problem_asks_for_is_not_its_answer(verifier):
     """The hole that a policy finds first. A question that is its own answer stays answerable."""
     cases = [(how.format(asked), ASKED[asked], f"Rewrite ${asked}$.") for asked in ASKED for how in DISGUISES]
+    cases.append((r"-(-\sqrt{32670})", r"33\sqrt{30}", r"Simplify $\sqrt{32670}$."))  # a number gives it away
     answers, golds, problems = zip(*cases, strict=True)
     assert not any(verifier.grade(boxed(answers), golds, problems))
     assert all(verifier.grade(boxed(golds), golds, problems))
@@ -657,7 +658,6 @@ def test_adversarial_answers(verifier, share):
         these = [row for row in cases if row["right"] == right]
         scores = verifier.grade(boxed(row["answer"] for row in these), [row["gold"] for row in these])
         mistaken = sum(score != right for score in scores)
-        print(f"right {right}: {mistaken} of {len(these)} misjudged")
         assert mistaken <= most * len(these)
 
 
