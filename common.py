@@ -1730,7 +1730,6 @@ def compare(answer, gold, problem=""):
     it is not the question's own expression (x^8-256 for its factors)."""
     answer, name, value = spell(answer)
     gold, gold_name, gold_value = spell(gold)
-    problem = spell(problem)[0]
     if answer == gold:
         return True
     if gold_value is not None:
@@ -1755,6 +1754,7 @@ def compare(answer, gold, problem=""):
         return False
     if not relations and operations > 2 * gold_operations:
         return False
+    problem = spell(problem)[0]
     if numbers & ingredients(problem)[3] - gold_numbers or bare(answer) in bare(problem):
         return False
     if gold_kind[:1] in ("(", "["):
