@@ -19,6 +19,9 @@ needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent
 one_in = pytest.mark.parametrize("share", [16, pytest.param(1, marks=pytest.mark.slow)])
 
 RIGHT = r"""
+\dfrac 3 8  ?  \frac{3}{8}
+\frac{x}{10}  ?  0.1x
+\frac{x}{3}+\frac{1}{5}  ?  0.2+\frac{x}{3}
 58,500  ?  58500
 58500  ?  58{,}500
 58,500  ?  58,\!500
