@@ -750,18 +750,17 @@ def sampler_gap(logp_T, sampler_logp_T):
 def verify(verifier, groups):
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank."""
     world = verifier.world
-    asked = [(group.problem, rollout.text) for group in groups for rollout in group.rollouts]
+    asked = [(rollout.text, group.problem) for group in groups for rollout in group.rollouts]
     mine = asked[world.rank :: world.size]
     if verifier.reward:
-        grades = [(float(verifier.reward(text, problem.row)), "") for problem, text in mine]
+        grades = [(float(verifier.reward(text, problem.row)), "") for text, problem in mine]
     else:
-        golds = [problem.answer for problem, _ in mine]
-        problems = [problem.text for problem, _ in mine]
-        grades = verifier.judge([text for _, text in mine], golds, problems)
+        golds = [problem.answer for _, problem in mine]
+        grades = verifier.judge([text for text, _ in mine], golds, [problem.text for _, problem in mine])
     everyone = [None] * len(asked)
     for rank, part in enumerate(world.all_gather(grades)):
         everyone[rank :: world.size] = part
-    for (problem, text), (grade, _) in zip(asked, everyone, strict=True):
+    for (text, problem), (grade, _) in zip(asked, everyone, strict=True):
         need(math.isfinite(grade), f"--reward: {grade} for row {problem.row}, completion {text!r}")
     graded = iter(everyone)
     for group in groups:
@@ -777,198 +776,94 @@ def last_boxed(text):
     """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
     _, *boxes = re.split(r"\\boxed\s*\{", text)
     depth = 1
-    box = boxes[-1] if boxes else ""
-    for match in re.finditer(r"(?s)\\.|[{}]", box):
+    for match in re.finditer(r"(?s)\\.|[{}]", boxes[-1] if boxes else ""):
         depth += (match[0] == "{") - (match[0] == "}")
         if depth == 0:
-            return box[: match.start()]
+            return boxes[-1][: match.start()]
     return None
 
 
-NEST = r"[^\[\](){}⦃⦄]*"  # what stands between two brackets
+INSIDE = r"[^\[\](){}]*"  # what stands between two brackets
 for _ in range(4):
-    NEST = rf"(?:[^\[\](){{}}⦃⦄]|[\[({{⦃]{NEST}[\])}}⦄])*"
-# a command that does not change what it decorates
-DECORATION = (
-    r"\\(?:text[a-z]*|math(?!bb|cal|frak|color)[a-z]+|[hmf]box|framebox|operatorname|boldsymbol|pmb|bm|underline|emph)"
-)
-UNITS = (  # by letters, by names, currencies, and what problems count
-    r"(?:(?:square|cubic|sq\.?|cu\.?|per|of|the|right|distinct)[ ~]+)*(?:"
-    r"[kcmnpMG]?(?:[msghLlJWVNAKCFT]|Hz|Pa|eV|mol|cal|bar|pc|yr|dyn|Omega|\\Omega)|(?:\\mu|μ)[ ~]*[msgACFVW]|\\AA|Å"
-    r"|[MLR] ?_ ?\{?\\o(?:dot|plus)\}?|atm|AU|dB|in|ft|yd|mi|oz|lbs?|gm|erg|min|hr|sec|mph|kph|rpm|pct|percent(?:age)?"
-    r"|USD|-?gon|th|st|nd|rd|(?:(?:kilo|centi|milli)?(?:met(?:er|re)|gram|lit(?:er|re)|watt|joule|calorie)|arcsec(?:ond)?"
-    r"|second|minute|hour|day|week|month|year(?:s old)?|light[ -]year|parsec|solar mass(?:es)?|degrees?(?: Celsius"
-    r"| Fahrenheit)?|newton|tesla|gauss|volt|amp(?:ere)?|ohm|pascal|kelvin|mole|bit|byte|foot|feet|inch(?:e(?=s))?|yard"
-    r"|mile|acre|ounce|pound|ton(?:ne)?|gallon|quart|pint|cup|dollar|cent|euro|rupee|yen|yuan|unit|point|way|time|people"
-    r"|person|child(?:ren)?|men|women|student|boy|girl|friend|player|worker|team|game|vote|pair|apple|orange|ball|marble"
-    r"|book|page|card|coin|cookie|egg|flower|tree|animal|bird|cat|dog|car|chair|ticket|toy|tile|block|stick|step|item"
-    r"|piece|number|integer|digit|letter|word|value|solution|element|set|subset|function|term|choice|outcome|arrangement"
-    r"|permutation|combination|path|triangle|rectangle|side|edge|face|vert(?:ex|ices)|diagonal|line|region|row|column"
-    r"|question|problem|multiple|meal|dap)s?)(?![a-zA-Z])(?: ?\^ ?\{?[ ~]*-?\d ?\}?| squared| cubed)?"
+    INSIDE = rf"(?:[^\[\](){{}}]|[(\[{{]{INSIDE}[\])}}])*"
+UNIT = (  # any words that are marked as text or have two letters, but for those that change a number
+    r"(?:[({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=[~{(-]*[^\W\d_]|\\)(?![^,]*\b(?:\w*illions?|hundreds?|thousands?"
+    r"|dozens?|score|bn|mn|(?!mon)\w*[fxnhdr]ths|thirds|quarters|halves|half|twice|double|minus|plus|pi|log|ln|is|not?|at"
+    r"|more|less|fewer|below|approx|factorial|squared|cubed|root|inverse|reciprocal|repeating|recurring|wrong|incorrect"
+    r"|[ap]\.m|[a-fi-kn-rt-z])\b)(?:[^\d\\,=+^]|\\[a-zA-Z]+|\^\{?~?-?\d)*"
 )
 
 
 def table(rules):
-    """Return a function that rewrites a text by a table's lines, one after another: pattern, replacement and comment,
-    two spaces apart. ␣ is a space, ∅ nothing, … whatever stands between two brackets, Ⓓ a decoration, Ⓤ a unit."""
-    signs = str.maketrans({"␣": " ", "∅": "", "…": NEST, "Ⓤ": UNITS, "Ⓓ": DECORATION})
-    lines = [line.translate(signs).split("  ") for line in rules.strip().splitlines()]
-    rows = [(re.compile(pattern).sub, replacement) for pattern, replacement, *_ in lines]
+    """Return a function that rewrites a text by rules: a pattern, a replacement and an example that needs the rule, two
+    spaces apart. ␣ is a space, ∅ nothing, … what stands between two brackets."""
+    rules = rules.strip().replace("∅", "").replace("…", INSIDE).replace("UNIT", UNIT)
+    rows = [line.split("  ") for line in rules.splitlines()]
+    rows = [(re.compile(pattern).sub, new.replace("␣", " ")) for pattern, new, _ in rows]
     return lambda text: functools.reduce(lambda text, row: row[0](row[1], text), rows, text)
 
 
-# one spelling for what LaTeX spells in many ways; no pattern is slow on a long answer
+# one spelling for what LaTeX spells in many ways; ~ is where text begins or ends
 spelled = table(r"""
-\s+  ␣
-[−–‐‑]  -
-[⁄∕]|\{/\}  /
-·  \\cdot␣
-π  \\pi␣
-½  \\frac12
-√(\w+)  \\sqrt{\1}
-\{\{(…)\}\}  {\1}
-²  ^2
-³  ^3
-(?<!\\)\\\\(?=(?:left|right|[dt]?frac|sqrt|pi)(?![a-z]))  \\
-\\\\\[\w+\]  \\\\
-(?<=\d)␣?(?:,␣?\\!|\{␣?\\?,␣?\}(?:\\!)?)␣?(?=\d{3}(?!\d))  ∅  10,\!080 and 1{,}008
-\\(?:left|right)(?:\.|(?![a-zA-Z]))  ␣
-\\(?:[bB]igg?[lr]?|(?:display|text|script)style|bf|rm|it|boldmath|(?:math)?strut)(?![a-zA-Z])  ␣
-\\(?:small|normalsize|[lL]arge)(?![a-zA-Z]|␣?\{)  ␣
-(?:(?<!\d)|(?!\\?[$£€¢]\d))(?:\\?\$|\\pounds(?![a-z])|[£€¢\u200b\ufeff])  ∅
-\\(?:[hv]space|phantom)\*?␣?\{[^{}]*\}  ∅
-(?<!\\)\\[\[\]!()]  ␣
-\\lparen(?![a-z])  (
-\\rparen(?![a-z])  )
-(?:\\\\\s*)?\\end\{(?:[pbB]?matrix|array)\}\s*[\])]?  \\end{pmatrix}
-[\[(]?\s*\\begin\{(?:[pbB]?matrix|array)\}(?:\{\w*\})?  \\begin{pmatrix}
-(?:(?<!\\)\\[,;:>␣]|\\q?quad(?![a-zA-Z])|~|\s)+  ␣
-\\\{|\\lbrace(?![a-z])  ⦃
-\\\}|\\rbrace(?![a-z])  ⦄
-\\(?:text|math)?color(?:box)?␣?\{\w+\}(?=␣?\{)|\\bbox␣?\[[^\[\]]*\]  \\text
-\\color␣?\{\w+\}  ∅
-\\(?:ensuremath|[lL]arge)␣?(?=\{)  \\text
-Ⓓ␣?\{(…)\}  ␣~\1␣
-Ⓓ␣?\{(…)\}  ␣~\1␣
-^[␣~]*(?:(?:USD|Rs\.?)(?![a-z])|=|\\approx(?![a-z]))  ∅
-^[␣~]*(?:[Cc]hoice|[Oo]ption|[Aa]nswer)[␣~]*  ∅
-\{([^{}]*?)␣?\\over(?![a-z])␣?([^{}]*)\}  \\frac{\1}{\2}
-^[␣~]*(-?)\{(…)\}[␣~]*$  \1\2
-^[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+);␣?[a-z]=([^,;=]+),␣?[a-z]=([^,;=]+)$  (\1,\2),(\3,\4)
-(?<![,~␣])[,~␣]*(?:(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\(?:lor|vee)(?![a-z])|;)[␣~,]*  ,␣
-\\(?:[dtcs]|nice)?frac␣?  \\frac
-\\frac(\w|\\pi)␣?(?=[\w{\\])  \\frac{\1}
-(\\frac\{…\})␣?(\w|\\pi)  \1{\2}
-^(-?)[({](…)[)}]/[({](…)[)}]$  \1\\frac{\2}{\3}
-^([+-]?\d+)␣(\d+)/(\d+)$  \1\\frac{\2}{\3}
-␣?_?␣?[({]?[␣~]*\(?(?:in␣)?base[␣~]*(\d+)[␣)}]*  _\1
-^\[(\w+)\](?=_)  \1
-_␣?[{(](\w)[)}]  _\1
-(^|c\{)([+-]?\d{1,3}),(\d{3})(?=/|\}\{|\\[a-z])  \1\2\3  20,000/\pi, but not (4,112\pi)
-␣?\^␣?\{?[␣~]*(?:\\circ|o(?![a-zA-Z]))[␣~]*\}?|\\degree(?![a-z])  °
-(?:°(?:[␣~]*[CFK](?![a-zA-Z]))?|␣?\\?%)(?=[␣~.,;:\\]*(?:$|[,)\]⦄∪]))  ∅
-(?<![a-zA-Z\\.])(?:np\.)?(?=(?:arc)?(?:sin|cos|tan)(?![a-z]))  \\  np. is Minerva's
-␣?(?:\\(?:cdot|times|ast)(?![a-z])|×|(?<=\d)␣?x␣?(?=10))␣?  *
-\\le(?:q|qslant)?(?![a-zA-Z])|<=  ≤
-\\lt(?![a-z])  <
-\\gt(?![a-z])  >
-\\ge(?:q|qslant)?(?![a-zA-Z])|>=  ≥
-\\neq?(?![a-zA-Z])|!=|\\not␣?=  ≠
-\\cup(?![a-z])|(?<=[\])])␣?U␣?(?=[\[(])  ∪
-\\pm(?![a-z])  ±
-∞  \\infty␣
-^([^=]*[\d)}\]]␣?)\\approx␣?-?\d*\.\d+[^\\=]*$  \1
-(?<![␣.,;:~\\])(?:[␣~\\]*[.,;:]){0,2}[␣~\\]*$  ∅
-(?<=[\d})])␣?\^?␣?\{?[␣~]*(?:th|st|nd|rd)␣?\}?$  ∅
-(?<=[\d})i])[␣~]*\([␣~]*(?:in␣)?([a-zA-Z]{2,}[a-zA-Z\d^{}␣]*)\)[␣~]*$  ␣~\1
-(?<=[\d})i])␣*(?:~[␣~]*(?:in␣)?|(?:in␣)?(?=[a-zA-Z]{2}|\\|Å|[ML]_))Ⓤ(?:[␣~/*.]{1,4}Ⓤ){0,5}[␣~.]*(?=␣?,|$)  ∅
-^⦃␣?\w␣?(?:\\in␣?\\mathbb␣?\{?R\}?)?␣?(?::|\\mid|\|)␣?([^=]+)⦄$  \1
-^(?:\\mathbb␣?\{?R\}?|\(-\\infty␣?,␣?\\infty␣?\))␣?\\setminus␣?⦃([^,]+)⦄$  (-\\infty,\1)∪(\1,\\infty)
-^\]([^\[\]]+)\]$  (\1]
-^\]([^\[\]]+)\[$  (\1)
-(?<![^\[(⦃,=∪])([^\[\](){}⦃⦄,=∪±]*(?:\{…\}[^\[\](){}⦃⦄,=∪±]*)*)±((?:[^\[\](){}⦃⦄,∪±]|[({]…[)}])*)  \1+\2,\1-\2
-[␣~]+  ␣
-(?<![a-zA-Z\d,])␣|␣(?![a-zA-Z\d])|(?<=,)␣(?!\d{3}(?!\d))|^␣|␣$  ∅
+(?<=\d)\s?(?:,\s?\\!|\{\\?,\})\s?(?=\d{3})  ∅  10,\!080
+\\(?:left|right|[bB]igg?[lr]?|[a-z]+style|bf|rm)(?![a-zA-Z])\.?  ∅  \left(1,2\right)
+(?:[\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(?:q?quad|pounds)(?![a-z]))+  ␣  \$5
+(?<![\w,)}]) | (?![a-zA-Z\d])|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b)  ∅  x + 1
+\\(?:text|math(?!bb|cal)|[hmf]box|color|operatorname|bold|bm|underline)[a-z]*(?:\{\w+\})?(?=\{)  ~  \textbf{5}
+~\{(…)\}  ~\1~  \text{5}
+^(-?)\{(…)\}$  \1\2  {5}
+^~?(?:Choice|Option|USD|Rs\.) ?~?  ∅  Option C
+[−–]  -  −5
+\\lor(?![a-z])|;|,?[~ ]*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])[~ ]*  ,  2 or 3
+\\(?:[dtcs]|nice)frac  \\frac  \dfrac{1}{2}
+\{(?:[pbB]?matrix|array)\}(?:\{\w*\})?  {pmatrix}  \begin{bmatrix}1\\2\end{bmatrix}
+[_ ]?[{(~]*(?:in )?base[ ~]*(\d+)[)}~]*  _\1  52 base 8
+_\{(\w)\}  _\1  x_{1}
+\\(?:cdot|times|ast)(?![a-z])|[×·]| ?x(?=10\^)  *  2\cdot3
+\\leq?(?:slant)?(?![a-z]) ?|<=  ≤  x\le5
+\\geq?(?:slant)?(?![a-z]) ?|>=  ≥  x\ge5
+\\neq?(?![a-z]) ?|!=|\\not=  ≠  x\ne5
+∪|(?<=[)\]])U  \\cup␣  [1,2]U[3,4]
+(?:°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\]]|\\\})  ∅  5^\circ
+(?<=[\d})i])UNIT(?=,|$)  ∅  5 cm
+[.,;:~]+$|~  ∅  5.
+^([^,=]*)\\pm([^,]*)$  \1+\2,\1-\2  1\pm2
+(?<=[\d)}])\\approx-?\d*\.\d+$  ∅  \frac13\approx0.33
 """)
 # a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
 as_fraction = table(r"""
-^([+-]?)[⦃(]([^,]*)[⦄)]$  \1\2
-^([+-]?[1-9]\d{0,2})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
-^([+-]?\d{4,6})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
-^([+-]?\d{7,9})[␣,](\d{3}(?:[␣,]\d{3})*(?:\.\d+)?)$  \1\2
-^([+-]?\d{10,12})[␣,](\d{3}(?:\.\d+)?)$  \1\2
-(?<![\d.])␣|␣(?![\d.])  ∅
-(?:(?<=[\d.])\*|^)\{?10\}?\^(?:\{([+-]?\d{1,3})\}|(\d))$  e\1\2
-^([+-]?)e  \g<1>1e
-(?<=\d)E(?=[+-]?\d+$)  e
-^([+-]?)(\d*)␣?\\frac\{([^{}]+)\}\{([^{}]+)\}$  \g<1>0\2␣\1\3/\4
-\.(?=/|$)  ∅
-(?<!\d)(\d+)/-  -\1/
+^([+-]?)\(([^,]*)\)$  \1\2  (5)
+(?<=\d)[ ,](?=\d{3}(?:[ ,]\d{3})*(?:\.\d+)?$)  ∅  58,500
+(?<=\d)\*\{?10\}?\^\{?([+-]?\d{1,3})\}?$  e\1  3*10^5
+^([+-]?)(\d*)\\frac(?:(\d)|\{([^{}]+)\}) ?(?:(\d)|\{([^{}]+)\})$  \g<1>0\2␣\1\3\4/\5\6  1\frac{4}{5}
+\.(?=/|$)  ∅  5.
 """)
-bare = table(r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d)  ∅")
-without_marks = table(r"^0+(?=\d)|\*\*|(?<!\d)[\s.,;(){}\[\]\"“”`]|[\s.,;(){}\[\]\"“”`](?!\d)  ∅")
-# inequalities as intervals
-as_interval = table(r"""
-^([^,<≤]+)≤\|[a-z]\|≤([^,<≤]+)$  [-\2¸-\1]∪[\1¸\2]
-(?<=[a-z])\([a-z]\)(?=[<>≤≥])  ∅
-(?:^|(?<=,))[a-z]≠([^,]+)(?=,|$)  (-\\infty¸\1)∪(\1¸\\infty)
-(?:^|(?<=,))([a-z])>([^,<≤]+)(?=,|$)  \2<\1<\\infty
-(?:^|(?<=,))([a-z])≥([^,<≤]+)(?=,|$)  \2≤\1<\\infty
-(?:^|(?<=,))[a-z](?=[<≤])  -\\infty<\g<0>
-(?<=[<≤])[a-z](?=,|$)  \g<0><\\infty
-(?:^|(?<=,))([^,<≤]+)<[a-z](?=[<≤])  (\1¸
-(?:^|(?<=,))([^,<≤]+)≤[a-z](?=[<≤])  [\1¸
-¸<([^,<≤]+)  ¸\1)
-¸≤([^,<≤]+)  ¸\1]
-(?<=[\])]),(?=[\[(])  ∪
-¸  ,
-""")
-# what latex2sympy would misread: B as b, E_1, \gamma as a function, i in two ways, 45,135 as a number, (2, 1) as empty
+bare = table(r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d)  ∅  0+x")
+without_marks = table(r"^0+(?=\d)|(?<!\d)[\s.,;(){}]|[\s.,;(){}](?!\d)  ∅  (C)")
+# what latex2sympy would misread: i in two ways, \gamma as a function, B as b, 45,135 as a number
 for_parser = table(r"""
-(?<![\w∪(\[])[\[(]([^\[\],∪=]+),([^\[\],∪=]+)[\])](?!∪)  \\begin{pmatrix}\1\\\\\2\\end{pmatrix}
-(?<!\\)(?<!\\mathbb\{)([A-Z])(?:_(\w)|_\{([^{}]*)\})?  x_{c\1\2\3}
-(?<![a-zA-Z\\])d␣?([a-z])(?![a-zA-Z])|\b([a-z])(?:'|\^\{?\\prime␣?\}?)  x_{c\1\2}
-\\(gamma)(?![a-z])|(?<![a-zA-Z\\{])(i)(?![a-zA-Z])  x_{c\1\2}
-,  ,␣
-⦃  \\{
-⦄  \\}
-°  ^\\circ␣
+(?<![a-zA-Z\\])(d[a-z]|(?<!\{)i)(?![a-zA-Z])|\\(gamma)(?![a-z])|(?<!\\)(?<!\\mathbb\{)([A-Z](?:_\w)?)  x_{c\1\2\3}  i
+,  ,␣  45,135
 """)
 
 
-NAME = re.compile(  # of what an answer is the value: x, AB, x_1, f(x), a:b, m+n, (p,q), Area
-    r"(?:^|(?<=,)) ?((?:[A-Za-z]|[A-Z]+|\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|theta|lambda|mu|nu|rho|sigma|tau"
-    r"|(?:var)?phi|omega|Omega|Delta|ell|Pr)(?![a-z]))(?: ?_ ?\w| ?_ ?\{[^{}]*\})?(?:\^\{-1\})?"
-    r"(?:\((?:[\w, ]|[a-z]\([\w, ]*\)){1,20}\))?(?::[A-Z](?:_\w)?)?"
-    r"|\((?:x, ?y(?:, ?z)?|a, ?b(?:, ?c(?:, ?d)?)?|m, ?n|p, ?q(?:, ?r)?|r, ?s|u, ?v|h, ?k|A, ?B(?:, ?C)?|r, ?\\theta)\)"
-    r"|(?:(?:[Tt]he|[Ff]inal|[Cc]orrect|[Tt]otal|[Mm]aximum|[Mm]inimum) )*(?:[Aa]nswer|[Aa]rea|[Pp]erimeter|[Vv]olume"
-    r"|[Pp]robability|[Tt]otal|[Ss]um|[Dd]omain|[Rr]ange|[Vv]alues?|[Ss]olutions?|[Pp]oint)(?: of [A-Za-z ]*)?"
-    r"|(?:10+)?[a-z](?:\+(?:10+)?[a-z])+|\\frac\{[a-zA-Z]+\}\{[a-zA-Z]+\}|\|[A-Z]+\||\[[A-Z]+\]"
-    r"|m?\\(?:angle|overline|triangle|widehat|vec|bar|hat|mathbb)[ {][A-Za-z]+\}?)?"
-    r" ?(?::?=(?! ?[A-Z]{2})|\\(?:approx|in)(?![a-zA-Z])|(?<=[a-z]):) ?"
+FUNCTION = r"\\(?:sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)"
+NAME = re.compile(  # of what an answer is the value: x_1, f(x), AB, m+n, (x,y), \overline{AB}
+    rf"(?:^|(?<=,))((?!{FUNCTION}|\\?not|\(y)(?:10+|[a-zA-Z|\\{{}} :]|\+(?=[a-z][+=])|_\w|_\{{\w+\}}|\([\w,]*\))*?)"
+    r"(?:=(?![A-Z]{2})|\\(?:approx|in)(?![a-z]))"
 )
-NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3})?|(?:[+-]?\d+ )?[+-]?\d+/\d*[1-9]\d*")
+NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?|(?:\+?\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*")
 WORDS = re.compile(  # what is compared as text: words, letters to choose from, 52_8 and 3:1
-    r"(?=.*[A-Za-z]{3}|[A-Z]{2,}$|\(?[A-Za-z]\)?(?:[ ,]+\(?[A-Z]\)?)*$)[\w .,;:()'-]+|-?[A-Z.]*\d[\dA-Z.]*_ ?\{?\d+\}?"
-    r"|[^⦃]+:[^⦃]+"
+    r"(?=.*[A-Za-z]{3})[\w .,;:()'-]+|[A-Z ,()]+|[A-Za-z]|-?[\dA-Z.]+_[\d{}()]+|[^\\]+:[^\\]+"
 )
-OPERATION = re.compile(  # what is left to compute
-    r"(?<=[\w)}\]])[-+]|!(?!=)|\^|(?<=\d)\* ?(?=[\d(])"
-    r"|\\(?:sqrt|arc|sin|cos|tan|cot|sec|csc|exp|log|ln|binom|sum|prod|int)"
-)
-RELATION = re.compile("[=<>≤≥≠]")
-NUMERAL = re.compile(r"(?<![\d.])(?!1(?!\d))\d+(?:\.\d*[1-9])?")  # a number that may be copied, not 1
-INTERVAL = re.compile(r"[<>≤≥≠\[\]∪]|\\infty")
 SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
-    r"\\\\|\\(?:frac|sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)(?![a-z])|$"
-    r"|(\\[a-zA-Z]+|[a-df-zA-Z](?:_\w|_\{[^{}]*\})?|(?<=\d)_|(?<!\d)\d{3,5}!|\^\{\d{3,5}\}"
-    r"|\.\d{16,}|10\^\{-\d\d+\}|[^\w\s\\+*/^.(){}⦃⦄\[\]=<>≤≥≠!-])"
+    rf"\\\\|(?:\\frac|{FUNCTION})(?![a-z])|$"
+    r"|(\\[a-zA-Z]+|[a-df-zA-Z]|(?<=\d)_|(?<!\d)\d{3,5}!|\^\{(?:-\d\d|\d{3})\d*\}|\.\d{16,}|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
 )
-VALUE = re.compile(rf"(?:[^\[\](){{}}⦃⦄,∪]|[\[({{⦃]{NEST}[\])}}⦄])+")
-TUPLE = re.compile(rf"[\[(](?:{VALUE.pattern},)+{VALUE.pattern}[\])]|⦃{NEST}⦄")
-TRUSTED = re.compile(  # in a gold answer any words are a unit; doubled backslashes; the beginning of a chain
-    r"(?<=\d) ?\\text\{ ?(?!\w+illion|[ap]\.m)[a-zA-Z ]+\}$|(?<!\\)\\(?=\\[lg]e)|^[^,=]*=[^,=]*=[^,=]*="
-)
+OPERATION = re.compile(rf"(?<=[\w)}}\]])[-+]|!|\^|(?<=\d)\*(?=[\d(])|{FUNCTION}|\\(?:sum|prod|int)")
+NUMERAL = re.compile(r"(?<![\d.])(?!1\b)\d+(?:\.\d*[1-9])?")  # a number that may be copied, not 1
+VALUE = re.compile(rf"(?:[^\[\](){{}},]|[(\[{{]{INSIDE}[\])}}])+")
+TUPLE = re.compile(rf"([(\[]|\\{{)({INSIDE},{INSIDE})([\])]|\\}})")
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -982,69 +877,68 @@ def spell(text):
 
 
 def values(text):
-    """Return what is around and between the values of a list, set, tuple, interval or union, and the values."""
-    if TUPLE.fullmatch(text):
-        kind, parts = values(text[1:-1])
-        return text[0] + kind + text[-1], parts
-    return VALUE.sub("", text), VALUE.findall(text)
+    """Return what is around and between the values of a list, set, tuple or interval, and the values."""
+    match = TUPLE.fullmatch(text)
+    left, inside, right = match.groups() if match else ("", text, "")
+    return left + VALUE.sub("", inside) + right, VALUE.findall(inside)
 
 
 def ingredients(text):
-    """Return the names and signs of an expression, which equal ones share, and the number of relations it states."""
-    return set(SYMBOL.findall(text)), len(RELATION.findall(text))
+    """Return an expression's names and signs, relations, number of operations, and numbers."""
+    relations = re.findall("[=<>≤≥≠]", text)
+    return set(SYMBOL.findall(text)), relations, len(OPERATION.findall(text)), set(NUMERAL.findall(text))
 
 
 def compare(answer, gold, problem=""):
-    """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify."""
+    """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify. In turn:
+    the same spelling is right; a number is one written out (1/2 for 0.5, not 1+1 for 2) of the same name (not y=5 for
+    x=5); words, bases and ratios are text (not DC for CD); a solved inequality may stand for an interval (x>5 for
+    (5,∞)); brackets and number of values are the same (not [1,2) for (1,2)), so is each value (not 2,4 for 2,3), and so
+    are symbols and relations (not 2m for 2n, nor 1=1 for x=1). No more is left to compute (not 2x+5+3x-8 for 5x-3), and
+    it is not the question's own expression (x^8-256 for its factors)."""
     answer, name, value = spell(answer)
-    gold, gold_name, gold_value = spell(TRUSTED.sub("", gold))
+    gold, gold_name, gold_value = spell(gold)
     if answer == gold:
         return True
-    if gold_value is not None:  # a number must be written out
-        return value == gold_value and (None in (name, gold_name) or name == gold_name)
-    if not ("=" in answer and "=" in gold):
-        answer, gold = (NAME.sub("", text) for text in (answer, gold))
-    if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):  # never a product of letters
-        answer, gold = map(without_marks, (answer, gold))
+    if gold_value is not None:
+        return value == gold_value and (not name or not gold_name or name == gold_name)
+    if "=" not in answer or "=" not in gold:
+        answer, gold = NAME.sub("", answer), NAME.sub("", gold)
+    if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):
+        answer, gold = without_marks(answer), without_marks(gold)
         return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
-    if INTERVAL.search(gold) and not (RELATION.search(answer) and RELATION.search(gold)):
-        answer, gold = map(as_interval, (answer, gold))
+    names, relations, operations, numbers = ingredients(answer)
+    gold_names, gold_relations, gold_operations, gold_numbers = ingredients(gold)
+    if bool(relations) != bool(gold_relations) and "=" not in answer + gold:
+        solved = re.search("(?<![^<>≤≥≠])[a-z](?![^<>≤≥≠])", answer if relations else gold)
+        return bool(solved) and numbers == gold_numbers and (answer, gold)
     kind, parts = values(answer)
     gold_kind, golds = values(gold)
-    if kind not in (gold_kind, gold_kind.strip("()⦃⦄"), f"⦃{gold_kind}⦄"):
+    if kind not in (gold_kind, gold_kind.strip("\\{()}"), rf"\{{{gold_kind}\}}"):
         return False
-    ordered = gold_kind[:1] in ("(", "[")
-    for place, each in enumerate(golds if gold_kind else []):
-        candidates = parts[place : place + 1] if ordered else parts
-        if not any(compare(part, each) for part in candidates):
-            return False
-    if ordered:
-        answer = gold[0] + ",".join(parts) + gold[-1]
-    names, relations = ingredients(gold)
-    if ingredients(answer) != (names, relations):
+    if gold_kind and not all(any(compare(part, each) for part in parts) for each in golds):
         return False
-    if value is not None and abs(value) < 1e-25:  # math_verify drops what is below 1e-30
+    if len(relations) != len(gold_relations) or names != gold_names or (relations and len(names) == 1):
         return False
-    if relations and len(names) == 1:  # true of itself: 1 = 1
+    if not relations and operations > 2 * gold_operations:
         return False
-    if not relations and len(OPERATION.findall(answer)) > 2 * len(OPERATION.findall(gold)):
-        return False  # what is left to compute
     problem = spell(problem)[0]
-    numbers, asked, known = (set(NUMERAL.findall(text)) for text in (answer, problem, gold))
-    if numbers & asked - known or bare(answer) in bare(problem):  # the question's own expression
+    if numbers & ingredients(problem)[3] - gold_numbers or bare(answer) in bare(problem):
         return False
+    if gold_kind[:1] in ("(", "["):
+        answer = gold[0] + ",".join(parts) + gold[-1]
     return for_parser(answer), for_parser(gold)
 
 
 def _verifier_worker(seconds, memory):
-    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout; alone, in a bare interpreter.
+    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout, in an interpreter of its own.
     `seconds` of processor time raise inside Python, one more ends C code. `memory`: bytes beyond what imports took."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    config = NormalizationConfig(malformed_operators=True)  # math_verify's own drops units such as m
+    config = NormalizationConfig(malformed_operators=True)  # the usual one drops units such as m
     boxes = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)]
 
     @functools.lru_cache(maxsize=1 << 12)
@@ -1053,7 +947,7 @@ def _verifier_worker(seconds, memory):
         return parse(rf"\boxed{{{text}}}", boxes, "no_fallback", "first_match", None)
 
     def equal(answer, gold):
-        return verify(read(gold), read(answer), float_rounding=30, numeric_precision=30, timeout_seconds=None)
+        return verify(read(gold), read(answer), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
 
     signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
     with open("/proc/self/statm") as statm:
@@ -1071,7 +965,6 @@ def _verifier_worker(seconds, memory):
                 score = float(equal(*json.loads(line)))
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-                signal.setitimer(signal.ITIMER_PROF, 0)
         except KeyboardInterrupt:
             verdict = "timeout"
         except Exception as error:
@@ -1084,9 +977,9 @@ class Worker(subprocess.Popen):
 
     def __init__(self, seconds, memory):
         source = f"import functools, json, os, re, resource, signal, sys\n{inspect.getsource(_verifier_worker)}"
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         command = [sys.executable, "-P", "-c", f"{source}\n_verifier_worker({seconds}, {memory})"]
-        super().__init__(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        super().__init__(command, text=True, bufsize=1, **pipes)
         self.greeted = False
 
     def line(self, seconds):
@@ -1100,11 +993,8 @@ class Worker(subprocess.Popen):
         if not self.greeted and self.line(120) != "ready\n":
             raise RuntimeError(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
         self.greeted = True
-        try:
+        with suppress(BrokenPipeError):
             self.stdin.write(json.dumps(task) + "\n")
-            self.stdin.flush()
-        except BrokenPipeError:
-            return ""
         return self.line(seconds)
 
     def end(self):
@@ -1114,43 +1004,39 @@ class Worker(subprocess.Popen):
 
 
 class Verifier:
-    """math_verify behind processes that can be killed: nothing that a model writes can hang or end a run. An answer is
-    what the last box holds, and scores 0 beyond its time, memory or length. docs/evaluation.md: what equals what."""
+    """math_verify in processes that can be killed, so that nothing a model writes can hang or end a run. What equals
+    what: docs/evaluation.md."""
 
     seconds = 1.0  # of processor time
     memory = 1 << 28  # bytes beyond what a worker's imports take
     longest = 2000  # characters
 
     def __init__(self, args, world):
+        self.world = world
         self.reward = None
         if args.reward != "math":
             path, _, name = args.reward.rpartition(":")
             need(Path(path).is_file(), f"--reward {args.reward}: neither math nor FILE.py:FUNCTION with a file there")
             self.reward = runpy.run_path(path).get(name)
             need(callable(self.reward), f"--reward {args.reward}: no function {name!r} in {path}")
-        self.world = world
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
         self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
 
-    def _decide(self, answer, gold, problem):
-        """Return a verdict that needs no mathematics, else what math_verify is to compare."""
-        if max(len(answer), len(gold)) > self.longest:
+    def _verdict(self, case):
+        """Return the score and verdict of (answer, gold, problem); a worker that died or is late is replaced."""
+        if max(map(len, case[:2])) > self.longest:
             return 0.0, "too long"
-        if not spell(answer)[0]:
+        if not spell(case[0])[0]:
             return 0.0, "no answer"
-        equal = compare(answer, gold, problem)
-        return (float(equal), "graded") if isinstance(equal, bool) else equal
-
-    def _verdict(self, task):
-        """Return a free worker's verdict; a worker that died or is late is replaced."""
+        equal = compare(*case)
+        if isinstance(equal, bool):
+            return float(equal), "graded"
         worker = self.workers.pop()  # there are no more threads than workers
         try:
-            reply = worker.ask(task, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
+            reply = worker.ask(equal, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
             if reply:
                 return tuple(json.loads(reply))
-            if reply is None:
-                worker.kill()
-            late = worker.wait() in (-signal.SIGKILL, -signal.SIGPROF)
+            late = reply is None or worker.wait() == -signal.SIGPROF
             worker.end()
             worker = Worker(self.seconds, self.memory)
             return 0.0, "timeout" if late else "crash"
@@ -1159,14 +1045,12 @@ class Verifier:
 
     def judge(self, completions, golds, problems=()):
         """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict. What
-        stands in a problem's text equals nothing but itself. Raises RuntimeError when workers cannot be started."""
+        a problem asks for is not its answer. Raises RuntimeError when a worker does not start."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
-        verdicts = {case: self._decide(*case) for case in set(cases)}
-        tasks = [case for case in verdicts if isinstance(verdicts[case][0], str)]
+        unique = list(set(cases))
         with ThreadPoolExecutor(len(self.workers)) as pool:
-            replies = pool.map(self._verdict, [verdicts[case] for case in tasks])
-            verdicts.update(zip(tasks, replies, strict=True))
+            verdicts = dict(zip(unique, pool.map(self._verdict, unique), strict=True))
         return [verdicts[case] for case in cases]
 
     def grade(self, *lists):

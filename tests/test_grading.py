@@ -3,6 +3,7 @@
 The tables hold one case a line, `gold  ?  answer in the box`.
 """
 
+import inspect
 import json
 import re
 import time
@@ -10,12 +11,17 @@ import time
 import pytest
 from conftest import ROOT, make_verifier
 
-from common import compare, last_boxed, reference_answer, spell
+import common
+from common import compare, last_boxed, reference_answer
 
 SHARED = ROOT.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real answers to grade")
+one_in = pytest.mark.parametrize("share", [16, pytest.param(1, marks=pytest.mark.slow)])
 
 RIGHT = r"""
+\dfrac 3 8  ?  \frac{3}{8}
+\frac{x}{10}  ?  0.1x
+\frac{x}{3}+\frac{1}{5}  ?  0.2+\frac{x}{3}
 58,500  ?  58500
 58500  ?  58{,}500
 58,500  ?  58,\!500
@@ -37,10 +43,7 @@ RIGHT = r"""
 -1./3  ?  -\frac{1}{3}
 3.83e35  ?  3.83 \times 10^{35}
 3.83e35  ?  3.83 \cdot 10^{35}
-1e-5  ?  10^{-5}
 1e-3  ?  0.001
-np.arcsin(10/13)  ?  \arcsin(\frac{10}{13})
-np.arcsin(10/13)  ?  \arcsin\left(\dfrac{10}{13}\right)
 1\frac{4}{5}  ?  \frac{9}{5}
 1\frac{4}{5}  ?  1.8
 18\%  ?  18
@@ -97,11 +100,9 @@ k=6  ?  k = 6
 y = 2x + 3  ?  2x+3
 y = 2x + 3  ?  y=3+2x
 y = -2x  ?  2x+y=0
-m_{\max }=n^{2}-n-1  ?  n^2-n-1
 t(0,4]  ?  t(0, 4]
 1 \pm \sqrt{19}  ?  1+\sqrt{19}, 1-\sqrt{19}
 1+\sqrt{19}, 1-\sqrt{19}  ?  1 \pm \sqrt{19}
-\{1\pm\sqrt{5},-2\}  ?  -2, 1+\sqrt{5}, 1-\sqrt{5}
 AB=9, CD=4  ?  CD = 4, AB = 9
 \begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}  ?  \begin{pmatrix} -\frac13 \\ \frac23 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}  ?  \begin{bmatrix}1&2\\3&4\end{bmatrix}
@@ -160,8 +161,6 @@ LQSX  ?  \text{LQSX}
 49  ?  49 years old
 12  ?  12\text{ gallons}
 16,3,1,1  ?  w=16, d=3, a=1, b=1
-\frac{20,000}{\pi}  ?  20,000/\pi
-\frac{20000}{\pi}  ?  20,000/\pi
 540  ?  \textbf{(540)}
 2x+3  ?  2*x + 3
 5\pi  ?  5*\pi
@@ -192,9 +191,48 @@ a=1, b=2  ?  b=2, a=1
 5, 6  ?  5\text{ cm}, 6\text{ cm}
 20\%, 30\%  ?  20, 30
 \frac{1}{2}(\exp{a*t}+\exp{-a*t})  ?  \frac{1}{2}(e^{at} + e^{-at})
+12  ?  \boldsymbol{12}
+12  ?  \bm{12}
+12  ?  {\bf 12}
+12  ?  \mathbf{12}
+12  ?  \rm 12
+12  ?  \color{blue}{12}
+12  ?  \textcolor{red}{12}
+12  ?  \underline{12}
+12  ?  \textstyle 12
+12  ?  \[ 12 \]
+12  ?  = 12
+12  ?  \left. 12 \right.
+-3  ?  −3
+9.8  ?  9.8 \text{ m} \cdot \text{s}^{-2}
+9.8  ?  9.8\ \mathrm{m\,s^{-2}}
+12  ?  \$12
+12  ?  €12
+12  ?  12\text{ euros}
+3+4i  ?  3+4 i
+2i\sqrt3  ?  2\sqrt3 i
+(4,112)  ?  4, 112
+18\frac{35}{39}  ?  18 35/39
+77  ?  m+n = 77
+(3,4]  ?  3 < x \le 4
+(-\infty,3)\cup(3,\infty)  ?  x \neq 3
+[8,\infty)  ?  x \ge 8
+\begin{pmatrix} 1 \\ 2 \end{pmatrix}  ?  \begin{bmatrix} 1 \\ 2 \end{bmatrix}
+8\text{ meals}  ?  8\text{ meals}
+(5,7)  ?  (x,y)=(5,7)
+12  ?  12 \text{ stickers}
+12  ?  12\,\mathrm{J/(kg\cdot K)}
+(5,\infty)  ?  x > 5
+3 < x \le 4  ?  (3,4]
 """
 
 WRONG = r"""
+(2,\infty)  ?  x>\sqrt{4}
+\frac{x}{3}  ?  0.333333333333333x
+(2,\infty)  ?  \frac{x}{2}>1
+(-\infty,-3) \cup [0,\infty)  ?  \frac{x}{x + 3} \ge 0
+(\sqrt{2},2)  ?  (\sqrt{2},\sqrt{4})
+m \frac{d v}{d t}+b v=f  ?  f
 1/3  ?  0.333
 1/3  ?  0.333333
 1/3  ?  0.3333333333333333
@@ -427,27 +465,96 @@ y=5  ?  x=5
 (-\sqrt{3}, \sqrt{3})  ?  -4<x^{4}+4x^{2}<21
 5, 6  ?  5\text{ or } 6\text{ or } 7
 5  ?  5\text{ cm}, 6\text{ cm}
+\frac{1}{2004!}  ?  10^{-99}
+\frac{1}{2^{2007}}  ?  0
+\frac{1}{2004!}  ?  \frac{1}{2003!}
+\gamma^2-1  ?  \gamma^2-7
+-2,-2  ?  -2
+1,2,3  ?  1,2,2
+618  ?  618\text{ million}
+618  ?  618\text{ thousand}
+618  ?  618\text{ dozen}
+618  ?  618\text{ squared}
+618  ?  618\text{ factorial}
+618  ?  618\text{ plus one}
+618  ?  618\text{ halves}
+618  ?  618\text{ at least}
+618  ?  618\text{ is wrong}
+12  ?  12\text{}^2
+458  ?  45%8
+150  ?  1°50
+20  ?  2\$0
+45^\circ, 135^\circ  ?  45135
+(0,1)  ?  \[17x\] \[(0,1)\]
+17  ?  17 + \fbox{3}
+9:24  ?  1:17=9:24
+12  ?  \not= 12
+12  ?  not=12
+12  ?  \text{at least: }12
+12  ?  \sqrt{A}=12
+17  ?  17 \equiv x
+17  ?  17 == x
+z  ?  z^2 \in M
+N=n  ?  x=x
+0.56 = 56\%  ?  0=1
+N=n  ?  \{\}
+x + 2y  ?  x + 2Y
+(1,2)  ?  \{1, 2\}
+(1,2)  ?  (x,y)=(2,1)
+(8,-2)  ?  (y,x)=(8,-2)
+\frac{dM}{dt}=\frac{10^5-M}{0.007}  ?  0.007
+\frac{dx}{dt}=kx-a  ?  \frac{dx}{dt}=2(kx-a)
+\frac13 E_1 + \frac23 E_2  ?  2/3
+\frac \pi4 + 2 - \sqrt2  ?  \frac \pi4 + 2
+[2,5)  ?  (2,5)
+\{1,2\}  ?  \{1,2,2,3\}
+y=2x+3  ?  y=2x+3.00000000000000000000000000000000000000001
+\text{odd}  ?  \text{not odd}
+12  ?  12\text{ tenths}
+12  ?  12\text{ below zero}
+12  ?  12\,\mathrm{e}
+(-1,1)  ?  |x|<1
+(2,5)  ?  2<x\le5
+3i+4j  ?  3\mathbf{i}+4\mathbf{k}
 """
 
 # verify_expr_pairs.jsonl, by the number of the row: where the verdict on a box differs from the label, and why
-DIFFERENT = {
-    (7, 13, 14, 15, 16, 141): "no box and no formula: the value stands in prose",
-    (61, 142, 147, 148, 156, 157, 159, 163, 169, 172): "no box, or another one: the last formula is not the answer",
-    (60,): "the gold is prose",
-    (182, 183, 190, 205, 206, 223, 235, 236, 237, 239, 241, 242): "several boxes: the last one is the answer",
-    (246, 247, 248, 249, 250): "several boxes: the last one is the answer",
-    (31, 32): "a line break inside $...$ voids the formula there; in a box it is a space",
-    (5, 6, 17): "a decimal comma: a comma separates values or thousands",
-    (126, 133, 139): "rounded (option precision): no tolerance",
-    (30, 123): "an expression still to be computed",
-    (35, 98, 100, 101, 104): "a chain of equations: x = value and no more",
-    (193, 212): "a value twice",
-    (186,): "every backslash doubled",
-    (217,): "a box that is not closed",
-    (253,): "f(x) for f(y) (option strict=False): names count",
-    (263,): "the label is wrong: 1 - 1/e and 1 + 1/e differ",
-    (279, 280): r"185\: the backslash escapes the brace that ends the box",
+DIFFERENT = r"""
+7 13 14 15 16 141  no box and no formula: the value stands in prose
+61 142 147 148 156 157 159 163 169 172  no box, or another one: the last formula is not the answer
+60  the gold is prose
+182 183 190 205 206 223 235 236 237 239 241 242 246 247 248 249 250  several boxes: the last one is the answer
+31 32  a line break inside $...$ voids the formula there; in a box it is a space
+5 6 17  a decimal comma: a comma separates values or thousands
+126 133 139  rounded (option precision): no tolerance
+30 123  an expression still to be computed
+35 98 100 101 109  a chain of equations: x = value and no more
+193 212  a value twice
+63 150 151 160 184 185 186  every backslash doubled
+196 220  an interval for an inequality in |z| or f(x), not in one letter
+202  p=5, q=2 for (5, 2), twice
+259  a subscript that is an expression
+217  a box that is not closed
+253  f(x) for f(y) (option strict=False): names count
+263  the label is wrong: 1 - 1/e and 1 + 1/e differ
+279 280  185\: the backslash escapes the brace that ends the box
+"""
+
+VARIANTS = {
+    "as it is": lambda gold: gold,
+    "thin space": lambda gold: r"\, " + gold + r"\,.",
+    "dollars": lambda gold: f"${gold}$",
+    "dfrac": lambda gold: gold.replace(r"\tfrac", r"\dfrac").replace(r"\frac", r"\dfrac"),
+    "left": lambda gold: gold.replace("(", r"\left(").replace(")", r"\right)"),
+    "no spaces": lambda gold: re.sub(r"(?<![\\a-zA-Z]) +(?![a-zA-Z])|(?<=[(,=+-]) +", "", gold),
 }
+ASKED = {  # what a problem asks for: the reference
+    "x^8-256": "(x^4+16)(x^2+4)(x+2)(x-2)",
+    r"\sqrt{32670}": r"33\sqrt{30}",
+    r"\sqrt{41+24\sqrt2}": r"3+4\sqrt2",
+    r"(x+1)^2 \cdot x": "x^3+2x^2+x",
+}
+DISGUISES = ("{}", "({})", "0+{}", "{}.", "1\\cdot({})", "\\frac{{{}}}{{1}}", "{{{}}}", "\\boldsymbol{{{}}}")
 
 
 @pytest.fixture(scope="module")
@@ -469,9 +576,22 @@ def boxed(answers) -> list[str]:
 @pytest.mark.parametrize(("table", "score"), [(RIGHT, 1.0), (WRONG, 0.0)], ids=["right", "wrong"])
 def test_tables(verifier, table, score):
     golds, answers = zip(*(line.split("  ?  ") for line in table.strip().splitlines()), strict=True)
-    verdicts = verifier.judge(boxed(answers), list(golds))
+    verdicts = verifier.judge(boxed(answers), golds)
     assert [case for case in zip(golds, answers, verdicts, strict=True) if case[2][0] != score] == []
     assert {verdict for _, verdict in verdicts} <= {"graded", "no answer"}
+
+
+def test_every_rule_has_an_example_that_needs_it():
+    """The example of a rule of common.py's tables comes out differently when the rule is left out."""
+    tables = re.findall(r'(?ms)^\w+ = table\(r("""|")\s*(.*?)\1\)', inspect.getsource(common))
+    tables = [lines.splitlines() for _, lines in tables]
+    assert 30 < sum(map(len, tables)) <= 50
+    for lines in tables:
+        whole = common.table("\n".join(lines))
+        for rule in lines:
+            example = rule.split("  ")[2]
+            rest = common.table("\n".join(line for line in lines if line != rule))
+            assert rest(example) != whole(example), rule
 
 
 def test_which_box_and_what_is_none(verifier):
@@ -479,10 +599,14 @@ def test_which_box_and_what_is_none(verifier):
     cases = [
         (r"\boxed{1}, \boxed{2}, \boxed{3}", "1", 0),
         (r"\boxed{1} and \boxed{2}", "1, 2", 0),
+        (r"\boxed{a{b}c} and \boxed {\{1,2\}}", r"\{1,2\}", 1),
         (r"\boxed{\boxed{3}}", "3", 1),
         (r"\boxed{3}}", "3", 1),
         (r"\boxed{3", "3", 0),
         (r"\boxed{{3}", "3", 0),
+        (r"\boxed{3\}", "3", 0),
+        ("boxed{3}", "3", 0),
+        ("", "3", 0),
         (r"\boxed{}3{}", "3", 0),
         (r"\boxed{ }", "", 0),
         (r"\boxed{\, }", "", 0),
@@ -493,70 +617,81 @@ def test_which_box_and_what_is_none(verifier):
         (r"\boxed{" + "(" * 900 + "3" + ")" * 900 + "}", r"\sqrt{3}", 0),
         (r"\boxed{3" + " " * 3_000_000 + "}", "3", 1),
         (r"\boxed{" + "3," * 3_000_000 + "3}", "3", 0),
-        (r"\boxed{3" + "0" * 5000 + "}", "3", 0),
         (r"\boxed{3" + r"\text{ or any other number}" * 50 + "}", "3", 0),
         (r"\boxed{3}", "3" + "0" * 5000, 0),
+        ("{" * 3_000_000 + r"\boxed{" * 300_000, "3", 0),  # a quadratic search would take hours
     ]
-    scores = verifier.grade([completion for completion, _, _ in cases], [gold for _, gold, _ in cases])
-    assert [n for n, (case, score) in enumerate(zip(cases, scores, strict=True)) if case[2] != score] == []
+    completions, golds, wanted = zip(*cases, strict=True)
+    assert verifier.grade(completions, golds) == list(wanted)
 
 
-def test_an_answer_is_read_in_no_time():
-    """The reader is regular expressions, none of which is slow on a long text. The limit is on processor time."""
-    pieces = r"( { {} () , : 1, % ° \text{a} \text{ \frac{ \frac12 a_ A, ab x= 1,111 =1,11 \pm \approx ~ 1. 1e9 (1, (("
-    for piece in [
-        *pieces.split(),
-        " ",
-        "\\",
-        "a b c ",
-        ", ",
-        "1 ",
-        "1 ab ",
-        "1 ,",
-        "\\text{a b} ",
-        "\\sqrt",
-        "_{",
-        "-",
-        "1+",
-    ]:
-        for text in (piece * (2000 // len(piece)), "5" + piece * (1900 // len(piece)) + ")" * 90):
+def test_what_a_problem_asks_for_is_not_its_answer(verifier):
+    """The hole that a policy finds first. A question that is its own answer stays answerable."""
+    cases = [(how.format(asked), ASKED[asked], f"Rewrite ${asked}$.") for asked in ASKED for how in DISGUISES]
+    cases.append((r"-(-\sqrt{32670})", r"33\sqrt{30}", r"Simplify $\sqrt{32670}$."))  # a number gives it away
+    answers, golds, problems = zip(*cases, strict=True)
+    assert not any(verifier.grade(boxed(answers), golds, problems))
+    assert all(verifier.grade(boxed(golds), golds, problems))
+    assert sum(verifier.grade(boxed(ASKED), ASKED.values())) >= 2, "without the problem's text it cannot be seen"
+    own = "Is $2x+4$ the simplest form of $2x+4$? Box it."
+    assert verifier.grade([r"\boxed{2x+4}", r"\boxed{4+2x}"], ["2x+4"] * 2, [own] * 2) == [1.0, 1.0]
+
+
+def test_no_pattern_is_slow():
+    """An answer has at most 2,000 characters. Each is read and compared within a bound on processor time, whatever is
+    repeated in it."""
+    pieces = r"""
+        0 1 9. a A % ° ( (( [ { } ) ] , : ; = < ≤ + - ^ _ ~ & ! | \ \{ \} \, \! \\ \[ $ ½ e 1e 1, 1,111 =1,11 (1, {1 cm/
+        _{ a_ A, () {} 1+ ~mm^2 x= x_1, }~\text{ \text{ \text{a} \frac \frac{1} \frac12 \sqrt \pm \cup \approx \color{a}
+    """.split()  # noqa: SIM905  one list is easier to read
+    pieces += ["m ", "m^2 per ", "the m^2 ", "1~in ^", "in base ", "or ", " and ", "a b ", "1 ab ", "Area ", ", ", " "]
+    for piece in pieces:
+        run = piece * (1900 // len(piece))
+        for text in (f"{run}@", f"1{run}", f"({run})", f"\\text{{{run}}}", f"5{run}" + ")" * 90):
             started = time.process_time()
-            spell.__wrapped__(text)
-            compare(text, r"x+\sqrt{2}")
+            compare(text, r"(1,\sqrt{2})")
             assert time.process_time() - started < 0.4, piece
 
 
-VARIANTS = {
-    "as it is": lambda gold: gold,
-    "thin space": lambda gold: r"\, " + gold + r"\,.",
-    "dollars": lambda gold: f"${gold}$",
-    "dfrac": lambda gold: gold.replace(r"\tfrac", r"\dfrac").replace(r"\frac", r"\dfrac"),
-    "left": lambda gold: re.sub(
-        r"(?<!\\)(?<!left)(?<!right)([()])", lambda m: (r"\left" if m[1] == "(" else r"\right") + m[1], gold
-    ),
-    "no spaces": lambda gold: re.sub(r"(?<![\\a-zA-Z]) +(?![a-zA-Z])|(?<=[(,=+-]) +", "", gold),
-}
+@needs_data
+@one_in
+def test_adversarial_answers(verifier, share):
+    """Answers whose truth is sure, made from the benchmarks' references."""
+    cases = [row for row in rows("verifier/adversarial.jsonl")[::share] if "rare" not in row["kind"]]
+    for right, most in ((False, 0.01), (True, 0.12)):
+        these = [row for row in cases if row["right"] == right]
+        scores = verifier.grade(boxed(row["answer"] for row in these), [row["gold"] for row in these])
+        mistaken = sum(score != right for score in scores)
+        assert mistaken <= most * len(these)
 
 
 @needs_data
-@pytest.mark.parametrize("path", sorted(SHARED.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_every_gold_grades_itself(verifier, path):
-    """Also when written a little differently; all but the two empty ones, which the loader leaves out and counts."""
-    golds = [reference_answer(row["answer"], "answer") for row in rows(path.name)]
-    empty = [number for number, gold in enumerate(golds) if not gold]
-    assert empty == ([5054, 5158] if path.stem == "math_train_lvl3to5_8523" else [])
-    golds = [gold for gold in golds if gold]
+@one_in
+def test_references_grade_themselves(verifier, share):
+    """Also when written a little differently; all but two empty ones, which the loader leaves out and counts."""
+    golds = {}
+    for path in SHARED.glob("*.jsonl"):
+        for number, row in enumerate(rows(path.name)):
+            golds[path.stem, number] = reference_answer(row["answer"], "answer")
+    empty = [place for place, gold in golds.items() if not gold]
+    assert empty == [("math_train_lvl3to5_8523", number) for number in (5054, 5158)]
+    sample = [gold for gold in golds.values() if gold][::share]
     for name, variant in VARIANTS.items():
-        scores = verifier.grade(boxed(map(variant, golds)), golds)
-        assert [gold for gold, score in zip(golds, scores, strict=True) if not score] == [], name
+        scores = verifier.grade(boxed(map(variant, sample)), sample)
+        assert [gold for gold, score in zip(sample, scores, strict=True) if not score] == [], name
+
+
+def differing(scores: list, data: list[dict], label: str = "label") -> list[int]:
+    """Return the numbers of the rows whose score is not their label."""
+    return [number for number, row in enumerate(data) if scores[number] != row[label]]
 
 
 @needs_data
 def test_labels_of_gsm8k(verifier):
     data = rows("verifier/verify_gsm8k_openai.jsonl")
     last_lines = [re.findall(r"^A: *(.*)", row["model_output"], re.MULTILINE)[-1:] for row in data]
-    scores = verifier.grade(boxed("".join(line) for line in last_lines), [row["answer"] for row in data])
-    assert [n for n, row in enumerate(data) if scores[n] != row["label"]] == [] and len(data) == 5276
+    scores = verifier.grade(boxed(map("".join, last_lines)), [row["answer"] for row in data])
+    assert differing(scores, data) == [] and len(data) == 5276
 
 
 @needs_data
@@ -564,8 +699,8 @@ def test_labels_of_qwen(verifier):
     """One of 724 differs: Qwen's grader takes 10000 to differ from the gold 10{,}000; math_verify and ours do not."""
     data = rows("verifier/verify_qwen_math_cot100.jsonl")
     scores = verifier.grade([row["model_output"] for row in data], [row["answer"] for row in data])
-    assert [n for n, row in enumerate(data) if scores[n] != row["label"]] == [524] and len(data) == 724
-    assert [n for n, row in enumerate(data) if scores[n] != row["math_verify_label"]] == []
+    assert differing(scores, data) == [524]
+    assert differing(scores, data, "math_verify_label") == []
 
 
 @needs_data
@@ -579,8 +714,7 @@ def test_labels_of_expression_pairs(verifier):
         return last_boxed(text) or (inside and (inside[1] or inside[2] or inside[3])) or last
 
     data = rows("verifier/verify_expr_pairs.jsonl")
-    scores = verifier.grade(
-        boxed(answer(row["model_output"]) for row in data), [last_boxed(row["answer"]) or row["answer"] for row in data]
-    )
-    different = [number for number, row in enumerate(data) if scores[number] != row["label"]]
-    assert different == sorted(number for group in DIFFERENT for number in group)
+    golds = [last_boxed(row["answer"]) or row["answer"] for row in data]
+    scores = verifier.grade(boxed(answer(row["model_output"]) for row in data), golds)
+    expected = [int(number) for line in DIFFERENT.strip().splitlines() for number in line.split("  ")[0].split()]
+    assert differing(scores, data) == sorted(expected)
