@@ -77,6 +77,14 @@ PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn 
     ),
     "chat": ("", "{problem}"),
     "chat-boxed": ("", "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."),
+    "open-rs": (  # CW-GRPO's Fig. 4; GPG's released R1 recipe, whose B.4 lacks the box, which the verifier reads
+        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
+        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
+        "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
+        "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
+        "answer here </answer>. Note that respond by English, NOT use other languages.",
+        "{problem}",
+    ),
 }
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -99,7 +107,7 @@ class Args:
     """Larger images are shrunk to so many pixels (GPG's released scripts)."""
     subset: NonNegativeInt = 0  # Train on so many problems, drawn uniformly by --seed. 0: on all.
     template: str = "qwen-math"
-    """plain, qwen-math; tokenizer's format: chat, chat-boxed; the script's; or a text file."""
+    """plain, qwen-math; tokenizer's format: chat, chat-boxed, open-rs; the script's; or a text file."""
     run_dir: str = ""
     """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
     seed: int = 1  # Seeds the order of the data and every sampled token.

@@ -28,8 +28,7 @@ Table 1 is ./run.sh sspo-clip-cov-1.5b.
 Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
 not say, and we chose.
 - The paper takes its means "over responses". We read that as the released code does: log-probs over the tokens of the
-  response itself, advantages over the responses of the group. --centre group takes log-probs over the tokens of the
-  group (ours).
+  response itself, advantages over the responses of the group.
 - The gradient goes through w~, because the paper writes c with log pi_theta and the released code detaches nothing.
   This couples all tokens of a group; `effective_kernel` says how we compute it. --detach-kernel takes w~ as constant
   (ours).
@@ -49,11 +48,11 @@ not say, and we chose.
   for properly matched tags. The released 7B recipe rewards accuracy only, and so does ours.
 - A dead group is one whose rewards are all equal. With --kl-coef 0 it goes through no backward pass, but it still
   counts in the denominators.
-- The paper has one update a step. With --updates-per-step above 1, covariance, weights and mask are computed over the
-  update's own tokens from the policy that the update starts from, and the ratio is clipped to [0, 2]. Both are as
-  Clip-Cov's authors have them.
-- Clip-Cov's authors have no KL and leave out dead groups. Our clip-cov-... has the KL and keeps them, because the
-  methods that it is compared with do (ours).
+- The paper has one update a step, and so has the kernel here. With --updates-per-step above 1, Clip-Cov draws its mask
+  for each update among the update's own tokens, by the log-probs of the policy that the update starts from, and the
+  ratio is clipped to [0, 2]. Both are as its authors have them.
+- Clip-Cov's authors have no KL and leave out dead groups. So do we with --kl-coef 0. Our clip-cov-... has the KL and
+  keeps them, because the methods that it is compared with do (ours).
 - The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
   advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. c is
   computed without it.
@@ -70,14 +69,6 @@ from transformers import AutoTokenizer
 
 import common
 
-common.PROMPTS["open-rs"] = (  # Fig. 4
-    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
-    "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
-    "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
-    "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
-    "answer here </answer>. Note that respond by English, NOT use other languages.",
-    "{problem}",
-)
 LOW, HIGH = 0.0, 2.0  # bounds of the ratio (Clip-Cov's authors); with a single update it is 1
 
 
@@ -89,7 +80,7 @@ class Args(common.Args):
     """Hub id, or folder with config.json and *.safetensors."""
     dataset: str = "knoveleng/open-rs"
     template: str = "open-rs"
-    """open-rs, one of those that sspo.py has, or a text file with {problem} in it."""
+    """One of those that sspo.py has, or a text file with {problem} in it (Fig. 4)."""
     steps: NonNegativeInt = 300
     """Rollout steps, over which the learning rate is scheduled (released code). The paper's checkpoint is step 100."""
     prompts_per_step: PositiveInt = 12  # Prompts sampled in a step (P; our reading of Table 5).
@@ -110,13 +101,11 @@ class Args(common.Args):
     checkpoints_kept: PositiveInt = 6
     """The newest checkpoints that stay. Table 3 needs those of steps 100, 150 and 200 of 300."""
     updates_per_step: PositiveInt = 1
-    """Optimiser steps on one rollout batch; the paper has 1. Each step has its own prompts."""
+    """Optimiser steps on one rollout batch. Each has its own prompts. The paper has 1, and the kernel takes only 1."""
     reweight: Literal["kernel", "none", "clip-cov"] = "kernel"
     """What multiplies advantages. kernel: w~ of section 2.3. none: 1, which is GRPO. clip-cov: Clip-Cov's mask."""
     detach_kernel: bool = False
     """Take w~ as a constant (ours). The paper's objective, as printed, has a gradient through it."""
-    centre: Literal["response", "group"] = "response"
-    """Tokens over which the covariance centres log-probs: the response's own (released code) or its group's (ours)."""
     kl_coef: NonNegativeFloat = 0.04
     """Weight of the KL to the initial model (default of the recipe's TRL). 0: no reference model is loaded."""
     normaliser: Literal["response", "token"] = "response"
@@ -139,13 +128,12 @@ def advantages(reward_PG):
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
-def covariance(logp_T, advantage_T, response_T, group_T, centre: str = "response"):
+def covariance(logp_T, advantage_T, response_T, group_T):
     """Return c_T, the centred log-prob (nats) times the centred advantage. Log-probs are centred over the tokens of
-    their "response" or "group", as `centre` says. Advantages are centred over the group's responses."""
+    their response, advantages over the responses of their group."""
     share_T = 1 / torch.bincount(response_T)[response_T].to(advantage_T.dtype)  # so that each response counts once
     mean_P = common.mean_by(share_T * advantage_T, group_T) / common.mean_by(share_T, group_T)
-    centre_T = response_T if centre == "response" else group_T
-    mean_logp_T = common.mean_by(logp_T, centre_T)[centre_T]
+    mean_logp_T = common.mean_by(logp_T, response_T)[response_T]
     return (logp_T - mean_logp_T) * (advantage_T - mean_P[group_T])  # covariance
 
 
@@ -163,21 +151,18 @@ def kernel_weights(c_T, group_T):
     return w_T / common.mean_by(w_T, group_T)[group_T]  # normalisation
 
 
-def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, centre: str = "response"):
+def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T):
     """Return k_T (float64), which takes the place of w~ in `policy_loss` and gives it the gradient through w~.
 
     A group's tokens are spread over micro-batches and ranks, so autograd cannot pass through w~ there.
     Here the derivative of the whole J = sum_t weight_t ratio_t w~_t A_t, with ratio 1, is taken once, over all tokens.
     Then k_t = (dJ / dlogp_t) / (weight_t A_t), and `policy_loss` multiplies by k_t as if it were the weight w~_t.
 
-    k is not w~, and it may be negative. weight_T holds all other factors of w~ and A, including the ratio's value where
-    that is not 1. J has no KL. With several updates a step it has no clip of the ratio, while `policy_loss` has one.
-    A token with A = 0 gets no gradient. With log-probs centred per response it has none. With --centre group and
-    rewards of three values it would have one, through the mean log-prob that the group shares. This is left out,
-    because a factor of the token's own advantage cannot carry it."""
+    k is not w~, and it may be negative. weight_T holds whatever else multiplies ratio, w~ and A. J has no KL. A token
+    with A = 0 has no gradient, since log-probs are centred within its response."""
     logp_T, advantage_T, weight_T = (x.detach().double() for x in (logp_T, advantage_T, weight_T))
     leaf_T = logp_T.clone().requires_grad_()
-    c_T = covariance(leaf_T, advantage_T, response_T, group_T, centre)
+    c_T = covariance(leaf_T, advantage_T, response_T, group_T)
     ratio_T = (leaf_T - logp_T).exp()
     objective = (weight_T * ratio_T * kernel_weights(c_T, group_T) * advantage_T).sum()
     (gradient_T,) = torch.autograd.grad(objective, leaf_T)
@@ -213,13 +198,16 @@ def token_weights(length_R, normaliser: str = "response"):
     return weight_R.repeat_interleave(length_R)
 
 
-def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T, kl_coef: float, low=LOW, high=HIGH):
+def policy_loss(logp_T, old_logp_T, advantage_T, factor_T, weight_T, kl_coef: float, ref_logp_T=None):
     """Return the loss (section 2.3), summed over these tokens, and metrics. factor_T multiplies the advantage. Since it
-    may be negative, the sign of the product decides which bound of the ratio acts.
+    may be negative, the sign of the product decides which bound of the ratio acts. Without ref_logp_T, the reference's
+    log-probs, the KL is 0.
     Metrics: kl is the KL to the reference without its coefficient (k3, nats, weighted as in the loss)."""
+    if ref_logp_T is None:
+        ref_logp_T = logp_T.detach()
     ratio_T = (logp_T - old_logp_T).exp()
     gain_T = factor_T * advantage_T
-    clipped_T = ratio_T.clamp(low, high)
+    clipped_T = ratio_T.clamp(LOW, HIGH)
     surrogate_T = torch.minimum(ratio_T * gain_T, clipped_T * gain_T)
     behind_T = ref_logp_T - logp_T
     kl_T = behind_T.exp() - behind_T - 1  # k3
@@ -256,39 +244,6 @@ def covariance_summary(c_T):
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def token_factors(args, logp_T, old_logp_T, advantage_T, weight_T, response_T, group_T, generator):
-    """Return factor_T for one update's tokens, by which `policy_loss` multiplies their advantages: k or w~ of the
-    kernel, Clip-Cov's mask, or 1. All *_T hold the tokens of the whole update."""
-    if args.reweight == "none":
-        return torch.ones_like(logp_T)
-    if args.reweight == "clip-cov":
-        return clip_cov_mask(
-            logp_T,
-            old_logp_T,
-            advantage_T,
-            LOW,
-            HIGH,
-            share=args.clip_cov_share,
-            cov_low=args.clip_cov_low,
-            cov_high=args.clip_cov_high,
-            generator=generator,
-        )
-    if args.detach_kernel:
-        c_T = covariance(logp_T, advantage_T, response_T, group_T, args.centre)
-        return kernel_weights(c_T, group_T)
-    # after the first update of a step the ratio is no longer 1, and it scales the gradient
-    weight_T = weight_T * (logp_T - old_logp_T).exp()
-    return effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T, args.centre)
-
-
-def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others):
-    """Return the inputs of `policy_loss`, given the log-probs of the policy that sampled: with the advantages times the
-    truncated ratio to the sampler. Without a reference it is its own."""
-    truncated_T = common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap)
-    inputs = {"old_logp_T": logp_T, "ref_logp_T": logp_T, "advantage_T": advantage_T * truncated_T}
-    return inputs | others
-
-
 def learn(policy, reference, optimizer, batch, seed, record):
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
@@ -299,99 +254,100 @@ def learn(policy, reference, optimizer, batch, seed, record):
     advantage_T = advantage_R[batch.response_T]
     group_R = torch.arange(len(advantage_R)) // args.group_size
     group_T = group_R[batch.response_T]
-    # valid: not of a dead group; the metrics of c are over these. trained: has a gradient, from A or from the KL.
-    # scored: its log-probs are needed.
-    valid_R = common.valid(batch.reward_PG)[group_R]
-    valid_T = valid_R[batch.response_T]
-    trained_R = valid_R | (args.kl_coef > 0)  # without KL a dead group has no gradient
+    valid_P = common.valid(batch.reward_PG)
+    trained_R = valid_P[group_R] | (args.kl_coef > 0)  # without KL a dead group has no gradient
     trained_T = trained_R[batch.response_T]
-    scored_R = trained_R | (args.reweight == "clip-cov")  # Clip-Cov's means include dead groups
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    plans = []
+    updates = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R], args.normaliser))
-        plans.append(batch.deal(mine_R & scored_R, world, args.micro_batch_tokens))
-    weight_T = torch.cat(weights).float()
-    # Every name that ends in _T is cut to the micro-batch; old_policy hands on to policy_loss what it does not take.
-    # What scales the policy term must also enter statistics["weight_T"]: the kernel's gradient is of the whole term.
+        updates.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
+    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch
     inputs = {
         "advantage_T": advantage_T,
-        "factor_T": torch.ones_like(weight_T),
-        "weight_T": weight_T,
+        "factor_T": torch.ones(len(advantage_T)),
+        "weight_T": torch.cat(weights).float(),
         "kl_coef": args.kl_coef,
-        "sampler_logp_T": batch.sampler_logp_T,
     }
 
-    # ---- old and reference log-probs of the whole step: c, sigma and the normaliser span micro-batches and ranks
-    micro_batches = [responses for plan in plans for responses in plan]
-    logp_T, entropy_T = torch.zeros(2, len(trained_T))
-    old_logp_T = logp_T
-    alone = (
-        args.updates_per_step == 1 and args.reweight == "none"
-    )  # then the update itself sees the policy that sampled
-    if not alone:
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")
-        inputs = old_policy(args, old_logp_T, **inputs)
+    # ---- old and reference log-probs, in the micro-batches of the updates, so that the ratio starts at 1
+    all_micro_batches = [responses for micro_batches in updates for responses in micro_batches]
+    if args.reweight != "none" or args.updates_per_step > 1:  # else the only update sees the policy that sampled
+        old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp", entropies=False)
+        inputs["old_logp_T"] = old_logp_T
     if reference is not None:
-        ref_logp_T, _ = common.score(reference, batch, micro_batches, record, "reference", entropies=False)
-        inputs["ref_logp_T"] = ref_logp_T
-    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-    statistics = {
-        "logp_T": old_logp_T.clone(),  # of the policy that an update starts from
-        "old_logp_T": old_logp_T,
-        "advantage_T": advantage_T,
-        "weight_T": weight_T * truncated_T,
-        "response_T": batch.response_T,
-        "group_T": group_T,
-    }
+        inputs["ref_logp_T"], _ = common.score(
+            reference, batch, all_micro_batches, record, "reference", entropies=False
+        )
+
+    # ---- the kernel, over the whole step: c, sigma and the normaliser span micro-batches and ranks
+    if args.reweight == "kernel":
+        if args.detach_kernel:
+            c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
+            factor_T = kernel_weights(c_T, group_T)
+        else:
+            # whatever else scales the policy term must enter here, too: the kernel's gradient is of the whole term
+            scale_T = inputs["weight_T"] * common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+            factor_T = effective_kernel(old_logp_T, advantage_T, scale_T, batch.response_T, group_T)
+        inputs["factor_T"] = factor_T.float()
 
     # ---- updates
     generator = torch.Generator().manual_seed(seed)
+    logp_T, entropy_T = torch.zeros(2, len(trained_T))
     grad_norms = []
-    for update, plan in enumerate(plans):
-        if not trained_R[update_R == update].any():
+    for update, micro_batches in enumerate(updates):
+        if not micro_batches:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
-        own_T = update_R[batch.response_T] == update
-        if update and args.reweight != "none":
-            start_logp_T, _ = common.score(policy, batch, plan, record, "start_logp", entropies=False)
-            statistics["logp_T"][own_T] = start_logp_T[own_T]
-        factor_T = token_factors(args, **common.cut(statistics, own_T), generator=generator)
-        inputs["factor_T"][own_T] = factor_T.float()
+        if args.reweight == "clip-cov":
+            start_logp_T = old_logp_T
+            if update:  # the policy has moved since it sampled
+                start_logp_T, _ = common.score(policy, batch, micro_batches, record, "start_logp", entropies=False)
+            own_T = trained_T & (update_R == update)[batch.response_T]
+            inputs["factor_T"][own_T] = clip_cov_mask(
+                start_logp_T[own_T],
+                old_logp_T[own_T],
+                advantage_T[own_T],
+                LOW,
+                HIGH,
+                share=args.clip_cov_share,
+                cov_low=args.clip_cov_low,
+                cov_high=args.clip_cov_high,
+                generator=generator,
+            )
         with record.phase("update"):
             optimizer.zero_grad()
-            finite = True
-            for responses in plan:
-                micro = batch.pack([r for r in responses if trained_R[r]], world.device, inputs)
-                logp, entropy = policy(micro, entropies=alone)
-                if alone:
-                    micro.inputs = old_policy(args, logp.detach(), **micro.inputs)
-                    entropy_T[micro.token_T] = entropy.cpu()
+            for responses in micro_batches:
+                micro = batch.pack(responses, world.device, inputs)
+                logp, entropy = policy(micro)
+                old_logp = micro.inputs.setdefault("old_logp_T", logp.detach())  # without a pass its own
+                sampled = batch.sampler_logp_T[micro.token_T]
+                micro.inputs["advantage_T"] *= common.truncated_ratio(old_logp, sampled, args.tis_cap)
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                entropy_T[micro.token_T] = entropy.cpu()
                 record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if common.is_finite(finite, norm, world):
+            if math.isfinite(norm):
                 optimizer.step()
                 grad_norms.append(norm)
                 record.skips_in_a_row = 0
             else:
                 record.skip_update(norm)
 
-    # ---- metrics: the same functions on the whole step
+    # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)
-    if alone:
-        entropy_T = world.all_reduce(entropy_T)
-        inputs = old_policy(args, logp_T, **inputs)
-        statistics["logp_T"] = logp_T
-    c_T = covariance(statistics["logp_T"], advantage_T, batch.response_T, group_T, args.centre)
+    entropy_T = world.all_reduce(entropy_T)
+    old_logp_T = inputs.setdefault("old_logp_T", logp_T)
+    c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
     if args.reweight == "kernel":  # the value of the loss has w~: k reproduces only its gradient
         inputs["factor_T"] = kernel_weights(c_T, group_T)
-    w_T = inputs["factor_T"]
-    loss, means = policy_loss(logp_T[trained_T], **common.cut(inputs, trained_T))
+    sampled_T = batch.sampler_logp_T[trained_T]
+    trained = common.cut(inputs, trained_T)
+    trained["advantage_T"] *= common.truncated_ratio(trained["old_logp_T"], sampled_T, args.tis_cap)
+    loss, means = policy_loss(logp_T[trained_T], **trained)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
@@ -399,7 +355,8 @@ def learn(policy, reference, optimizer, batch, seed, record):
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T]))
+    valid_T = valid_P[group_T]
+    metrics.update(common.sampler_gap(trained["old_logp_T"], sampled_T))
     metrics.update(covariance_summary(c_T[valid_T]))
     if reference is not None:
         metrics["kl"] = means["kl"].item() / args.updates_per_step
@@ -408,10 +365,11 @@ def learn(policy, reference, optimizer, batch, seed, record):
         entropy_R = common.mean_by(entropy_T.double(), batch.response_T)
         metrics["entropy_response"] = entropy_R[batch.response_T[trained_T].unique()].mean().item()  # section 2.2
     if valid_T.any():
+        w_T = inputs["factor_T"][valid_T]
         sigma_P = bandwidth(c_T, group_T)[group_T[valid_T].unique()]
         metrics["covariance/sigma"] = sigma_P.double().mean().item()
-        metrics["weight_removed"] = (1 - w_T[valid_T]).clamp(min=0).double().mean().item()
-        metrics["weight_below_half"] = (w_T[valid_T] < 0.5).double().mean().item()
+        metrics["weight_removed"] = (1 - w_T).clamp(min=0).double().mean().item()
+        metrics["weight_below_half"] = (w_T < 0.5).double().mean().item()
     return metrics
 
 
@@ -422,6 +380,8 @@ def main(args: Args) -> None:
     world = common.init_world()
     common.validate(args, world)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
+    several = args.updates_per_step > 1
+    common.need(not several or args.reweight != "kernel", "--updates-per-step: 1, or another --reweight than kernel")
     common.need(args.clip_cov_low <= args.clip_cov_high, "--clip-cov-low: at most --clip-cov-high")
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)

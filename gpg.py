@@ -54,6 +54,7 @@ not say, and we chose. docs/gpg.md compares the paper with its released code.
   advantage by min(pi / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -69,14 +70,6 @@ common.PROMPTS["qwen-boxed"] = (  # B.4, for the 7B model
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
     "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
 )
-common.PROMPTS["open-rs"] = (  # released R1 recipe; B.4 lacks the last sentence and the box, which the verifier reads
-    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
-    "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
-    "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
-    "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
-    "answer here </answer>. Note that respond by English, NOT use other languages.",
-    "{problem}",
-)
 
 
 @dataclass
@@ -86,7 +79,7 @@ class Args(common.Args):
     model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id or folder with config.json and *.safetensors.
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"
-    """qwen-boxed, open-rs, one of those that sspo.py has, or a text file with {problem} in it."""
+    """qwen-boxed, one of those that sspo.py has, or a text file with {problem} in it."""
     steps: NonNegativeInt = 1100  # Rollout steps; 0 only evaluates.
     prompts_per_step: PositiveInt = 144  # Prompts sampled in a step, or in each of its draws (P).
     max_response_tokens: PositiveInt = 3072
@@ -180,20 +173,19 @@ def learn(policy, reference, optimizer, batch, record):
         "alpha": alpha(batch.reward_PG) if args.accurate_gradient else 1.0,
         "kl_coef": args.kl_coef,
     }
-    plan = batch.deal(trained_R, world, args.micro_batch_tokens)
+    micro_batches = batch.deal(trained_R, world, args.micro_batch_tokens)
 
     # ---- reference log-probs
     if reference is not None:
-        inputs["ref_logp_T"], _ = common.score(reference, batch, plan, record, "reference", entropies=False)
+        inputs["ref_logp_T"], _ = common.score(reference, batch, micro_batches, record, "reference", entropies=False)
 
     # ---- update
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
     grad_norms = []
-    if plan:  # without a gradient AdamW's momentum and decay would still move the weights
+    if micro_batches:  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
-            finite = True
-            for responses in plan:
+            for responses in micro_batches:
                 micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)
                 # there is no pass for old log-probs: before the only update they are the policy's own
@@ -201,19 +193,18 @@ def learn(policy, reference, optimizer, batch, record):
                 micro.inputs["advantage_T"] *= common.truncated_ratio(logp.detach(), sampled, args.tis_cap)
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
                 record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if common.is_finite(finite, norm, world):
+            if math.isfinite(norm):
                 optimizer.step()
                 grad_norms.append(norm)
                 record.skips_in_a_row = 0
             else:
                 record.skip_update(norm)
 
-    # ---- metrics: the same functions on the whole step
+    # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)[trained_T]
     entropy_T = world.all_reduce(entropy_T)[trained_T]
     sampled_T = batch.sampler_logp_T[trained_T]

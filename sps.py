@@ -20,8 +20,7 @@ Where the paper is silent, contradicts itself, or is departed from, we do as fol
 not say, and we chose.
 - --irl-lr is 5e-10, as printed. An AdamW step of that size is lost in the rounding of any float32 weight of 2**-6 =
   0.016 or more, and a GPU samples in bfloat16, which sees almost none of the other changes. So expect GRPO's results. A
-  run says at its start if few of its weights can move, and irl/moved_share says how many did. ./run.sh sps-act-... sets
-  5e-7, the rate of the RL stage (ours).
+  run says at its start how few of its weights can move. ./run.sh sps-act-... sets 5e-7, the RL stage's rate (ours).
 - Eq. 4 as printed maximises the KL to the rollouts. We take its sign for a slip. The rollout distribution is empirical,
   so the KL is the cross-entropy (C.1). We take its mean over the tokens of a batch (ours).
 - An RL stage is one pass over the data (ours). At 3k problems that is 3k x 8 / 128 = 188 steps, which fits the 68
@@ -131,17 +130,19 @@ def token_weights(length_R, normaliser: str = "response"):
     return weight_R.repeat_interleave(length_R)
 
 
-def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, weight_T, low: float, high: float, kl_coef: float):
-    """Return the RL loss (Eq. 23), summed over these tokens, and metrics. low and high bound the ratio.
+def policy_loss(logp_T, old_logp_T, advantage_T, weight_T, low: float, high: float, kl_coef: float, ref_logp_T=None):
+    """Return the RL loss (Eq. 23), summed over these tokens, and metrics. low and high bound the ratio. Without
+    ref_logp_T, the reference's log-probs, the KL is 0.
     Metrics: kl is the KL to the reference without its coefficient (k3, nats, weighted as in the loss)."""
+    if ref_logp_T is None:
+        ref_logp_T = logp_T.detach()
     ratio_T = (logp_T - old_logp_T).exp()
     free_T = ratio_T * advantage_T
     clipped_T = ratio_T.clamp(low, high) * advantage_T
     behind_T = ref_logp_T - logp_T
     kl_T = behind_T.exp() - behind_T - 1  # k3
     loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_T))).sum()  # Eq. 23
-    kl = (weight_T * kl_T).sum()
-    return loss, {"kl": kl.detach()}
+    return loss, {"kl": (weight_T * kl_T).sum().detach()}
 
 
 def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=None) -> list[tuple[int, int]]:
@@ -173,14 +174,6 @@ def irl_loss(logp_T, weight_T):
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def old_policy(args, logp_T, sampler_logp_T, advantage_T, **others):
-    """Return the inputs of `policy_loss`, given the log-probs of the policy that sampled: with the advantages times the
-    truncated ratio to the sampler. Without a reference it is its own."""
-    truncated_T = common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap)
-    inputs = {"old_logp_T": logp_T, "ref_logp_T": logp_T, "advantage_T": advantage_T * truncated_T}
-    return inputs | others
-
-
 def learn(policy, reference, optimizer, batch, record):
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
@@ -192,65 +185,63 @@ def learn(policy, reference, optimizer, batch, record):
     trained_T = trained_R[batch.response_T]
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    plans = []
+    updates = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R]))
-        plans.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
-
-    # every name that ends in _T is cut to the micro-batch; old_policy hands on to policy_loss what it does not take
+        updates.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
+    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch
     inputs = {
         "advantage_T": advantage_R[batch.response_T],
         "weight_T": torch.cat(weights).float(),
-        "sampler_logp_T": batch.sampler_logp_T,
         "kl_coef": args.kl_coef,
         **CLIP,
     }
 
     # ---- old and reference log-probs, in the micro-batches of the updates, so that the ratio starts at 1
-    micro_batches = [responses for plan in plans for responses in plan]
-    logp_T, entropy_T = torch.zeros(2, len(trained_T))
-    alone = args.updates_per_step == 1  # then the update itself sees the policy that sampled
-    if not alone:
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")
-        inputs = old_policy(args, old_logp_T, **inputs)
+    all_micro_batches = [responses for micro_batches in updates for responses in micro_batches]
+    if args.updates_per_step > 1:  # the only update would see the policy that sampled
+        inputs["old_logp_T"], _ = common.score(policy, batch, all_micro_batches, record, "old_logp", entropies=False)
     if reference is not None:
-        ref_logp_T, _ = common.score(reference, batch, micro_batches, record, "reference", entropies=False)
-        inputs["ref_logp_T"] = ref_logp_T
+        inputs["ref_logp_T"], _ = common.score(
+            reference, batch, all_micro_batches, record, "reference", entropies=False
+        )
 
     # ---- updates
+    logp_T, entropy_T = torch.zeros(2, len(trained_T))
     grad_norms = []
-    for plan in plans:
-        if not plan:
+    for micro_batches in updates:
+        if not micro_batches:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
-            finite = True
-            for responses in plan:
+            for responses in micro_batches:
                 micro = batch.pack(responses, world.device, inputs)
-                logp, entropy = policy(micro, entropies=alone)
-                if alone:
-                    micro.inputs = old_policy(args, logp.detach(), **micro.inputs)
-                    entropy_T[micro.token_T] = entropy.cpu()
+                logp, entropy = policy(micro)
+                old_logp = micro.inputs.setdefault("old_logp_T", logp.detach())  # without a pass its own
+                sampled = batch.sampler_logp_T[micro.token_T]
+                micro.inputs["advantage_T"] *= common.truncated_ratio(old_logp, sampled, args.tis_cap)
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
+                entropy_T[micro.token_T] = entropy.cpu()
                 record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if common.is_finite(finite, norm, world):
+            if math.isfinite(norm):
                 optimizer.step()
                 grad_norms.append(norm)
                 record.skips_in_a_row = 0
             else:
                 record.skip_update(norm)
 
-    # ---- metrics: the same functions on the whole step
-    logp_T = world.all_reduce(logp_T)
-    if alone:
-        entropy_T = world.all_reduce(entropy_T)
-        inputs = old_policy(args, logp_T, **inputs)
-    loss, means = policy_loss(logp_T[trained_T], **common.cut(inputs, trained_T))
+    # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
+    logp_T = world.all_reduce(logp_T)[trained_T]
+    entropy_T = world.all_reduce(entropy_T)[trained_T]
+    sampled_T = batch.sampler_logp_T[trained_T]
+    trained = common.cut(inputs, trained_T)
+    old_logp_T = trained.setdefault("old_logp_T", logp_T)
+    trained["advantage_T"] *= common.truncated_ratio(old_logp_T, sampled_T, args.tis_cap)
+    loss, means = policy_loss(logp_T, **trained)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
@@ -258,18 +249,17 @@ def learn(policy, reference, optimizer, batch, record):
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T]))
+    metrics.update(common.sampler_gap(old_logp_T, sampled_T))
     if reference is not None:
         metrics["kl"] = means["kl"].item() / args.updates_per_step
     if trained_T.any():
-        metrics["entropy"] = entropy_T[trained_T].double().mean().item()
+        metrics["entropy"] = entropy_T.double().mean().item()
     return metrics
 
 
 def learn_irl(policy, batches, record):
     """Train on the batches of demonstrations of an IRL stage, with an AdamW of the stage's own. Return the means of
-    their metrics, the loss of the last batch, and the shares of weights that the stage moved, as float32 and as
-    bfloat16 have them. All are the same on every rank."""
+    their metrics and the loss of the last batch, the same on every rank."""
     args = record.args
     world = record.world
     optimizer = torch.optim.AdamW(
@@ -279,25 +269,22 @@ def learn_irl(policy, batches, record):
         weight_decay=args.weight_decay,
         fused=True,
     )
-    before = [weights.to("cpu", copy=True) for weights in shards(policy)]
     rows = []
     grad_norms = []
     for batch in batches:
         inputs = {"weight_T": token_weights(batch.length_R, "token").float()}
-        plan = batch.deal(batch.total_R > 0, world, args.micro_batch_tokens)
+        micro_batches = batch.deal(batch.total_R > 0, world, args.micro_batch_tokens)
         logp_T = torch.zeros(len(batch.response_T))
         optimizer.zero_grad()
-        finite = True
-        for responses in plan:
+        for responses in micro_batches:
             micro = batch.pack(responses, world.device, inputs)
             logp, _ = policy(micro, entropies=False)
             loss, _ = irl_loss(logp, **micro.inputs)
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-            finite &= bool(loss.isfinite() & logp.isfinite().all())
             logp_T[micro.token_T] = logp.detach().cpu()
             record.tokens["irl"] += micro.cost
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-        if common.is_finite(finite, norm, world):
+        if math.isfinite(norm):
             optimizer.step()
             grad_norms.append(norm)
             record.skips_in_a_row = 0
@@ -314,31 +301,20 @@ def learn_irl(policy, batches, record):
     metrics = {name: sum(row[name] for row in rows) / len(rows) for name in row}
     metrics["irl/loss_last"] = row["irl/loss"]
     metrics["irl/grad_norm"] = sum(grad_norms) / max(1, len(grad_norms))
-    metrics["irl/moved_share"] = moved_share(before, shards(policy), torch.float32, world)
-    metrics["irl/moved_share_bf16"] = moved_share(before, shards(policy), torch.bfloat16, world)
     return metrics
 
 
-def shards(policy):
-    """Return this rank's part of every weight of the policy."""
-    return [parameter.detach().to_local() for parameter in policy.parameters()]
-
-
-def moved_share(before: list[torch.Tensor], after: list[torch.Tensor], dtype, world) -> float:
-    """Return the share of all ranks' weights that differ between `before` and `after` when rounded to `dtype`."""
+def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float:
+    """Return the share of all ranks' weights that AdamW's first step would move, as `dtype` has them. `weights` are
+    this rank's parts. The step is taken as lr in size and away from 0."""
     moved = 0
     count = 0
-    for old, new in zip(before, after, strict=True):
-        moved += (old.to(new.device, dtype) != new.to(dtype)).sum().item()
-        count += old.numel()
-    moved, count = world.all_reduce(torch.tensor([moved, count]).double()).tolist()
-    return moved / count
-
-
-def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float:
-    """Return the share of weights that AdamW's first step would move, as `dtype` has them. The step is taken as lr in
-    size and away from 0."""
-    return moved_share(weights, [each + lr * each.sign() for each in weights], dtype, world)
+    for weight in weights:
+        stepped = weight + lr * weight.sign()
+        moved += (stepped.to(dtype) != weight.to(dtype)).sum().item()
+        count += weight.numel()
+    moved, count = world.all_reduce(torch.tensor([moved, count]).double())
+    return float(moved / count)
 
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
@@ -358,11 +334,12 @@ def keep_demonstrations(folder, step, groups, problems, args):
         how=args.choose,
         generator=generator,
     )
+    place_of = {id(problem): place for place, problem in enumerate(problems)}
     kept = []
     for p, g in chosen:
         rollout = groups[p].rollouts[g]
         demonstration = {
-            "problem": problems.index(groups[p].problem),
+            "problem": place_of[id(groups[p].problem)],
             "ids": torch.from_numpy(rollout.ids),
             "logp": torch.from_numpy(rollout.logp),
             "reward_G": reward_PG[p, g : g + 1].clone(),
@@ -414,16 +391,14 @@ def main(args: Args) -> None:
     # ---- find whatever can be wrong before an engine starts
     world = common.init_world()
     common.validate(args, world)
-    divides = args.prompts_per_step % args.updates_per_step == 0
-    common.need(divides, "--updates-per-step must divide --prompts-per-step")
+    common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
     common.need(args.demonstrations <= args.group_size, f"--demonstrations: 1 to --group-size, {args.group_size}")
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     rl_steps, irl_steps = stage_lengths(args, len(problems))
     if irl_steps and 0 < args.steps < rl_steps:
-        never = f"an RL stage has {rl_steps}, so no IRL stage would come (--irl-steps 0?)"
-        raise ValueError(f"--steps {args.steps}: {never}")
+        raise ValueError(f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage comes (--irl-steps 0?)")
     verifier = common.Verifier(args, world)
     record = common.Record(args, "sps", world)
 
@@ -441,11 +416,14 @@ def main(args: Args) -> None:
     )
     start, position = common.resume(policy, optimizer, record)
     if irl_steps:
-        share = movable_share(shards(policy), args.irl_lr, torch.float32, world)
-        sampled = movable_share(shards(policy), args.irl_lr, torch.bfloat16, world)
+        weights = [parameter.detach().to_local() for parameter in policy.parameters()]
+        share = movable_share(weights, args.irl_lr, torch.float32, world)
+        sampled = movable_share(weights, args.irl_lr, torch.bfloat16, world)
         if share < 0.99:
-            moves = f"a step of that size moves {share:.1%} of the float32 weights, the others round it away"
-            record.say(f"--irl-lr {args.irl_lr}: {moves}; {sampled:.2%} as bfloat16 has them. See docs/sps.md")
+            record.say(
+                f"--irl-lr {args.irl_lr}: a step of that size moves {share:.1%} of the float32 weights, the others "
+                f"round it away; {sampled:.2%} as bfloat16 has them. See docs/sps.md"
+            )
     sampler.load(policy)
     if not start:
         record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))

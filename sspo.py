@@ -38,6 +38,7 @@ not say, and we chose.
   advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -193,24 +194,6 @@ def step_segments(batch, trained_R, tokenizer, delimiter: str):
     return torch.tensor(segment_T, dtype=torch.long)
 
 
-def old_policy(args, logp_T, entropy_T, sampler_logp_T, advantage_T, segment_T, **others):
-    """Return the inputs of `policy_loss`, given the log-probs and entropies of the policy that sampled: with the bounds
-    of each segment, and the advantages times the truncated ratio to the sampler."""
-    entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
-    low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
-    if args.clip == "fixed":
-        low_S = torch.full_like(low_S, 1 - args.clip_low)
-        high_S = torch.full_like(high_S, 1 + args.clip_high)
-    return {
-        "old_logp_T": logp_T,
-        "advantage_T": advantage_T * common.truncated_ratio(logp_T, sampler_logp_T, args.tis_cap),
-        "segment_T": segment_T,
-        "low_S": low_S,
-        "high_S": high_S,
-        **others,
-    }
-
-
 def learn(policy, optimizer, batch, tokenizer, record):
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
     args = record.args
@@ -223,61 +206,58 @@ def learn(policy, optimizer, batch, tokenizer, record):
     segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    plans = []
+    updates = []
     for update in range(args.updates_per_step):
         mine_R = update_R == update
         weights.append(token_weights(batch.length_R[mine_R], args.normaliser, args.max_response_tokens))
-        plans.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
-
-    # every name that ends in _T is cut to the micro-batch; old_policy hands on to policy_loss what it does not take
-    inputs = {
-        "advantage_T": advantage_R[batch.response_T],
-        "segment_T": segment_T,
-        "weight_T": torch.cat(weights).float(),
-        "sampler_logp_T": batch.sampler_logp_T,
-    }
+        updates.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
 
     # ---- old log-probs and entropies, in the micro-batches of the updates, so that the ratio starts at 1
-    logp_T, entropy_T = torch.zeros(2, len(trained_T))
-    alone = args.updates_per_step == 1  # then the update itself sees the policy that sampled
-    if not alone:
-        micro_batches = [responses for plan in plans for responses in plan]
-        old_logp_T, entropy_T = common.score(policy, batch, micro_batches, record, "old_logp")  # Eq. 12
-        inputs = old_policy(args, old_logp_T, entropy_T, **inputs)
+    all_micro_batches = [responses for micro_batches in updates for responses in micro_batches]
+    old_logp_T, entropy_T = common.score(policy, batch, all_micro_batches, record, "old_logp")  # Eq. 12
+    entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
+    low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
+    if args.clip == "fixed":
+        low_S = torch.full_like(low_S, 1 - args.clip_low)
+        high_S = torch.full_like(high_S, 1 + args.clip_high)
+    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch
+    inputs = {
+        "old_logp_T": old_logp_T,
+        "advantage_T": advantage_R[batch.response_T] * truncated_T,
+        "segment_T": segment_T,
+        "low_S": low_S,
+        "high_S": high_S,
+        "weight_T": torch.cat(weights).float(),
+    }
 
     # ---- updates
+    logp_T = torch.zeros(len(trained_T))
     grad_norms = []
-    for plan in plans:
-        if not plan:
+    for micro_batches in updates:
+        if not micro_batches:
             continue  # without a gradient AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
-            finite = True
-            for responses in plan:
+            for responses in micro_batches:
                 micro = batch.pack(responses, world.device, inputs)
-                logp, entropy = policy(micro, entropies=alone)
-                if alone:
-                    micro.inputs = old_policy(args, logp.detach(), entropy, **micro.inputs)
-                    entropy_T[micro.token_T] = entropy.cpu()
+                logp, _ = policy(micro, entropies=False)
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                finite &= bool(loss.isfinite() & logp.isfinite().all())
                 logp_T[micro.token_T] = logp.detach().cpu()
                 record.tokens["update"] += micro.cost
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if common.is_finite(finite, norm, world):
+            if math.isfinite(norm):
                 optimizer.step()
                 grad_norms.append(norm)
                 record.skips_in_a_row = 0
             else:
                 record.skip_update(norm)
 
-    # ---- metrics: the same functions on the whole step
-    logp_T = world.all_reduce(logp_T)
-    if alone:
-        entropy_T = world.all_reduce(entropy_T)
-        inputs = old_policy(args, logp_T, entropy_T, **inputs)
-    loss, ratios = policy_loss(logp_T[trained_T], **common.cut(inputs, trained_T))
+    # ---- metrics: policy_loss on the whole step, since shares and extremes of micro-batches do not add up
+    logp_T = world.all_reduce(logp_T)[trained_T]
+    trained = common.cut(inputs, trained_T)
+    loss, ratios = policy_loss(logp_T, **trained)
     high = ratios.pop("clipped_high").item() / len(trained_T)
     low = ratios.pop("clipped_low").item() / len(trained_T)
     metrics = {
@@ -292,14 +272,13 @@ def learn(policy, optimizer, batch, tokenizer, record):
     }
     for name, value in ratios.items():
         metrics[name] = value.item()
-    metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T]))
+    metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
     if trained_T.any():
         trained_S = segment_T[trained_T].unique()
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         metrics["segments_per_response"] = len(trained_S) / trained_R.sum().item()
         if args.clip == "entropy":
-            entropy_S = segment_mean(entropy_T, segment_T)[trained_S]
-            metrics.update(clip_summary(entropy_S, args.alpha, args.beta, args.gamma))
+            metrics.update(clip_summary(entropy_S[trained_S], args.alpha, args.beta, args.gamma))
     return metrics
 
 
