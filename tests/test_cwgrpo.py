@@ -61,9 +61,6 @@ def ours(logp, old, ref, reward, beta, kernel="printed"):
     group_T = response_T // len(logp[0])
     advantage_T = cwgrpo.advantages(torch.tensor(reward, dtype=torch.float64)).flatten()[response_T]
     weight_T = cwgrpo.token_weights(length_R)
-    args = cwgrpo.Args(reweight="none" if kernel == "none" else "kernel", detach_kernel=kernel == "detached")
-    of_tokens = (flat(logp), flat(old), advantage_T, weight_T, response_T, group_T)
-    factor_T = cwgrpo.token_factors(args, *of_tokens, None)
     fixed = {
         "old_logp_T": flat(old),
         "ref_logp_T": flat(ref),
@@ -71,12 +68,16 @@ def ours(logp, old, ref, reward, beta, kernel="printed"):
         "weight_T": weight_T,
         "kl_coef": beta,
     }
+    factor_T = w_T = torch.ones_like(advantage_T)
+    if kernel != "none":
+        c_T = cwgrpo.covariance(flat(old), advantage_T, response_T, group_T)
+        factor_T = w_T = cwgrpo.kernel_weights(c_T, group_T)
+    if kernel == "printed":
+        factor_T = cwgrpo.effective_kernel(flat(old), advantage_T, weight_T, response_T, group_T)
     leaf = flat(logp).requires_grad_()
     trained, _ = cwgrpo.policy_loss(leaf, factor_T=factor_T, **fixed)
     trained.backward()
-    if kernel == "printed":  # factor_T has the gradient of w, not its value
-        factor_T = cwgrpo.kernel_weights(cwgrpo.covariance(flat(logp), advantage_T, response_T, group_T), group_T)
-    loss, metrics = cwgrpo.policy_loss(flat(logp), factor_T=factor_T, **fixed)
+    loss, metrics = cwgrpo.policy_loss(flat(logp), factor_T=w_T, **fixed)
     return loss.item(), metrics, leaf.grad
 
 
@@ -84,10 +85,12 @@ def ours(logp, old, ref, reward, beta, kernel="printed"):
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_and_gradient_equal_section_2_3(seed, kernel):
     """Without the kernel it is GRPO with KL. A response with A = 0 inside a valid group for odd seeds; one-token
-    responses only for seed 4, where the kernel changes nothing; the ratio is not 1."""
+    responses only for seed 4, where the kernel changes nothing. The kernel takes one update, whose ratio is 1."""
     logp, old, ref, reward = literal.draw(seed, 1 + seed % 3, 3 + seed % 2, 1 if seed == 4 else 9, 2 + seed % 2, 0.2)
+    if kernel != "none":
+        old = copy.deepcopy(logp)
     rest = (old, ref, reward, [0.04, 0.0][seed == 3])
-    constant = copy.deepcopy(logp) if kernel == "detached" else None
+    constant = old if kernel == "detached" else None
     loss, metrics, gradient = ours(logp, *rest, kernel)
     assert loss == pytest.approx(literal_loss(logp, *rest, kernel, constant), abs=1e-12)
     kl = literal_loss(logp, old, ref, [[0.0] * len(row) for row in logp], 1.0, "none")
@@ -97,26 +100,24 @@ def test_loss_and_gradient_equal_section_2_3(seed, kernel):
     assert torch.allclose(gradient, plain, atol=1e-14, rtol=1e-12) == (kernel == "none" or seed == 4)
     if kernel == "printed":  # c does not change when all log-probs of a response rise alike
         _, response_T = literal.numbers(logp)
-        ours_of = [ours(logp, logp, *rest[1:3], 0.0, each)[2] for each in ("printed", "detached")]
-        torch.testing.assert_close(*(common.mean_by(each, response_T) for each in ours_of), atol=1e-12, rtol=1e-9)
+        detached = ours(logp, *rest, "detached")[2]
+        moved_R = common.mean_by(gradient - detached, response_T)
+        torch.testing.assert_close(moved_R, torch.zeros_like(moved_R), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0, 3.0])
 def test_which_ratios_are_clipped(ratio):
-    """The surrogate of PPO for the advantage times the factor, whatever the signs; 0 and 2 unless others are given."""
+    """The surrogate of PPO for the advantage times the factor, whatever the signs."""
     pairs = [(a, f) for a in (1.0, -1.0, 0.0) for f in (1.5, -0.7, 0.0)]
     advantage_T, factor_T = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
     zero_T = torch.zeros_like(factor_T)
-    fixed = {"advantage_T": advantage_T, "factor_T": factor_T, "weight_T": zero_T + 1, "kl_coef": 0.0}
-    for low, high in ((LOW, HIGH), (0.8, 1.2)):
-        given = {"low": low, "high": high} if low else {}
-        leaf = torch.full_like(zero_T, math.log(ratio)).requires_grad_()
-        loss, _ = cwgrpo.policy_loss(leaf, old_logp_T=zero_T, ref_logp_T=zero_T, **fixed, **given)
-        loss.backward()
-        assert loss.item() == pytest.approx(-sum(literal.surrogate(ratio, a * f, low, high) for a, f in pairs))
-        clipped = min(max(ratio, low), high)
-        slopes = [-ratio * a * f if clipped * a * f >= ratio * a * f else 0 for a, f in pairs]
-        assert leaf.grad.tolist() == pytest.approx(slopes)
+    leaf = torch.full_like(zero_T, math.log(ratio)).requires_grad_()
+    loss, _ = cwgrpo.policy_loss(leaf, zero_T, advantage_T, factor_T, weight_T=zero_T + 1, kl_coef=0.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(-sum(literal.surrogate(ratio, a * f, LOW, HIGH) for a, f in pairs))
+    clipped = min(max(ratio, LOW), HIGH)
+    slopes = [-ratio * a * f if clipped * a * f >= ratio * a * f else 0 for a, f in pairs]
+    assert leaf.grad.tolist() == pytest.approx(slopes)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -222,6 +223,7 @@ def test_format_reward(text, reward):
     "settings, message",
     [
         ({"updates_per_step": 5}, "--updates-per-step must divide --prompts-per-step"),
+        ({"updates_per_step": 2}, "--updates-per-step: 1, or another --reweight than kernel"),
         ({"clip_cov_low": 6.0}, "--clip-cov-low: at most --clip-cov-high"),
     ],
 )

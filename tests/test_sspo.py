@@ -275,10 +275,10 @@ def test_segments_on_a_byte_level_bpe(delimiter, tmp_path):
 
 
 def test_segments_of_a_step():
-    """Numbered through; a response that is not trained is one segment, an empty one none."""
+    """Numbered through; a response that is not trained is one segment, an empty one none; a stop token opens none."""
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     rollouts = []
-    for text in ("3+8=11\n\n11-5=6\n\n6", "", "3\n\n8", "4\n\n5"):
+    for text in ("3+8=11\n\n11-5=6\n\n6", "", "3\n\n8", f"4\n\n5\n\n{tokenizer.eos_token}"):
         ids = np.array(tokenizer.encode(text), np.int64)
         rollouts.append(common.Rollout(ids, np.zeros(len(ids), np.float32), text, False))
     batch = common.Batch([common.Group(common.Problem("", [0], ""), rollouts, reward_G=torch.zeros(4))])
