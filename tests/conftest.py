@@ -88,7 +88,11 @@ class Run:
 
 
 HELD_OUT = ["--eval", f"{TOY}/heldout.jsonl,{TOY}/harder.jsonl", "--eval-every", 3, "--keep-best"]
-OWN = {"sspo": HELD_OUT, "gpg": ["--max-draws", 2, "--prompts-per-step", 5, "--beta-th", 0.8, "--format-reward"]}
+OWN = {
+    "sspo": HELD_OUT,
+    "gpg": ["--max-draws", 2, "--prompts-per-step", 5, "--beta-th", 0.8, "--format-reward"],
+    "sps": ["--eval", TOY / "harder.jsonl", "--eval-every", 3, "--eval-samples", 2, "--eval-temperature", 1],
+}
 
 
 def flags_of(script: str, folder: Path) -> list:
@@ -102,6 +106,13 @@ def sspo_run(tmp_path_factory) -> Run:
     """`torchrun sspo.py`, from nothing to a saved model."""
     folder = tmp_path_factory.mktemp("runs") / "sspo"
     return Run(folder, torchrun("sspo.py", *flags_of("sspo", folder)))
+
+
+def check_sampler(engine: Jobs, flags: list) -> dict:
+    """Return what sampler_checks.py finds on an engine, with room for 160 tokens before responses of 64."""
+    limits = ["--max-prompt-tokens", 160, "--max-response-tokens", 64, "--temperature", 1.3, "--seed", 3]
+    output = engine(script="sampler_checks", flags=[*flags, *limits, "--micro-batch-tokens", 2048])
+    return json.loads(output.splitlines()[-1])
 
 
 def run_on(engine: Jobs, tmp_path_factory, script: str) -> Run:

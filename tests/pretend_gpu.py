@@ -1,6 +1,6 @@
 """A pretended GPU: the project's CUDA branches on torch's CPU build, forward and backward, in seconds.
 
-    python tests/pretend_gpu.py    answers jobs, a line of JSON each: {"job": "learn", "ranks": 8, "script": "gpg"}
+test_pretend_gpu.py asks it for jobs such as {"name": "learn", "ranks": 8, "script": "gpg"}.
 
 CPU tensors are real. A CUDA tensor is fake: it has a shape, a dtype and a device, and its bytes are counted, but it has
 no values. Integers that come from the CPU, and what is computed from them alone, keep their values: places, lengths, an
@@ -17,11 +17,9 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
 import os
 import sys
 import tempfile
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -32,6 +30,7 @@ import bench
 import numpy as np
 import torch
 import torch.distributed as dist
+from jobs import serve
 from safetensors.torch import load_file
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
@@ -47,22 +46,6 @@ import common
 import sspo
 
 TORCH = "2.13."
-TRACED = [  # docs/performance.md: shape, ranks, those of a node, packed tokens, whether activations are recomputed
-    ("qwen2.5-0.5b", 1, 1, 16_384, True),
-    ("qwen2.5-1.5b", 1, 1, 16_384, True),
-    ("qwen2.5-1.5b", 8, 8, 16_384, True),
-    ("qwen2.5-1.5b", 16, 8, 16_384, True),
-    ("qwen2.5-3b", 8, 8, 16_384, True),
-    ("qwen2.5-7b", 2, 2, 16_384, True),
-    ("qwen2.5-7b", 4, 4, 16_384, True),
-    ("qwen2.5-7b", 8, 8, 16_384, True),
-    ("qwen2.5-7b", 16, 8, 16_384, True),
-    ("qwen2.5-0.5b", 1, 1, 16_384, False),
-    ("qwen2.5-1.5b", 1, 1, 8192, False),
-    ("qwen2.5-1.5b", 8, 8, 16_384, False),
-    ("qwen2.5-3b", 8, 8, 16_384, False),
-    ("qwen2.5-7b", 8, 8, 16_384, False),
-]
 TOY = Path(__file__).parent.parent / "tools" / "toy" / "model"
 KEPT = []  # C++ points at these
 aten = torch.ops.aten
@@ -298,17 +281,14 @@ def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
     rng = np.random.default_rng(7)
     if problems is None:
         problems = [common.Problem("", rng.integers(0, 263, rng.integers(2, 12)).tolist(), "0") for _ in range(6)]
-    return [group(problem, rng.integers(1, 30, 4)) for problem in problems]
-
-
-def group(problem: common.Problem, lengths: Iterable[int]) -> common.Group:
-    """Return random responses of these lengths, the first, fourth, fifth and so on of which are right."""
-    rng = np.random.default_rng(7)
-    rollouts = []
-    for length in lengths:
-        rollouts.append(common.Rollout(rng.integers(0, 263, length), np.zeros(length, np.float32), "", False))
-    reward_G = torch.tensor([float(n % 4 in (0, 3)) for n in range(len(rollouts))]).double()
-    return common.Group(problem, rollouts, reward_G, reward_G)
+    found = []
+    reward_G = torch.tensor([1.0, 0.0, 0.0, 1.0]).double()
+    for problem in problems:
+        rollouts = []
+        for length in rng.integers(1, 30, 4):
+            rollouts.append(common.Rollout(rng.integers(0, 263, length), np.zeros(length, np.float32), "", False))
+        found.append(common.Group(problem, rollouts, reward_G, reward_G))
+    return found
 
 
 def step(script: str, policy, reference, optimizer, batch, record) -> dict:
@@ -431,31 +411,6 @@ def peak(shape: str, tokens: int, ranks: int = 1, local: int = 0, recompute: boo
     return {"traced": gpu.peak, "computed": bench.training_bytes(name, local or ranks, tokens, recompute)}
 
 
-def host(script: str, tokens: int) -> float:
-    """Return bytes of the host's memory for each response token that a rank needs at most in a step of so many."""
-    length = 1000
-    limits = {"max_prompt_tokens": 100, "max_response_tokens": length, "micro_batch_tokens": 200_000, "group_size": 8}
-    folder = tempfile.mkdtemp()
-    args = importlib.import_module(script).Args(model=str(TOY), run_dir=f"{folder}/run", **limits)
-    with world_of(8, 8) as world, Gpu():
-        policy = common.load_policy(TOY, args, world)
-        optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
-        record = common.Record(args, script, world)
-        before = resident("VmRSS")
-        lengths = [length] * args.group_size
-        problems = [common.Problem("", [0], "0")] * (tokens // sum(lengths))
-        batch = common.Batch([group(problem, lengths) for problem in problems])
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        step(script, policy, None, optimizer, batch, record)
-        return (resident("VmHWM") - before) / tokens
-
-
-def resident(name: str) -> int:
-    """Return a figure of the process's memory in bytes: VmRSS, that of now, or VmHWM, the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
 def join() -> dict:
     """Return what `init_world` makes of this process where there is a GPU; the fake backend is in NCCL's place."""
     really_join = dist.init_process_group
@@ -480,29 +435,13 @@ def join() -> dict:
     return about
 
 
-JOBS = {"learn": learn, "folders": folders, "peak": peak, "host": host, "join": join}
-
-
-def main() -> None:
-    """Answer the jobs on stdin, each with a line of JSON: its result, or its traceback."""
-    replies = sys.stdout
-    sys.stdout = sys.stderr
-    try:
-        patch()
-    except RuntimeError as error:
-        sys.exit(str(error))
-    gc.freeze()  # `held` need not look through what has been imported.
-    with tempfile.TemporaryDirectory() as tempfile.tempdir:
-        for line in sys.stdin:
-            job = json.loads(line)
-            try:
-                reply = {"result": JOBS[job.pop("job")](**job)}
-            except Exception:
-                reply = {"error": traceback.format_exc()}
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-            print(json.dumps(reply), file=replies, flush=True)
+def do(name: str, **job) -> dict:
+    """Do a job: call the function of that name."""
+    return {"learn": learn, "folders": folders, "peak": peak, "join": join}[name](**job)
 
 
 if __name__ == "__main__":
-    main()
+    patch()
+    gc.freeze()  # `held` need not look through what has been imported.
+    tempfile.tempdir = sys.argv[-1]
+    serve(do)

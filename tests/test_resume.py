@@ -79,12 +79,12 @@ def stop_and_resume(engine, script: str, folder: Path, run) -> None:
     check_resumed(folder, run)
 
 
-def test_sspo_killed_and_resumed(sspo_run, tmp_path):
-    """A real kill and a real start."""
+def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path):
+    """A real start and a real kill."""
     folder = tmp_path / "run"
     kill("sspo", folder, "SIGKILL of one rank", (folder / "checkpoints" / "step-00002").is_dir)
     spoil_metrics(folder, 2)
-    output = torchrun("sspo.py", *flags_of("sspo", folder), "--resume")
+    output = engine(script="sspo", flags=[*flags_of("sspo", folder), "--resume"])
     assert f"resumed from {folder}/checkpoints/step-00002, written by 2 ranks" in output
     check_resumed(folder, sspo_run)
     assert len({row["draws"] for row in sspo_run.rows[1:]}) > 1, "every step drew as often: the position is no news"
@@ -121,27 +121,8 @@ def test_other_kills(script, how, request, tmp_path):
     check_resumed(folder, request.getfixturevalue(f"{script}_run"))
 
 
-@pytest.mark.slow
-def test_a_kill_before_the_first_checkpoint(sspo_run, tmp_path):
-    folder = tmp_path / "run"
-    kill("sspo", folder, "SIGTERM of torchrun", lambda: rows(folder)[1:])
-    (folder / "checkpoints" / "step-00002.partial").mkdir(parents=True, exist_ok=True)
-    assert "it starts over" in torchrun("sspo.py", *flags_of("sspo", folder), "--resume")
-    check_resumed(folder, sspo_run)
-
-
-def test_a_run_without_a_checkpoint_starts_over(engine, cwgrpo_run, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(cwgrpo_run.folder, folder)
-    (folder / "checkpoints" / "step-00002" / "manifest.json").unlink()
-    (folder / "checkpoints" / "step-00002").rename(folder / "checkpoints" / "step-00002.partial")
-    shutil.rmtree(folder / "checkpoints" / "step-00004")
-    spoil_metrics(folder, 2)
-    assert "it starts over" in engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
-    check_resumed(folder, cwgrpo_run)
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(engine, cwgrpo_run, tmp_path):
+def test_damaged_checkpoints_are_named_and_the_one_before_is_used(engine, cwgrpo_run, tmp_path):
+    """One with a bit that differs, and one that was being written; once all are, the run starts over."""
     folder = tmp_path / "run"
     shutil.copytree(cwgrpo_run.folder, folder)
     checkpoints = folder / "checkpoints"
@@ -156,6 +137,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(engine, cwgrpo
     assert "step-00005.partial: half-written or damaged" in output
     assert "step-00004: half-written or damaged" in output and "step-00002, written by 2 ranks" in output
     check_resumed(folder, cwgrpo_run)
+
+    shutil.rmtree(checkpoints / "step-00004")
+    (checkpoints / "step-00002" / "manifest.json").unlink()
+    (checkpoints / "step-00002").rename(checkpoints / "step-00002.partial")
+    assert "it starts over" in engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
+    assert differences(folder, cwgrpo_run.folder) == []
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tiny, plain_python, tmp_path):
@@ -176,17 +163,14 @@ def test_a_checkpoint_of_other_parameters_is_refused(tiny, plain_python, tmp_pat
 def test_a_lost_rank_is_said_in_one_line(tmp_path):
     source = "import os, common; w = common.init_world(); w.all_gather(0); w.rank and os._exit(9); w.all_gather(0)"
     (tmp_path / "two.py").write_text(source)
-    port = str(faults.free_port())
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, tmp_path / "two.py"],
-            env=os.environ | place | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    place["MASTER_PORT"] = str(faults.free_port())
+    ranks = []
+    for rank in "01":
+        own = os.environ | place | {"RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(
+            subprocess.Popen([sys.executable, tmp_path / "two.py"], env=own, stderr=subprocess.PIPE, text=True)
         )
-        for rank in "01"
-    ]
     (_, lost), (_, quiet) = (rank.communicate(timeout=120) for rank in ranks)
     assert [rank.returncode for rank in ranks] == [1, 9] and "Traceback" not in lost + quiet
     assert lost.count("two.py: rank 0: another rank is gone") == 1
