@@ -36,6 +36,11 @@ def load(source, tokenizer, **settings) -> list[common.Problem]:
     return common.load_problems(str(source), tokenizer, common.Args(template="plain", **settings), "--dataset")
 
 
+def world_on(device: str) -> common.World:
+    """Rank 0 of four on a node."""
+    return common.World(0, 4, 4, torch.device(device), None)
+
+
 CODE = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
 
 
@@ -114,7 +119,7 @@ def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
 def test_reference_answers():
     assert common.reference_answer("so \\boxed{\\frac{1}{2}}.", "solution") == "\\frac{1}{2}"
     assert common.reference_answer("no box here", "solution") == ""
-    assert common.reference_answer(["$5$"], "final_answer") == "$5$".strip("$")
+    assert common.reference_answer(["$5$"], "final_answer") == "5"
     assert common.reference_answer("$1$ and $2$", "answer") == "$1$ and $2$"
     assert common.reference_answer(7, "answer") == "7"
 
@@ -129,7 +134,6 @@ def test_reference_answers():
         ([{"problem": "1", "label": "2"}], r"no answer column; .* saw \['problem', 'label'\]"),
         ([{"problem": "1", "answer": "2"}, {"problem": " ", "answer": "2"}], r"a\.jsonl, row 1: column 'problem'"),
         ([{"problem": "1", "answer": ""}], r"no usable row among 1; left out: {'no answer': 1"),
-        ([], r"--dataset .*a\.jsonl"),
     ],
 )
 def test_unusable_files(tokenizer, tmp_path, rows, message):
@@ -212,20 +216,17 @@ def test_order_of_the_data():
         ({"template": "LICENSE"}, "--template LICENSE: legal"),
         ({"group_size": 1}, "--group-size 1"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
-        ({"keep_best": True}, "--steps 0 and --keep-best need held-out problems"),
         ({"temperature": 0}, "--temperature 0"),
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
         ({"tensor_parallel": 2}, "--tensor-parallel 2: legal: 1, or on GPUs"),
         ({"checkpoint_every": 0}, "--checkpoint-every 0: Input should be greater than 0"),
-        ({"lr_warmup": 1.5}, r"--lr-warmup 1\.5: Input should be less than or equal to 1"),
-        ({"lr_floor": -0.1}, r"--lr-floor -0\.1: Input should be greater than or equal to 0"),
         ({"max_total_tokens": 1024}, "--max-total-tokens 1024: no room for a response"),
         ({"max_total_tokens": 4000, "micro_batch_tokens": 3999}, "--micro-batch-tokens 3999: .* 4000 tokens"),
         ({"micro_batch_tokens": 4000}, "--micro-batch-tokens 4000: .* 4024"),
     ],
 )
 def test_flags_that_cannot_work(monkeypatch, settings, message):
-    world = common.World(0, 4, 4, torch.device("cpu"), None)
+    world = world_on("cpu")
     monkeypatch.chdir(ROOT)
     common.validate(common.Args(dataset="mine.jsonl"), world)
     with pytest.raises(ValueError, match=message):
@@ -234,7 +235,7 @@ def test_flags_that_cannot_work(monkeypatch, settings, message):
 
 def test_the_default_data_must_be_fetched_first(monkeypatch, tmp_path):
     """`torchrun sspo.py` on a fresh clone says what to do before it fetches a model."""
-    world = common.World(0, 4, 4, torch.device("cpu"), None)
+    world = world_on("cpu")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"^--dataset data/.*: not there yet; fetch it with \./run\.sh data$"):
         common.validate(common.Args(), world)
@@ -243,25 +244,23 @@ def test_the_default_data_must_be_fetched_first(monkeypatch, tmp_path):
     common.validate(common.Args(), world)
 
 
+def test_tensor_parallel_must_divide_a_node():
+    common.validate(common.Args(dataset="mine.jsonl", tensor_parallel=2), world_on("cuda"))
+    with pytest.raises(ValueError, match="--tensor-parallel 3: legal: 1, or on GPUs a divisor of the 4 ranks"):
+        common.validate(common.Args(tensor_parallel=3), world_on("cuda"))
+
+
 def test_track_needs_wandb(monkeypatch):
-    world = common.World(0, 4, 4, torch.device("cpu"), None)
+    world = world_on("cpu")
     monkeypatch.setattr("sys.path", [])
     with pytest.raises(ValueError, match="--track: needs `pip install wandb`"):
         common.validate(common.Args(dataset="mine.jsonl", template="chat", track="mine"), world)
-
-
-def test_tensor_parallel_must_divide_a_node():
-    world = common.World(0, 4, 4, torch.device("cuda"), None)
-    common.validate(common.Args(dataset="mine.jsonl", tensor_parallel=2), world)
-    with pytest.raises(ValueError, match="--tensor-parallel 3: legal: 1, or on GPUs a divisor of the 4 ranks"):
-        common.validate(common.Args(tensor_parallel=3), world)
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
         ({"prompts_per_step": 12, "updates_per_step": 5}, "--updates-per-step.* must divide --prompts-per-step"),
-        ({"valid_share": 1.2}, r"--valid-share 1\.2: Input should be less than or equal to 1"),
         ({"overlong_buffer": 4000}, "--overlong-buffer.*: at most --max-response-tokens"),
     ],
 )
@@ -328,15 +327,17 @@ def test_reward_functions(tmp_path, tokenizer):
 
 
 def test_templates(tokenizer, tmp_path):
-    importlib.import_module("gpg")  # which brings qwen-boxed and open-rs
-    assert common.prompt_of("P {x}", "qwen-boxed", tokenizer) == (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nP {x}\n"
-        "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
-    )
+    importlib.import_module("gpg")  # which brings qwen-boxed
+    turn = "<|im_start|>{}\n{}<|im_end|>\n"
+    boxed = "Please reason step by step, and put your final answer within \\boxed{}."
+    asked = turn.format("system", boxed) + turn.format("user", "P {x}") + "<|im_start|>assistant\n"
+    assert common.prompt_of("P {x}", "qwen-math", tokenizer) == asked
+    system = turn.format("system", "You are a helpful assistant.")
+    asked = system + turn.format("user", f"P {{x}}\n{boxed}") + "<|im_start|>assistant\n"
+    assert common.prompt_of("P {x}", "qwen-boxed", tokenizer) == asked
     (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
     assert common.prompt_of("P {x}", str(tmp_path / "mine.txt"), tokenizer) == "{a} Q: P {x}\nA:"
-    world = common.World(0, 1, 1, torch.device("cpu"), None)
-    common.validate(common.Args(dataset="mine.jsonl", template=str(tmp_path / "mine.txt")), world)
+    common.validate(common.Args(dataset="mine.jsonl", template=str(tmp_path / "mine.txt")), world_on("cpu"))
     with pytest.raises(ValueError, match="--template open-rs: the tokenizer of --model has no chat template"):
         common.prompt_of("P", "open-rs", tokenizer)
     chat = copy.copy(tokenizer)
@@ -350,32 +351,14 @@ def test_templates(tokenizer, tmp_path):
     assert common.prompt_of("P {x}", "chat", chat) == "[user]P {x}[assistant]"
 
 
-def test_the_qwen_math_template():
-    assert common.prompt_of("P {x}", "qwen-math", None) == (
-        "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
-        "<|im_start|>user\nP {x}<|im_end|>\n<|im_start|>assistant\n"
-    )
+ROWS = {"aime24": 30, "aime25": 30, "amc23_40": 40, "amc_83": 83, "brumo_2025": 30, "hmmt_feb_2025": 30, "math500": 500}
+ROWS |= {"minerva_math_272": 272, "olympiadbench_675": 675, "gsm8k_test": 1319, "math_train_lvl3to5_8523": 8521}
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real problems to read")
-@pytest.mark.parametrize(
-    ("file", "rows"),
-    [
-        ("math_train_lvl3to5_8523", 8521),
-        ("aime24", 30),
-        ("aime25", 30),
-        ("amc23_40", 40),
-        ("amc_83", 83),
-        ("brumo_2025", 30),
-        ("hmmt_feb_2025", 30),
-        ("math500", 500),
-        ("minerva_math_272", 272),
-        ("olympiadbench_675", 675),
-        ("gsm8k_test", 1319),
-    ],
-)
-def test_real_problems(tokenizer, file, rows):
-    assert len(load(SHARED / f"{file}.jsonl", tokenizer, max_prompt_tokens=10**6)) == rows
+@pytest.mark.parametrize("file", ROWS)
+def test_real_problems(tokenizer, file):
+    assert len(load(SHARED / f"{file}.jsonl", tokenizer, max_prompt_tokens=10**6)) == ROWS[file]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real problems to read")
