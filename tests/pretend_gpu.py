@@ -235,45 +235,48 @@ def held(gpu: Gpu) -> int:
     return gpu.now
 
 
-def noting_calls(calls: list[dict]) -> Callable:
-    """Return varlen_attn that notes each kind of call. A piece of the row may see more keys than it has queries."""
+def checked_attention(windows: set) -> Callable:
+    """Return varlen_attn that checks what reaches it, and notes windows. A piece may see more keys than it has queries,
+    which is how responses see their prompt."""
     attention = varlen.varlen_attn
 
-    def noting(query, key, value, query_ends, key_ends, longest_query, longest_key, **how):
+    def checked(query, key, value, query_ends, key_ends, longest_query, longest_key, **how):
         queries, keys = query_ends.value.diff(), key_ends.value.diff()
-        call = {
-            "tensors": described([query, key, value]),
-            "borders": described([query_ends, key_ends]),
-            "queries are covered": query_ends.value[[0, -1]].tolist() == [0, len(query)],
-            "keys are covered": key_ends.value[[0, -1]].tolist() == [0, len(key)] and len(key) == len(value),
-            "a piece sees itself": bool((keys >= queries).all()),
-            "none is longer": longest_query >= queries.max().item() and longest_key >= keys.max().item(),
-            "longest are numbers": type(longest_query) is type(longest_key) is int,
-            "channels are neighbours": {query.stride(-1), key.stride(-1), value.stride(-1)} == {1},
-            "grouped if heads differ": how["enable_gqa"] == (query.shape[1] != key.shape[1]),
-            "window": list(how["window_size"]),
-        }
-        if call not in calls:
-            calls.append(call)
+        assert described([query, key, value]) == ["torch.bfloat16 on cuda"]
+        assert described([query_ends, key_ends]) == ["torch.int32 on cuda"]
+        assert query_ends.value[[0, -1]].tolist() == [0, len(query)], "queries are covered"
+        assert key_ends.value[[0, -1]].tolist() == [0, len(key)] == [0, len(value)], "keys are covered"
+        assert (keys >= queries).all(), "a piece sees itself"
+        assert longest_query >= queries.max().item() and longest_key >= keys.max().item()
+        assert type(longest_query) is type(longest_key) is int
+        assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        assert how["enable_gqa"] == (query.shape[1] != key.shape[1])
+        windows.add(tuple(how["window_size"]))
         return attention(query, key, value, query_ends, key_ends, longest_query, longest_key, **how)
 
-    return noting
+    return checked
 
 
-def noting_places(notes: list[dict], gpu: Gpu) -> Callable:
-    """Return `common.score` that notes where a model is before, in and after it, and how many bytes it leaves."""
+def checked_score(gpu: Gpu, scored: set) -> Callable:
+    """Return `common.score` that checks that a reference waits on the host, and that nothing stays on the GPU. It notes
+    of each model whether it trains."""
     score = common.score
 
-    def noting(policy, *rest, **how):
-        note = {"trains": any(x.requires_grad for x in policy.parameters()), "before": places(policy)}
-        hook = policy.register_forward_pre_hook(lambda *_: note.update(within=places(policy)))
+    def checked(policy, *rest, **how):
+        trains = any(x.requires_grad for x in policy.parameters())
+        home = ["cuda"] if trains else ["cpu"]
+        within = []
+        hook = policy.register_forward_pre_hook(lambda *_: within.extend(places(policy)))
         before = held(gpu)
+        assert places(policy) == home
         result = score(policy, *rest, **how)
         hook.remove()
-        notes.append(note | {"after": places(policy), "left": held(gpu) - before})
+        assert set(within) == {"cuda"} and places(policy) == home
+        assert held(gpu) == before, "something stays gathered, or on the GPU"
+        scored.add(trains)
         return result
 
-    return noting
+    return checked
 
 
 def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
@@ -310,18 +313,18 @@ def learn(
     scalar: float = 1.0,
     **flags,
 ) -> dict:
-    """Make a script's step on a model's real weights; return what happened where."""
+    """Make a script's step on a model's real weights, and check what lies where."""
     module = importlib.import_module(script)
     folder = Path(tempfile.mkdtemp())
     limits = {"max_prompt_tokens": 160, "max_response_tokens": 100, "micro_batch_tokens": 300}
     if images:
         limits |= {"image_column": "image", "dataset": f"{model}/problems.parquet", "micro_batch_tokens": 800}
     args = module.Args(model=model, run_dir=str(folder / "run"), group_size=4, template="plain", **limits | flags)
-    attention = []
-    scored = []
+    windows = set()
+    scored = set()
     with world_of(ranks, local or ranks) as world, Gpu(scalar) as gpu, contextlib.ExitStack() as watching:
-        watching.enter_context(mock.patch.object(varlen, "varlen_attn", noting_calls(attention)))
-        watching.enter_context(mock.patch.object(common, "score", noting_places(scored, gpu)))
+        watching.enter_context(mock.patch.object(varlen, "varlen_attn", checked_attention(windows)))
+        watching.enter_context(mock.patch.object(common, "score", checked_score(gpu, scored)))
         problems = None
         if images:
             problems = common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
@@ -337,23 +340,21 @@ def learn(
                 reference = common.load_policy(Path(model), args, world).requires_grad_(False).to("cpu")
             metrics = step(script, policy, reference, optimizer, batch, record)
             del reference
-        gradients = [x.grad for x in policy.parameters() if x.grad is not None]
+        weights = list(policy.parameters())
+        gradients = [x.grad for x in weights]
         moments = [x for state in optimizer.state.values() for x in state.values()]
-        sharded = [getattr(x, "_local_tensor", x) for x in (*policy.parameters(), *gradients, *moments)]
+        sharded = [getattr(x, "_local_tensor", x) for x in (*weights, *gradients, *moments)]
         storages = {x.untyped_storage() for x in (*sharded, *policy.buffers())}
+        assert places(policy) == ["cuda"] and described(gradients) == ["torch.float32 on cuda"]
+        here = sum(x.to_local().numel() for x in weights)
+        assert 1 <= here * (local or ranks) / sum(x.numel() for x in weights) < 1.05, "a share of the policy"
+        assert held(gpu) == sum(-(-x.nbytes() // 512) * 512 for x in storages), "and nothing else"
         return {
-            "metrics": metrics,
+            "optimizer_steps": metrics.get("optimizer_steps"),
             "skipped": record.skipped,
-            "attention": attention,
+            "windows": windows,
             "scored": scored,
-            "places": places(policy),
-            "gradients": sorted({str(x.dtype) for x in gradients}),
-            "without gradient": len(list(policy.parameters())) - len(gradients),
             "moments": described(moments),
-            "weights": sum(x.numel() for x in policy.parameters()),
-            "weights here": sum(x.to_local().numel() for x in policy.parameters()),
-            "bytes": held(gpu),
-            "bytes of shards": sum(-(-x.nbytes() // 512) * 512 for x in storages),
         }
 
 
