@@ -1,12 +1,9 @@
 """Images: packed against one sequence at a time by transformers' own path, positions, ranks, vLLM, errors."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import plot
 import pytest
 import torch
 from conftest import check_sampler
@@ -216,29 +213,6 @@ def test_evaluation_shows_the_images(seeing, tmp_path):
         assert re.search(r"GPG.* 51\.3 +-\n", output)
         texts.append((file.parent / "samples" / "lisa-squares.txt").read_text())
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_answers_are_drawn_with_their_images(tmp_path):
-    """Of two problems the first has none; the second's stands upright."""
-    write_images(tmp_path / "seen.parquet", [None, (16, 24)])
-    flags = {"eval": f"{tmp_path}/seen.parquet", "image_column": "image"}
-    (tmp_path / "run.json").write_text(json.dumps({"args": flags}))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/seen/avg@2": 0.0}\n')
-    (tmp_path / "samples").mkdir()
-    place = SimpleNamespace(world=SimpleNamespace(rank=0), folder=tmp_path)
-    for step, text, reward in ((0, "one or two", 0), (20, "(250,500),(750,1000)", 0.5)):
-        rollouts = [common.Rollout([], [], text, False), common.Rollout([], [], "(0,0),(9,9)", False)]
-        problems = [common.Problem(f"what is {n}?", [], "1") for n in range(2)]
-        groups = [common.Group(problem, rollouts, reward_G=torch.full((2,), reward)) for problem in problems]
-        common.Record.samples(place, f"seen-step{step:05d}", groups)
-    plot.draw_answers([tmp_path], tmp_path / "answers.png")
-    (axis,) = (axis for axis in plot.plt.gcf().axes if axis.get_title() == "what is 1?")
-    said = ["before, reward 0", "one or two", "after, reward 0.5", "(250,500),(750,1000)"]
-    assert axis.get_xlabel().split("\n") == said
-    assert axis.get_images()[0].get_array().shape[:2] == (24, 16) and (tmp_path / "answers.png").is_file()
-    (tmp_path / "samples" / "seen-step00020.txt").unlink()
-    with pytest.raises(SystemExit, match="no answers before and after"):
-        plot.draw_answers([tmp_path], tmp_path / "answers.png")
 
 
 def test_a_saved_model_is_whole(models, tmp_path, plain_python):

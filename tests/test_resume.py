@@ -17,7 +17,7 @@ import faults
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, flags_of, torchrun
+from conftest import ROOT, flags_of
 from faults import differences, rows
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -79,10 +79,17 @@ def stop_and_resume(engine, script: str, folder: Path, run) -> None:
     check_resumed(folder, run)
 
 
-def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path):
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGKILL of torchrun",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in faults.WAYS if "torchrun" not in how),
+    ],
+)
+def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
     """A real start and a real kill."""
     folder = tmp_path / "run"
-    kill("sspo", folder, "SIGKILL of one rank", (folder / "checkpoints" / "step-00002").is_dir)
+    kill("sspo", folder, how, (folder / "checkpoints" / "step-00002").is_dir)
     spoil_metrics(folder, 2)
     output = engine(script="sspo", flags=[*flags_of("sspo", folder), "--resume"])
     assert f"resumed from {folder}/checkpoints/step-00002, written by 2 ranks" in output
@@ -107,18 +114,6 @@ def test_sps_stopped_inside_a_stage_and_resumed(engine, sps_run, tmp_path):
     folders = [run / "demonstrations" for run in (tmp_path / "run", sps_run.folder)]
     kept = [sorted(path.name for path in folder.iterdir()) for folder in folders]
     assert kept[0] == kept[1] == ["step-00003.pt", "step-00004.pt"], "of stages that a checkpoint needs"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "how"),
-    [("gpg", "SIGTERM of torchrun"), ("cwgrpo", "SIGKILL of torchrun"), ("sps", "SIGKILL of all ranks")],
-)
-def test_other_kills(script, how, request, tmp_path):
-    folder = tmp_path / "run"
-    kill(script, folder, how, (folder / "checkpoints" / "step-00002").is_dir)
-    assert "step-00002, written by 2 ranks" in torchrun(f"{script}.py", *flags_of(script, folder), "--resume")
-    check_resumed(folder, request.getfixturevalue(f"{script}_run"))
 
 
 def test_damaged_checkpoints_are_named_and_the_one_before_is_used(engine, cwgrpo_run, tmp_path):

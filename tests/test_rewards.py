@@ -10,7 +10,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import rewards
-import torch
 from conftest import ROOT
 from PIL import Image
 
@@ -185,22 +184,6 @@ def test_options_of_sat(tmp_path, monkeypatch):
     assert made[0]["problem"].startswith("q0? Select from the following choices.\n(A) ")
 
 
-def test_tasks_of_cvbench(tmp_path, monkeypatch):
-    shared = {"question": "How many?", "choices": ["0", "3", "2"], "answer": "(C)"}
-    shared["prompt"] = "How many? Select from the following choices.\n(A) 0\n(B) 3\n(C) 2"
-    rows = []
-    for number, task in enumerate(("Count", "Depth", "Count")):
-        image = {"bytes": picture((number, 0, 0)), "path": None}
-        rows.append({"idx": number, "task": task, "image": image} | shared)
-    table = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
-    table.to_parquet(tmp_path / "test.parquet")
-    made = prepare(monkeypatch, tmp_path, "cvbench", tmp_path / "test.parquet")
-    assert {name: len(its) for name, its in made.items()} == {"cvbench-count": 2, "cvbench-depth": 1}
-    (one,) = made["cvbench-depth"]
-    assert one["problem"] == shared["prompt"] and one["image"]["bytes"] == picture((1, 0, 0))
-    assert [rewards.option(answered(text), one) for text in ("2", "(C)", "3")] == [1, 1, 0]
-
-
 def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     """Around every polygon of the target; of the training images each wording is a row."""
     polygons = [[[20, 10], [60, 20], [40, 50]], [[70, 30], [90, 30], [80, 45]]]
@@ -217,16 +200,3 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
         assert rewards.box_of(one["solution"]) == (100, 100, 450, 500)
         assert rewards.iou(answered("(100,100),(450,500)"), one) == 1
     assert made["lisa-test"][0]["problem"] == made["lisa-train"][0]["problem"]
-
-
-def test_test_images_of_the_classes(tmp_path, monkeypatch):
-    (tmp_path / "jpg" / "deep").mkdir(parents=True)
-    for number in range(3):
-        (tmp_path / "jpg" / "deep" / f"{number}.jpg").write_bytes(picture((number, 0, 0)))
-    torch.save([{f"/elsewhere/{number}.jpg": {"label": number % 2}} for number in (2, 1)], tmp_path / "list.pth")
-    (tmp_path / "names.txt").write_text("pink primrose\nhard-leaved pocket orchid\n")
-    files = tmp_path / "list.pth", tmp_path / "names.txt", tmp_path / "jpg"
-    first, second = prepare(monkeypatch, tmp_path, "flower", *files)["flower"]
-    assert first["problem"].startswith("This is an image containing a plant. Please identify the species of the plant ")
-    assert first["image"]["bytes"] == picture((2, 0, 0)) and rewards.class_name(answered("Pink Primrose"), first) == 1
-    assert second["solution"] == "<answer> hard-leaved pocket orchid </answer>"

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import TOY
 from literal import flat, surrogate
-from toy import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
@@ -42,7 +41,7 @@ def draw(seed, **options):
     """Random log-probs, rewards, entropies and segments."""
     logp, old, _, reward = literal.draw(seed, **options)
     rng = random.Random(seed)
-    entropy = [[[rng.uniform(0, 1.2) for _ in response] for response in row] for row in logp]
+    entropy = [[[rng.uniform(0, 2.0) for _ in response] for response in row] for row in logp]
     segment = [[[] for _ in row] for row in logp]
     for p, row in enumerate(logp):
         for i, response in enumerate(row):
@@ -178,27 +177,9 @@ def test_dr_grpo():
     assert sspo.token_weights(torch.tensor([1, 3, 4]), "constant", 10).tolist() == pytest.approx([1 / 30] * 8)
 
 
-def test_clip_bounds():
-    low, high = sspo.clip_bounds(torch.tensor([0.0, 0.3, 1.5]), alpha=0.1, beta=0.8, gamma=1.75)
-    torch.testing.assert_close(low, torch.tensor([0.8, 0.7, 0.0]))
-    torch.testing.assert_close(high, torch.tensor([1.1, 1.4, 1.75]))
-
-
-WORKED = [  # docs/sspo.md's responses to nw75=?: text, reward; old log-prob, new log-prob and entropy of each token
-    (
-        "w>57\n\nn>75\n\n\\boxed{75}",
-        1.0,
-        [0, -1.65, 0, -0.06, 0, 0, -1.21, 0, -0.03, 0, 0, 0, 0, 0, 0, 0],
-        [0, -0.20, 0, -0.06, 0, 0, -3.21, 0, -0.03, 0, 0, 0, 0, 0, 0, 0],
-        [0.01, 1.19, 0.01, 0.35, 0, 0.01, 1.32, 0.02, 0.22, 0, 0, 0, 0.01, 0.02, 0, 0],
-    ),
-    (
-        "w+78\n\nn+71\n\n\\boxed{71}",
-        0.0,
-        [0, -0.60, 0, -0.04, 0, 0, -1.00, 0, -0.05, 0, 0, 0, 0, 0, 0, 0],
-        [0, -2.55, 0, -0.04, 0, 0, -0.70, 0, -0.05, 0, 0, 0, 0, 0, 0, 0],
-        [0.01, 1.19, 0.02, 0.26, 0, 0.01, 1.34, 0.01, 0.29, 0, 0, 0, 0.01, 0.02, 0, 0],
-    ),
+WORKED = [  # docs/sspo.md's responses to nw75=?, and the new log-probs of two of their tokens
+    ("w>57\n\nn>75\n\n\\boxed{75}", {1: -0.20, 6: -3.21}),
+    ("w+78\n\nn+71\n\n\\boxed{71}", {1: -2.55, 6: -0.70}),
 ]
 
 
@@ -207,32 +188,31 @@ def test_the_worked_example():
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     model = AutoModelForCausalLM.from_pretrained(TOY / "model", dtype=torch.float32)
     prompt = tokenizer.encode("nw75=?\n")
-    segment_T = []
-    for number, (text, _, old, _, entropy) in enumerate(WORKED):
+    old, new, entropy, segment = [], [], [], []
+    for number, (text, changed) in enumerate(WORKED):
         ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
         with torch.no_grad():
-            logp_TV = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        assert logp_TV[range(len(ids)), ids].tolist() == pytest.approx(old, abs=0.0055)
-        assert (-logp_TV.exp() * logp_TV).sum(1).tolist() == pytest.approx(entropy, abs=0.0055)
+            logp_TV = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1).double()
+        logp = logp_TV[range(16), ids].round(decimals=2).tolist()
+        old += logp
+        new += [changed.get(t, x) for t, x in enumerate(logp)]
+        entropy += (-logp_TV.exp() * logp_TV).sum(1).round(decimals=2).tolist()
         pieces = [tokenizer.decode([token], skip_special_tokens=True) for token in ids]
-        segment_T += [3 * number + j for j in sspo.segments(pieces, "\n\n")]
-    segment_T = torch.tensor(segment_T)
+        segment += [3 * number + j for j in sspo.segments(pieces, "\n\n")]
+    old_T, new_T, entropy_T = torch.tensor([old, new, entropy], dtype=torch.float64)
+    segment_T = torch.tensor(segment)
     assert segment_T.bincount().tolist() == [5, 5, 6, 5, 5, 6]
-
-    _, reward, *columns = zip(*WORKED, strict=True)
-    old_T, logp_T, entropy_T = (torch.tensor(rows, dtype=torch.float64).flatten() for rows in columns)
-    entropy_S = sspo.segment_mean(entropy_T, segment_T)
-    low_S, high_S = sspo.clip_bounds(entropy_S, 0.0, 0.8, 1.75)
+    low_S, high_S = sspo.clip_bounds(sspo.segment_mean(entropy_T, segment_T), 0.0, 0.8, 1.75)
     assert low_S.tolist() == pytest.approx([0.688, 0.686, 0.8, 0.704, 0.670, 0.8])
     assert high_S.tolist() == pytest.approx([1.312, 1.314, 1.005, 1.296, 1.330, 1.005])
-    advantage_T = sspo.advantages(torch.tensor([reward]).double()).flatten().repeat_interleave(16)
-    leaf = logp_T.requires_grad_()
+    advantage_T = sspo.advantages(torch.tensor([[1.0, 0.0]]).double()).flatten().repeat_interleave(16)
+    leaf = new_T.requires_grad_()
     weight_T = sspo.token_weights(torch.tensor([16, 16]))
     loss, metrics = sspo.policy_loss(leaf, old_T, advantage_T, segment_T, low_S, high_S, weight_T)
     loss.backward()
     assert f"{loss.item():.4f}" == "-0.0239" and (metrics["clipped_high"], metrics["clipped_low"]) == (5, 5)
     slopes = [0, -0.0148, -0.0221, 0, 0.0235, 0.0221]  # one for all tokens of a segment
-    assert leaf.grad.tolist() == pytest.approx([slopes[number] for number in segment_T.tolist()], abs=5e-5)
+    assert leaf.grad.tolist() == pytest.approx([slopes[number] for number in segment], abs=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -251,27 +231,6 @@ def test_the_worked_example():
 )
 def test_segments(pieces, delimiter, expected):
     assert sspo.segments(pieces, delimiter) == expected
-
-
-@pytest.mark.parametrize("delimiter", ["\n\n", "."])
-def test_segments_on_a_byte_level_bpe(delimiter, tmp_path):
-    """Every token in exactly one segment, none empty, and a segment holds its delimiter only at its end."""
-    tokenizer = make_tokenizer(tmp_path)
-    rng = random.Random(1)
-    for _ in range(20):
-        text = "".join(rng.choice(["3+8=11", "\n", "\n\n", ".", " x", ".\n\n", "é", "\\boxed{4}"]) for _ in range(30))
-        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-        pieces = [tokenizer.decode([token], skip_special_tokens=True) for token in ids]
-        numbers = sspo.segments(pieces, delimiter)
-        assert len(numbers) == len(ids) and numbers == sorted(numbers)
-        parts = [""] * (numbers[-1] + 1)
-        for piece, number in zip(pieces, numbers, strict=True):
-            parts[number] += piece
-        for part in parts[:-1]:
-            _, found, after = part.partition(delimiter)
-            assert found and not after.strip(" \n" + delimiter.strip()), part
-        assert all(part.strip() for part in parts[1:])
-    assert numbers[-1] == numbers[-2]  # the stop token joins the last segment
 
 
 def test_segments_of_a_step():
