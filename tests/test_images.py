@@ -10,7 +10,7 @@ from conftest import check_sampler
 from faults import differences
 from jobs import Jobs
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
 
@@ -112,18 +112,6 @@ def test_every_row_reaches_the_tower_once_the_step_has_an_image(models, response
     assert all(p.grad is not None and not p.grad.any() for n, p in policy.named_parameters() if "visual" in n)
     blind = common.Batch([group for group in batch.groups if not group.problem.image])
     assert "pixel_values" not in blind.pack([], CPU).row
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_positions(models, kind):
-    model = common.empty_model(AutoConfig.from_pretrained(models[kind])).model
-    token = model.config.image_token_id
-    for height, width, at, after in ((1, 1, 0, 1), (2, 5, 1, 0), (7, 3, 4, 11)):
-        image = common.Picture(b"", None, (height, width), token)
-        ids = torch.tensor([[1] * at + [token] * image.tokens + [2] * after])
-        grid_thw = torch.tensor([[1, 2 * height, 2 * width]])
-        expected, _ = model.get_rope_index(ids, (ids == token).int(), grid_thw)
-        assert torch.equal(image.positions(at, ids.shape[1]), expected[:, 0])
 
 
 def test_cost_is_tokens_and_patches(models):

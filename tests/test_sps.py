@@ -127,28 +127,22 @@ def test_stage_lengths():
 
 def test_kept_demonstrations_come_back_and_are_used_once(tmp_path):
     """Four RL steps of 3 prompts by 4, two demonstrations a prompt; a stage takes each once before any twice."""
-    args = sps.Args(prompts_per_step=3, group_size=4, demonstrations=2, seed=3, choose="uniform")
-    rng = np.random.default_rng(1)
+    args = sps.Args(demonstrations=2, seed=3, choose="uniform")
     chosen = {}
-    problems = []
+    problems = [common.Problem(str(n), [1], "0") for n in range(12)]
+    reward_G = torch.tensor([0.0, 1, 2, 3]).double()
+    rollouts = [common.Rollout(np.array([g]), np.zeros(1, np.float32), "", False) for g in range(4)]
     for step in range(1, 5):
-        reward_PG = torch.from_numpy(rng.integers(0, 2, (3, 4)).astype(float))
-        groups = []
-        for p in range(3):
-            ids = rng.integers(0, 10**6, (4, 5))
-            rollouts = [common.Rollout(each, np.zeros(5, np.float32), "", False) for each in ids]
-            groups.append(common.Group(common.Problem(f"{step} {p}", [1], "0"), rollouts, reward_PG[p], reward_PG[p]))
-        problems += [group.problem for group in groups]
+        groups = [common.Group(problem, rollouts, reward_G, reward_G) for problem in problems[3 * step - 3 : 3 * step]]
         sps.keep_demonstrations(tmp_path, step, groups, problems, args)
         generator = torch.Generator().manual_seed(common.seed_of(3, "demonstrations", step))
-        for p, g in sps.choose_demonstrations(torch.zeros(3, 4), reward_PG, 2, "uniform", generator):
-            chosen[groups[p].problem.text, tuple(groups[p].rollouts[g].ids.tolist())] = reward_PG[p, g].item()
-    assert len(chosen) == 24
+        for p, g in sps.choose_demonstrations(torch.zeros(3, 4), torch.zeros(3, 4), 2, "uniform", generator):
+            chosen[groups[p].problem.text, g] = [float(g)]
 
     def taken(count, seed=9):
         groups = sps.demonstrations(tmp_path, range(1, 5), problems, count, seed)
-        keys = [(group.problem.text, tuple(one.ids.tolist())) for group in groups for one in group.rollouts]
-        assert [group.reward_G.tolist() for group in groups] == [[chosen[key]] for key in keys]
+        keys = [(group.problem.text, *group.rollouts[0].ids.tolist()) for group in groups]
+        assert [group.reward_G.tolist() for group in groups] == [chosen[key] for key in keys]
         return keys
 
     assert sorted(taken(24)) == sorted(chosen) and len(set(taken(7))) == 7
@@ -185,6 +179,14 @@ def test_what_a_step_of_5e_10_does_to_a_weight():
     assert not moves(0.0157, torch.float32) and not moves(1.0, torch.float32)
     assert not moves(1e-3, torch.bfloat16) and not moves(1e-6, torch.bfloat16) and moves(1e-8, torch.bfloat16)
     assert moves(0.02, torch.float32, lr=5e-7) and not moves(0.02, torch.bfloat16, lr=5e-7)
+
+    torch.manual_seed(0)
+    weights = torch.randn(100_000) * 0.02
+    world = type("World", (), {"all_reduce": staticmethod(lambda x: x)})
+    small = (weights.abs() < 2**-6).float().mean().item()
+    assert sps.movable_share([weights], 5e-10, torch.float32, world) == pytest.approx(small, abs=0.002)
+    assert sps.movable_share([weights], 5e-10, torch.bfloat16, world) < 1e-3
+    assert sps.movable_share([weights], 5e-5, torch.float32, world) == 1
 
 
 def softmax_of_twelve(seed):
