@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import os
 import sys
 import tempfile
 import weakref
@@ -358,8 +357,8 @@ def learn(
         }
 
 
-def folders() -> dict:
-    """Load a model, update it, write a checkpoint, resume from it and save the model; return what came of it."""
+def folders() -> None:
+    """Load a model, update it, write a checkpoint, resume from it and save the model, and check what comes of it."""
     folder = Path(tempfile.mkdtemp())
     limits = {"max_prompt_tokens": 100, "max_response_tokens": 100, "micro_batch_tokens": 300}
     args = sspo.Args(model=str(TOY), run_dir=str(folder / "run"), group_size=4, updates_per_step=1, **limits)
@@ -370,36 +369,30 @@ def folders() -> dict:
         step("sspo", policy, None, mine, common.Batch(groups()), record)
         common.save_checkpoint(policy, mine, 1, 24, record)
         record.args = replace(args, resume=True)
-        at = common.resume(other, its, record)
+        assert common.resume(other, its, record) == (1, 24) and places(other) == ["cuda"]
+        moments = [x for state in its.state.values() for x in state.values()]
+        assert described(moments) == ["torch.float32 on cuda"] and len(its.state) == len(list(other.parameters()))
         sent = dict(common.full_weights(policy, torch.bfloat16))
         common.save_model(policy, folder / "model", TOY, torch.bfloat16, world)
         saved = load_file(folder / "model" / "model.safetensors")
-        return {
-            "resumed at": at,
-            "places": places(other),
-            "moments": described(x for state in its.state.values() for x in state.values()),
-            "without moments": len(list(other.parameters())) - len(its.state),
-            "sent": described(sent.values()),
-            "saved": described(saved.values()),
-            "shapes sent": {name: list(x.shape) for name, x in sent.items()},
-            "shapes saved": {name: list(x.shape) for name, x in saved.items()},
-        }
+        assert described(sent.values()) == ["torch.bfloat16 on cuda"]
+        assert described(saved.values()) == ["torch.bfloat16 on cpu"]
+        assert {name: x.shape for name, x in sent.items()} == {name: x.shape for name, x in saved.items()}
 
 
-def peak(shape: str, tokens: int, ranks: int = 1, local: int = 0, recompute: bool = True, layers: int = 0) -> dict:
+def peak(shape: str, ranks: int, local: int, tokens: int, recompute: bool, layers: int = 0) -> list[int]:
     """Return the peak of bytes on a GPU over two updates of two micro-batches of so many tokens, and what
     `bench.training_bytes` computes. Fewer `layers` than the shape's take less time."""
     name = bench.SHAPES[shape]
     name = name._replace(layers=layers or name.layers)
-    length = 1024
-    folder = Path(tempfile.mkdtemp())
+    folder = tempfile.mkdtemp()
     bench.config_of(name).save_pretrained(folder)
-    count = tokens // length
-    batch = bench.random_batch(name.vocabulary, length // 8, length - length // 8, count)
+    count = tokens // 1024
+    batch = bench.random_batch(name.vocabulary, 128, 896, count)
     args = common.Args(activation_checkpointing=recompute)
     unread = mock.patch.object(common.dcp, "load")  # there are no weights to read
-    with unread, world_of(ranks, local or ranks) as world, Gpu() as gpu:
-        policy = common.load_policy(folder, args, world)
+    with unread, world_of(ranks, local) as world, Gpu() as gpu:
+        policy = common.load_policy(Path(folder), args, world)
         optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
         micro = batch.pack(list(range(count)), world.device)
         gpu.peak = held(gpu)
@@ -409,11 +402,11 @@ def peak(shape: str, tokens: int, ranks: int = 1, local: int = 0, recompute: boo
                 policy(micro)[0].sum().backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
             optimizer.step()
-    return {"traced": gpu.peak, "computed": bench.training_bytes(name, local or ranks, tokens, recompute)}
+    return [gpu.peak, bench.training_bytes(name, local, tokens, recompute)]
 
 
-def join() -> dict:
-    """Return what `init_world` makes of this process where there is a GPU; the fake backend is in NCCL's place."""
+def join() -> None:
+    """Check what `init_world` makes of this process where there is a GPU; the fake backend is in NCCL's place."""
     really_join = dist.init_process_group
     backends = []
 
@@ -423,20 +416,15 @@ def join() -> dict:
 
     yes = dict.fromkeys(("is_available", "is_initialized", "set_device"), lambda *_: True)
     replaced = mock.patch.object(dist, "init_process_group", joined)
-    with mock.patch.dict(os.environ), mock.patch.multiple(torch.cuda, **yes), replaced:
+    with mock.patch.multiple(torch.cuda, **yes), replaced:
         world = common.init_world()
-    about = {
-        "device": str(world.device),
-        "mesh": [world.mesh.device_type, list(world.mesh.shape), list(world.mesh.mesh_dim_names)],
-        "backends": backends,
-        "gathered": world.all_gather(7),
-        "reduced": world.all_reduce(torch.tensor([1.0])).tolist(),
-    }
+    assert backends == ["cpu:gloo,cuda:nccl"] and world.device == torch.device("cuda", 0)
+    assert (world.mesh.device_type, world.mesh.shape, world.mesh.mesh_dim_names) == ("cuda", (1,), ("shard",))
+    assert world.all_gather(7) == [7] and world.all_reduce(torch.tensor([1.0])).tolist() == [1.0]
     dist.destroy_process_group()
-    return about
 
 
-def do(name: str, **job) -> dict:
+def do(name: str, **job):
     """Do a job: call the function of that name."""
     return {"learn": learn, "folders": folders, "peak": peak, "join": join}[name](**job)
 

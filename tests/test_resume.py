@@ -196,27 +196,26 @@ def test_torchruns_summary_repeats_a_refused_flag():
     assert len(before) == 1, "one process of several says it"
 
 
-def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, sspo_run, tmp_path):
+def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, tmp_path):
     world = SimpleNamespace(rank=1, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
     about = json.loads((cwgrpo_run.folder / "run.json").read_text())["args"]
     about["adam_betas"] = tuple(about["adam_betas"])
 
-    def record(**changes):
-        return common.Record(cwgrpo.Args(**(about | changes)), "cwgrpo", world)
+    def refused(message: str, name: str = "cwgrpo", **changes) -> None:
+        with pytest.raises(ValueError, match=message):
+            common.Record(cwgrpo.Args(**(about | changes)), name, world)
 
-    with pytest.raises(ValueError, match=r"--run-dir .*: holds another run; .*--resume"):
-        record()
-    with pytest.raises(ValueError, match=r"--resume with --lr 0\.5: the run was started with 0\.0001"):
-        record(resume=True, lr=0.5)
-    assert about["steps"] == 4 and about["lr_floor"] == 0.1
-    with pytest.raises(ValueError, match="--resume with --steps 9: the run was started with 4"):
-        record(resume=True, steps=9)  # the cosine would bend
-    kept = json.loads((sspo_run.folder / "run.json").read_text())["args"] | {"resume": True}
-    with pytest.raises(ValueError, match="--resume with --eval x: the run was started with"):  # --keep-best compares
-        common.Record(sspo.Args(**kept | {"adam_betas": tuple(kept["adam_betas"]), "eval": "x"}), "sspo", world)
-    with pytest.raises(ValueError, match=r"--resume: .* holds a run of cwgrpo\.py, not of mine\.py"):
-        common.Record(cwgrpo.Args(**about | {"resume": True}), "mine", world)
-    with pytest.raises(ValueError, match=r"no run\.json there"):
-        record(resume=True, run_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"--resume with --run-dir \(empty\)"):
-        record(resume=True, run_dir="")
+    refused(r"--run-dir .*: holds another run; .*--resume")
+    refused(r"--resume with --lr 0\.5: the run was started with 0\.0001", resume=True, lr=0.5)
+    refused("--resume with --steps 9: the run was started with 4", resume=True, steps=9)  # the cosine would bend
+    refused(r"--resume: .* holds a run of cwgrpo\.py, not of mine\.py", name="mine", resume=True)
+    refused(r"no run\.json there", resume=True, run_dir=str(tmp_path))
+    refused(r"--resume with --run-dir \(empty\)", resume=True, run_dir="")
+
+
+def test_what_the_best_model_is_compared_by_stays(sspo_run):
+    world = SimpleNamespace(rank=1, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
+    about = json.loads((sspo_run.folder / "run.json").read_text())["args"] | {"resume": True, "eval": "x"}
+    about["adam_betas"] = tuple(about["adam_betas"])
+    with pytest.raises(ValueError, match="--resume with --eval x: the run was started with"):
+        common.Record(sspo.Args(**about), "sspo", world)

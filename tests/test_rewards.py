@@ -95,9 +95,8 @@ def test_boxes_by_counting_pixels(seed):
     for _ in range(2):
         x, y = (sorted(rng.sample(range(40), 2)) for _ in range(2))
         boxes.append((x[0], y[0], x[1], y[1]))
-    mine, gold = map(pixels, boxes)
-    corners = [*zip(*boxes, strict=True)]
-    hull = pixels((*map(min, corners[:2]), *map(max, corners[2:])))
+    left, top, right, bottom = zip(*boxes, strict=True)
+    mine, gold, hull = map(pixels, (*boxes, (min(left), min(top), max(right), max(bottom))))
     texts = ["({},{}),({},{})".format(*box) for box in boxes]
     iou = len(mine & gold) / len(mine | gold)
     assert rewards.iou(answered(texts[0]), row(texts[1])) == pytest.approx(iou)
@@ -188,15 +187,13 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     """Around every polygon of the target; of the training images each wording is a row."""
     polygons = [[[20, 10], [60, 20], [40, 50]], [[70, 30], [90, 30], [80, 45]]]
     shapes = [{"label": "target", "points": points} for points in polygons]
-    shapes += [{"label": name, "points": [[0, 0], [199, 0], [199, 99]]} for name in ("ignore", "flag")]
+    shapes += [{"label": "ignore", "points": [[0, 0], [199, 0], [199, 99]]}]
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         (tmp_path / split / "a.jpg").write_bytes(picture((9, 9, 9), (200, 100), "JPEG"))
         (tmp_path / split / "a.json").write_text(json.dumps({"text": ["one", "two"], "shapes": shapes}))
         made = prepare(monkeypatch, tmp_path, "lisa", tmp_path / split)
-    assert {name: len(rows) for name, rows in made.items()} == {"lisa-train": 2, "lisa-test": 1}
-    for wording, one in zip(("one", "two"), made["lisa-train"], strict=True):
-        assert f"instruction: {wording} Output the thinking process" in one["problem"]
-        assert rewards.box_of(one["solution"]) == (100, 100, 450, 500)
-        assert rewards.iou(answered("(100,100),(450,500)"), one) == 1
-    assert made["lisa-test"][0]["problem"] == made["lisa-train"][0]["problem"]
+    first, second = made["lisa-train"]
+    assert "instruction: one Output the thinking process" in first["problem"] and "two" in second["problem"]
+    assert rewards.box_of(first["solution"]) == rewards.box_of(second["solution"]) == (100, 100, 450, 500)
+    assert [one["problem"] for one in made["lisa-test"]] == [first["problem"]]
