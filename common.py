@@ -28,10 +28,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
+from collections import ChainMap, Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -49,12 +49,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from transformers import (
@@ -68,7 +69,7 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-# ---------------------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------------------------------ arguments
 PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's own chat format
     "plain": "{problem}\n",
     "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
@@ -161,6 +162,16 @@ def need(holds, message):
         raise ValueError(message)
 
 
+@contextmanager
+def naming(place, *kinds):
+    """Put `place` in front of what a ValueError says, and of an exception of one of these kinds, as a ValueError."""
+    try:
+        yield
+    except (ValueError, *kinds) as error:
+        reason = error if type(error) is ValueError else repr(error.__cause__ or error)
+        raise ValueError(f"{place}: {reason}") from error
+
+
 def longest_sequence(args):
     """Return how many tokens a prompt and its response may have together."""
     most = args.max_prompt_tokens + args.max_response_tokens
@@ -178,28 +189,28 @@ def validate(args, world):
         need([*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
     if args.template not in PROMPTS:
         own = Path(args.template)
-        fits = own.is_file() and "{problem}" in own.read_text(encoding="utf-8")
-        legal = f"legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"
-        need(fits, f"--template {args.template}: {legal}")
-    need(
-        args.eval or (args.steps and not args.keep_best),
-        "--steps 0 and --keep-best need held-out problems: name them with --eval",
-    )
-    same = f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set a temperature above 0"
-    need(args.eval_samples == 1 or args.eval_temperature, same)
-    if args.tensor_parallel > 1:
-        divides = world.device.type == "cuda" and world.local_size % args.tensor_parallel == 0
+        if not own.is_file() or "{problem}" not in own.read_text(encoding="utf-8"):
+            legal = ", ".join(PROMPTS)
+            raise ValueError(f"--template {args.template}: legal: {legal}, or a text file with {{problem}} in it")
+    if not args.eval and (args.keep_best or not args.steps):
+        raise ValueError("--steps 0 and --keep-best need held-out problems: name them with --eval")
+    if args.eval_samples > 1 and args.eval_temperature == 0:
+        raise ValueError(f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0")
+    if args.tensor_parallel > 1 and (world.device.type == "cpu" or world.local_size % args.tensor_parallel):
         legal = f"legal: 1, or on GPUs a divisor of the {world.local_size} ranks of a node"
-        need(divides, f"--tensor-parallel {args.tensor_parallel}: {legal}")
+        raise ValueError(f"--tensor-parallel {args.tensor_parallel}: {legal}")
     longest = longest_sequence(args)
     need(longest > args.max_prompt_tokens, f"--max-total-tokens {args.max_total_tokens}: no room for a response")
-    small = f"--micro-batch-tokens {args.micro_batch_tokens}: no response is split, and with its prompt one may have"
-    need(args.micro_batch_tokens >= longest, f"{small} {longest} tokens (--max-...-tokens)")
+    if args.micro_batch_tokens < longest:
+        raise ValueError(
+            f"--micro-batch-tokens {args.micro_batch_tokens}: no response is split, and one may have {longest} tokens "
+            "with its prompt (--max-...-tokens)"
+        )
     if args.dataset == Args.dataset and args.steps:
         need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
 
 
-# ---------------------------------------------------------------------------------------------------------- processes
+# ------------------------------------------------------------------------------------------------------------ processes
 @dataclass
 class World:
     """This process among the others. `mesh` shards inside a node and replicates across nodes."""
@@ -218,10 +229,7 @@ class World:
 
     def union(self, part):
         """Return the entries of every rank's dict, on every rank."""
-        whole = {}
-        for each in self.all_gather(part):
-            whole.update(each)
-        return whole
+        return dict(ChainMap(*self.all_gather(part)))
 
     def all_reduce(self, x):
         """Add a CPU tensor over ranks, in place, and return it."""
@@ -232,20 +240,18 @@ class World:
 def _report(kind, error, trace):
     """Show in one line a refused flag, which every rank raises, a divergence, and the loss of a rank; leave what went
     wrong to torchrun, too, for the summary that it prints last."""
-    text = str(error)
-    lost = re.search("gloo/transport|remote process exited", text)  # gloo's, NCCL's
-    known = kind is FloatingPointError or text.startswith("--")
-    if lost:
-        text = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({text.splitlines()[0]})"
-    line = f"{Path(sys.argv[0]).name}: {text}"
-    if not lost and not known:
+    line = f"{Path(sys.argv[0]).name}: {error}"
+    if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
+        lost = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({error})"
+        print(f"\n{lost}\n", file=sys.stderr, flush=True)
+        return  # the summary should show the failure of the rank that is gone
+    if kind is not FloatingPointError and not str(error).startswith("--"):
         sys.__excepthook__(kind, error, trace)
-    elif lost or os.environ["LOCAL_RANK"] == "0":
+    elif os.environ["LOCAL_RANK"] == "0":
         print(f"\n{line}\n", file=sys.stderr, flush=True)
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file and not lost:  # the summary should show the failure of the rank that is gone
-        message = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
-        Path(file).write_text(json.dumps({"message": message}))
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        message = {"message": line, "timestamp": int(time.time())}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(message))
 
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -254,8 +260,14 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def init_world():
     """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="0",  # any that is free
+        )
     else:
         # PR_SET_PDEATHSIG: nothing else would end the ranks of a torchrun that is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -266,15 +278,16 @@ def init_world():
     datasets.disable_progress_bars()
     sys.excepthook = _report
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in RANKS)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=4))  # for slow downloads
-    dims = {"shard": local_size}
-    if size > local_size:
-        dims = {"replicate": size // local_size, "shard": local_size}
-    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    dist.init_process_group(backend, timeout=timedelta(hours=4))  # for slow downloads
+    mesh = init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
+    if size == local_size:
+        mesh = mesh["shard"]
     return World(rank, size, local_size, device, mesh)
 
 
@@ -283,11 +296,12 @@ def seed_of(*parts):
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
-# --------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------------- data
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ALIASES = {
-    "problem": ("problem", "question", "prompt"),
-    "answer": ("answer", "ground_truth", "final_answer", "solution", "reward_model"),
+    "problem": ["problem", "question", "prompt"],
+    "answer": ["answer", "ground_truth", "final_answer", "solution", "reward_model"],
+    "image": [],
 }
 DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -296,14 +310,14 @@ DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
 )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Picture:
-    """An image as it was encoded; `grid` is its height and width in tokens, `token` the id that stands for each."""
+    """An image as it was encoded; `token` is the id that stands for its tokens, `grid` its height and width in them."""
 
     data: bytes
     processor: transformers.BaseImageProcessor
-    grid: tuple[int, int]
     token: int
+    grid: tuple[int, int] = (0, 0)
 
     @property
     def tokens(self):
@@ -320,9 +334,9 @@ class Picture:
         return Image.alpha_composite(white, image).convert("RGB")
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  some 10 MB each; the responses of a group share one
-    def pixels(self):
-        """Return what the vision tower takes, a row for each patch."""
-        return self.processor(images=[self.open()], return_tensors="pt")["pixel_values"]
+    def processed(self):
+        """Return what the vision tower takes: pixel_values, a row for each patch, and image_grid_thw."""
+        return self.processor(images=[self.open()], return_tensors="pt")
 
     def positions(self, at, length):
         """Return positions_3N (time, height, width) of a sequence of this length with the image's tokens from `at` on:
@@ -352,124 +366,63 @@ class Problem:
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
 
 
-def empty_model(config, attention="eager", **settings):
-    """Return transformers' model of a config without weights, with a vision tower where the config has one; never with
-    the attention that a config.json names."""
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    with torch.device("meta"):
-        return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, **settings)
-
-
-def model_folder(args):
-    """Return the folder of --model, fetched if that is a hub id. Raises ValueError for a model that cannot train."""
-    folder = Path(args.model)
-    if not folder.is_dir():
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        try:
-            # one rank of a node downloads, the others wait
-            folder = Path(snapshot_download(args.model, allow_patterns=patterns))
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            unknown = "neither a folder here nor a model of the hub"
-            raise ValueError(f"--model {args.model}: {unknown} ({reason})") from error
-    check_model(folder, args)
-    return folder
-
-
-def check_model(folder, args):
-    """Raise ValueError for what this project cannot train; run no code that lies in the folder."""
-    flag = f"--model {args.model}"
-    need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), f"{flag}: no config.json or weights")
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except ValueError as error:
-        raise ValueError(f"{flag}: cannot be read, and no code in it is run ({error})") from error
-    sees = hasattr(config, "vision_config")
-    need(sees or not args.image_column, f"--image-column {args.image_column}: {flag} has no vision tower")
-    if sees:
-        known = config.model_type in ("qwen2_vl", "qwen2_5_vl")
-        need(known, f"{flag}: of models that see only qwen2_vl and qwen2_5_vl, not {config.model_type}")
-    text = config.get_text_config()
-    other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention"})
-    other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
-    need(not other, f"{flag}: has {other}; only plain causal attention is supported")
-    lm = empty_model(config)
-    decoder = lm.model.language_model if sees else getattr(lm, "model", None)
-    known = hasattr(decoder, "embed_tokens") and hasattr(decoder, "layers") and lm.lm_head.bias is None
-    need(known, f"{flag}: {type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
-    longest = longest_sequence(args)
-    limit = text.max_position_embeddings
-    need(longest <= limit, f"{flag}: context {limit}, and a prompt with its response may have {longest}")
-
-
 def load_data(args, tokenizer):
     """Return the training problems of --dataset, or --subset of them, and the held-out ones of --eval by name."""
-    held_out = {}
-    for source in filter(None, args.eval.split(",")):
-        name = Path(source.replace(":", "-")).stem
-        need(name not in held_out, f"--eval {args.eval}: two sets of one name; their metrics would mix")
-        held_out[name] = load_problems(source, tokenizer, args, "--eval")
-    if args.steps == 0:
-        return [], held_out
-    problems = load_problems(args.dataset, tokenizer, args, "--dataset")
-    if args.subset:
+    sources = [source for source in args.eval.split(",") if source]
+    names = [Path(source.replace(":", "-")).stem for source in sources]
+    need(len(set(names)) == len(names), f"--eval {args.eval}: two sets of one name; their metrics would mix")
+    held_out = [load_problems(source, tokenizer, args, "--eval") for source in sources]
+    problems = []
+    if args.steps:
+        problems = load_problems(args.dataset, tokenizer, args, "--dataset")
+    if args.steps and args.subset:
         usable = len(problems)
         need(args.subset <= usable, f"--subset {args.subset}: --dataset has {usable} usable rows")
         order = np.random.default_rng(seed_of(args.seed, "subset")).permutation(usable)
         problems = [problems[n] for n in sorted(order[: args.subset])]
-    return problems, held_out
+    return problems, dict(zip(names, held_out, strict=True))
 
 
 def read_table(source, flag):
     """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
     kind = FILES.get(Path(path).suffix)
-    try:
+    kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
+    unreadable = (OSError, StopIteration, datasets.exceptions.DatasetGenerationError)
+    with naming(f"{flag} {source}: cannot be read, {kinds}", *unreadable):
         if kind:
             table = datasets.load_dataset(kind, data_files=path)
         elif Path(path).is_dir():
             table = datasets.load_from_disk(path)
         else:
             table = datasets.load_dataset(path, *names[:-1])
-    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetGenerationError) as error:
-        kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
-        raise ValueError(f"{flag} {source}: cannot be read, {kinds} ({error.__cause__ or error!r})") from error
     if not isinstance(table, datasets.DatasetDict):
         return table
     if not names and len(table) == 1:
         names = list(table)
-    need(
-        names and names[-1] in table,
-        f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}",
-    )
+    if not names or names[-1] not in table:
+        raise ValueError(f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
     return table[names[-1]]
 
 
-def choose_columns(table, source, args, flag):
+def choose_columns(table, args, flag):
     """Return a table, images encoded, and its columns of problem, answer and image. Raises ValueError without them."""
-    wanted = dict(ALIASES)
-    if flag == "--dataset":
-        wanted["problem"] = [args.problem_column] if args.problem_column else ALIASES["problem"]
-        wanted["answer"] = [args.answer_column] if args.answer_column else ALIASES["answer"]
-    if args.reward != "math":
-        del wanted["answer"]
-    if args.image_column:
-        wanted["image"] = [args.image_column]
     columns = {}
-    for role, names in wanted.items():
+    for role, names in ALIASES.items():
+        own = getattr(args, f"{role}_column")
+        if own and (flag == "--dataset" or role == "image"):
+            names = [own]
+        if not names or (role == "answer" and args.reward != "math"):
+            continue
         found = [name for name in names if name in table.column_names]
-        seen = f"looked for {list(names)}, saw {table.column_names}; --{role}-column names another"
-        need(found, f"{flag} {source}: no {role} column; {seen}")
+        seen = f"looked for {names}, saw {table.column_names}; --{role}-column names another"
+        need(found, f"no {role} column; {seen}")
         columns[role] = found[0]
     if "answer" in columns:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns(list(columns.values()))
-    try:
-        if args.image_column:
+    if args.image_column:
+        with naming(f"--image-column {args.image_column}: not an image in each row", TypeError, NotImplementedError):
             table = table.cast_column(args.image_column, datasets.Image(decode=False))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        wrong = f"--image-column {args.image_column}: not an image in each row"
-        raise ValueError(f"{flag} {source}: {wrong} ({error})") from error
     return table, columns
 
 
@@ -477,8 +430,8 @@ def load_problems(source, tokenizer, args, flag):
     """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
     row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
     table = read_table(source, flag)
-    verl = "reward_model" in table.column_names and not args.image_column
-    table, columns = choose_columns(table, source, args, flag)
+    with naming(f"{flag} {source}"):
+        table, columns = choose_columns(table, args, flag)
     config = AutoConfig.from_pretrained(tokenizer.name_or_path)
     processor = None
     if args.image_column:
@@ -490,25 +443,23 @@ def load_problems(source, tokenizer, args, flag):
     texts = set()
     for number, row in enumerate(table.with_format("arrow")):  # decoding media may fetch what a row names
         row = row.to_pylist()[0]
-        where = f"{flag} {source}, row {number}"
-        text = problem_text(row[columns["problem"]])
-        if not text:
-            raise ValueError(f"{where}: column {columns['problem']!r} holds no text: {row}")
-        if verl and text in texts:
-            left_out["repeated"] += 1
-            continue
-        texts.add(text)
-        image = None
-        if value := row.pop(args.image_column, None):
-            image = read_picture(value, processor, config.image_token_id, where, Path(source).parent)
-            cost = longest_sequence(args) + image.patches
-            need(cost <= args.micro_batch_tokens, f"{where}: --micro-batch-tokens: it needs {cost} with image patches")
-        prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config, where)
+        with naming(f"{flag} {source}, row {number}"):
+            text = problem_text(row[columns["problem"]])
+            need(text, f"column {columns['problem']!r} holds no text: {row}")
+            if "reward_model" in row and not args.image_column and text in texts:
+                left_out["repeated"] += 1
+                continue
+            texts.add(text)
+            image = None
+            if value := row.pop(args.image_column, None):
+                image = read_picture(value, processor, config.image_token_id, Path(source).parent)
+                cost = longest_sequence(args) + image.patches
+                need(cost <= args.micro_batch_tokens, f"--micro-batch-tokens: it needs {cost} with image patches")
+            prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config)
+        answer = "(graded by --reward)"
         if "answer" in columns:
             answer = reference_answer(row[columns["answer"]], columns["answer"])
             row = None
-        else:
-            answer = "(graded by --reward)"
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
@@ -522,34 +473,33 @@ def load_problems(source, tokenizer, args, flag):
     return problems
 
 
-def prompt_tokens(text, image, template, tokenizer, config, where):
+def prompt_tokens(text, image, template, tokenizer, config):
     """Return a problem's prompt as token ids, an image's in front of the problem's text."""
     tokens = image.tokens if image else 0
     shown = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}" if image else text
     prompt_ids = tokenizer.encode(prompt_of(shown, template, tokenizer), add_special_tokens=False)
     size = config.get_text_config().vocab_size
     unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= size])
-    need(prompt_ids and not unknown, f"{where}: no tokens, or not of the model's {size}: {unknown}")
+    need(prompt_ids and not unknown, f"no tokens, or not of the model's {size}: {unknown}")
     places = prompt_ids.count(getattr(config, "image_token_id", None))
-    need(places == tokens, f"{where}: the prompt holds {places} <|image_pad|>, its image takes {tokens}: {text!r}")
+    need(places == tokens, f"the prompt holds {places} <|image_pad|>, its image takes {tokens}: {text!r}")
     return prompt_ids
 
 
-def read_picture(value, processor, token, where, folder):
-    """Return the image of a row, bytes or a path in the data set's folder. Raises ValueError, naming the row, for what
-    cannot be read, is too large, lies elsewhere or has a shape that the model does not take."""
-    try:
+def read_picture(value, processor, token, folder):
+    """Return the image of a row, bytes or a path in the data set's folder. Raises ValueError for what cannot be read,
+    is too large, lies elsewhere or has a shape that the model does not take."""
+    with naming("its image cannot be read", OSError, SyntaxError, TypeError, Image.DecompressionBombError):
         data = value["bytes"]
         if not data:
             file = (folder / value["path"]).resolve()
             need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
             need(file.stat().st_size <= 1 << 26, "more than 64 MiB")
             data = file.read_bytes()
-        image = Picture(data, processor, (0, 0), token)
-        _, height, width = processor(images=[image.open()], return_tensors="pt")["image_grid_thw"][0].tolist()
-    except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{where}: its image cannot be read ({error})") from error
-    return replace(image, grid=(height // processor.merge_size, width // processor.merge_size))
+        image = Picture(data, processor, token)
+        _, height, width = image.processed()["image_grid_thw"][0].tolist()
+    image.grid = (height // processor.merge_size, width // processor.merge_size)
+    return image
 
 
 def problem_text(value):
@@ -588,7 +538,7 @@ def reference_answer(value, column):
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
-    return text[1:-1].strip() if re.fullmatch(r"\$[^$]*\$", text) else text
+    return re.sub(r"^\$([^$]*)\$$", r"\1", text).strip()
 
 
 def problems_from(problems, args, position):
@@ -603,7 +553,16 @@ def problems_from(problems, args, position):
     return asked
 
 
-# -------------------------------------------------------------------------------------------------------------- batch
+# -------------------------------------------------------------------------------------------------------------- sampler
+VLLM = {  # environment variables; what is set already stays
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+
+
 @dataclass
 class Rollout:
     """One response as it was sampled: token ids (the stop token included) and the sampler's log-probs, float32."""
@@ -620,442 +579,9 @@ class Group:
 
     problem: Problem
     rollouts: list[Rollout]
-    correct_G: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    reward_G: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    verdicts: list[str] = field(default_factory=list)
-
-
-def first_valid(drawn, valid_P, count, updates=1):
-    """Return `count` of the groups drawn: the valid ones that came first, filled up with invalid ones among the last
-    `count`, both dealt out evenly to the step's updates; a single draw as it came."""
-    if len(drawn) == count:
-        return drawn
-    chosen = [p for p, each in enumerate(valid_P) if each]
-    chosen += [p for p in range(len(drawn) - count, len(drawn)) if p not in chosen]
-    return [drawn[p] for update in range(updates) for p in chosen[:count][update::updates]]
-
-
-def valid(reward_PG):
-    """Return valid_P: which groups have rewards that differ, and so a gradient."""
-    return (reward_PG != reward_PG[:, :1]).any(1)
-
-
-def mean_by(x, number):
-    """Return the mean of x for each number; 0 for a number not in use."""
-    size = int(number.max()) + 1 if len(number) else 0
-    zeros = x.new_zeros(size)
-    sums = zeros.index_add(0, number, x)
-    counts = zeros.index_add(0, number, torch.ones_like(x))
-    return sums / counts.clamp(min=1)
-
-
-def drawn_metrics(groups, draws=1):
-    """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    reward_PG = torch.stack([group.reward_G for group in groups])
-    correct_PG = torch.stack([group.correct_G for group in groups])
-    correction = min(1, reward_PG.shape[1] - 1)
-    tokens = sum(len(rollout.ids) for rollout in rollouts)
-    logp = sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in rollouts)
-    verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
-    metrics = {
-        "reward": reward_PG.mean().item(),
-        "accuracy": correct_PG.mean().item(),
-        "reward_group_std": reward_PG.std(1, correction=correction).mean().item(),
-        "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
-        "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
-        "draws": draws,
-        "prompts_drawn": len(groups),
-        "responses_drawn": len(rollouts),
-        "response_length": tokens / len(rollouts),
-        "truncated_share": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-        "sampler_nll": -logp / tokens,
-    }
-    for verdict in VERDICTS:
-        metrics[f"verifier/{verdict.replace(' ', '_')}"] = verdicts[verdict]
-    return metrics
-
-
-@dataclass
-class MicroBatch:
-    """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T;
-    token_T where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes for them; `cost`
-    the tokens and image patches that a pass computes."""
-
-    row: dict
-    index_T: torch.Tensor
-    target_T: torch.Tensor
-    token_T: torch.Tensor
-    inputs: dict
-    cost: int
-
-
-def ranges(first, length):
-    """Return first[0], first[0] + 1, … (length[0] of them), then those from first[1] on, end to end."""
-    start = length.cumsum(0) - length
-    place = torch.arange(int(length.sum()))
-    return place + (first - start).repeat_interleave(length)
-
-
-def cut(inputs, tokens, device="cpu"):
-    """Return a loss's inputs for some of the step's tokens (numbers or a mask): every *_T cut, tensors on `device`."""
-    parts = {}
-    for name, x in inputs.items():
-        if name.endswith("_T"):
-            x = x[tokens]
-        if isinstance(x, torch.Tensor):
-            x = x.to(device)
-        parts[name] = x
-    return parts
-
-
-def image_inputs(problems, own, seen):
-    """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of the
-    images' tokens. The pieces have so many tokens of their `own` and, with the prompt in front, keys `seen`."""
-    positions, image_N, pixels, sizes = [], [], [], []
-    start = 0
-    for problem, length, keys in zip(problems, own.tolist(), seen.tolist(), strict=True):
-        image = problem.image
-        position_3N = torch.arange(keys - length, keys).expand(3, -1)
-        if image and keys > length:  # a response, behind the image
-            position_3N = position_3N + max(image.grid) - image.tokens
-        elif image:
-            first = problem.prompt_ids.index(image.token)
-            position_3N = image.positions(first, length)
-            image_N.append(torch.arange(image.tokens) + start + first)
-            pixels.append(image.pixels())
-            sizes.append([1, *(side * image.processor.merge_size for side in image.grid)])
-        positions.append(position_3N)
-        start += length
-    return {
-        "position_ids": torch.cat(positions, 1)[:, None],
-        "image_N": torch.cat(image_N),
-        "pixel_values": torch.cat(pixels),
-        "image_grid_thw": torch.tensor(sizes),
-    }
-
-
-class Batch:
-    """The whole step, the same on every rank, response tokens end to end; total_R counts a response with its prompt,
-    tokens and image patches."""
-
-    def __init__(self, groups):
-        self.groups = groups
-        self.reward_PG = torch.stack([group.reward_G for group in groups])
-        self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
-        self.problem_R = [group.problem for group in groups for _ in group.rollouts]
-        self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
-        self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
-        patches = [problem.image.patches if problem.image else 0 for problem in self.problem_R]
-        prompts = [len(problem.prompt_ids) for problem in self.problem_R]
-        self.total_R = self.length_R + torch.tensor(prompts) + torch.tensor(patches)
-        self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
-        self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-        # One of these prompts is in each row, since ranks run the layers together, and a vision tower, too.
-        self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
-
-    def deal(self, chosen_R, world, budget):
-        """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank.
-        Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
-        share, so that the ranks can be balanced."""
-        most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
-        bundles = []
-        costs = []
-        for r in chosen_R.nonzero()[:, 0].tolist():
-            length = int(self.length_R[r])
-            if bundles and self.group_R[bundles[-1][0]] == self.group_R[r] and costs[-1] + length <= most:
-                bundles[-1].append(r)
-                costs[-1] += length
-            else:
-                bundles.append([r])
-                costs.append(int(self.total_R[r]))
-        return plan(bundles, costs, world.size, budget)[world.rank]
-
-    def pack(self, responses, device, inputs=None):
-        """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
-        inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
-        prompts = sorted({self.group_R[r] for r in responses})
-        if self.needed.isdisjoint(prompts):
-            prompts.append(min(self.needed))
-        problems = [self.groups[p].problem for p in prompts]
-        ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
-        input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
-        place_N = torch.arange(len(input_ids_N))
-        own = torch.tensor([len(piece) for piece in ids])
-        keys = list(place_N.split(own.tolist()))
-        index = []
-        for n, r in enumerate(responses, len(prompts)):
-            keys[n] = torch.cat([keys[prompts.index(self.group_R[r])], keys[n]])
-            index.append(keys[n][-len(ids[n]) - 1 : -1])
-        seen = torch.tensor([len(piece) for piece in keys])
-        row = {
-            "input_ids": input_ids_N[None],
-            "position_ids": ranges(seen - own, own)[None],
-            "cu_seq_lens_q": F.pad(own.cumsum(0), (1, 0)).int(),
-            "cu_seq_lens_k": F.pad(seen.cumsum(0), (1, 0)).int(),
-            "key_N": torch.cat(keys),
-        }
-        if any(problem.image for problem in problems):
-            row.update(image_inputs(problems + [self.problem_R[r] for r in responses], own, seen))
-        row = {name: x.to(device) for name, x in row.items()}
-        row["max_length_q"] = int(own.max())
-        row["max_length_k"] = int(seen.max())
-        first_R = self.length_R.cumsum(0) - self.length_R
-        token_T = ranges(first_R[responses], self.length_R[responses])
-        index_T = torch.cat([place_N[:0], *index]).to(device)
-        target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
-        cost = len(place_N) + len(row.get("pixel_values", ()))
-        return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
-
-
-def plan(bundles, costs, ranks, budget):
-    """Deal bundles of responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank,
-    some empty, none above `budget` (packed tokens); those that run at the same time cost about the same."""
-    order = sorted(range(len(costs)), key=lambda n: -costs[n])
-    if order and costs[order[0]] > budget:
-        raise ValueError(f"a response of {costs[order[0]]} tokens exceeds --micro-batch-tokens {budget}")
-    rounds = math.ceil(sum(costs) / (ranks * budget))
-    while True:
-        loads = [0] * (rounds * ranks)
-        bins = [[] for _ in loads]
-        for n in order:  # longest first, into the emptiest
-            number = loads.index(min(loads))
-            bins[number] += bundles[n]
-            loads[number] += costs[n]
-        if max(loads, default=0) <= budget:
-            break
-        rounds += 1
-    emptier = sorted(range(len(loads)), key=lambda number: -loads[number])
-    return [[bins[number] for number in emptier[rank::ranks]] for rank in range(ranks)]
-
-
-# ------------------------------------------------------------------------------------------------------------- policy
-def packed_attention(
-    module, query, key, value, *_, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **settings
-):
-    """Attention inside each piece of a packed row; transformers' attention interface. query (1, H, N, D), key and value
-    (1, H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before
-    its own. On a GPU one varlen kernel, whose causal window ends with the keys; a CPU has none."""
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
-    if not query.is_cuda:
-        calls, result_N = padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal)
-        out = []
-        for query_RQ, key_RK, mask in calls:
-            dense = []
-            for x, place_RS in ((query, query_RQ), (key, key_RK), (value, key_RK)):
-                # with several threads x[place_RS] would sum gradients in any order
-                dense.append(x.index_select(0, place_RS.flatten()).unflatten(0, place_RS.shape).transpose(1, 2))
-            causal = is_causal and mask is None
-            result = F.scaled_dot_product_attention(*dense, mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
-            out.append(result.transpose(1, 2).flatten(0, 1))
-        return torch.cat(out).index_select(0, result_N)[None], None
-    from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
-
-    if key_N is not None:
-        key = key.index_select(0, key_N)
-        value = value.index_select(0, key_N)
-    borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
-    window = (-1, 0 if is_causal else -1)
-    out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
-    return out[None], None
-
-
-@functools.lru_cache(3)  # the layers of a pass ask for the same tensors, and nothing writes into them
-def padded_rows(cu_seq_lens_q, cu_seq_lens_k, key_N, is_causal):
-    """Return the attention calls that compute packed pieces as padded rows: for each, the places of its queries (R, Q)
-    and keys (R, K), and its mask; and where each token's result is among all calls' results, end to end. A pad is any
-    token. Causal pieces of similar length share a call: with a mask where a prompt is longer than what follows it; else
-    each query is level with its own key, and the kernel's own causal mask will do. Other pieces are never padded."""
-    if key_N is None:
-        key_N = torch.arange(cu_seq_lens_k[-1])
-    tokens = cu_seq_lens_q[-1]
-    pieces = torch.stack([cu_seq_lens_q.diff(), cu_seq_lens_k.diff(), cu_seq_lens_q[:-1], cu_seq_lens_k[:-1]])
-    own, seen, *_ = pieces
-    kind = (2 * seen.log2()).ceil() if is_causal else seen
-    kind = kind.where(own < seen - own, -kind)
-    calls = []
-    results = []
-    for number in kind.unique():
-        own, seen, first_query, first_key = pieces[:, kind == number, None]
-        key = torch.arange(seen.max())
-        query = key - (seen - own)
-        mask = None
-        if number > 0:
-            level = query
-            query = key[: own.max()]
-            mask = torch.where(level[:, None] <= query[:, None], 0.0, -torch.inf)[:, None]
-        real = (query >= 0) & (query < own)
-        query = first_query + query
-        results.append(query.where(real, tokens).flatten())
-        key = key_N[(first_key + key).clamp(max=len(key_N) - 1)]
-        calls.append((query.where(real, 0), key, mask))
-    return calls, torch.cat(results).argsort()[:tokens]
-
-
-AttentionInterface.register("packed", packed_attention)
-# With "flash" in the name transformers' vision towers tell where their sequences end.
-AttentionInterface.register("packed_flash", packed_attention)
-AttentionMaskInterface.register("packed", lambda *_, **__: None)
-
-# elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
-LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
-
-
-class Policy(torch.nn.Module):
-    """A decoder, perhaps with a vision tower, and its language head, whose forward gives log-probs and entropies, never
-    the logits. Parameter names are transformers'. Tied weights are one parameter that serves twice."""
-
-    def __init__(self, lm, temperature):
-        super().__init__()
-        self.model = lm.model
-        self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
-        self.temperature = temperature
-        if hasattr(self.model, "visual"):
-            self.model.visual.config._attn_implementation = "packed_flash"
-            # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 has,
-            # its bf16 gradient is reported to fail, and the convolution to be up to 50,000 times slower.
-            conv = self.model.visual.patch_embed.proj
-            conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
-
-    def _head(self, hidden_TH, weight_VH, target_T, entropies):
-        logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
-        logp_TV = logits_TV.log_softmax(-1)
-        logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
-        entropy_T = torch.zeros_like(logp_T)
-        if entropies:
-            with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
-                entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
-        return logp_T, entropy_T
-
-    def forward(self, micro, entropies=True):
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient; or zeros), float32,
-        both at the sampling temperature. The head sees response positions, in chunks; the backward pass repeats it."""
-        row = micro.row.copy()
-        embeddings = self.model.get_input_embeddings()
-        embedding_NH = embeddings(row.pop("input_ids")[0])
-        if "image_N" in row:  # by place, not by token: a response may hold the placeholder, too, as a word
-            image_N = row.pop("image_N")
-            seen = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
-            features = torch.cat(seen.pooler_output)[: len(image_N)].to(embedding_NH)
-            embedding_NH = embedding_NH.index_copy(0, image_N, features)
-        hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
-        weight_VH = (self.lm_head or embeddings).weight
-        size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
-        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing would sum gradients in any order
-        chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
-        parts = []
-        for hidden, target in chunks:
-            parts.append(checkpoint(self._head, hidden, weight_VH, target, entropies, use_reentrant=False))
-        return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
-
-
-def hub_name(name):
-    """Return the name under which a parameter is stored in a model's safetensors. It is the name in memory but for
-    models that see, whose decoder and tower are stored one level higher."""
-    return name.replace(".language_model", "").replace("model.visual", "visual")
-
-
-def load_policy(folder, args, world):
-    """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
-    config = AutoConfig.from_pretrained(folder)
-    lm = empty_model(config, "packed", dtype=torch.float32)
-    if args.activation_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    units = list(lm.get_decoder().layers)
-    if hasattr(config, "vision_config"):
-        units += lm.model.visual.blocks
-        lm.model.visual.requires_grad_(bool(args.image_column))
-    policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
-    dtypes = (torch.bfloat16, torch.float32) if world.device.type == "cuda" else ()  # of compute, of reductions
-    for module in (*units, policy):  # the head is the last's: gathered for each chunk it would deadlock
-        fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
-    if world.device.type == "cpu":
-        # the backward pass need not gather again what memory has room for
-        policy.set_reshard_after_forward(False)
-    policy.to_empty(device=world.device)
-    for module in policy.modules():
-        if hasattr(module, "inv_freq"):  # buffers that are in no checkpoint
-            for name, buffer in type(module)(module.config).to(world.device).named_buffers():
-                module.register_buffer(name, buffer, persistent=False)
-    weights = {hub_name(name): x for name, x in get_model_state_dict(policy).items()}
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-    return policy
-
-
-def set_lr(optimizer, args, step):
-    """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
-    warm_up = args.lr_warmup * args.steps
-    if step < warm_up:
-        share = step / warm_up
-    else:
-        done = (step - warm_up) / (args.steps - warm_up or 1)
-        share = 1 - (1 - args.lr_floor) * (1 - math.cos(math.pi * done)) / 2
-    for group in optimizer.param_groups:
-        group["lr"] = args.lr * share
-
-
-@torch.no_grad()
-def score(policy, batch, micro_batches, record, phase, entropies=True):
-    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. Add
-    seconds and tokens to a phase of the record."""
-    world = record.world
-    logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
-    with record.phase(phase):
-        home = next(policy.parameters()).device  # a reference waits in the host's memory
-        policy.to(world.device)
-        for responses in micro_batches:
-            micro = batch.pack(responses, world.device)
-            logp, entropy = policy(micro, entropies)
-            logp_T[micro.token_T] = logp.cpu()
-            entropy_T[micro.token_T] = entropy.cpu()
-            record.tokens[phase] += micro.cost
-        # This reshards, too: layers that no backward pass follows stay gathered, and hide what the optimiser moves.
-        policy.to(home)
-    return world.all_reduce(logp_T), world.all_reduce(entropy_T)
-
-
-def truncated_ratio(logp_T, sampler_logp_T, cap):
-    """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
-    if cap == 0:
-        return torch.ones_like(logp_T)
-    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
-
-
-def is_finite(finite, norm, world):
-    """Say whether an update's losses and log-probs (`finite`) and its gradient's norm are finite, on every rank."""
-    failed = torch.tensor(float(not (finite and math.isfinite(norm))))
-    return not world.all_reduce(failed)
-
-
-def full_weights(policy, dtype):
-    """Yield (name, whole tensor); every rank must take every item. Casting first halves the traffic."""
-    for name, parameter in policy.named_parameters():
-        yield name, parameter.detach().to(dtype).full_tensor()
-
-
-def save_model(policy, folder, source, dtype, world):
-    """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
-    weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
-    if world.rank == 0:
-        lm = empty_model(AutoConfig.from_pretrained(source), dtype=dtype)
-        if (source / "generation_config.json").is_file():
-            lm.generation_config = GenerationConfig.from_pretrained(source)
-        lm.save_pretrained(folder, state_dict=weights)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        if hasattr(lm.config, "vision_config"):
-            AutoImageProcessor.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
-    dist.barrier()
-
-
-# ------------------------------------------------------------------------------------------------------------ sampler
-VLLM = {  # environment variables; what is set already stays
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-}
+    correct_G: torch.Tensor | None = None
+    reward_G: torch.Tensor | None = None
+    verdicts: tuple[str, ...] = ()
 
 
 def stop_tokens(folder, tokenizer):
@@ -1080,9 +606,8 @@ class Sampler:
         cuda = world.device.type == "cuda"
         # else vLLM compiles a small function for seconds before the first token
         torch._dynamo.config.disable = not cuda
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
 
-        self.params = SamplingParams
         self.world = world
         self.sleeps = cuda
         self.dtype = torch.bfloat16 if cuda else torch.float32
@@ -1129,24 +654,23 @@ class Sampler:
         """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. A seed hashes
         --seed, the problem's key in `asked` and the number of the response: samples do not repeat across prompts, nor
         depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
-        names = list(asked)
-        problems = list(asked.values())
+        from vllm import SamplingParams
+
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
-        my_keys = [(p, g) for p in range(engine, len(problems), engines) for g in range(n)]
-        at_once = 512 if any(problem.image for problem in problems) else len(problems) * n  # images take memory
+        mine = [(key, g) for key in list(asked)[engine::engines] for g in range(n)]
+        at_once = 512 if any(problem.image for problem in asked.values()) else 1 << 20  # images take memory
         rollout_of = {}
-        for start in range(0, len(my_keys), at_once):
-            keys = my_keys[start : start + at_once]
-            prompts = [problems[p].for_sampler() for p, _ in keys]
+        for start in range(0, len(mine), at_once):
+            part = mine[start : start + at_once]
             params = []
-            for p, g in keys:
-                left = longest_sequence(args) - len(problems[p].prompt_ids)
+            for key, g in part:
+                left = longest_sequence(args) - len(asked[key].prompt_ids)
                 params.append(
-                    self.params(
+                    SamplingParams(
                         temperature=temperature,
                         top_p=top_p,
-                        seed=seed_of(args.seed, *names[p], g),
+                        seed=seed_of(args.seed, *key, g),
                         max_tokens=min(args.max_response_tokens, left),
                         stop_token_ids=self.stop,
                         logprobs=0,
@@ -1154,10 +678,11 @@ class Sampler:
                         detokenize=False,
                     )
                 )
+            prompts = [asked[key].for_sampler() for key, _ in part]
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
-            for key, output in zip(keys, outputs, strict=True):
+            for key_g, output in zip(part, outputs, strict=True):
                 best = output.outputs[0]
-                rollout_of[key] = Rollout(
+                rollout_of[key_g] = Rollout(
                     ids=np.array(best.token_ids, np.int64),
                     logp=np.array(best.logprobs.logprobs, np.float32),
                     text=self.tokenizer.decode(best.token_ids, skip_special_tokens=True),
@@ -1166,7 +691,7 @@ class Sampler:
         rollout_of = self.world.union(rollout_of)
         if not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
             raise FloatingPointError("no response has finite log-probs: the weights have diverged; try a smaller --lr")
-        return [Group(problem, [rollout_of[p, g] for g in range(n)]) for p, problem in enumerate(problems)]
+        return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
 
     def load(self, weights):
         """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget its cached prefixes.
@@ -1220,373 +745,7 @@ def sampler_gap(logp_T, sampler_logp_T):
     }
 
 
-# --------------------------------------------------------------------------------------------------------- checkpoint
-MAY_CHANGE = {  # when a run is resumed
-    "run_dir",
-    "resume",
-    "steps",
-    "eval",
-    "eval_every",
-    "eval_samples",
-    "eval_temperature",
-    "checkpoint_every",
-    "checkpoints_kept",
-    "micro_batch_tokens",
-    "activation_checkpointing",
-    "gpu_memory_utilization",
-    "max_num_seqs",
-    "tensor_parallel",
-    "track",
-}
-SKIPS_IN_A_ROW = 5  # updates
-SHOWN = (  # in the line of a step
-    "reward",
-    "entropy",
-    "clip_fraction",
-    "response_length",
-    "grad_norm",
-    "irl/loss",
-    "irl/moved_share",
-    "tokens_per_second/update",
-)
-
-
-def digests(folder, world):
-    """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
-    names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
-    digest = {}
-    for name in names[world.rank :: world.size]:
-        with open(folder / name, "rb") as opened:
-            digest[name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return world.union(digest)
-
-
-def write_whole(file, text):
-    """Write a text file that is complete or not there."""
-    file.with_suffix(".new").write_text(text)
-    file.with_suffix(".new").rename(file)
-
-
-def save_checkpoint(policy, optimizer, step, position, record):
-    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest. Order of the
-    data and seeds are functions of --seed and the position."""
-    world = record.world
-    final = record.folder / "checkpoints" / f"step-{step:05d}"
-    partial = final.with_suffix(".partial")
-    if world.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    shared = all(world.all_gather(partial.is_dir()))
-    need(shared, f"--run-dir {record.folder}: must lie on storage that all nodes share")
-    state = {"policy": get_model_state_dict(policy)}
-    if optimizer.state:  # else asking for it would make it, a step old
-        state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
-    manifest = {
-        "step": step,
-        "ranks": world.size,
-        "position": position,
-        "best": record.best,
-        "files": digests(partial, world),
-    }
-    if world.rank == 0:
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        whole = sorted(final.parent.glob("step-?????"))
-        for old in whole[: -record.args.checkpoints_kept]:
-            shutil.rmtree(old)
-    dist.barrier()
-
-
-def newest_checkpoint(record):
-    """Return the newest whole checkpoint and its manifest, None where a run never completed one. Damaged ones are named
-    and passed over. Raises ValueError if all are damaged."""
-    found = sorted((record.folder / "checkpoints").glob("step-*"), reverse=True)
-    damaged = 0
-    for folder in record.world.all_gather(found)[0]:
-        file = folder / "manifest.json"
-        if folder.suffix != ".partial":
-            manifest = json.loads(file.read_text()) if file.is_file() else {"files": None}
-            if digests(folder, record.world) == manifest["files"]:
-                return folder, manifest
-            damaged += 1
-        record.say(f"{folder}: half-written or damaged; passed over")
-    need(not damaged, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
-    return None, {}
-
-
-def resume(policy, optimizer, record):
-    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0."""
-    if not record.args.resume:
-        return 0, 0
-    folder, manifest = newest_checkpoint(record)
-    if not folder:
-        record.rewind(-1)
-        record.say("the run had not come to a checkpoint: it starts over")
-        return 0, 0
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    weights = get_model_state_dict(policy)
-    dcp.load({"policy": weights}, storage_reader=reader)
-    set_model_state_dict(policy, weights)
-    moments = get_optimizer_state_dict(policy, optimizer)
-    dcp.load(
-        {"optimizer": moments["state"]}, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
-    )
-    set_optimizer_state_dict(policy, optimizer, moments)
-    held = reader.read_metadata().state_dict_metadata
-    for name, parameter in policy.named_parameters():
-        if f"optimizer.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
-            optimizer.state.pop(parameter, None)
-    record.rewind(manifest["step"])
-    record.best = manifest["best"]
-    record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
-    return manifest["step"], manifest["position"]
-
-
-# ------------------------------------------------------------------------------------------------- evaluation, record
-def pass_at_k(correct_PN, k):
-    """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
-    correct = np.asarray(correct_PN)
-    n = correct.shape[1]
-    need(1 <= k <= n, f"pass@{k} needs between 1 and n = {n} samples")
-    wrong_P = n - correct.sum(1).astype(int)
-    return float(np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P]))
-
-
-def evaluate(held_out, sampler, verifier, record, step):
-    """Sample --eval-samples completions of every held-out problem, with the same seeds each time, all sets at once so
-    that they share one tail; write them to samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
-    if not held_out:
-        return {}
-    args = record.args
-    n = args.eval_samples
-    asked = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
-    graded = sampler.sample(asked, n, args.eval_temperature, args)
-    verify(verifier, graded)
-    metrics = {}
-    for name, problems in held_out.items():
-        groups = graded[: len(problems)]
-        graded = graded[len(problems) :]
-        drawn = drawn_metrics(groups)
-        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
-        metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
-        for i in range(1, n.bit_length()):
-            metrics[f"eval/{name}/pass@{2**i}"] = pass_at_k(correct_PN, 2**i)
-        metrics[f"eval/{name}/length"] = drawn["response_length"]
-        metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
-        record.samples(f"{name}-step{step:05d}", groups)
-    return metrics
-
-
-def keep_best(policy, source, dtype, metrics, record, step):
-    """With --keep-best write the model to best/ if the mean avg@n over the held-out sets is the highest so far."""
-    if not record.args.keep_best:
-        return
-    average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
-    if average > record.best:
-        record.best = average
-        save_model(policy, record.folder / "best", source, dtype, record.world)
-        record.say(f"step {step}: the best average so far, {average:.3f}; its model is in {record.folder}/best")
-
-
-def about_run(args, script, world):
-    """Return what a run is: script, command, arguments, versions, commit."""
-    versions = {each.name: each.version for each in importlib.metadata.distributions()}
-    git = "git describe --always --dirty --abbrev=12"
-    said = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return {
-        "script": script,
-        "command": shlex.join(sys.argv),
-        "args": json.loads(json.dumps(asdict(args))),
-        "ranks": world.size,
-        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
-        "versions": {"python": sys.version, **versions},
-        "commit": said.stdout.strip(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def check_same_run(before, now, args):
-    """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
-    need(
-        before["script"] == now["script"],
-        f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {now['script']}.py",
-    )
-    may_change = set(MAY_CHANGE)
-    if args.lr_warmup or args.lr_floor < 1:
-        may_change -= {"steps"}  # the schedule would bend
-    if args.keep_best:
-        may_change -= {"eval", "eval_samples", "eval_temperature"}  # averages would not compare
-    for name, old in before["args"].items():
-        new = now["args"].get(name)
-        need(
-            new == old or name in may_change,
-            f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}",
-        )
-
-
-def open_run(folder, args, script, world):
-    """Make the run folder and write run.json, what the run is, and each resumption. Raises ValueError when the folder
-    holds another run, or with --resume none, or one with other flags."""
-    file = folder / "run.json"
-    exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
-    about = about_run(args, script, world)
-    if args.resume:
-        need(exists, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
-        before = json.loads(file.read_text())
-        check_same_run(before, about, args)
-        about = before | {"resumed": [*before.get("resumed", []), about]}
-    else:
-        need(not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
-    if world.rank == 0:
-        (folder / "samples").mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(about, indent=2) + "\n")
-
-
-class Record:
-    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
-
-    def __init__(self, args, script, world):
-        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.args = args
-        self.world = world
-        self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
-        self.started = time.time()
-        self.start_step()
-        self.trained = 0.0  # seconds
-        self.best = -math.inf  # average of an evaluation
-        self.skips_in_a_row = 0
-        self.board = None
-        open_run(self.folder, args, script, world)
-        self.say(f"run folder {self.folder}")
-        if args.track and world.rank == 0:
-            import wandb
-
-            wandb.init(
-                project=args.track,
-                name=self.folder.name,
-                dir=self.folder,
-                config=asdict(args),
-                sync_tensorboard=True,
-            )
-
-    def start_step(self):
-        """Set what is counted in each step back to nothing."""
-        self.seconds = Counter()  # of phases
-        self.tokens = Counter()
-        self.memory = Counter()  # GiB
-        self.skipped = 0  # updates
-
-    def write(self, name, line):
-        """Add a line to a file of the run folder."""
-        if self.world.rank == 0:
-            with open(self.folder / name, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
-
-    def say(self, text):
-        """Print a line on rank 0's terminal and to log.txt."""
-        if self.world.rank == 0:
-            print(text, flush=True)
-        self.write("log.txt", text)
-
-    def rewind(self, step):
-        """Drop the metrics of later steps, which will be written again, and let times go on."""
-        if self.world.rank:
-            return
-        file = self.folder / "metrics.jsonl"
-        file.touch()
-        kept = []
-        for line in file.read_text().splitlines(keepends=True):
-            if line.endswith("}\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        write_whole(file, "".join(kept))
-        if kept:
-            last = json.loads(kept[-1])
-            self.started = time.time() - last["time"]
-            self.trained = last["cost/seconds"]
-
-    def skip_update(self, norm):
-        """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
-        self.skipped += 1
-        self.skips_in_a_row += 1
-        self.say(f"an update is skipped: loss, gradient or log-probs not finite (gradient norm {norm})")
-        if self.skips_in_a_row == SKIPS_IN_A_ROW:
-            raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
-
-    def stop_requested(self):
-        """Say whether a file named `stop` lies in the run folder, and take it away."""
-        file = self.folder / "stop"
-        requested = self.world.all_gather(file.exists())[0]
-        if requested:
-            file.unlink(missing_ok=True)
-            self.say("a stop file: ending with a checkpoint; --resume goes on")
-        return requested
-
-    @contextmanager
-    def phase(self, name):
-        """Add a block's wall-clock seconds, GPU work included, to a phase of the step; note its memory."""
-        start = time.perf_counter()
-        yield
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()  # torch's own counters do not see that the engine sleeps
-            used = total - free
-        self.memory[name] = max(self.memory[name], used / 2**30)
-        self.seconds[name] += time.perf_counter() - start
-
-    def samples(self, name, groups):
-        """Write groups to samples/<name>.txt."""
-        if self.world.rank:
-            return
-        parts = []
-        for p, group in enumerate(groups):
-            parts.append(f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n")
-            for g, rollout in enumerate(group.rollouts):
-                about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens"
-                if rollout.truncated:
-                    about += ", cut off"
-                parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
-        (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
-
-    def step(self, step, metrics):
-        """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
-        seconds = self.seconds.total()
-        self.trained += seconds - self.seconds["evaluate"]
-        tokens = sum(self.world.all_gather(self.tokens), Counter())
-        if step:
-            tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
-        for name, taken in self.seconds.items():
-            metrics[f"seconds/{name}"] = taken
-            metrics[f"memory_gib/{name}"] = self.memory[name]
-            if tokens[name]:
-                metrics[f"tokens_per_second/{name}"] = tokens[name] / taken
-        metrics["cost/seconds"] = self.trained
-        metrics["skipped_updates"] = self.skipped
-        self.start_step()
-        row = {"step": step, "time": round(time.time() - self.started, 2)}
-        for name, value in metrics.items():
-            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
-        self.write("metrics.jsonl", json.dumps(row))
-        if self.world.rank == 0:
-            self.board = self.board or SummaryWriter(str(self.folder), purge_step=step)
-            for name, value in metrics.items():
-                self.board.add_scalar(name, value, step)
-        evaluation = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
-        if evaluation:
-            self.say(f"step {step}: {'  '.join(evaluation)}")
-        if step:
-            shown = [f"{name} {metrics[name]:,.3f}" for name in SHOWN if name in metrics]
-            left = (self.args.steps - step) * (time.time() - self.started) / step / 60
-            self.say(f"step {step}/{self.args.steps}  {'  '.join(shown)}  {seconds:.2f} s  left {left:.1f} min")
-        if metrics.get("zero_advantage_share") == 1:
-            why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
-            self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
-
-
-# ----------------------------------------------------------------------------------------------------------- verifier
+# ------------------------------------------------------------------------------------------------------------- verifier
 def verify(verifier, groups):
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank."""
     world = verifier.world
@@ -2012,3 +1171,796 @@ class Verifier:
     def grade(self, *lists):
         """Return the scores of `judge`, which takes the same, alone."""
         return [score for score, _ in self.judge(*lists)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- batch
+def first_valid(drawn, valid_P, count, updates=1):
+    """Return `count` of the groups drawn: the valid ones that came first, filled up with invalid ones among the last
+    `count`, both dealt out evenly to the step's updates; a single draw as it came."""
+    if len(drawn) == count:
+        return drawn
+    chosen = [p for p, each in enumerate(valid_P) if each]
+    chosen += [p for p in range(len(drawn) - count, len(drawn)) if p not in chosen]
+    return [drawn[p] for update in range(updates) for p in chosen[:count][update::updates]]
+
+
+def valid(reward_PG):
+    """Return valid_P: which groups have rewards that differ, and so a gradient."""
+    return (reward_PG != reward_PG[:, :1]).any(1)
+
+
+def mean_by(x, number):
+    """Return the mean of x for each number; 0 for a number not in use."""
+    size = int(number.max()) + 1 if len(number) else 0
+    zeros = x.new_zeros(size)
+    sums = zeros.index_add(0, number, x)
+    counts = zeros.index_add(0, number, torch.ones_like(x))
+    return sums / counts.clamp(min=1)
+
+
+def drawn_metrics(groups, draws=1):
+    """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    reward_PG = torch.stack([group.reward_G for group in groups])
+    correct_PG = torch.stack([group.correct_G for group in groups])
+    correction = min(1, reward_PG.shape[1] - 1)
+    tokens = sum(len(rollout.ids) for rollout in rollouts)
+    logp = sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in rollouts)
+    verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
+    metrics = {
+        "reward": reward_PG.mean().item(),
+        "accuracy": correct_PG.mean().item(),
+        "reward_group_std": reward_PG.std(1, correction=correction).mean().item(),
+        "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
+        "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
+        "draws": draws,
+        "prompts_drawn": len(groups),
+        "responses_drawn": len(rollouts),
+        "response_length": tokens / len(rollouts),
+        "truncated_share": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+        "sampler_nll": -logp / tokens,
+    }
+    for verdict in VERDICTS:
+        metrics[f"verifier/{verdict.replace(' ', '_')}"] = verdicts[verdict]
+    return metrics
+
+
+@dataclass
+class MicroBatch:
+    """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T;
+    token_T where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes for them; `cost`
+    the tokens and image patches that a pass computes."""
+
+    row: dict
+    index_T: torch.Tensor
+    target_T: torch.Tensor
+    token_T: torch.Tensor
+    inputs: dict
+    cost: int
+
+
+def ranges(first, length):
+    """Return first[0], first[0] + 1, … (length[0] of them), then those from first[1] on, end to end."""
+    start = length.cumsum(0) - length
+    place = torch.arange(int(length.sum()))
+    return place + (first - start).repeat_interleave(length)
+
+
+def cut(inputs, tokens, device="cpu"):
+    """Return a loss's inputs for some of the step's tokens (numbers or a mask): every *_T cut, tensors on `device`."""
+    parts = {}
+    for name, x in inputs.items():
+        if name.endswith("_T"):
+            x = x[tokens]
+        if isinstance(x, torch.Tensor):
+            x = x.to(device)
+        parts[name] = x
+    return parts
+
+
+def image_inputs(problems, own, seen):
+    """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of the
+    images' tokens. The pieces have so many tokens of their `own` and, with the prompt in front, keys `seen`."""
+    positions, image_N, pixels, sizes = [], [], [], []
+    start = 0
+    for problem, length, keys in zip(problems, own.tolist(), seen.tolist(), strict=True):
+        image = problem.image
+        position_3N = torch.arange(keys - length, keys).expand(3, -1)
+        if image and keys > length:  # a response, behind the image
+            position_3N = position_3N + max(image.grid) - image.tokens
+        elif image:
+            first = problem.prompt_ids.index(image.token)
+            position_3N = image.positions(first, length)
+            image_N.append(torch.arange(image.tokens) + start + first)
+            pixels.append(image.processed()["pixel_values"])
+            sizes.append(image.processed()["image_grid_thw"])
+        positions.append(position_3N)
+        start += length
+    return {
+        "position_ids": torch.cat(positions, 1)[:, None],
+        "image_N": torch.cat(image_N),
+        "pixel_values": torch.cat(pixels),
+        "image_grid_thw": torch.cat(sizes),
+    }
+
+
+class Batch:
+    """The whole step, the same on every rank, response tokens end to end; total_R counts a response with its prompt,
+    tokens and image patches."""
+
+    def __init__(self, groups):
+        self.groups = groups
+        self.reward_PG = torch.stack([group.reward_G for group in groups])
+        self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
+        self.problem_R = [group.problem for group in groups for _ in group.rollouts]
+        self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
+        self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
+        patches = [problem.image.patches if problem.image else 0 for problem in self.problem_R]
+        prompts = [len(problem.prompt_ids) for problem in self.problem_R]
+        self.total_R = self.length_R + torch.tensor(prompts) + torch.tensor(patches)
+        self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
+        self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
+        # One of these prompts is in each row, since ranks run the layers together, and a vision tower, too.
+        self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
+
+    def deal(self, chosen_R, world, budget):
+        """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank.
+        Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
+        share, so that the ranks can be balanced."""
+        most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
+        bundles = []
+        costs = []
+        for r in chosen_R.nonzero()[:, 0].tolist():
+            length = int(self.length_R[r])
+            if bundles and self.group_R[bundles[-1][0]] == self.group_R[r] and costs[-1] + length <= most:
+                bundles[-1].append(r)
+                costs[-1] += length
+            else:
+                bundles.append([r])
+                costs.append(int(self.total_R[r]))
+        return plan(bundles, costs, world.size, budget)[world.rank]
+
+    def pack(self, responses, device, inputs=None):
+        """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
+        inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
+        prompts = sorted({self.group_R[r] for r in responses})
+        if self.needed.isdisjoint(prompts):
+            prompts.append(min(self.needed))
+        problems = [self.groups[p].problem for p in prompts]
+        ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
+        input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        place_N = torch.arange(len(input_ids_N))
+        own = torch.tensor([len(piece) for piece in ids])
+        keys = list(place_N.split(own.tolist()))
+        index = []
+        for n, r in enumerate(responses, len(prompts)):
+            keys[n] = torch.cat([keys[prompts.index(self.group_R[r])], keys[n]])
+            index.append(keys[n][-len(ids[n]) - 1 : -1])
+        seen = torch.tensor([len(piece) for piece in keys])
+        row = {
+            "input_ids": input_ids_N[None],
+            "position_ids": ranges(seen - own, own)[None],
+            "cu_seq_lens_q": F.pad(own.cumsum(0), (1, 0)).int(),
+            "cu_seq_lens_k": F.pad(seen.cumsum(0), (1, 0)).int(),
+            "key_N": torch.cat(keys),
+        }
+        if any(problem.image for problem in problems):
+            row.update(image_inputs(problems + [self.problem_R[r] for r in responses], own, seen))
+        row = {name: x.to(device) for name, x in row.items()}
+        row["max_length_q"] = int(own.max())
+        row["max_length_k"] = int(seen.max())
+        first_R = self.length_R.cumsum(0) - self.length_R
+        token_T = ranges(first_R[responses], self.length_R[responses])
+        index_T = torch.cat([place_N[:0], *index]).to(device)
+        target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
+        cost = len(place_N) + len(row.get("pixel_values", ()))
+        return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
+
+
+def plan(bundles, costs, ranks, budget):
+    """Deal bundles of responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank,
+    some empty, none above `budget` (packed tokens); those that run at the same time cost about the same."""
+    order = sorted(range(len(costs)), key=lambda n: -costs[n])
+    longest = max(costs, default=0)
+    need(longest <= budget, f"a response of {longest} tokens exceeds --micro-batch-tokens {budget}")
+    rounds = math.ceil(sum(costs) / (ranks * budget))
+    while True:
+        loads = [0] * (rounds * ranks)
+        bins = [[] for _ in loads]
+        for n in order:  # longest first, into the emptiest
+            number = loads.index(min(loads))
+            bins[number] += bundles[n]
+            loads[number] += costs[n]
+        if max(loads, default=0) <= budget:
+            break
+        rounds += 1
+    emptier = sorted(range(len(loads)), key=lambda number: -loads[number])
+    return [[bins[number] for number in emptier[rank::ranks]] for rank in range(ranks)]
+
+
+# --------------------------------------------------------------------------------------------------------------- policy
+def packed_attention(
+    module, query, key, value, *_, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **settings
+):
+    """Attention inside each piece of a packed row; transformers' attention interface. query (1, H, N, D), key and value
+    (1, H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before
+    its own, so the causal window ends with the keys. On a GPU one varlen kernel; a CPU has none."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    if key_N is not None:  # with several threads key[key_N] would sum gradients in any order
+        key = key.index_select(0, key_N)
+        value = value.index_select(0, key_N)
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
+
+        borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
+        window = (-1, 0 if is_causal else -1)
+        out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
+        return out[None], None
+    own = cu_seq_lens_q.diff().tolist()
+    seen = cu_seq_lens_k.diff().tolist()
+    out = []
+    for piece in zip(query.split(own), key.split(seen), value.split(seen), strict=True):
+        dense = [x.transpose(0, 1)[None] for x in piece]
+        mask = causal_lower_right(len(piece[0]), len(piece[1])) if is_causal else None
+        result = F.scaled_dot_product_attention(*dense, mask, scale=scaling, enable_gqa=grouped)
+        out.append(result[0].transpose(0, 1))
+    return torch.cat(out)[None], None
+
+
+AttentionInterface.register("packed", packed_attention)
+# With "flash" in the name transformers' vision towers tell where their sequences end.
+AttentionInterface.register("packed_flash", packed_attention)
+AttentionMaskInterface.register("packed", lambda *_, **__: None)
+
+# elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
+LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
+
+
+class Policy(torch.nn.Module):
+    """A decoder, perhaps with a vision tower, and its language head, whose forward gives log-probs and entropies, never
+    the logits. Parameter names are transformers'. Tied weights are one parameter that serves twice."""
+
+    def __init__(self, lm, temperature):
+        super().__init__()
+        self.model = lm.model
+        self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
+        self.temperature = temperature
+        if hasattr(self.model, "visual"):
+            self.model.visual.config._attn_implementation = "packed_flash"
+            # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 has,
+            # its bf16 gradient is reported to fail, and the convolution to be up to 50,000 times slower.
+            conv = self.model.visual.patch_embed.proj
+            conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
+
+    def _head(self, hidden_TH, weight_VH, target_T, entropies):
+        logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
+        logp_TV = logits_TV.log_softmax(-1)
+        logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
+        entropy_T = torch.zeros_like(logp_T)
+        if entropies:
+            with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
+                entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        return logp_T, entropy_T
+
+    def forward(self, micro, entropies=True):
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient; or zeros), float32,
+        both at the sampling temperature. The head sees response positions, in chunks; the backward pass repeats it."""
+        row = micro.row.copy()
+        embeddings = self.model.get_input_embeddings()
+        embedding_NH = embeddings(row.pop("input_ids")[0])
+        if "image_N" in row:  # by place, not by token: a response may hold the placeholder, too, as a word
+            image_N = row.pop("image_N")
+            seen = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
+            features = torch.cat(seen.pooler_output)[: len(image_N)].to(embedding_NH)
+            embedding_NH = embedding_NH.index_copy(0, image_N, features)
+        hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
+        weight_VH = (self.lm_head or embeddings).weight
+        size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
+        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing would sum gradients in any order
+        chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
+        parts = []
+        for hidden, target in chunks:
+            parts.append(checkpoint(self._head, hidden, weight_VH, target, entropies, use_reentrant=False))
+        return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
+
+
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+
+
+def empty_model(config, attention="eager", **settings):
+    """Return transformers' model of a config without weights, with a vision tower where the config has one; never with
+    the attention that a config.json names."""
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, **settings)
+
+
+def model_folder(args):
+    """Return the folder of --model, fetched if that is a hub id. Raises ValueError for a model that cannot train."""
+    folder = Path(args.model)
+    if not folder.is_dir():
+        with naming(f"--model {args.model}: neither a folder here nor a model of the hub", OSError):
+            # one rank of a node downloads, the others wait
+            folder = Path(snapshot_download(args.model, allow_patterns=MODEL_FILES))
+    with naming(f"--model {args.model}"):
+        check_model(folder, args)
+    return folder
+
+
+def check_model(folder, args):
+    """Raise ValueError for what this project cannot train; run no code that lies in the folder."""
+    need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), "no config.json or weights")
+    with naming("cannot be read, and no code in it is run"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    sees = hasattr(config, "vision_config")
+    need(sees or not args.image_column, f"has no vision tower for --image-column {args.image_column}")
+    if sees and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
+        raise ValueError(f"of models that see only qwen2_vl and qwen2_5_vl, not {config.model_type}")
+    text = config.get_text_config()
+    other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention"})
+    other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
+    need(not other, f"has {other}; only plain causal attention is supported")
+    lm = empty_model(config)
+    decoder = lm.model.language_model if sees else getattr(lm, "model", None)
+    if not hasattr(decoder, "embed_tokens") or not hasattr(decoder, "layers") or lm.lm_head.bias is not None:
+        kind = type(lm).__name__
+        raise ValueError(f"{kind} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
+    longest = longest_sequence(args)
+    limit = text.max_position_embeddings
+    need(longest <= limit, f"context {limit}, and a prompt with its response may have {longest}")
+
+
+def hub_name(name):
+    """Return the name under which a parameter is stored in a model's safetensors. It is the name in memory but for
+    models that see, whose decoder and tower are stored one level higher."""
+    return name.replace(".language_model", "").replace("model.visual", "visual")
+
+
+def load_policy(folder, args, world):
+    """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
+    config = AutoConfig.from_pretrained(folder)
+    lm = empty_model(config, "packed", dtype=torch.float32)
+    if args.activation_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    units = list(lm.get_decoder().layers)
+    if hasattr(config, "vision_config"):
+        units += lm.model.visual.blocks
+        lm.model.visual.requires_grad_(bool(args.image_column))
+    policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
+    dtypes = (torch.bfloat16, torch.float32) if world.device.type == "cuda" else ()  # of compute, of reductions
+    for module in (*units, policy):  # the head is the last's: gathered for each chunk it would deadlock
+        fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+    if world.device.type == "cpu":
+        # the backward pass need not gather again what memory has room for
+        policy.set_reshard_after_forward(False)
+    policy.to_empty(device=world.device)
+    for module in policy.modules():
+        if hasattr(module, "inv_freq"):  # buffers that are in no checkpoint
+            for name, buffer in type(module)(module.config).to(world.device).named_buffers():
+                module.register_buffer(name, buffer, persistent=False)
+    weights = {hub_name(name): x for name, x in get_model_state_dict(policy).items()}
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    return policy
+
+
+def set_lr(optimizer, args, step):
+    """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
+    warm_up = args.lr_warmup * args.steps
+    if step < warm_up:
+        share = step / warm_up
+    else:
+        done = (step - warm_up) / (args.steps - warm_up or 1)
+        share = 1 - (1 - args.lr_floor) * (1 - math.cos(math.pi * done)) / 2
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * share
+
+
+@torch.no_grad()
+def score(policy, batch, micro_batches, record, phase, entropies=True):
+    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. Add
+    seconds and tokens to a phase of the record."""
+    world = record.world
+    logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
+    with record.phase(phase):
+        home = next(policy.parameters()).device  # a reference waits in the host's memory
+        policy.to(world.device)
+        for responses in micro_batches:
+            micro = batch.pack(responses, world.device)
+            logp, entropy = policy(micro, entropies)
+            logp_T[micro.token_T] = logp.cpu()
+            entropy_T[micro.token_T] = entropy.cpu()
+            record.tokens[phase] += micro.cost
+        # This reshards, too: layers that no backward pass follows stay gathered, and hide what the optimiser moves.
+        policy.to(home)
+    return world.all_reduce(logp_T), world.all_reduce(entropy_T)
+
+
+def truncated_ratio(logp_T, sampler_logp_T, cap):
+    """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
+    if cap == 0:
+        return torch.ones_like(logp_T)
+    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
+
+
+def full_weights(policy, dtype):
+    """Yield (name, whole tensor); every rank must take every item. A unit of FSDP is gathered at once."""
+    for path, unit in policy.named_modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
+            for name, parameter in unit.named_parameters():
+                if not isinstance(parameter, DTensor):  # else it is of a unit inside this one
+                    yield f"{path}.{name}".removeprefix("."), parameter.detach().to(dtype)
+            unit.reshard()
+
+
+def save_model(policy, folder, source, dtype, world):
+    """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
+    weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
+    if world.rank == 0:
+        lm = empty_model(AutoConfig.from_pretrained(source), dtype=dtype)
+        if (source / "generation_config.json").is_file():
+            lm.generation_config = GenerationConfig.from_pretrained(source)
+        lm.save_pretrained(folder, state_dict=weights)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        if hasattr(lm.config, "vision_config"):
+            AutoImageProcessor.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+    dist.barrier()
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluation
+def pass_at_k(correct_PN, k):
+    """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
+    correct = np.asarray(correct_PN)
+    n = correct.shape[1]
+    need(1 <= k <= n, f"pass@{k} needs between 1 and n = {n} samples")
+    wrong_P = n - correct.sum(1).astype(int)
+    return float(np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P]))
+
+
+def evaluate(held_out, sampler, verifier, record, step):
+    """Sample --eval-samples completions of every held-out problem, with the same seeds each time, all sets at once so
+    that they share one tail; write them to samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
+    if not held_out:
+        return {}
+    args = record.args
+    n = args.eval_samples
+    asked = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
+    graded = sampler.sample(asked, n, args.eval_temperature, args)
+    verify(verifier, graded)
+    metrics = {}
+    for name, problems in held_out.items():
+        groups = graded[: len(problems)]
+        graded = graded[len(problems) :]
+        drawn = drawn_metrics(groups)
+        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
+        metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
+        for i in range(1, n.bit_length()):
+            metrics[f"eval/{name}/pass@{2**i}"] = pass_at_k(correct_PN, 2**i)
+        metrics[f"eval/{name}/length"] = drawn["response_length"]
+        metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
+        record.samples(f"{name}-step{step:05d}", groups)
+    return metrics
+
+
+def keep_best(policy, source, dtype, metrics, record, step):
+    """With --keep-best write the model to best/ if the mean avg@n over the held-out sets is the highest so far."""
+    if not record.args.keep_best:
+        return
+    average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
+    if average > record.best:
+        record.best = average
+        save_model(policy, record.folder / "best", source, dtype, record.world)
+        record.say(f"step {step}: the best average so far, {average:.3f}; its model is in {record.folder}/best")
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpoint
+SKIPS_IN_A_ROW = 5  # updates
+SHOWN = (  # in the line of a step
+    "reward",
+    "entropy",
+    "clip_fraction",
+    "response_length",
+    "grad_norm",
+    "irl/loss",
+    "tokens_per_second/update",
+)
+
+
+def digests(folder, world):
+    """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
+    names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
+    digest = {}
+    for name in names[world.rank :: world.size]:
+        with open(folder / name, "rb") as opened:
+            digest[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return world.union(digest)
+
+
+def write_whole(file, text):
+    """Write a text file that is complete or not there."""
+    file.with_suffix(".new").write_text(text)
+    file.with_suffix(".new").rename(file)
+
+
+def save_checkpoint(policy, optimizer, step, position, record):
+    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest. Order of the
+    data and seeds are functions of --seed and the position."""
+    world = record.world
+    final = record.folder / "checkpoints" / f"step-{step:05d}"
+    partial = final.with_suffix(".partial")
+    if world.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    shared = all(world.all_gather(partial.is_dir()))
+    need(shared, f"--run-dir {record.folder}: must lie on storage that all nodes share")
+    state = {"policy": get_model_state_dict(policy)}
+    if optimizer.state:  # else asking for it would make it, a step old
+        state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
+    manifest = {
+        "step": step,
+        "ranks": world.size,
+        "position": position,
+        "best": record.best,
+        "files": digests(partial, world),
+    }
+    if world.rank == 0:
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        whole = sorted(final.parent.glob("step-?????"))
+        for old in whole[: -record.args.checkpoints_kept]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def newest_checkpoint(record):
+    """Return the newest whole checkpoint and its manifest, None where a run never completed one. Damaged ones are named
+    and passed over. Raises ValueError if all are damaged."""
+    found = sorted((record.folder / "checkpoints").glob("step-*"), reverse=True)
+    damaged = 0
+    for folder in record.world.all_gather(found)[0]:
+        file = folder / "manifest.json"
+        if folder.suffix != ".partial":
+            manifest = json.loads(file.read_text()) if file.is_file() else {"files": None}
+            if digests(folder, record.world) == manifest["files"]:
+                return folder, manifest
+            damaged += 1
+        record.say(f"{folder}: half-written or damaged; passed over")
+    need(not damaged, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
+    return None, {}
+
+
+def resume(policy, optimizer, record):
+    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0."""
+    if not record.args.resume:
+        return 0, 0
+    folder, manifest = newest_checkpoint(record)
+    if not folder:
+        record.rewind(-1)
+        record.say("the run had not come to a checkpoint: it starts over")
+        return 0, 0
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    dcp.load({"policy": get_model_state_dict(policy)}, storage_reader=reader)
+    moments = get_optimizer_state_dict(policy, optimizer)
+    dcp.load(
+        {"optimizer": moments["state"]}, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
+    )
+    set_optimizer_state_dict(policy, optimizer, moments)
+    held = reader.read_metadata().state_dict_metadata
+    for name, parameter in policy.named_parameters():
+        if f"optimizer.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
+            optimizer.state.pop(parameter, None)
+    record.rewind(manifest["step"])
+    record.best = manifest["best"]
+    record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
+    return manifest["step"], manifest["position"]
+
+
+# --------------------------------------------------------------------------------------------------------------- record
+MAY_CHANGE = {  # when a run is resumed
+    "run_dir",
+    "resume",
+    "steps",
+    "eval",
+    "eval_every",
+    "eval_samples",
+    "eval_temperature",
+    "checkpoint_every",
+    "checkpoints_kept",
+    "micro_batch_tokens",
+    "activation_checkpointing",
+    "gpu_memory_utilization",
+    "max_num_seqs",
+    "tensor_parallel",
+    "track",
+}
+
+
+def check_same_run(before, about, args):
+    """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
+    if before["script"] != about["script"]:
+        raise ValueError(f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {about['script']}.py")
+    must_stay = set(before["args"]) - MAY_CHANGE
+    if args.lr_warmup or args.lr_floor < 1:
+        must_stay.add("steps")  # the schedule would bend
+    if args.keep_best:
+        must_stay.update(["eval", "eval_samples", "eval_temperature"])  # averages would not compare
+    for name in must_stay:
+        old = before["args"][name]
+        new = about["args"].get(name)
+        need(new == old, f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}")
+
+
+def open_run(folder, args, script, world):
+    """Make the run folder and write run.json: script, command, arguments, versions and commit of a run, and in `before`
+    what it resumes. Raises ValueError when the folder holds another run, or with --resume none, or one with other
+    flags."""
+    file = folder / "run.json"
+    exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
+    git = "git describe --always --dirty --abbrev=12"
+    said = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
+    about = {
+        "script": script,
+        "command": shlex.join(sys.argv),
+        "args": json.loads(json.dumps(asdict(args))),
+        "ranks": world.size,
+        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        "python": sys.version,
+        "versions": {each.name: each.version for each in importlib.metadata.distributions()},
+        "commit": said.stdout.strip(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    if args.resume:
+        need(exists, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
+        about["before"] = json.loads(file.read_text())
+        check_same_run(about["before"], about, args)
+    else:
+        need(not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
+    if world.rank == 0:
+        (folder / "samples").mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(about, indent=2) + "\n")
+
+
+class Record:
+    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
+
+    def __init__(self, args, script, world):
+        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.args = args
+        self.world = world
+        self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
+        self.started = time.time()
+        self.start_step()
+        self.trained = 0.0  # seconds
+        self.best = -math.inf  # average of an evaluation
+        self.skips_in_a_row = 0
+        self.board = None
+        open_run(self.folder, args, script, world)
+        self.say(f"run folder {self.folder}")
+        if args.track and world.rank == 0:
+            import wandb
+
+            wandb.init(
+                project=args.track,
+                name=self.folder.name,
+                dir=self.folder,
+                config=asdict(args),
+                sync_tensorboard=True,
+            )
+
+    def start_step(self):
+        """Set what is counted in each step back to nothing."""
+        self.seconds = Counter()  # of phases
+        self.tokens = Counter()
+        self.memory = Counter()  # GiB
+        self.skipped = 0  # updates
+
+    def write(self, name, line):
+        """Add a line to a file of the run folder."""
+        if self.world.rank == 0:
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def say(self, text):
+        """Print a line on rank 0's terminal and to log.txt."""
+        if self.world.rank == 0:
+            print(text, flush=True)
+        self.write("log.txt", text)
+
+    def rewind(self, step):
+        """Drop the metrics of later steps, which will be written again, and let times go on."""
+        if self.world.rank:
+            return
+        file = self.folder / "metrics.jsonl"
+        file.touch()
+        kept = []
+        for line in file.read_text().splitlines(keepends=True):
+            if line.endswith("}\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        write_whole(file, "".join(kept))
+        if kept:
+            last = json.loads(kept[-1])
+            self.started = time.time() - last["time"]
+            self.trained = last["cost/seconds"]
+
+    def skip_update(self, norm):
+        """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
+        self.skipped += 1
+        self.skips_in_a_row += 1
+        self.say(f"an update is skipped: its gradient is not finite (norm {norm})")
+        if self.skips_in_a_row == SKIPS_IN_A_ROW:
+            raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
+
+    def stop_requested(self):
+        """Say whether a file named `stop` lies in the run folder, and take it away."""
+        file = self.folder / "stop"
+        requested = self.world.all_gather(file.exists())[0]
+        if requested:
+            file.unlink(missing_ok=True)
+            self.say("a stop file: ending with a checkpoint; --resume goes on")
+        return requested
+
+    @contextmanager
+    def phase(self, name):
+        """Add a block's wall-clock seconds, GPU work included, to a phase of the step; note its memory."""
+        start = time.perf_counter()
+        yield
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()  # torch's own counters do not see that the engine sleeps
+            used = total - free
+        self.memory[name] = max(self.memory[name], used / 2**30)
+        self.seconds[name] += time.perf_counter() - start
+
+    def samples(self, name, groups):
+        """Write groups to samples/<name>.txt."""
+        if self.world.rank:
+            return
+        parts = []
+        for p, group in enumerate(groups):
+            parts.append(f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n")
+            for g, rollout in enumerate(group.rollouts):
+                about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens"
+                if rollout.truncated:
+                    about += ", cut off"
+                parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
+        (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
+
+    def step(self, step, metrics):
+        """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
+        seconds = self.seconds.total()
+        self.trained += seconds - self.seconds["evaluate"]
+        tokens = sum(self.world.all_gather(self.tokens), Counter())
+        if step:
+            tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
+        for name, taken in self.seconds.items():
+            metrics[f"seconds/{name}"] = taken
+            metrics[f"memory_gib/{name}"] = self.memory[name]
+            if tokens[name]:
+                metrics[f"tokens_per_second/{name}"] = tokens[name] / taken
+        metrics["cost/seconds"] = self.trained
+        metrics["skipped_updates"] = self.skipped
+        self.start_step()
+        row = {"step": step, "time": round(time.time() - self.started, 2)}
+        for name, value in metrics.items():
+            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
+        self.write("metrics.jsonl", json.dumps(row))
+        if self.world.rank == 0:
+            self.board = self.board or SummaryWriter(str(self.folder), purge_step=step)
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+        evaluation = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+        if evaluation:
+            self.say(f"step {step}: {'  '.join(evaluation)}")
+        if step:
+            shown = [f"{name} {metrics[name]:,.3f}" for name in SHOWN if name in metrics]
+            left = (self.args.steps - step) * (time.time() - self.started) / step / 60
+            self.say(f"step {step}/{self.args.steps}  {'  '.join(shown)}  {seconds:.2f} s  left {left:.1f} min")
+        if metrics.get("zero_advantage_share") == 1:
+            why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
+            self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
