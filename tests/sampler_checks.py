@@ -44,7 +44,7 @@ def main(args: Args) -> None:
         return sampler.sample(asked, n, temperature, settings)
 
     def gap(groups):
-        batch = common.Batch(groups)
+        batch = common.Batch([replace(group, reward_G=torch.zeros(len(group.rollouts))) for group in groups])
         mine = batch.deal(batch.total_R > 0, world, args.micro_batch_tokens)
         logp_T, _ = common.score(policy, batch, mine, record, "gap")
         return common.sampler_gap(logp_T, batch.sampler_logp_T)["gap_max"]

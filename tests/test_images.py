@@ -46,7 +46,7 @@ def batch_of(problems: list[common.Problem]) -> common.Batch:
             if number:
                 ids[2] = problems[0].image.token
             rollouts.append(common.Rollout(ids, torch.zeros(len(ids)).numpy(), "", False))
-        groups.append(common.Group(problem, rollouts))
+        groups.append(common.Group(problem, rollouts, reward_G=torch.zeros(2)))
     return common.Batch(groups)
 
 
@@ -215,40 +215,29 @@ def test_a_saved_model_is_whole(models, tmp_path, plain_python):
     assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in saved)
 
 
-def spoiled(tmp_path, image=None, text="what?") -> Path:
-    """Write three rows, the last with this image or text."""
-    file = tmp_path / "rows.parquet"
-    good = {"bytes": png(16, 16), "path": None}
-    rows = [{"image": good, "problem": "a?", "answer": "1"}] * 2
-    rows.append({"image": image or good, "problem": text, "answer": "1"})
-    datasets.Dataset.from_list(rows).to_parquet(file)
-    return file
-
-
 @pytest.mark.parametrize(
-    ("image", "text", "message"),
+    ("image", "reason"),
     [
-        ({"bytes": b"no image", "path": None}, "a?", "its image cannot be read (cannot identify image file"),
-        (
-            {"bytes": b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "path": None},
-            "a?",
-            "its image cannot be read (broken PNG file",
-        ),
-        ({"bytes": None, "path": "nowhere/a.png"}, "a?", "its image cannot be read ([Errno 2] No such file"),
-        ({"bytes": png(2, 900), "path": None}, "a?", "its image cannot be read (absolute aspect ratio must be"),
-        (
-            None,
-            "what is <|image_pad|>?",
-            "the prompt holds 5 <|image_pad|>, its image takes 4: 'what is <|image_pad|>?'",
-        ),
+        ({"bytes": b"no image", "path": None}, "cannot identify image file"),
+        ({"bytes": b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "path": None}, "broken PNG file"),
+        ({"bytes": None, "path": "nowhere/a.png"}, "No such file"),
+        ({"bytes": png(2, 900), "path": None}, "absolute aspect ratio must be"),
     ],
 )
-def test_rows_that_cannot_be_seen(models, tmp_path, image, text, message):
-    file = spoiled(tmp_path, image, text)
-    args = replace(settings(models["qwen2_vl"]), dataset=str(file))
-    with pytest.raises(ValueError) as error:
+def test_rows_that_cannot_be_seen(models, tmp_path, image, reason):
+    rows = [{"image": {"bytes": png(16, 16), "path": None}, "problem": "a?", "answer": "1"}] * 2
+    datasets.Dataset.from_list([*rows, rows[0] | {"image": image}]).to_parquet(tmp_path / "rows.parquet")
+    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "rows.parquet"))
+    with pytest.raises(ValueError, match=rf"^--dataset .*rows\.parquet, row 2: its image cannot be read.*{reason}"):
         common.load_data(args, AutoTokenizer.from_pretrained(args.model))
-    assert str(error.value).startswith(f"--dataset {file}, row 2: {message}")
+
+
+def test_a_problem_that_names_the_placeholder_is_refused(models, tmp_path):
+    row = {"image": {"bytes": png(16, 16), "path": None}, "problem": "what is <|image_pad|>?", "answer": "1"}
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "rows.parquet"))
+    with pytest.raises(ValueError, match=r"row 0: the prompt holds 5 <\|image_pad\|>, its image takes 4"):
+        common.load_data(args, AutoTokenizer.from_pretrained(args.model))
 
 
 def test_flags_that_cannot_work(models, tiny):
@@ -264,4 +253,4 @@ def test_larger_images_are_shrunk(models, tmp_path):
     args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "large.parquet"), max_pixels=1600)
     problems, _ = common.load_data(args, AutoTokenizer.from_pretrained(args.model))
     assert [problem.image.grid for problem in problems] == [(6, 3), (2, 2)]
-    assert len(problems[0].image.pixels()) == 4 * 6 * 3
+    assert problems[0].image.patches == 4 * 6 * 3

@@ -19,7 +19,7 @@ def group_of(prompt: list[int], responses) -> common.Group:
     rollouts = []
     for ids in responses:
         rollouts.append(common.Rollout(np.array(ids), np.zeros(len(ids), np.float32), "", False))
-    return common.Group(common.Problem("", prompt, "0"), rollouts)
+    return common.Group(common.Problem("", prompt, "0"), rollouts, reward_G=torch.zeros(1))
 
 
 def batch_of(seed: int, vocabulary: int = 263, prompt: int = 12) -> common.Batch:
