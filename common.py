@@ -338,14 +338,6 @@ class Picture:
         """Return what the vision tower takes: pixel_values, a row for each patch, and image_grid_thw."""
         return self.processor(images=[self.open()], return_tensors="pt")
 
-    def positions(self, at, length):
-        """Return positions_3N (time, height, width) of a sequence of this length with the image's tokens from `at` on:
-        text counts on in all three, the image's tokens have their place in it, and text goes on behind the largest."""
-        before = torch.arange(at).expand(3, -1)
-        image = torch.cartesian_prod(torch.arange(1), *map(torch.arange, self.grid)).T
-        behind = torch.arange(length - at - self.tokens).expand(3, -1) + max(self.grid)
-        return torch.cat([before, image + at, behind + at], 1)
-
 
 @dataclass
 class Problem:
@@ -357,6 +349,11 @@ class Problem:
     row: dict | None = None
     image: Picture | None = None
 
+    @property
+    def cost(self):
+        """Number of the prompt's tokens and patches."""
+        return len(self.prompt_ids) + (self.image.patches if self.image else 0)
+
     def for_sampler(self):
         """Return the prompt as vLLM takes it, with one placeholder for an image, which it multiplies itself."""
         if not self.image:
@@ -364,6 +361,17 @@ class Problem:
         at = self.prompt_ids.index(self.image.token)
         ids = self.prompt_ids[: at + 1] + self.prompt_ids[at + self.image.tokens :]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
+
+    def positions(self):
+        """Return the prompt's position_3N (time, height, width): text counts on in all three, an image's tokens have
+        their place in it, and text goes on behind the largest."""
+        position_3N = torch.arange(len(self.prompt_ids)).expand(3, -1)
+        if not self.image:
+            return position_3N
+        at = self.prompt_ids.index(self.image.token)
+        image = torch.cartesian_prod(torch.arange(1), *map(torch.arange, self.image.grid)).T
+        before, _, behind = position_3N.split([at, self.image.tokens, len(self.prompt_ids) - at - self.image.tokens], 1)
+        return torch.cat([before, image + at, behind - self.image.tokens + max(self.image.grid)], 1)
 
 
 def load_data(args, tokenizer):
@@ -1239,13 +1247,6 @@ class MicroBatch:
     cost: int
 
 
-def ranges(first, length):
-    """Return first[0], first[0] + 1, … (length[0] of them), then those from first[1] on, end to end."""
-    start = length.cumsum(0) - length
-    place = torch.arange(int(length.sum()))
-    return place + (first - start).repeat_interleave(length)
-
-
 def cut(inputs, tokens, device="cpu"):
     """Return a loss's inputs for some of the step's tokens (numbers or a mask): every *_T cut, tensors on `device`."""
     parts = {}
@@ -1258,30 +1259,18 @@ def cut(inputs, tokens, device="cpu"):
     return parts
 
 
-def image_inputs(problems, own, seen):
-    """Return what a row with images has besides: three-part position ids, the pixels, and image_N, the places of the
-    images' tokens. The pieces have so many tokens of their `own` and, with the prompt in front, keys `seen`."""
-    positions, image_N, pixels, sizes = [], [], [], []
-    start = 0
-    for problem, length, keys in zip(problems, own.tolist(), seen.tolist(), strict=True):
-        image = problem.image
-        position_3N = torch.arange(keys - length, keys).expand(3, -1)
-        if image and keys > length:  # a response, behind the image
-            position_3N = position_3N + max(image.grid) - image.tokens
-        elif image:
-            first = problem.prompt_ids.index(image.token)
-            position_3N = image.positions(first, length)
-            image_N.append(torch.arange(image.tokens) + start + first)
-            pixels.append(image.processed()["pixel_values"])
-            sizes.append(image.processed()["image_grid_thw"])
-        positions.append(position_3N)
-        start += length
-    return {
-        "position_ids": torch.cat(positions, 1)[:, None],
-        "image_N": torch.cat(image_N),
-        "pixel_values": torch.cat(pixels),
-        "image_grid_thw": torch.cat(sizes),
-    }
+def image_inputs(problems, places):
+    """Return what a row with images has besides: the pixels, and image_N, the places of the images' tokens. `places`
+    holds those of each problem's prompt."""
+    image_N, pixels, grids = [], [], []
+    for problem, place in zip(problems, places, strict=False):
+        if problem.image:
+            first = problem.prompt_ids.index(problem.image.token)
+            image_N.append(place[first : first + problem.image.tokens])
+            processed = problem.image.processed()
+            pixels.append(processed["pixel_values"])
+            grids.append(processed["image_grid_thw"])
+    return {"image_N": torch.cat(image_N), "pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
 
 
 class Batch:
@@ -1292,13 +1281,11 @@ class Batch:
         self.groups = groups
         self.reward_PG = torch.stack([group.reward_G for group in groups])
         self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
-        self.problem_R = [group.problem for group in groups for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
-        patches = [problem.image.patches if problem.image else 0 for problem in self.problem_R]
-        prompts = [len(problem.prompt_ids) for problem in self.problem_R]
-        self.total_R = self.length_R + torch.tensor(prompts) + torch.tensor(patches)
+        self.total_R = self.length_R + torch.tensor([groups[p].problem.cost for p in self.group_R])
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
+        self.place_R = torch.arange(len(self.response_T)).split(self.length_R.tolist())
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
         # One of these prompts is in each row, since ranks run the layers together, and a vision tower, too.
         self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
@@ -1332,26 +1319,31 @@ class Batch:
         place_N = torch.arange(len(input_ids_N))
         own = torch.tensor([len(piece) for piece in ids])
         keys = list(place_N.split(own.tolist()))
-        index = []
+        positions = [problem.positions() for problem in problems]
+        index = [place_N[:0]]
+        tokens = [place_N[:0]]
         for n, r in enumerate(responses, len(prompts)):
-            keys[n] = torch.cat([keys[prompts.index(self.group_R[r])], keys[n]])
+            p = prompts.index(self.group_R[r])
+            keys[n] = torch.cat([keys[p], keys[n]])
+            positions.append(torch.arange(len(ids[n])).expand(3, -1) + positions[p].max() + 1)
             index.append(keys[n][-len(ids[n]) - 1 : -1])
+            tokens.append(self.place_R[r])
         seen = torch.tensor([len(piece) for piece in keys])
+        position_3N = torch.cat(positions, 1)
         row = {
             "input_ids": input_ids_N[None],
-            "position_ids": ranges(seen - own, own)[None],
+            "position_ids": position_3N[:1],
             "cu_seq_lens_q": F.pad(own.cumsum(0), (1, 0)).int(),
             "cu_seq_lens_k": F.pad(seen.cumsum(0), (1, 0)).int(),
             "key_N": torch.cat(keys),
         }
         if any(problem.image for problem in problems):
-            row.update(image_inputs(problems + [self.problem_R[r] for r in responses], own, seen))
+            row.update(image_inputs(problems, keys), position_ids=position_3N[:, None])
         row = {name: x.to(device) for name, x in row.items()}
         row["max_length_q"] = int(own.max())
         row["max_length_k"] = int(seen.max())
-        first_R = self.length_R.cumsum(0) - self.length_R
-        token_T = ranges(first_R[responses], self.length_R[responses])
-        index_T = torch.cat([place_N[:0], *index]).to(device)
+        token_T = torch.cat(tokens)
+        index_T = torch.cat(index).to(device)
         target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
         cost = len(place_N) + len(row.get("pixel_values", ()))
         return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
@@ -1385,27 +1377,31 @@ def packed_attention(
     """Attention inside each piece of a packed row; transformers' attention interface. query (1, H, N, D), key and value
     (1, H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before
     its own, so the causal window ends with the keys. On a GPU one varlen kernel; a CPU has none."""
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    if key_N is not None:  # with several threads key[key_N] would sum gradients in any order
-        key = key.index_select(0, key_N)
-        value = value.index_select(0, key_N)
+    if key_N is not None:  # with several threads key[:, :, key_N] would sum gradients in any order
+        key = key.index_select(2, key_N)
+        value = value.index_select(2, key_N)
     if query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
 
-        borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
-        window = (-1, 0 if is_causal else -1)
-        out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
+        out = varlen_attn(
+            *(x[0].transpose(0, 1) for x in (query, key, value)),
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            settings["max_length_q"],
+            settings["max_length_k"],
+            scale=scaling,
+            window_size=(-1, 0 if is_causal else -1),
+            enable_gqa=grouped,
+        )
         return out[None], None
     own = cu_seq_lens_q.diff().tolist()
     seen = cu_seq_lens_k.diff().tolist()
     out = []
-    for piece in zip(query.split(own), key.split(seen), value.split(seen), strict=True):
-        dense = [x.transpose(0, 1)[None] for x in piece]
-        mask = causal_lower_right(len(piece[0]), len(piece[1])) if is_causal else None
-        result = F.scaled_dot_product_attention(*dense, mask, scale=scaling, enable_gqa=grouped)
-        out.append(result[0].transpose(0, 1))
-    return torch.cat(out)[None], None
+    for q, k, v in zip(query.split(own, 2), key.split(seen, 2), value.split(seen, 2), strict=True):
+        mask = causal_lower_right(q.shape[2], k.shape[2]) if is_causal else None
+        out.append(F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=grouped))
+    return torch.cat(out, 2).transpose(1, 2), None
 
 
 AttentionInterface.register("packed", packed_attention)
@@ -1954,13 +1950,14 @@ class Record:
             self.board = self.board or SummaryWriter(str(self.folder), purge_step=step)
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
-        evaluation = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
-        if evaluation:
-            self.say(f"step {step}: {'  '.join(evaluation)}")
+        line = f"step {step}/{self.args.steps}"
+        for name, value in metrics.items():
+            if name in SHOWN or name.startswith("eval/"):
+                line += f"  {name} {value:,.3f}"
         if step:
-            shown = [f"{name} {metrics[name]:,.3f}" for name in SHOWN if name in metrics]
             left = (self.args.steps - step) * (time.time() - self.started) / step / 60
-            self.say(f"step {step}/{self.args.steps}  {'  '.join(shown)}  {seconds:.2f} s  left {left:.1f} min")
+            line += f"  {seconds:.2f} s  left {left:.1f} min"
+        self.say(line)
         if metrics.get("zero_advantage_share") == 1:
             why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
             self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
