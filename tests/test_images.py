@@ -53,8 +53,8 @@ def batch_of(problems: list[common.Problem]) -> common.Batch:
 def one_at_a_time(model, batch: common.Batch, temperature: float) -> torch.Tensor:
     """Return logp_T by transformers' own positions and merging, each sequence alone."""
     parts = []
-    for problem, rollout in zip(batch.problem_R, batch.rollout_R, strict=True):
-        image, prompt = problem.image, problem.prompt_ids
+    for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
+        image, prompt = batch.groups[p].problem.image, batch.groups[p].problem.prompt_ids
         ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
         seen = torch.zeros_like(ids)
         seen[0, : len(prompt)] = torch.tensor(prompt) == model.config.image_token_id
@@ -116,11 +116,11 @@ def test_every_row_reaches_the_tower_once_the_step_has_an_image(models, response
 
 def test_cost_is_tokens_and_patches(models):
     batch = batch_of(problems_of(models["qwen2_vl"]))
-    tokens = torch.tensor([4, 6, 25, 8, 0, 4]).repeat_interleave(2)
-    prompt_R = torch.tensor([len(problem.prompt_ids) for problem in batch.problem_R])
-    assert torch.equal(batch.total_R - batch.length_R - prompt_R, 4 * tokens)
-    text = len(batch.problem_R[8].prompt_ids)
-    assert [len(problem.prompt_ids) for problem in batch.problem_R] == [text + n + 2 * (n > 0) for n in tokens.tolist()]
+    tokens = [4, 6, 25, 8, 0, 4]
+    prompts = [len(group.problem.prompt_ids) for group in batch.groups]
+    assert prompts == [prompts[4] + n + 2 * (n > 0) for n in tokens]
+    whole = torch.tensor([prompt + 4 * n for prompt, n in zip(prompts, tokens, strict=True)])
+    assert torch.equal(batch.total_R - batch.length_R, whole.repeat_interleave(2))
     once = batch.total_R[[0, 8]].sum() + batch.length_R[1]  # of two responses to one image
     assert batch.pack([0, 1, 8], CPU).cost == once
 
@@ -242,7 +242,7 @@ def test_a_problem_that_names_the_placeholder_is_refused(models, tmp_path):
 
 def test_flags_that_cannot_work(models, tiny):
     args = settings(models["qwen2_vl"])
-    with pytest.raises(ValueError, match=r"--image-column image: --model .* has no vision tower"):
+    with pytest.raises(ValueError, match=r"--model .* no vision tower"):
         common.model_folder(replace(args, model=str(tiny)))
     with pytest.raises(ValueError, match=r"no image column; looked for \['photo'\], saw \['image', .*; --image-column"):
         common.load_data(replace(args, image_column="photo"), AutoTokenizer.from_pretrained(args.model))

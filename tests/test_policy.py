@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -38,26 +38,27 @@ def policy_of(folder) -> common.Policy:
     return common.Policy(packed, 0.7).train()
 
 
-@pytest.mark.parametrize(("model", "prompt"), [("tiny", 4), ("tiny_tied", 60)])
+@pytest.mark.parametrize(("model", "longest"), [("tiny", 4), ("tiny_tied", 60)])
 @pytest.mark.parametrize("logits_at_once", [1 << 25, 5 * 263])
-def test_logp_entropy_and_gradient_against_full_logits(request, monkeypatch, logits_at_once, model, prompt):
+def test_logp_entropy_and_gradient_against_full_logits(request, monkeypatch, logits_at_once, model, longest):
     """Of each response whole and alone; prompts, which are shared, shorter and longer than the responses."""
     monkeypatch.setitem(common.LOGITS_AT_ONCE, "cpu", logits_at_once)
     folder = request.getfixturevalue(model)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     policy = policy_of(folder)
-    batch = batch_of(3, prompt=prompt)
+    batch = batch_of(3, prompt=longest)
     micro = batch.pack([10, 3, 7, 0, 1, 2, 4, 5, 6, 8, 9], CPU)
     assert micro.cost < batch.total_R.sum()
     logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.token_T, x) for x in policy(micro))
     assert not entropy_T.requires_grad and logp_T.dtype == torch.float32
 
     logps, entropies = [], []
-    for problem, rollout in zip(batch.problem_R, batch.rollout_R, strict=True):
-        ids = torch.tensor([[*problem.prompt_ids, *rollout.ids.tolist()]])
-        logits = reference(input_ids=ids).logits[0, len(problem.prompt_ids) - 1 : -1] / 0.7
+    for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
+        prompt = batch.groups[p].problem.prompt_ids
+        ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
+        logits = reference(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7
         logp_V = logits.log_softmax(-1)
-        logps.append(logp_V.gather(-1, ids[0, len(problem.prompt_ids) :, None])[:, 0])
+        logps.append(logp_V.gather(-1, ids[0, len(prompt) :, None])[:, 0])
         entropies.append(-(logp_V.exp() * logp_V).sum(-1))
     expected_T = torch.cat(logps)
     torch.testing.assert_close(logp_T, expected_T, atol=5e-5, rtol=0)
@@ -125,13 +126,13 @@ def test_an_empty_micro_batch_reaches_every_parameter(tiny):
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
-class LargestLogits(TorchDispatchMode):
-    """Elements of the largest tensor over the vocabulary that any operation returns."""
+class LargestLogits(TorchFunctionMode):
+    """Elements of the largest tensor over the vocabulary that any function of torch returns."""
 
     elements = 0
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        made = operation(*args, **kwargs or {})
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **kwargs or {})
         for x in tree_leaves(made):
             if isinstance(x, torch.Tensor) and x.shape[-1:] == (263,):
                 self.elements = max(self.elements, x.numel())
@@ -144,10 +145,8 @@ def test_no_tensor_of_tokens_by_vocabulary_exists(tiny, monkeypatch):
     policy = policy_of(tiny)
     micro = common.Batch([group_of([1], [[2] * 10] * 30)]).pack(list(range(30)), CPU)
     saved = []
-    with (
-        LargestLogits() as largest,
-        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
-    ):
+    kept = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+    with LargestLogits() as largest, kept:
         policy(micro)[0].sum().backward()
     assert largest.elements == 70 * 263 < len(micro.target_T) * 263 / 4
     assert saved and not any(x.shape[-1:] == (263,) for x in saved)
