@@ -93,19 +93,18 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
     before, after = common.DAPO_INSTRUCTION
 
     def row(problem, answer):
-        turns = [{"content": "Be brief.", "role": "system"}, {"content": before + problem + after, "role": "user"}]
+        turns = [{"content": "Be brief.", "role": "system"}, {"content": problem, "role": "user"}]
         return {"prompt": turns, "reward_model": {"ground_truth": answer, "style": "rule"}, "index": "x"}
 
-    source = write(tmp_path / "a.jsonl", [row("1+1=?", "2"), row("1+2=?", "3"), row("1+1=?", "2")])
+    first = row(before + "1+1=?" + after, "2")
+    source = write(tmp_path / "a.jsonl", [first, row("1+2=?", "3"), first])
     data = load(source, tokenizer)
     assert [(p.text, p.answer) for p in data] == [("1+1=?", "2"), ("1+2=?", "3")]
     assert "2 problems; left out: {'repeated': 1}" in capsys.readouterr().out
     own = load(source, tokenizer, reward="x")
     assert [p.text for p in own] == ["1+1=?", "1+2=?"] and own[1].row["reward_model"]["ground_truth"] == "3"
-    bare = row("1+1=?", "2") | {"prompt": [{"content": "1+1=?", "role": "user"}]}
-    assert load(write(tmp_path / "b.jsonl", [bare]), tokenizer)[0].text == "1+1=?"
     with pytest.raises(ValueError, match=r"row 0: column 'prompt' holds no text"):
-        load(write(tmp_path / "c.jsonl", [bare | {"prompt": [{"content": "hi", "role": "system"}]}]), tokenizer)
+        load(write(tmp_path / "c.jsonl", [first | {"prompt": first["prompt"][:1]}]), tokenizer)
 
 
 def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
@@ -116,9 +115,7 @@ def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
 
 
 def test_reference_answers():
-    assert common.reference_answer("so \\boxed{\\frac{1}{2}}.", "solution") == "\\frac{1}{2}"
     assert common.reference_answer("no box here", "solution") == ""
-    assert common.reference_answer(["$5$"], "final_answer") == "5"
     assert common.reference_answer("$1$ and $2$", "answer") == "$1$ and $2$"
     assert common.reference_answer(7, "answer") == "7"
 
@@ -174,17 +171,16 @@ def test_columns_of_the_papers_sets(tokenizer, tmp_path):
 
 
 def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
-    rows = [{"problem": f"{n}+1=?", "answer": str(n + 1)} for n in range(200)]
-    source = write(tmp_path / "a.jsonl", rows)
+    source = write(tmp_path / "a.jsonl", [{"problem": f"{n}+1=?", "answer": str(n + 1)} for n in range(200)])
 
     def drawn(subset, seed=1):
         args = common.Args(dataset=source, template="plain", subset=subset, seed=seed)
-        return [problem.text for problem in common.load_data(args, tokenizer)[0]]
+        return [int(problem.answer) for problem in common.load_data(args, tokenizer)[0]]
 
-    assert len(drawn(50)) == 50 and drawn(50) == drawn(50) != drawn(50, seed=2) and len(set(drawn(50))) == 50
-    assert drawn(0) == drawn(200) == [row["problem"] for row in rows]
-    places = [int(text.split("+")[0]) for text in drawn(100)]
-    assert places == sorted(places) and 80 < sum(places) / 100 < 120, "not uniform"
+    half = drawn(100)
+    assert half == sorted(set(half)) == drawn(100) != drawn(100, seed=2) and len(half) == 100
+    assert 80 < sum(half) / 100 < 120, "not uniform"
+    assert drawn(0) == drawn(200) == list(range(1, 201))
     with pytest.raises(ValueError, match=r"--subset 201: --dataset has 200 usable rows"):
         drawn(201)
 

@@ -115,13 +115,11 @@ def test_every_row_reaches_the_tower_once_the_step_has_an_image(models, response
 
 
 def test_cost_is_tokens_and_patches(models):
+    """An image of two responses counts once."""
     batch = batch_of(problems_of(models["qwen2_vl"]))
-    tokens = [4, 6, 25, 8, 0, 4]
-    prompts = [len(group.problem.prompt_ids) for group in batch.groups]
-    assert prompts == [prompts[4] + n + 2 * (n > 0) for n in tokens]
-    whole = torch.tensor([prompt + 4 * n for prompt, n in zip(prompts, tokens, strict=True)])
-    assert torch.equal(batch.total_R - batch.length_R, whole.repeat_interleave(2))
-    once = batch.total_R[[0, 8]].sum() + batch.length_R[1]  # of two responses to one image
+    for p, tokens in enumerate((4, 6, 25, 8, 0, 4)):
+        assert batch.total_R[2 * p] - batch.length_R[2 * p] == len(batch.groups[p].problem.prompt_ids) + 4 * tokens
+    once = batch.total_R[[0, 8]].sum() + batch.length_R[1]
     assert batch.pack([0, 1, 8], CPU).cost == once
 
 

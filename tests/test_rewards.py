@@ -149,19 +149,6 @@ def prepare(monkeypatch, folder, *arguments) -> dict[str, list[dict]]:
     return {name: table.to_list() for name, table in encoded.items()}
 
 
-def test_questions_of_geoqa(tmp_path, monkeypatch):
-    (tmp_path / "Geo170K").mkdir()
-    questions = []
-    for number, gold in enumerate(("140°", "3cm")):
-        (tmp_path / "Geo170K" / f"{number}.png").write_bytes(picture((number, 0, 0)))
-        questions.append({"image_path": f"./Geo170K/{number}.png", "question": f"q{number}", "ground_truth": gold})
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n")
-    (name, rows), *more = prepare(monkeypatch, tmp_path, "geoqa", tmp_path / "prompts.jsonl", tmp_path).items()
-    assert name == "geoqa" and [one["problem"] for one in rows] == ["q0", "q1"] and not more
-    assert [one["image"]["bytes"] for one in rows] == [picture((0, 0, 0)), picture((1, 0, 0))]
-    assert [rewards.geoqa(answered("140"), one) for one in rows] == [1, 0]
-
-
 def test_options_of_sat(tmp_path, monkeypatch):
     """Rows with two images are left out; the right option is not always the first, and is the same again."""
     rows = [
