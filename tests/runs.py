@@ -23,7 +23,7 @@ for name in ("sspo", "gpg", "cwgrpo", "sps"):
 assert not {"vllm", "math_verify"} & sys.modules.keys(), "--help and refusals would wait for them"
 model = Path(sys.argv[1])
 world = common.init_world()
-args = common.Args(model=str(model), max_prompt_tokens=160, max_response_tokens=128)
+args = common.Args(model=str(model), max_prompt_tokens=160, max_response_tokens=96)
 llm = common.Sampler(model, AutoTokenizer.from_pretrained(model), args, world).llm
 llm.llm_engine.engine_core.shutdown = lambda: None
 

@@ -189,14 +189,9 @@ def test_evaluation_shows_the_images(seeing, tmp_path):
         file = tmp_path / name / "squares.parquet"
         file.parent.mkdir()
         write_images(file, [size] * 3)
-        flags = [model, "--protocols", "lisa", "--sets", file, "--template", "plain"]
-        flags += ["--texts", file.parent, "--max-prompt-tokens", 64, "--max-response-tokens", 16]
-        flags += ["--out", tmp_path / "eval.json"]
-        output = engine(script="eval", flags=flags)
-        assert re.search(
-            r"set +lisa-test +lisa-val +squares\n +problems +- +- +3\n +mIoU +not run +not run +0\.00", output
-        )
-        assert re.search(r"GPG.* 51\.3 +-\n", output)
+        flags = [model, "--protocols", "lisa", "--sets", file, "--template", "plain", "--texts", file.parent]
+        flags += ["--max-prompt-tokens", 64, "--max-response-tokens", 16, "--out", tmp_path / "eval.json"]
+        assert re.search(r"mIoU +not run +not run +0\.00", engine(script="eval", flags=flags))
         texts.append((file.parent / "samples" / "lisa-squares.txt").read_text())
     assert texts[0] == texts[1] != texts[2]
 

@@ -25,6 +25,8 @@ import common
 import cwgrpo
 import sspo
 
+ALONE = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
+
 
 def wait_for(moment, still_running, log: Path) -> None:
     while not moment():
@@ -175,8 +177,7 @@ def test_what_a_run_leaves_can_be_read_by_other_programs(monkeypatch, tmp_path):
     """A shell takes the command as it was given; a metric that is not finite is null, since JSON has no NaN."""
     words = ["sspo.py", "--delimiter", r"\n", "--eval", "", "--reward", "my file.py:f"]
     monkeypatch.setattr(sys, "argv", words)
-    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
-    record = common.Record(sspo.Args(run_dir=str(tmp_path)), "sspo", world)
+    record = common.Record(sspo.Args(run_dir=str(tmp_path)), "sspo", ALONE)
     command = json.loads((tmp_path / "run.json").read_text())["command"]
     printed = subprocess.run(["bash", "-c", rf"printf '%s\0' {command}"], capture_output=True, text=True, check=True)
     assert printed.stdout.split("\0")[:-1] == words
@@ -197,13 +198,12 @@ def test_torchruns_summary_repeats_a_refused_flag():
 
 
 def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, tmp_path):
-    world = SimpleNamespace(rank=1, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
     about = json.loads((cwgrpo_run.folder / "run.json").read_text())["args"]
     about["adam_betas"] = tuple(about["adam_betas"])
 
     def refused(message: str, name: str = "cwgrpo", **changes) -> None:
         with pytest.raises(ValueError, match=message):
-            common.Record(cwgrpo.Args(**(about | changes)), name, world)
+            common.Record(cwgrpo.Args(**(about | changes)), name, ALONE)
 
     refused(r"--run-dir .*: holds another run; .*--resume")
     refused(r"--resume with --lr 0\.5: the run was started with 0\.0001", resume=True, lr=0.5)
@@ -214,8 +214,7 @@ def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, tmp_path):
 
 
 def test_what_the_best_model_is_compared_by_stays(sspo_run):
-    world = SimpleNamespace(rank=1, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
     about = json.loads((sspo_run.folder / "run.json").read_text())["args"] | {"resume": True, "eval": "x"}
     about["adam_betas"] = tuple(about["adam_betas"])
     with pytest.raises(ValueError, match="--resume with --eval x: the run was started with"):
-        common.Record(sspo.Args(**about), "sspo", world)
+        common.Record(sspo.Args(**about), "sspo", ALONE)
