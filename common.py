@@ -51,15 +51,14 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from transformers import (
     AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoImageProcessor,
     AutoModelForCausalLM,
@@ -67,7 +66,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.masking_utils import AttentionMaskInterface
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's own chat format
@@ -219,7 +217,7 @@ class World:
     size: int
     local_size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: dist.DeviceMesh
 
     def all_gather(self, thing):
         """Return every rank's picklable `thing`, in rank order, on every rank."""
@@ -285,7 +283,7 @@ def init_world():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(hours=4))  # for slow downloads
-    mesh = init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
+    mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
         mesh = mesh["shard"]
     return World(rank, size, local_size, device, mesh)
@@ -365,13 +363,14 @@ class Problem:
     def positions(self):
         """Return the prompt's position_3N (time, height, width): text counts on in all three, an image's tokens have
         their place in it, and text goes on behind the largest."""
-        position_3N = torch.arange(len(self.prompt_ids)).expand(3, -1)
-        if not self.image:
-            return position_3N
-        at = self.prompt_ids.index(self.image.token)
-        image = torch.cartesian_prod(torch.arange(1), *map(torch.arange, self.image.grid)).T
-        before, _, behind = position_3N.split([at, self.image.tokens, len(self.prompt_ids) - at - self.image.tokens], 1)
-        return torch.cat([before, image + at, behind - self.image.tokens + max(self.image.grid)], 1)
+        position_3N = torch.arange(len(self.prompt_ids)).repeat(3, 1)
+        if self.image:
+            at = self.prompt_ids.index(self.image.token)
+            end = at + self.image.tokens
+            place_3N = torch.cartesian_prod(torch.arange(1), *map(torch.arange, self.image.grid)).T
+            position_3N[:, at:end] = place_3N + at
+            position_3N[:, end:] += max(self.image.grid) - self.image.tokens
+        return position_3N
 
 
 def load_data(args, tokenizer):
@@ -453,7 +452,7 @@ def load_problems(source, tokenizer, args, flag):
         row = row.to_pylist()[0]
         with naming(f"{flag} {source}, row {number}"):
             text = problem_text(row[columns["problem"]])
-            need(text, f"column {columns['problem']!r} holds no text: {row}")
+            need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
             if "reward_model" in row and not args.image_column and text in texts:
                 left_out["repeated"] += 1
                 continue
@@ -514,9 +513,8 @@ def problem_text(value):
     """Return the text of a problem, out of chat turns and without DAPO's instruction; empty where there is none."""
     if isinstance(value, list):
         value = next((turn["content"] for turn in value if turn["role"] == "user"), "")
-    if not isinstance(value, str) or not value.strip():
-        return ""
-    return value.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
+    text = value if isinstance(value, str) else ""
+    return text.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
 
 
 def prompt_of(problem, template, tokenizer):
@@ -741,15 +739,13 @@ def sampler_gap(logp_T, sampler_logp_T):
     estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
     if not len(logp_T):
         return {}
-    difference = (logp_T - sampler_logp_T).double()
-    size = difference.abs()
-    ratio = difference.exp()
-    effective = ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())
+    difference = (logp_T - sampler_logp_T).double().numpy()
+    ratio = np.exp(difference)
     return {
-        "gap_mean": size.mean().item(),
-        "gap_max": size.max().item(),
-        "gap_kl": (ratio - 1 - difference).mean().item(),
-        "gap_ess": effective.item(),
+        "gap_mean": np.abs(difference).mean(),
+        "gap_max": np.abs(difference).max(),
+        "gap_kl": (ratio - 1 - difference).mean(),
+        "gap_ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
     }
 
 
@@ -1199,28 +1195,25 @@ def valid(reward_PG):
 
 def mean_by(x, number):
     """Return the mean of x for each number; 0 for a number not in use."""
-    size = int(number.max()) + 1 if len(number) else 0
-    zeros = x.new_zeros(size)
-    sums = zeros.index_add(0, number, x)
-    counts = zeros.index_add(0, number, torch.ones_like(x))
+    counts = torch.bincount(number)
+    sums = x.new_zeros(len(counts)).index_add(0, number, x)
     return sums / counts.clamp(min=1)
 
 
 def drawn_metrics(groups, draws=1):
     """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    reward_PG = torch.stack([group.reward_G for group in groups])
-    correct_PG = torch.stack([group.correct_G for group in groups])
-    correction = min(1, reward_PG.shape[1] - 1)
+    reward_PG = np.stack([group.reward_G for group in groups])
+    correct_PG = np.stack([group.correct_G for group in groups])
     tokens = sum(len(rollout.ids) for rollout in rollouts)
-    logp = sum(float(rollout.logp.sum(dtype=np.float64)) for rollout in rollouts)
+    logp = sum(rollout.logp.sum(dtype=np.float64) for rollout in rollouts)
     verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
     metrics = {
-        "reward": reward_PG.mean().item(),
-        "accuracy": correct_PG.mean().item(),
-        "reward_group_std": reward_PG.std(1, correction=correction).mean().item(),
-        "all_right_share": (correct_PG >= 1).all(1).double().mean().item(),
-        "all_wrong_share": (correct_PG < 1).all(1).double().mean().item(),
+        "reward": reward_PG.mean(),
+        "accuracy": correct_PG.mean(),
+        "reward_group_std": reward_PG.std(1, ddof=min(1, reward_PG.shape[1] - 1)).mean(),
+        "all_right_share": (correct_PG >= 1).all(1).mean(),
+        "all_wrong_share": (correct_PG < 1).all(1).mean(),
         "draws": draws,
         "prompts_drawn": len(groups),
         "responses_drawn": len(rollouts),
@@ -1295,17 +1288,17 @@ class Batch:
         Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
         share, so that the ranks can be balanced."""
         most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
-        bundles = []
-        costs = []
+        bundles = [[]]
+        costs = [math.inf]
         for r in chosen_R.nonzero()[:, 0].tolist():
             length = int(self.length_R[r])
-            if bundles and self.group_R[bundles[-1][0]] == self.group_R[r] and costs[-1] + length <= most:
+            if costs[-1] + length <= most and self.group_R[bundles[-1][0]] == self.group_R[r]:
                 bundles[-1].append(r)
                 costs[-1] += length
             else:
                 bundles.append([r])
                 costs.append(int(self.total_R[r]))
-        return plan(bundles, costs, world.size, budget)[world.rank]
+        return plan(bundles[1:], costs[1:], world.size, budget)[world.rank]
 
     def pack(self, responses, device, inputs=None):
         """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
@@ -1404,10 +1397,9 @@ def packed_attention(
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-AttentionInterface.register("packed", packed_attention)
-# With "flash" in the name transformers' vision towers tell where their sequences end.
+# with "flash" in the name transformers' vision towers tell where their sequences end
 AttentionInterface.register("packed_flash", packed_attention)
-AttentionMaskInterface.register("packed", lambda *_, **__: None)
+AttentionMaskInterface.register("packed_flash", lambda *_, **__: None)
 
 # elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
@@ -1423,7 +1415,6 @@ class Policy(torch.nn.Module):
         self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
         self.temperature = temperature
         if hasattr(self.model, "visual"):
-            self.model.visual.config._attn_implementation = "packed_flash"
             # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 has,
             # its bf16 gradient is reported to fail, and the convolution to be up to 50,000 times slower.
             conv = self.model.visual.patch_embed.proj
@@ -1517,7 +1508,7 @@ def hub_name(name):
 def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     config = AutoConfig.from_pretrained(folder)
-    lm = empty_model(config, "packed", dtype=torch.float32)
+    lm = empty_model(config, "packed_flash", dtype=torch.float32)
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     units = list(lm.get_decoder().layers)
@@ -1544,11 +1535,10 @@ def load_policy(folder, args, world):
 def set_lr(optimizer, args, step):
     """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
     warm_up = args.lr_warmup * args.steps
+    done = max(0, step - warm_up) / (args.steps - warm_up or 1)
+    share = 1 - (1 - args.lr_floor) * (1 - math.cos(math.pi * done)) / 2
     if step < warm_up:
         share = step / warm_up
-    else:
-        done = (step - warm_up) / (args.steps - warm_up or 1)
-        share = 1 - (1 - args.lr_floor) * (1 - math.cos(math.pi * done)) / 2
     for group in optimizer.param_groups:
         group["lr"] = args.lr * share
 
@@ -1575,9 +1565,8 @@ def score(policy, batch, micro_batches, record, phase, entropies=True):
 
 def truncated_ratio(logp_T, sampler_logp_T, cap):
     """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
-    if cap == 0:
-        return torch.ones_like(logp_T)
-    return (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
+    ratio_T = (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
+    return ratio_T if cap else torch.ones_like(logp_T)
 
 
 def full_weights(policy, dtype):
@@ -1585,9 +1574,9 @@ def full_weights(policy, dtype):
     for path, unit in policy.named_modules():
         if isinstance(unit, FSDPModule):
             unit.unshard()
-            for name, parameter in unit.named_parameters():
-                if not isinstance(parameter, DTensor):  # else it is of a unit inside this one
-                    yield f"{path}.{name}".removeprefix("."), parameter.detach().to(dtype)
+            for name, parameter in unit.named_parameters(path):
+                if not isinstance(parameter, dist.tensor.DTensor):  # else it is of a unit inside this one
+                    yield name, parameter.detach().to(dtype)
             unit.reshard()
 
 
@@ -1873,15 +1862,12 @@ class Record:
             return
         file = self.folder / "metrics.jsonl"
         file.touch()
-        kept = []
-        for line in file.read_text().splitlines(keepends=True):
-            if line.endswith("}\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        write_whole(file, "".join(kept))
+        rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        kept = [row for row in rows if row["step"] <= step]
+        write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
         if kept:
-            last = json.loads(kept[-1])
-            self.started = time.time() - last["time"]
-            self.trained = last["cost/seconds"]
+            self.started -= kept[-1]["time"]
+            self.trained = kept[-1]["cost/seconds"]
 
     def skip_update(self, norm):
         """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
