@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import check_sampler
+from conftest import PACKED, check_sampler
 from faults import differences
 from jobs import Jobs
 from safetensors.torch import load_file
@@ -77,9 +77,7 @@ def one_at_a_time(model, batch: common.Batch, temperature: float) -> torch.Tenso
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_log_probs_and_gradients(models, kind):
     """Of images of several sizes, a problem without one, and responses that hold the placeholder."""
-    packed = AutoModelForImageTextToText.from_pretrained(
-        models[kind], dtype=torch.float32, attn_implementation="packed"
-    )
+    packed = AutoModelForImageTextToText.from_pretrained(models[kind], dtype=torch.float32, attn_implementation=PACKED)
     policy = common.Policy(packed, 0.7).train()
     reference = AutoModelForImageTextToText.from_pretrained(
         models[kind], dtype=torch.float32, attn_implementation="eager"
@@ -106,7 +104,7 @@ def test_packed_log_probs_and_gradients(models, kind):
 def test_every_row_reaches_the_tower_once_the_step_has_an_image(models, responses):
     """An empty row and one of text: or collectives of some ranks would wait for those of others."""
     folder = models["qwen2_vl"]
-    policy = common.Policy(AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="packed"), 1.0)
+    policy = common.Policy(AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=PACKED), 1.0)
     batch = batch_of(problems_of(folder))
     policy(batch.pack(responses, CPU))[0].sum().backward()
     assert all(p.grad is not None and not p.grad.any() for n, p in policy.named_parameters() if "visual" in n)

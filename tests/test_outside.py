@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import TOY, make_verifier
+from conftest import PACKED, TOY, make_verifier
 from transformers import AutoTokenizer
 
 import common
@@ -98,7 +98,7 @@ def test_the_attention_that_a_config_names_is_not_taken(tmp_path, plain_python):
     (folder / "config.json").write_text(json.dumps(config))
     args = common.Args(model=str(folder), max_prompt_tokens=8, max_response_tokens=8)
     policy = common.load_policy(common.model_folder(args), args, common.init_world())
-    assert policy.model.config._attn_implementation == "packed"
+    assert policy.model.config._attn_implementation == PACKED
 
 
 def test_a_chat_template_runs_in_a_sandbox(mark):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import PACKED
 from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -34,7 +35,7 @@ def batch_of(seed: int, vocabulary: int = 263, prompt: int = 12) -> common.Batch
 
 
 def policy_of(folder) -> common.Policy:
-    packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="packed")
+    packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=PACKED)
     return common.Policy(packed, 0.7).train()
 
 
@@ -79,7 +80,7 @@ def test_gradients_repeat_bit_for_bit_with_two_threads():
     place, whose order must not be left to threads. Smaller sums than these would be left to one thread."""
     shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     config = Qwen3Config(vocab_size=64, intermediate_size=64, num_hidden_layers=1, **shape)
-    config._attn_implementation = "packed"
+    config._attn_implementation = PACKED
     policy = common.Policy(Qwen3ForCausalLM(config), 1.0).train()
     rng = np.random.default_rng(0)
     group = group_of(rng.integers(0, 64, 40).tolist(), rng.integers(0, 64, (64, 20)))
