@@ -15,7 +15,7 @@ import torch
 from jobs import ROOT, Jobs
 
 TOY = ROOT / "tools" / "toy"
-PACKED = "packed_flash"  # common.py's attention, as transformers knows it
+PACKED = "packed"  # common.py's attention, as transformers knows it
 torch.set_num_threads(1)  # the models here are too small for more: their threads would only wait for each other
 
 
