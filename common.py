@@ -248,8 +248,8 @@ def _report(kind, error, trace):
     elif os.environ["LOCAL_RANK"] == "0":
         print(f"\n{line}\n", file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        message = {"message": line, "timestamp": int(time.time())}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(message))
+        message = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -277,12 +277,10 @@ def init_world():
     sys.excepthook = _report
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in RANKS)
     device = torch.device("cpu")
-    backend = "gloo"
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
-        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(hours=4))  # for slow downloads
+    dist.init_process_group(timeout=timedelta(hours=4))  # gloo, beside it nccl for GPUs; hours for slow downloads
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
         mesh = mesh["shard"]
@@ -403,13 +401,12 @@ def read_table(source, flag):
             table = datasets.load_from_disk(path)
         else:
             table = datasets.load_dataset(path, *names[:-1])
-    if not isinstance(table, datasets.DatasetDict):
-        return table
-    if not names and len(table) == 1:
-        names = list(table)
-    if not names or names[-1] not in table:
-        raise ValueError(f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
-    return table[names[-1]]
+    if isinstance(table, datasets.DatasetDict):
+        split = (names or list(table))[-1]
+        named = split in table and (names or len(table) == 1)
+        need(named, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
+        table = table[split]
+    return table
 
 
 def choose_columns(table, args, flag):
@@ -1397,9 +1394,10 @@ def packed_attention(
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-# with "flash" in the name transformers' vision towers tell where their sequences end
+AttentionInterface.register("packed", packed_attention)
+# With "flash" in the name transformers' vision towers tell where their sequences end.
 AttentionInterface.register("packed_flash", packed_attention)
-AttentionMaskInterface.register("packed_flash", lambda *_, **__: None)
+AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
 # elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
@@ -1415,6 +1413,7 @@ class Policy(torch.nn.Module):
         self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
         self.temperature = temperature
         if hasattr(self.model, "visual"):
+            self.model.visual.config._attn_implementation = "packed_flash"
             # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 has,
             # its bf16 gradient is reported to fail, and the convolution to be up to 50,000 times slower.
             conv = self.model.visual.patch_embed.proj
@@ -1508,7 +1507,7 @@ def hub_name(name):
 def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
     config = AutoConfig.from_pretrained(folder)
-    lm = empty_model(config, "packed_flash", dtype=torch.float32)
+    lm = empty_model(config, "packed", dtype=torch.float32)
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     units = list(lm.get_decoder().layers)
@@ -1576,7 +1575,7 @@ def full_weights(policy, dtype):
             unit.unshard()
             for name, parameter in unit.named_parameters(path):
                 if not isinstance(parameter, dist.tensor.DTensor):  # else it is of a unit inside this one
-                    yield name, parameter.detach().to(dtype)
+                    yield name, parameter.detach().to(dtype, copy=True)  # it outlives the gathered unit
             unit.reshard()
 
 

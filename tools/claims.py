@@ -1,18 +1,20 @@
 """Run the arms of docs/claims.md and docs/real.md, five seeds each; print the tables, draw the pictures.
 
 ./run.sh claims                      all claims
-./run.sh claims gpg sps-k            some of them: gpg is also gpg-norm, gpg-threshold and gpg-groups
+./run.sh claims gpg sps-k            some of them: gpg is also gpg-threshold and gpg-groups
 ./run.sh claims --seeds 1 2          these seeds
-./run.sh claims --jobs 4             four runs at a time, each of one process with one thread
+./run.sh claims --jobs 4             four runs at a time
 ./run.sh claims --jobs 0             no runs: tables and pictures of what there is
 
-Seed 1 of a claim's arms comes first, then seed 2; an arm of several claims runs once. What a run logged for its claims
-becomes docs/data/ARM-seedS.csv. While that file is there the run is not repeated; one that was cut off begins again.
-Delete a csv to run it again. When a claim asks for a metric that a csv does not have, the csv is made anew from the
-run's folder; without that folder the run is repeated, and --jobs 0 names the csv and fails. runs/claims/ has what runs
-printed and wrote but weights. On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8
-minutes. The claim `real` is of a pretrained model: a run takes two cores and half an hour. Runs end with this program,
-however it ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
+A run is one process with one thread. Seed 1 of a claim's arms comes first, then seed 2; an arm of several claims runs
+once. What a run logged for its claims becomes docs/data/ARM-seedS.csv. While that file is there the run is not
+repeated; one that was cut off begins again. Delete a csv to run it again, for instance when a claim asks for a metric
+that it lacks. runs/claims/ has what runs printed and wrote but weights. Tables are printed as the pages have them, to
+be pasted there.
+
+On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8 minutes. One of the claim `real`,
+whose model ./run.sh sspo-135m makes, takes 9 to 31 minutes and up to 13 GiB. Runs end with this program, however it
+ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import ctypes
 import itertools
 import json
 import math
+import re
 import shlex
 import shutil
 import signal
@@ -51,14 +54,20 @@ class Arm:
 
 @dataclass(frozen=True)
 class Claim:
-    """Arms, of which the first is the one that differences are taken to; metrics to draw; (metric, how) to report."""
+    """Arms, of which the first is the one that differences are taken to; metrics to draw, if any; the rows of its
+    table, each a metric and of which steps it is the mean (`chosen`); the paper's figures, a row as it stands."""
 
     arms: tuple[str, ...]
     panels: tuple[str, ...]
-    figures: tuple[tuple[str, str], ...]
+    figures: tuple[str, ...]
+    paper: str = ""
 
 
 HOT = "--lr 3e-4 --updates-per-step 8"  # GRPO clips 1 % in the first steps, and learns; at 6e-4 nothing does
+EVAL = (
+    "--protocols sps --samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
+    "--max-prompt-tokens 32 --max-response-tokens 96"
+)
 STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
 REAL = tuple(f"{name}-135m" for name in ("grpo", "sspo", "gpg", "cwgrpo", "gspo", "grpo-kl", "sps-grpo", "sps"))
 ARMS = {
@@ -89,64 +98,118 @@ ARMS = {
     **{name: Arm(name) for name in REAL},
 }
 
-HELD_OUT = tuple((f"eval/{name}/{figure}@8", "end") for name in ("heldout", "harder") for figure in ("avg", "pass"))
-LEARNT = (("reward", "last 10"), *HELD_OUT)
-ENTROPY = (("entropy", "mean"), ("entropy", "last 10"), ("sampler_nll", "at reward 0.5"))
-CLIPPED = (("reward", "mean"), *LEARNT, *ENTROPY, ("clip_fraction", "mean"))
-SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")
-SPS_PANELS = ("reward", *(f"sps/heldout/{name}" for name in SQUEEZED))
-EXPLORED = (
-    ("reward", "last 10"),
-    *((f"sps/{part}/{name}", "end") for part in ("heldout", "harder") for name in SQUEEZED),
+LATE = "reward, steps 111–120"
+EQUAL_REWARD = "sampler_nll, at reward 0.5"
+LEARNT = (LATE, "eval/heldout/avg@8, end", "eval/harder/avg@8, end")
+CLIPPING = (
+    *LEARNT,
+    "reward, steps 1–30",
+    "entropy, steps 30–80",
+    EQUAL_REWARD,
+    "clip_fraction, mean",
 )
-STAGE = tuple((name, how) for how in ("first stage", "over a stage") for name in SPS_PANELS[1:])
-COVARIANCE = tuple(f"covariance/{sign}@{share}" for sign in ("positive", "negative") for share in plot.TABLE_1)
+AT_EQUAL_PROMPTS = ("reward, at 3,840 prompts", "prompts_drawn, mean")
+SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")
+EXPLORED = (*(f"sps/heldout/{name}" for name in SQUEEZED), "sps/harder/pass@1", "sps/harder/pass@64")
+AT_THE_END = tuple(f"{metric}, end" for metric in EXPLORED)
+BY_STAGE = tuple(f"{metric}, step {step}" for step in STAGES[:3] for metric in EXPLORED)
+TOPS = ("covariance/positive@0.01%", "covariance/negative@0.01%")
+COVARIANCE = tuple(
+    top.replace("0.01%", f"{share}, steps 1–50") for top in TOPS for share in ("0.01%", "1%", "20%", "40%", "100%")
+)
 SSPO_PANELS = ("reward", "entropy", "clip_fraction", "eval/heldout/avg@8")
-BOUNDS = (("clip_fraction_high", "mean"), ("clip_fraction_low", "mean"), ("at_gamma_share", "mean"))
 GPG_PANELS = ("reward", "sampler_nll", "eval/heldout/avg@8")
-ROWS = (*LEARNT, ("reward", "at 3,840 prompts"), ("prompts_drawn", "sum"), ("alpha", "mean"))
+SPS_PANELS = ("reward", *EXPLORED[:4])
 CLAIMS = {
-    "sspo": Claim(("sspo", "sir", "grpo", "gspo-0.2", "gspo"), SSPO_PANELS, CLIPPED),
-    "sspo-hot": Claim(("sspo-hot", "sir-hot", "grpo-hot", "gspo-0.2-hot"), SSPO_PANELS, CLIPPED),
-    "sspo-delimiters": Claim(("sir-hot", "grpo-hot", "gspo-0.2-hot"), SSPO_PANELS, CLIPPED),
+    "sspo": Claim(
+        ("sspo", "sir", "grpo", "gspo-0.2", "gspo"),
+        SSPO_PANELS,
+        CLIPPING,
+        "paper, average | 46.72 | 45.54 | 43.01 | 44.42 | –",
+    ),
+    "sspo-hot": Claim(("sspo-hot", "sir-hot", "grpo-hot", "gspo-0.2-hot"), SSPO_PANELS, CLIPPING),
     "sspo-bounds": Claim(
         ("sspo-hot", "sspo-alpha0.2", "sspo-beta0.7", "sspo-beta0.9", "sspo-gamma1.5"),
         SSPO_PANELS,
-        (*CLIPPED, *BOUNDS, ("at_beta_share", "mean")),
+        (
+            *LEARNT,
+            "clip_fraction_high, mean",
+            "clip_fraction_low, mean",
+            "at_gamma_share, mean",
+            "at_beta_share, mean",
+        ),
+        "paper, average | 46.72 | 45.77 | 44.84 | 45.08 | 45.20",
     ),
-    "gpg": Claim(("gpg-b", "gpg-a", "gpg-c", "gpg", "grpo-u1"), GPG_PANELS, ROWS),
-    "gpg-norm": Claim(("gpg-b", "gpg-a", "gpg-batch"), GPG_PANELS, LEARNT),
-    "gpg-threshold": Claim(("gpg-c", "gpg", "gpg-beta0.8"), (*GPG_PANELS, "alpha", "prompts_drawn"), ROWS),
-    "gpg-groups": Claim(("gpg-a", "gpg-g2", "gpg-g4", "gpg-g16"), GPG_PANELS, LEARNT),
+    "gpg": Claim(
+        ("grpo-u1", "gpg-a", "gpg-batch", "gpg-b", "gpg-c", "gpg"),
+        GPG_PANELS,
+        (*LEARNT, *AT_EQUAL_PROMPTS),
+        "paper, average | 43.7 | 45.3 | 44.9 | 43.9 | 47.8 | 48.3",
+    ),
+    "gpg-threshold": Claim(
+        ("gpg-c", "gpg", "gpg-beta0.8"),
+        (*GPG_PANELS, "alpha", "prompts_drawn"),
+        (*LEARNT, *AT_EQUAL_PROMPTS, "alpha, mean"),
+        "paper, average | 47.8 | 48.3 | 48.6",
+    ),
+    "gpg-groups": Claim(
+        ("gpg-a", "gpg-g2", "gpg-g4", "gpg-g16"),
+        GPG_PANELS,
+        (*LEARNT, "reward, steps 1–60", "reward, mean"),
+        "paper, average | 45.3 | 41.9 | 43.3 | 47.3",
+    ),
     "cwgrpo": Claim(
         ("grpo-kl", "cwgrpo", "cwgrpo-detached", "clip-cov", "clip-cov-50"),
         ("reward", "sampler_nll", "entropy_response", "kl"),
-        (*LEARNT, *(("sampler_nll", how) for how in ("at reward 0.5", "last 10")), ("entropy_response", "last 10")),
+        (
+            *LEARNT,
+            "eval/heldout/avg@8, step 0",
+            "eval/heldout/pass@8, step 0",
+            "eval/heldout/pass@8, end",
+            "eval/harder/pass@8, end",
+            "entropy_response, steps 31–40",
+            "entropy_response, steps 111–120",
+            EQUAL_REWARD,
+        ),
+        "paper, average | 52.6 | 55.3 | – | 53.6 | –",
     ),
     "cwgrpo-covariance": Claim(
-        ("grpo-kl",), (COVARIANCE[0], COVARIANCE[5]), tuple((name, "first 50") for name in COVARIANCE)
+        ("grpo-kl",),
+        TOPS,
+        COVARIANCE,
+        "paper, in this order | 11.52, 3.32, 0.58, 0.33, 0.06; -13.62, -3.34, -0.36, -0.22, -0.04",
     ),
-    "sps": Claim(("sps-grpo", "before", "sps-act", "sps", "gspo", "dapo"), SPS_PANELS, (*EXPLORED, *STAGE)),
-    "sps-choice": Claim(("sps-act", "sps-uniform", "sps-quantile"), SPS_PANELS, EXPLORED),
-    "sps-k": Claim(tuple(f"sps-k{k}" for k in range(1, 6)), SPS_PANELS, EXPLORED),
-    "updates": Claim(("grpo", "grpo-u1", "grpo-u2", "grpo-u8"), SSPO_PANELS, CLIPPED),
-    "tis": Claim(("grpo", "grpo-tis"), SSPO_PANELS, CLIPPED),
+    "sps": Claim(
+        ("sps-grpo", "before", "sps-act", "sps", "gspo", "dapo"),
+        SPS_PANELS,
+        AT_THE_END,
+        "paper, similarity | 88.18 | 88.34 | – | 86.82 | – | –",
+    ),
+    "sps-stages": Claim(("sps-grpo", "sps-act"), (), (*BY_STAGE, "reward, steps 41–50", LATE)),
+    "sps-choice": Claim(("sps-act", "sps-uniform", "sps-quantile"), SPS_PANELS, AT_THE_END),
+    "sps-k": Claim(tuple(f"sps-k{k}" for k in range(1, 6)), SPS_PANELS, AT_THE_END),
+    "updates": Claim(
+        ("grpo", "grpo-u1", "grpo-u2", "grpo-u8", "grpo-tis"),
+        SSPO_PANELS,
+        (*LEARNT, "reward, steps 1–10", "reward, mean", EQUAL_REWARD, "clip_fraction, mean"),
+    ),
     "real": Claim(
         REAL,
         ("reward", "sampler_nll", "eval/heldout/avg@8", "eval/harder/avg@8"),
         (
-            *((metric, how) for metric, _ in HELD_OUT for how in ("start", "end")),
-            ("reward", "mean"),
-            *(
-                (metric, how)
-                for metric in ("reward", "sampler_nll", "response_length")
-                for how in ("first 5", "last 5")
-            ),
-            ("entropy", "mean"),
-            ("clip_fraction", "mean"),
-            *BOUNDS,
-            ("at_beta_share", "mean"),
-            ("segments_per_response", "mean"),
+            "eval/heldout/avg@8, step 0",
+            "eval/heldout/avg@8, end",
+            "eval/heldout/pass@8, step 0",
+            "eval/heldout/pass@8, end",
+            "eval/harder/pass@8, step 0",
+            "eval/harder/pass@8, end",
+            "reward, mean",
+            "sampler_nll, steps 1–5",
+            "sampler_nll, steps 8–12",
+            "response_length, steps 1–5",
+            "response_length, steps 8–12",
+            "clip_fraction, mean",
+            "prompts_drawn, mean",
         ),
     ),
 }
@@ -157,27 +220,14 @@ LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent():
-    """Let this process end with the thread that started it, however that ends (PR_SET_PDEATHSIG). A program that it
-    becomes keeps this: run.sh becomes torchrun, and the ranks end with torchrun by themselves."""
+    """Let this process end with the thread that started it, however that ends (PR_SET_PDEATHSIG)."""
     LIBC.prctl(1, signal.SIGKILL)
 
 
-def script_of(command: list[str]):
-    """Return the script that `./run.sh COMMAND` would start, and its flags."""
-    if command[0] == "eval":
-        return ["tools/eval.py", *command[1:]]
-    dry = ["env", "DRY=1", "./run.sh", *command]
-    return shlex.split(subprocess.check_output(dry, cwd=ROOT, text=True))
-
-
-def launch(command: list[str], jobs: int, log):
-    """Run `./run.sh COMMAND`; beside other jobs as one process with one thread. Raises CalledProcessError."""
-    if jobs == 1:
-        command = ["./run.sh", *command]
-    else:
-        command = ["env", "OMP_NUM_THREADS=1", sys.executable, *script_of(command)]
+def launch(command: list[str], log):
+    """Run a script of this folder in one thread. Raises CalledProcessError."""
     subprocess.run(
-        command,
+        ["env", "OMP_NUM_THREADS=1", sys.executable, *command],
         cwd=ROOT,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -186,26 +236,16 @@ def launch(command: list[str], jobs: int, log):
     )
 
 
-def evaluation_of(folder: Path, step: int):
-    """Return the file for what tools/eval.py finds after this step of a run."""
-    return folder / f"eval-step{step:05d}.json"
-
-
-def evaluate(folder: Path, step: int, jobs: int, log):
+def evaluate(folder: Path, step: int, seed: str, log):
     """Let tools/eval.py sample 64 completions of a run's present model, at step 0 of its first, as SPS's paper does."""
-    args = json.loads((folder / "run.json").read_text())["args"]
-    model = str(folder) if step else args["model"]
-    command = ["eval", model, "--protocols", "sps", "--sets", *args["eval"].split(","), "--samples=64"]
-    for name in ("template", "max_prompt_tokens", "max_response_tokens", "seed"):
-        command.append(f"--{name.replace('_', '-')}={args[name]}")
-    command.append(f"--out={evaluation_of(folder, step)}")
-    launch(command, jobs, log)
+    model = str(folder) if step else "tools/toy/model"
+    launch(["tools/eval.py", model, *EVAL.split(), f"--seed={seed}", f"--out={folder}/eval-step{step:g}.json"], log)
 
 
 def squeezed(folder: Path, step: int):
     """Return what `evaluate` found: avg, pass and similarity, percent, and the log-prob of greedy answers, nats."""
     found = {}
-    for row in json.loads(evaluation_of(folder, step).read_text())["rows"]:
+    for row in json.loads((folder / f"eval-step{step:g}.json").read_text())["rows"]:
         for name in SQUEEZED:
             found[f"sps/{row['set']}/{name}"] = row[name]["mean"]
     return found
@@ -217,7 +257,7 @@ def columns_of(arm: str):
     for claim in CLAIMS.values():
         if arm in claim.arms:
             columns += claim.panels
-            columns += [metric for metric, _ in claim.figures]
+            columns += [figure.split(", ")[0] for figure in claim.figures]
     return list(dict.fromkeys(columns))
 
 
@@ -237,40 +277,22 @@ def write(name: str, folder: Path):
     partial.rename(file)
 
 
-def is_current(name: str):
-    """Say whether a run's csv has all that its claims use. One that has not is made anew where the run's folder can."""
-    arm = name.rpartition("-seed")[0]
-    file = DATA / f"{name}.csv"
-    if not file.exists():
-        return False
-    header = file.read_text().partition("\n")[0].split(",")
-    if set(columns_of(arm)).issubset(header):
-        return True
-    folder = RUNS / name
-    sources = [folder, *(evaluation_of(folder, stop) for stop in ARMS[arm].stops)]
-    if not all(source.exists() for source in sources):
-        return False
-    write(name, folder)
-    print(f"docs/data/{name}.csv: made anew from runs/claims/{name}")
-    return True
-
-
-def run(name: str, jobs: int):
+def run(name: str):
     """Run ARM-seedS from its beginning, write its csv, delete its weights. Its folder has its name once it is whole."""
     arm, _, seed = name.rpartition("-seed")
     folder = RUNS / f"{name}.partial"
     shutil.rmtree(folder, ignore_errors=True)
     RUNS.mkdir(parents=True, exist_ok=True)
-    command = [ARMS[arm].experiment, *shlex.split(ARMS[arm].flags)]
+    dry = ["env", "DRY=1", "./run.sh", ARMS[arm].experiment, *shlex.split(ARMS[arm].flags)]
+    command = shlex.split(subprocess.check_output(dry, cwd=ROOT, text=True))
     command += ["--eval-every=60", "--checkpoint-every=1000", f"--seed={seed}", f"--run-dir={folder}"]
     with (RUNS / f"{name}.txt").open("w") as log:
         if not ARMS[arm].stops:
-            launch(command, jobs, log)
+            launch(command, log)
         for stop in ARMS[arm].stops:
             resume = ["--resume"] if folder.exists() else []
-            launch([*command, f"--steps={stop}", *resume], jobs, log)
-            evaluate(folder, stop, jobs, log)
-    DATA.mkdir(exist_ok=True)
+            launch([*command, f"--steps={stop}", *resume], log)
+            evaluate(folder, stop, seed, log)
     write(name, folder)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
@@ -282,7 +304,7 @@ def run_all(names: list[str], jobs: int):
     """Run these, so many at a time; return how many failed."""
     failed = 0
     with ThreadPoolExecutor(jobs) as pool:
-        runs = {pool.submit(run, name, jobs): name for name in names}
+        runs = {pool.submit(run, name): name for name in names}
         for number, done in enumerate(as_completed(runs), 1):
             name = runs[done]
             error = done.exception()
@@ -295,105 +317,106 @@ def run_all(names: list[str], jobs: int):
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-def at_reward(rows: Rows, metric: str, reward: float):
-    """Return a metric's mean over the five steps around the first whose last ten have this mean reward; NaN if none."""
-    steps = [row for row in rows if "reward" in row]
-    for end in range(10, len(steps) + 1):
-        if mean_over_steps(steps[end - 10 : end], "reward") >= reward:
-            return mean_over_steps(steps[end - 3 : end + 2], metric)
-    return math.nan
+def at_reward(rows: Rows):
+    """Return the five steps around the first whose last ten have a mean reward of 0.5; none where that is never so."""
+    for end in range(11, len(rows) + 1):
+        if mean_over_steps(rows[end - 10 : end], "reward") >= 0.5:
+            return rows[end - 3 : end + 2]
+    return []
 
 
-def at_prompts(rows: Rows, metric: str, prompts: int):
-    """Return a metric's mean over the ten steps up to the one with which so many prompts have been drawn."""
-    steps = [row for row in rows if "prompts_drawn" in row]
-    drawn = itertools.accumulate(row["prompts_drawn"] for row in steps)
-    before = [row for row, so_far in zip(steps, drawn, strict=True) if so_far <= prompts]
-    return mean_over_steps(before[-10:], metric)
+def at_prompts(rows: Rows):
+    """Return the ten steps up to the one with which 3,840 prompts have been drawn, 120 steps of 32."""
+    drawn = itertools.accumulate(row.get("prompts_drawn", 0) for row in rows)
+    before = [row for row, so_far in zip(rows, drawn, strict=True) if so_far <= 3840]
+    return before[-10:]
 
 
-def at_step(rows: Rows, metric: str, step: int):
-    """Return a metric at a step; NaN if it was not logged there."""
-    return mean_over_steps([row for row in rows if row["step"] == step], metric)
-
-
-def over_stage(rows: Rows, metric: str):
-    """Return by how much a metric rose over SPS's second IRL stage and the RL step before it, one step."""
-    _, before, after, _ = STAGES
-    return at_step(rows, metric, after) - at_step(rows, metric, before)
-
-
-HOW = {
-    "mean": mean_over_steps,
-    "sum": lambda rows, metric: sum(plot.values_of(rows, metric)),
-    "start": lambda rows, metric: mean_over_steps(rows[:1], metric),
-    "end": lambda rows, metric: mean_over_steps(rows[-1:], metric),
-    "first 5": lambda rows, metric: mean_over_steps([row for row in rows if row["step"] <= 5], metric),
-    "last 5": lambda rows, metric: mean_over_steps(rows[-5:], metric),
-    "last 10": lambda rows, metric: mean_over_steps(rows[-10:], metric),
-    "first 50": lambda rows, metric: mean_over_steps([row for row in rows if row["step"] <= 50], metric),
-    "first stage": lambda rows, metric: at_step(rows, metric, STAGES[0]),
-    "over a stage": over_stage,
-    "at reward 0.5": lambda rows, metric: at_reward(rows, metric, 0.5),
-    "at 3,840 prompts": lambda rows, metric: at_prompts(rows, metric, 3840),
-}
-
-
-def short(value: float, digits: int, sign: str = ""):
-    """Return so many digits of a number, of one from 100 on all before the point."""
-    if abs(value) >= 100:
-        return f"{value:{sign},.0f}"
-    return f"{value:{sign}.{digits}g}"
+def chosen(rows: Rows, how: str):
+    """Return the rows that a figure is the mean of: `mean`, `end`, `at reward 0.5`, `at 3,840 prompts`, `step 40`,
+    `steps 1–30`."""
+    if how == "mean":
+        return rows
+    if how == "end":
+        return rows[-1:]
+    if how == "at reward 0.5":
+        return at_reward(rows)
+    if how == "at 3,840 prompts":
+        return at_prompts(rows)
+    steps = [int(step) for step in re.findall(r"\d+", how)]
+    return [row for row in rows if steps[0] <= row["step"] <= steps[-1]]
 
 
 def with_error(values: list[float], sign: str = ""):
-    """Return mean and standard error; a dash where a seed has no value."""
-    if not values or any(map(math.isnan, values)):
-        return "–"
-    mean = short(statistics.fmean(values), 3, sign)
+    """Return mean and standard error over seeds; with a sign, of differences: in bold what five seeds can show."""
+    mean = statistics.fmean(values)
+    text = f"{mean:{sign}.3g}"
     if len(values) == 1:
-        return mean
+        return text
     error = statistics.stdev(values) / len(values) ** 0.5
-    return f"{mean} ± {short(error, 2)}"
+    text += f" ± {error:.2g}"
+    if sign and len(values) >= 5 and abs(mean) >= 3 * error > 0:
+        return f"**{text}**"
+    return text
+
+
+def row_of(figure: str, runs: dict[str, Runs], base: str):
+    """Return a row of a table: of the arm `base` mean and standard error over seeds; of the others the mean and, in
+    brackets, the difference to it, seed by seed; a dash where a seed has no value."""
+    metric, how = figure.split(", ", 1)
+    cells = [f"`{metric}`, {how}"]
+    first = {}
+    for arm, seeds in runs.items():
+        values = {seed: mean_over_steps(chosen(rows, how), metric) for seed, rows in seeds.items()}
+        apart = [values[seed] - first[seed] for seed in values if seed in first]
+        if any(map(math.isnan, values.values())):
+            cells.append("–")
+        elif arm == base:
+            first = values
+            cells.append(with_error([*values.values()]))
+        else:
+            difference = f" ({with_error(apart, '+')})" if apart else ""
+            cells.append(f"{statistics.fmean(values.values()):.3g}{difference}")
+    return " | ".join(cells)
 
 
 def table(claim: Claim, runs: dict[str, Runs]):
-    """Return a claim's figures of {arm: {seed: rows}} as Markdown: mean and standard error over seeds; in brackets the
-    same of the differences, seed by seed, to the first arm."""
-    head = ["", *(f"{arm} ({len(seeds)})" for arm, seeds in runs.items())]
-    lines = [head, ["---"] * len(head)]
-    for metric, how in claim.figures:
-        first = {}
-        cells = [f"`{metric}`, {how}"]
-        for arm, seeds in runs.items():
-            values = {seed: HOW[how](rows, metric) for seed, rows in seeds.items()}
-            cell = with_error(list(values.values()))
-            if arm == claim.arms[0]:
-                first = values
-            else:
-                difference = with_error([values[seed] - first[seed] for seed in values if seed in first], "+")
-                cell += f" ({difference})" if difference != "–" else ""
-            cells.append(cell)
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """Return a claim's figures of {arm: {seed: rows}} as Markdown."""
+    heads = [f"{arm} ({len(seeds)})" for arm, seeds in runs.items()]
+    rows = [" | ".join(["", *heads])]
+    rows += [row_of(figure, runs, claim.arms[0]) for figure in claim.figures]
+    if claim.paper:
+        rows.append(claim.paper)
+    lines = [f"| {row} |" for row in rows]
+    lines.insert(1, "|---" * (1 + len(heads)) + "|")
+    return "\n".join(lines)
 
 
-def report(name: str):
-    """Print a claim's table and draw its picture, of the runs that there are."""
-    claim = CLAIMS[name]
+def read_runs(claim: Claim):
+    """Return {arm: {seed: rows}} of the csv files that there are."""
     runs = {}
     for arm in claim.arms:
         files = sorted(DATA.glob(f"{arm}-seed*.csv"))
         if files:
             runs[arm] = {file.stem.rpartition("-seed")[2]: plot.read(file) for file in files}
-    if not runs:
-        print(f"\n{name}: no run yet")
-        return
+    return runs
+
+
+def block(name: str, runs: dict[str, Runs]):
+    """Return a claim's table as its page has it, collapsed."""
+    summary = f"<summary>Table <code>{name}</code></summary>"
+    return f"<details>{summary}\n\n{table(CLAIMS[name], runs)}\n\n</details>"
+
+
+def report(name: str):
+    """Print a claim's table and draw its picture, of the runs that there are."""
+    panels = list(CLAIMS[name].panels)
+    runs = read_runs(CLAIMS[name])
     curves = {f"{arm}-seed{seed}": rows for arm, seeds in runs.items() for seed, rows in seeds.items()}
-    seconds = statistics.median(rows[-1]["time"] for rows in curves.values())
-    print(f"\n{name}\n{len(curves)} runs of {seconds:.0f} s (median; starts and tools/eval.py come on top)")
-    print(f"\n{table(claim, runs)}\n\n![{name}](claims-{name}.png)")
-    plot.draw_bands(curves, list(claim.panels), ROOT / "docs" / f"claims-{name}.png")
+    if curves and panels:
+        plot.draw_bands(curves, panels, ROOT / "docs" / f"claims-{name}.png")
+        print(f"\n![{name}](claims-{name}.png)")
+    print(f"\n{block(name, runs)}")
 
 
 def main():
@@ -404,7 +427,7 @@ def main():
         metavar="NAME",
         help=f"and NAME-…; none: all but real, whose model is large; legal: {', '.join(CLAIMS)}",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--seeds", nargs="+", type=int, default=range(1, 6))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; 0: none, only report")
     args = parser.parse_args()
     unknown = set(args.names) - CLAIMS.keys()
@@ -413,14 +436,11 @@ def main():
     asked = tuple(f"{name}-" for name in args.names or CLAIMS.keys() - {"real"})
     claims = [name for name in CLAIMS if f"{name}-".startswith(asked)]
     wanted = dict.fromkeys(f"{arm}-seed{seed}" for name in claims for seed in args.seeds for arm in CLAIMS[name].arms)
-    todo = [name for name in wanted if not is_current(name)]
+    todo = [name for name in wanted if not (DATA / f"{name}.csv").exists()]
     failed = run_all(todo, args.jobs) if args.jobs else 0
-    stale = [name for name in todo if (DATA / f"{name}.csv").exists() and not is_current(name)]
-    for name in stale:
-        print(f"docs/data/{name}.csv: stale, without metrics that its claims use; ./run.sh claims repeats the run")
     for claim in claims:
         report(claim)
-    sys.exit(bool(failed or stale))
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":
