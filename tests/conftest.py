@@ -1,5 +1,6 @@
 """What the tests share: a small random model on disk, ways to run scripts, and the runs that several tests look at."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import torch
 from jobs import ROOT, Jobs
 
 TOY = ROOT / "tools" / "toy"
+PACKED = "packed"  # common.py's attention, as transformers knows it
+torch.set_num_threads(1)  # the models here are too small for more: their threads would only wait for each other
 
 
 def torchrun(script: str | Path, *arguments, ranks: int = 2, plain: bool = False, timeout: int = 420):
@@ -44,9 +47,33 @@ def plain_python(monkeypatch):
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory) -> Jobs:
     """Two processes, each with one vLLM engine, that run scripts with flags one after another."""
-    jobs = Jobs("runs.py", TOY / "model", tmp_path_factory.mktemp("engine") / "jobs", ranks=2)
+    jobs = Jobs("runs.py", tmp_path_factory.mktemp("engine"), TOY / "model", ranks=2)
     yield jobs
     jobs.end()
+
+
+@pytest.fixture(scope="session")
+def update(tmp_path_factory):
+    """update(ranks, script, model, ...): a step of six prompts by four responses on that many processes.
+
+    Two of them are two nodes of one each: sharded inside, replicated across. Three are sharded on one node. The third
+    group is dead unless another is; everything fits one micro-batch unless the budget is less.
+    """
+    folder = tmp_path_factory.mktemp("updates")
+    shapes = {1: {"ranks": 1}, 2: {"nodes": 2}, 3: {"ranks": 3}}
+    started = {ranks: Jobs("one_update.py", folder / str(ranks), **shape) for ranks, shape in shapes.items()}
+    done = {}
+
+    def ask(ranks: int, script: str, model: Path, **options) -> dict:
+        job = {"script": script, "model": str(model), "budget": 5000, "dead": [2], "args": {}} | options
+        key = f"{ranks} {json.dumps(job)}"
+        if key not in done:
+            done[key] = started[ranks](**job)
+        return done[key]
+
+    yield ask
+    for jobs in started.values():
+        jobs.end()
 
 
 @dataclass
@@ -62,7 +89,11 @@ class Run:
 
 
 HELD_OUT = ["--eval", f"{TOY}/heldout.jsonl,{TOY}/harder.jsonl", "--eval-every", 3, "--keep-best"]
-OWN = {"sspo": HELD_OUT, "gpg": ["--max-draws", 2, "--prompts-per-step", 5, "--beta-th", 0.8, "--format-reward"]}
+OWN = {
+    "sspo": HELD_OUT,
+    "gpg": ["--max-draws", 2, "--prompts-per-step", 5, "--beta-th", 0.8, "--format-reward"],
+    "sps": ["--eval", TOY / "harder.jsonl", "--eval-every", 3, "--eval-samples", 2, "--eval-temperature", 1],
+}
 
 
 def flags_of(script: str, folder: Path) -> list:
@@ -78,32 +109,32 @@ def sspo_run(tmp_path_factory) -> Run:
     return Run(folder, torchrun("sspo.py", *flags_of("sspo", folder)))
 
 
+def check_sampler(engine: Jobs, flags: list) -> dict:
+    """Return what sampler_checks.py finds on an engine, with room for 160 tokens before responses of 64."""
+    limits = ["--max-prompt-tokens", 160, "--max-response-tokens", 64, "--temperature", 1.3, "--seed", 3]
+    output = engine(script="sampler_checks", flags=[*flags, *limits, "--micro-batch-tokens", 2048])
+    return json.loads(output.splitlines()[-1])
+
+
+def run_on(engine: Jobs, tmp_path_factory, script: str) -> Run:
+    folder = tmp_path_factory.mktemp("runs") / script
+    return Run(folder, engine(script=script, flags=flags_of(script, folder)))
+
+
 @pytest.fixture(scope="session")
 def gpg_run(engine, tmp_path_factory) -> Run:
-    folder = tmp_path_factory.mktemp("runs") / "gpg"
-    return Run(folder, engine(script="gpg", flags=flags_of("gpg", folder)))
+    return run_on(engine, tmp_path_factory, "gpg")
 
 
 @pytest.fixture(scope="session")
 def cwgrpo_run(engine, tmp_path_factory) -> Run:
-    folder = tmp_path_factory.mktemp("runs") / "cwgrpo"
-    return Run(folder, engine(script="cwgrpo", flags=flags_of("cwgrpo", folder)))
+    return run_on(engine, tmp_path_factory, "cwgrpo")
 
 
 @pytest.fixture(scope="session")
 def sps_run(engine, tmp_path_factory) -> Run:
     """Two rounds of two RL steps and an IRL stage of two."""
-    folder = tmp_path_factory.mktemp("runs") / "sps"
-    return Run(folder, engine(script="sps", flags=flags_of("sps", folder)))
-
-
-@pytest.fixture(scope="session")
-def printed_sps_run(engine, tmp_path_factory) -> Run:
-    """The learning rates of the paper; an RL step of a third round; two samples of a held-out problem."""
-    folder = tmp_path_factory.mktemp("runs") / "printed-sps"
-    flags = ["--steps", 5, "--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 16, "--subset", 100, "--group-size", 8]
-    flags += ["--eval", TOY / "harder.jsonl", "--eval-samples", 2, "--eval-temperature", 1, "--eval-every", 5]
-    return Run(folder, engine(script="sps", flags=[*faults.FLAGS, *flags, "--run-dir", folder]))
+    return run_on(engine, tmp_path_factory, "sps")
 
 
 def make_verifier(workers: int = 2, **options):
@@ -117,19 +148,6 @@ def make_verifier(workers: int = 2, **options):
         verifier = Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=1))
     vars(verifier).update(options)
     return verifier
-
-
-def central_differences(value, logp, step: float = 1e-6) -> torch.Tensor:
-    """Return the gradient of value() with respect to each number of the nested lists logp[p][i][t], in their order."""
-    slopes = []
-    for response in (response for row in logp for response in row):
-        for t, kept in enumerate(list(response)):
-            response[t] = kept + step
-            above = value()
-            response[t] = kept - step
-            slopes.append((above - value()) / (2 * step))
-            response[t] = kept
-    return torch.tensor(slopes, dtype=torch.float64)
 
 
 def random_model(folder: Path, tied: bool) -> Path:

@@ -1,4 +1,4 @@
-"""Processes under torchrun that start once and do one job after another: `Jobs` asks them, `serve` is the loop in them.
+"""Ranks that start once and do one job after another: `Jobs` asks them, `serve` is the loop in them.
 
 Job n is FOLDER/n.json; what rank 0 makes of it goes to FOLDER/n.pt. They end when there is FOLDER/end.
 """
@@ -13,49 +13,45 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from faults import ROOT, free_port
 
 
 class Jobs:
     """The side of the tests."""
 
-    def __init__(self, script: str, model: Path, folder: Path, ranks: int = 1, nodes: int = 1):
-        self.model, self.home, self.shape = model, folder, (ranks, nodes)
-        self.script = ROOT / "tests" / script
+    def __init__(self, script: str, home: Path, *words, ranks: int = 1, nodes: int = 1):
+        self.command = [sys.executable, ROOT / "tests" / script, *words]
+        self.home = home
+        self.ranks = ranks
+        self.size = ranks * nodes
         self.launches = 0
         self.launch()
 
     def launch(self) -> None:
-        """Start the processes; torchrun's own output is theirs."""
-        ranks, nodes = self.shape
+        """Start a process for each rank, with what torchrun would tell it."""
         self.launches += 1
         self.asked = 0
         self.folder = self.home / f"launch-{self.launches}"
         self.folder.mkdir(parents=True)
         self.output = self.folder / "output.txt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        if nodes > 1:
-            command += ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-            command += ["--node-rank"]
+        shared = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+        shared["MASTER_PORT"] = str(free_port())
+        shared |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.ranks)}
+        self.processes = []
         with open(self.output, "w") as output:
-            self.agents = [
-                subprocess.Popen(
-                    [*command, *([str(node)] if nodes > 1 else []), self.script, self.model, self.folder],
-                    cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-                for node in range(nodes)
-            ]
+            for rank in range(self.size):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank % self.ranks)}
+                how = {"cwd": ROOT, "env": os.environ | shared | own, "stderr": subprocess.STDOUT}
+                self.processes.append(subprocess.Popen([*self.command, self.folder], stdout=output, **how))
 
     def running(self) -> bool:
-        return all(agent.poll() is None for agent in self.agents)
+        return all(process.poll() is None for process in self.processes)
 
     def start(self, **job) -> Path:
         """Hand in a job, to new processes if one before it has ended the old ones; return where its result will be."""
         if not self.running():
+            for process in self.processes:
+                process.kill()
             self.launch()
         result = self.folder / f"{self.asked}.pt"
         self.asked += 1
@@ -75,20 +71,22 @@ class Jobs:
 
     def end(self) -> None:
         (self.folder / "end").touch()
-        for agent in self.agents:
-            agent.wait(timeout=60)
+        for process in self.processes:
+            process.wait(timeout=60)
 
 
-def serve(folder: Path, rank: int, do: Callable) -> None:
+def serve(do: Callable) -> None:
     """Call do(**job) for every job, then end the process."""
+    folder = Path(sys.argv[-1])
     for number in itertools.count():
         job = folder / f"{number}.json"
         while not job.exists():
             if (folder / "end").exists():
-                dist.destroy_process_group()
+                if torch.distributed.is_initialized():
+                    torch.distributed.destroy_process_group()
                 os._exit(0)  # a gloo thread that still lets go of its last tensor would make Python's way out abort
             time.sleep(0.02)
         result = do(**json.loads(job.read_text()))
-        if rank == 0:
+        if os.environ["RANK"] == "0":
             torch.save(result, folder / "partial")
             (folder / "partial").rename(folder / f"{number}.pt")

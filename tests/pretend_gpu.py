@@ -1,6 +1,6 @@
 """A pretended GPU: the project's CUDA branches on torch's CPU build, forward and backward, in seconds.
 
-    python tests/pretend_gpu.py    answers jobs, a line of JSON each: {"job": "learn", "ranks": 8, "script": "gpg"}
+test_pretend_gpu.py asks it for jobs such as {"name": "learn", "ranks": 8, "script": "gpg"}.
 
 CPU tensors are real. A CUDA tensor is fake: it has a shape, a dtype and a device, and its bytes are counted, but it has
 no values. Integers that come from the CPU, and what is computed from them alone, keep their values: places, lengths, an
@@ -17,11 +17,8 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
-import os
 import sys
 import tempfile
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -32,6 +29,7 @@ import bench
 import numpy as np
 import torch
 import torch.distributed as dist
+from jobs import serve
 from safetensors.torch import load_file
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
@@ -47,22 +45,6 @@ import common
 import sspo
 
 TORCH = "2.13."
-TRACED = [  # docs/performance.md: shape, ranks, those of a node, packed tokens, whether activations are recomputed
-    ("qwen2.5-0.5b", 1, 1, 16_384, True),
-    ("qwen2.5-1.5b", 1, 1, 16_384, True),
-    ("qwen2.5-1.5b", 8, 8, 16_384, True),
-    ("qwen2.5-1.5b", 16, 8, 16_384, True),
-    ("qwen2.5-3b", 8, 8, 16_384, True),
-    ("qwen2.5-7b", 2, 2, 16_384, True),
-    ("qwen2.5-7b", 4, 4, 16_384, True),
-    ("qwen2.5-7b", 8, 8, 16_384, True),
-    ("qwen2.5-7b", 16, 8, 16_384, True),
-    ("qwen2.5-0.5b", 1, 1, 16_384, False),
-    ("qwen2.5-1.5b", 1, 1, 8192, False),
-    ("qwen2.5-1.5b", 8, 8, 16_384, False),
-    ("qwen2.5-3b", 8, 8, 16_384, False),
-    ("qwen2.5-7b", 8, 8, 16_384, False),
-]
 TOY = Path(__file__).parent.parent / "tools" / "toy" / "model"
 KEPT = []  # C++ points at these
 aten = torch.ops.aten
@@ -252,45 +234,48 @@ def held(gpu: Gpu) -> int:
     return gpu.now
 
 
-def noting_calls(calls: list[dict]) -> Callable:
-    """Return varlen_attn that notes each kind of call. A piece of the row may see more keys than it has queries."""
+def checked_attention(windows: set) -> Callable:
+    """Return varlen_attn that checks what reaches it, and notes windows. A piece may see more keys than it has queries,
+    which is how responses see their prompt."""
     attention = varlen.varlen_attn
 
-    def noting(query, key, value, query_ends, key_ends, longest_query, longest_key, **how):
+    def checked(query, key, value, query_ends, key_ends, longest_query, longest_key, **how):
         queries, keys = query_ends.value.diff(), key_ends.value.diff()
-        call = {
-            "tensors": described([query, key, value]),
-            "borders": described([query_ends, key_ends]),
-            "queries are covered": query_ends.value[[0, -1]].tolist() == [0, len(query)],
-            "keys are covered": key_ends.value[[0, -1]].tolist() == [0, len(key)] and len(key) == len(value),
-            "a piece sees itself": bool((keys >= queries).all()),
-            "none is longer": longest_query >= queries.max().item() and longest_key >= keys.max().item(),
-            "longest are numbers": type(longest_query) is type(longest_key) is int,
-            "channels are neighbours": {query.stride(-1), key.stride(-1), value.stride(-1)} == {1},
-            "grouped if heads differ": how["enable_gqa"] == (query.shape[1] != key.shape[1]),
-            "window": list(how["window_size"]),
-        }
-        if call not in calls:
-            calls.append(call)
+        assert described([query, key, value]) == ["torch.bfloat16 on cuda"]
+        assert described([query_ends, key_ends]) == ["torch.int32 on cuda"]
+        assert query_ends.value[[0, -1]].tolist() == [0, len(query)], "queries are covered"
+        assert key_ends.value[[0, -1]].tolist() == [0, len(key)] == [0, len(value)], "keys are covered"
+        assert (keys >= queries).all(), "a piece sees itself"
+        assert longest_query >= queries.max().item() and longest_key >= keys.max().item()
+        assert type(longest_query) is type(longest_key) is int
+        assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        assert how["enable_gqa"] == (query.shape[1] != key.shape[1])
+        windows.add(tuple(how["window_size"]))
         return attention(query, key, value, query_ends, key_ends, longest_query, longest_key, **how)
 
-    return noting
+    return checked
 
 
-def noting_places(notes: list[dict], gpu: Gpu) -> Callable:
-    """Return `common.score` that notes where a model is before, in and after it, and how many bytes it leaves."""
+def checked_score(gpu: Gpu, scored: set) -> Callable:
+    """Return `common.score` that checks that a reference waits on the host, and that nothing stays on the GPU. It notes
+    of each model whether it trains."""
     score = common.score
 
-    def noting(policy, *rest, **how):
-        note = {"trains": any(x.requires_grad for x in policy.parameters()), "before": places(policy)}
-        hook = policy.register_forward_pre_hook(lambda *_: note.update(within=places(policy)))
+    def checked(policy, *rest, **how):
+        trains = any(x.requires_grad for x in policy.parameters())
+        home = ["cuda"] if trains else ["cpu"]
+        within = []
+        hook = policy.register_forward_pre_hook(lambda *_: within.extend(places(policy)))
         before = held(gpu)
+        assert places(policy) == home
         result = score(policy, *rest, **how)
         hook.remove()
-        notes.append(note | {"after": places(policy), "left": held(gpu) - before})
+        assert set(within) == {"cuda"} and places(policy) == home
+        assert held(gpu) == before, "something stays gathered, or on the GPU"
+        scored.add(trains)
         return result
 
-    return noting
+    return checked
 
 
 def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
@@ -298,17 +283,14 @@ def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
     rng = np.random.default_rng(7)
     if problems is None:
         problems = [common.Problem("", rng.integers(0, 263, rng.integers(2, 12)).tolist(), "0") for _ in range(6)]
-    return [group(problem, rng.integers(1, 30, 4)) for problem in problems]
-
-
-def group(problem: common.Problem, lengths: Iterable[int]) -> common.Group:
-    """Return random responses of these lengths, the first, fourth, fifth and so on of which are right."""
-    rng = np.random.default_rng(7)
-    rollouts = []
-    for length in lengths:
-        rollouts.append(common.Rollout(rng.integers(0, 263, length), np.zeros(length, np.float32), "", False))
-    reward_G = torch.tensor([float(n % 4 in (0, 3)) for n in range(len(rollouts))]).double()
-    return common.Group(problem, rollouts, reward_G, reward_G)
+    found = []
+    reward_G = torch.tensor([1.0, 0.0, 0.0, 1.0]).double()
+    for problem in problems:
+        rollouts = []
+        for length in rng.integers(1, 30, 4):
+            rollouts.append(common.Rollout(rng.integers(0, 263, length), np.zeros(length, np.float32), "", False))
+        found.append(common.Group(problem, rollouts, reward_G, reward_G))
+    return found
 
 
 def step(script: str, policy, reference, optimizer, batch, record) -> dict:
@@ -330,18 +312,18 @@ def learn(
     scalar: float = 1.0,
     **flags,
 ) -> dict:
-    """Make a script's step on a model's real weights; return what happened where."""
+    """Make a script's step on a model's real weights, and check what lies where."""
     module = importlib.import_module(script)
     folder = Path(tempfile.mkdtemp())
     limits = {"max_prompt_tokens": 160, "max_response_tokens": 100, "micro_batch_tokens": 300}
     if images:
         limits |= {"image_column": "image", "dataset": f"{model}/problems.parquet", "micro_batch_tokens": 800}
     args = module.Args(model=model, run_dir=str(folder / "run"), group_size=4, template="plain", **limits | flags)
-    attention = []
-    scored = []
+    windows = set()
+    scored = set()
     with world_of(ranks, local or ranks) as world, Gpu(scalar) as gpu, contextlib.ExitStack() as watching:
-        watching.enter_context(mock.patch.object(varlen, "varlen_attn", noting_calls(attention)))
-        watching.enter_context(mock.patch.object(common, "score", noting_places(scored, gpu)))
+        watching.enter_context(mock.patch.object(varlen, "varlen_attn", checked_attention(windows)))
+        watching.enter_context(mock.patch.object(common, "score", checked_score(gpu, scored)))
         problems = None
         if images:
             problems = common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
@@ -357,28 +339,26 @@ def learn(
                 reference = common.load_policy(Path(model), args, world).requires_grad_(False).to("cpu")
             metrics = step(script, policy, reference, optimizer, batch, record)
             del reference
-        gradients = [x.grad for x in policy.parameters() if x.grad is not None]
+        weights = list(policy.parameters())
+        gradients = [x.grad for x in weights]
         moments = [x for state in optimizer.state.values() for x in state.values()]
-        sharded = [getattr(x, "_local_tensor", x) for x in (*policy.parameters(), *gradients, *moments)]
+        sharded = [getattr(x, "_local_tensor", x) for x in (*weights, *gradients, *moments)]
         storages = {x.untyped_storage() for x in (*sharded, *policy.buffers())}
+        assert places(policy) == ["cuda"] and described(gradients) == ["torch.float32 on cuda"]
+        here = sum(x.to_local().numel() for x in weights)
+        assert 1 <= here * (local or ranks) / sum(x.numel() for x in weights) < 1.05, "a share of the policy"
+        assert held(gpu) == sum(-(-x.nbytes() // 512) * 512 for x in storages), "and nothing else"
         return {
-            "metrics": metrics,
+            "optimizer_steps": metrics.get("optimizer_steps"),
             "skipped": record.skipped,
-            "attention": attention,
+            "windows": windows,
             "scored": scored,
-            "places": places(policy),
-            "gradients": sorted({str(x.dtype) for x in gradients}),
-            "without gradient": len(list(policy.parameters())) - len(gradients),
             "moments": described(moments),
-            "weights": sum(x.numel() for x in policy.parameters()),
-            "weights here": sum(x.to_local().numel() for x in policy.parameters()),
-            "bytes": held(gpu),
-            "bytes of shards": sum(-(-x.nbytes() // 512) * 512 for x in storages),
         }
 
 
-def folders() -> dict:
-    """Load a model, update it, write a checkpoint, resume from it and save the model; return what came of it."""
+def folders() -> None:
+    """Load a model, update it, write a checkpoint, resume from it and save the model, and check what comes of it."""
     folder = Path(tempfile.mkdtemp())
     limits = {"max_prompt_tokens": 100, "max_response_tokens": 100, "micro_batch_tokens": 300}
     args = sspo.Args(model=str(TOY), run_dir=str(folder / "run"), group_size=4, updates_per_step=1, **limits)
@@ -389,36 +369,30 @@ def folders() -> dict:
         step("sspo", policy, None, mine, common.Batch(groups()), record)
         common.save_checkpoint(policy, mine, 1, 24, record)
         record.args = replace(args, resume=True)
-        at = common.resume(other, its, record)
+        assert common.resume(other, its, record) == (1, 24) and places(other) == ["cuda"]
+        moments = [x for state in its.state.values() for x in state.values()]
+        assert described(moments) == ["torch.float32 on cuda"] and len(its.state) == len(list(other.parameters()))
         sent = dict(common.full_weights(policy, torch.bfloat16))
         common.save_model(policy, folder / "model", TOY, torch.bfloat16, world)
         saved = load_file(folder / "model" / "model.safetensors")
-        return {
-            "resumed at": at,
-            "places": places(other),
-            "moments": described(x for state in its.state.values() for x in state.values()),
-            "without moments": len(list(other.parameters())) - len(its.state),
-            "sent": described(sent.values()),
-            "saved": described(saved.values()),
-            "shapes sent": {name: list(x.shape) for name, x in sent.items()},
-            "shapes saved": {name: list(x.shape) for name, x in saved.items()},
-        }
+        assert described(sent.values()) == ["torch.bfloat16 on cuda"]
+        assert described(saved.values()) == ["torch.bfloat16 on cpu"]
+        assert {name: x.shape for name, x in sent.items()} == {name: x.shape for name, x in saved.items()}
 
 
-def peak(shape: str, tokens: int, ranks: int = 1, local: int = 0, recompute: bool = True, layers: int = 0) -> dict:
+def peak(shape: str, ranks: int, local: int, tokens: int, recompute: bool, layers: int = 0) -> list[int]:
     """Return the peak of bytes on a GPU over two updates of two micro-batches of so many tokens, and what
     `bench.training_bytes` computes. Fewer `layers` than the shape's take less time."""
     name = bench.SHAPES[shape]
     name = name._replace(layers=layers or name.layers)
-    length = 1024
-    folder = Path(tempfile.mkdtemp())
+    folder = tempfile.mkdtemp()
     bench.config_of(name).save_pretrained(folder)
-    count = tokens // length
-    batch = bench.random_batch(name.vocabulary, length // 8, length - length // 8, count)
+    count = tokens // 1024
+    batch = bench.random_batch(name.vocabulary, 128, 896, count)
     args = common.Args(activation_checkpointing=recompute)
     unread = mock.patch.object(common.dcp, "load")  # there are no weights to read
-    with unread, world_of(ranks, local or ranks) as world, Gpu() as gpu:
-        policy = common.load_policy(folder, args, world)
+    with unread, world_of(ranks, local) as world, Gpu() as gpu:
+        policy = common.load_policy(Path(folder), args, world)
         optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
         micro = batch.pack(list(range(count)), world.device)
         gpu.peak = held(gpu)
@@ -428,36 +402,11 @@ def peak(shape: str, tokens: int, ranks: int = 1, local: int = 0, recompute: boo
                 policy(micro)[0].sum().backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
             optimizer.step()
-    return {"traced": gpu.peak, "computed": bench.training_bytes(name, local or ranks, tokens, recompute)}
+    return [gpu.peak, bench.training_bytes(name, local, tokens, recompute)]
 
 
-def host(script: str, tokens: int) -> float:
-    """Return bytes of the host's memory for each response token that a rank needs at most in a step of so many."""
-    length = 1000
-    limits = {"max_prompt_tokens": 100, "max_response_tokens": length, "micro_batch_tokens": 200_000, "group_size": 8}
-    folder = tempfile.mkdtemp()
-    args = importlib.import_module(script).Args(model=str(TOY), run_dir=f"{folder}/run", **limits)
-    with world_of(8, 8) as world, Gpu():
-        policy = common.load_policy(TOY, args, world)
-        optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
-        record = common.Record(args, script, world)
-        before = resident("VmRSS")
-        lengths = [length] * args.group_size
-        problems = [common.Problem("", [0], "0")] * (tokens // sum(lengths))
-        batch = common.Batch([group(problem, lengths) for problem in problems])
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        step(script, policy, None, optimizer, batch, record)
-        return (resident("VmHWM") - before) / tokens
-
-
-def resident(name: str) -> int:
-    """Return a figure of the process's memory in bytes: VmRSS, that of now, or VmHWM, the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def join() -> dict:
-    """Return what `init_world` makes of this process where there is a GPU; the fake backend is in NCCL's place."""
+def join() -> None:
+    """Check what `init_world` makes of this process where there is a GPU; the fake backend is in NCCL's place."""
     really_join = dist.init_process_group
     backends = []
 
@@ -467,42 +416,21 @@ def join() -> dict:
 
     yes = dict.fromkeys(("is_available", "is_initialized", "set_device"), lambda *_: True)
     replaced = mock.patch.object(dist, "init_process_group", joined)
-    with mock.patch.dict(os.environ), mock.patch.multiple(torch.cuda, **yes), replaced:
+    with mock.patch.multiple(torch.cuda, **yes), replaced:
         world = common.init_world()
-    about = {
-        "device": str(world.device),
-        "mesh": [world.mesh.device_type, list(world.mesh.shape), list(world.mesh.mesh_dim_names)],
-        "backends": backends,
-        "gathered": world.all_gather(7),
-        "reduced": world.all_reduce(torch.tensor([1.0])).tolist(),
-    }
+    assert backends == ["cpu:gloo,cuda:nccl"] and world.device == torch.device("cuda", 0)
+    assert (world.mesh.device_type, world.mesh.shape, world.mesh.mesh_dim_names) == ("cuda", (1,), ("shard",))
+    assert world.all_gather(7) == [7] and world.all_reduce(torch.tensor([1.0])).tolist() == [1.0]
     dist.destroy_process_group()
-    return about
 
 
-JOBS = {"learn": learn, "folders": folders, "peak": peak, "host": host, "join": join}
-
-
-def main() -> None:
-    """Answer the jobs on stdin, each with a line of JSON: its result, or its traceback."""
-    replies = sys.stdout
-    sys.stdout = sys.stderr
-    try:
-        patch()
-    except RuntimeError as error:
-        sys.exit(str(error))
-    gc.freeze()  # `held` need not look through what has been imported.
-    with tempfile.TemporaryDirectory() as tempfile.tempdir:
-        for line in sys.stdin:
-            job = json.loads(line)
-            try:
-                reply = {"result": JOBS[job.pop("job")](**job)}
-            except Exception:
-                reply = {"error": traceback.format_exc()}
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-            print(json.dumps(reply), file=replies, flush=True)
+def do(name: str, **job):
+    """Do a job: call the function of that name."""
+    return {"learn": learn, "folders": folders, "peak": peak, "join": join}[name](**job)
 
 
 if __name__ == "__main__":
-    main()
+    patch()
+    gc.freeze()  # `held` need not look through what has been imported.
+    tempfile.tempdir = sys.argv[-1]
+    serve(do)

@@ -1,9 +1,8 @@
 """Run whole scripts on one vLLM engine in each process: a job is {"script": "sspo", "flags": ["--steps", "3", ...]}.
 
-python -m torch.distributed.run --nproc-per-node 2 tests/runs.py MODEL FOLDER
-
-The process group and the engine stay; everything else is each run's own, the weights in the engine included.
-test_script.py holds the numbers of a run here against those of one that was started by itself.
+The process group and the engine, whose model is the first argument, stay; everything else is each run's own, the
+weights in the engine included. test_script.py holds the numbers of a run here against those of one that was started by
+itself.
 """
 
 import contextlib
@@ -22,9 +21,9 @@ import common
 for name in ("sspo", "gpg", "cwgrpo", "sps"):
     importlib.import_module(name)
 assert not {"vllm", "math_verify"} & sys.modules.keys(), "--help and refusals would wait for them"
-model, folder = Path(sys.argv[1]), Path(sys.argv[2])
+model = Path(sys.argv[1])
 world = common.init_world()
-args = common.Args(model=str(model), max_prompt_tokens=128, max_response_tokens=128)
+args = common.Args(model=str(model), max_prompt_tokens=160, max_response_tokens=96)
 llm = common.Sampler(model, AutoTokenizer.from_pretrained(model), args, world).llm
 llm.llm_engine.engine_core.shutdown = lambda: None
 
@@ -47,4 +46,4 @@ def run(script: str, flags: list) -> str:
 
 common.init_world = lambda: world
 sys.modules["vllm"].LLM = same_engine
-serve(folder, world.rank, run)
+serve(run)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +33,11 @@ def write(path: Path, rows: list[dict]) -> str:
 
 def load(source, tokenizer, **settings) -> list[common.Problem]:
     return common.load_problems(str(source), tokenizer, common.Args(template="plain", **settings), "--dataset")
+
+
+def world_on(device: str) -> common.World:
+    """Rank 0 of four on a node."""
+    return common.World(0, 4, 4, torch.device(device), None)
 
 
 CODE = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
@@ -89,19 +93,18 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
     before, after = common.DAPO_INSTRUCTION
 
     def row(problem, answer):
-        turns = [{"content": "Be brief.", "role": "system"}, {"content": before + problem + after, "role": "user"}]
+        turns = [{"content": "Be brief.", "role": "system"}, {"content": problem, "role": "user"}]
         return {"prompt": turns, "reward_model": {"ground_truth": answer, "style": "rule"}, "index": "x"}
 
-    source = write(tmp_path / "a.jsonl", [row("1+1=?", "2"), row("1+2=?", "3"), row("1+1=?", "2")])
+    first = row(before + "1+1=?" + after, "2")
+    source = write(tmp_path / "a.jsonl", [first, row("1+2=?", "3"), first])
     data = load(source, tokenizer)
     assert [(p.text, p.answer) for p in data] == [("1+1=?", "2"), ("1+2=?", "3")]
     assert "2 problems; left out: {'repeated': 1}" in capsys.readouterr().out
     own = load(source, tokenizer, reward="x")
     assert [p.text for p in own] == ["1+1=?", "1+2=?"] and own[1].row["reward_model"]["ground_truth"] == "3"
-    bare = row("1+1=?", "2") | {"prompt": [{"content": "1+1=?", "role": "user"}]}
-    assert load(write(tmp_path / "b.jsonl", [bare]), tokenizer)[0].text == "1+1=?"
     with pytest.raises(ValueError, match=r"row 0: column 'prompt' holds no text"):
-        load(write(tmp_path / "c.jsonl", [bare | {"prompt": [{"content": "hi", "role": "system"}]}]), tokenizer)
+        load(write(tmp_path / "c.jsonl", [first | {"prompt": first["prompt"][:1]}]), tokenizer)
 
 
 def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
@@ -112,9 +115,7 @@ def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
 
 
 def test_reference_answers():
-    assert common.reference_answer("so \\boxed{\\frac{1}{2}}.", "solution") == "\\frac{1}{2}"
     assert common.reference_answer("no box here", "solution") == ""
-    assert common.reference_answer(["$5$"], "final_answer") == "$5$".strip("$")
     assert common.reference_answer("$1$ and $2$", "answer") == "$1$ and $2$"
     assert common.reference_answer(7, "answer") == "7"
 
@@ -129,7 +130,6 @@ def test_reference_answers():
         ([{"problem": "1", "label": "2"}], r"no answer column; .* saw \['problem', 'label'\]"),
         ([{"problem": "1", "answer": "2"}, {"problem": " ", "answer": "2"}], r"a\.jsonl, row 1: column 'problem'"),
         ([{"problem": "1", "answer": ""}], r"no usable row among 1; left out: {'no answer': 1"),
-        ([], r"--dataset .*a\.jsonl"),
     ],
 )
 def test_unusable_files(tokenizer, tmp_path, rows, message):
@@ -142,7 +142,7 @@ def test_missing_sources(tokenizer, tmp_path, monkeypatch):
         load(tmp_path / "b.jsonl", tokenizer)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"--dataset no/such: cannot be read.*\.jsonl.* hub id \(Conn"):
+    with pytest.raises(ValueError, match=r"--dataset no/such: cannot be read.*\.jsonl.* hub id.*Conn"):
         load("no/such", tokenizer)
 
 
@@ -151,55 +151,51 @@ def test_columns_of_ones_own(tokenizer, tmp_path):
     source = write(tmp_path / "a.jsonl", [row])
     (data,) = load(source, tokenizer, problem_column="q", answer_column="a")
     assert (data.text, data.answer) == ("1+1=?", "2")
-    with pytest.raises(
-        ValueError, match=r"no answer column; looked for \['b'\], saw .*; --answer-column names another"
-    ):
+    message = r"no answer column; looked for \['b'\], saw .*; --answer-column names another"
+    with pytest.raises(ValueError, match=message):
         load(source, tokenizer, answer_column="b")
 
 
 def test_columns_of_the_papers_sets(tokenizer, tmp_path):
     """A column of one's own is for --dataset; held-out sets have the usual ones."""
     write(tmp_path / "olympiad.jsonl", [{"question": "q", "final_answer": ["$1$"]}])
-    write(
-        tmp_path / "openr1.jsonl",
-        [{"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": "5"}}],
-    )
+    turns = [{"role": "user", "content": "p"}]
+    write(tmp_path / "openr1.jsonl", [{"prompt": turns, "reward_model": {"ground_truth": "5"}}])
     write(tmp_path / "math.jsonl", [{"problem": "p", "solution": "so \\boxed{7}."}])
-    names = ("olympiad", "openr1", "math")
-    held_out = ",".join(f"{tmp_path}/{name}.jsonl" for name in names)
+    held_out = ",".join(f"{tmp_path}/{name}.jsonl" for name in ("olympiad", "openr1", "math"))
     args = common.Args(template="plain", eval=held_out, steps=0, answer_column="x")
     _, found = common.load_data(args, tokenizer)
-    assert [(name, p.text, p.answer) for name, (p,) in found.items()] == [*zip(names, "qpp", "157", strict=True)]
+    assert [(p.text, p.answer) for (p,) in found.values()] == [("q", "1"), ("p", "5"), ("p", "7")]
     with pytest.raises(ValueError, match="two sets of one name"):
         common.load_data(replace(args, eval=f"{held_out},{tmp_path}/math.jsonl"), tokenizer)
 
 
 def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
-    rows = [{"problem": f"{n}+1=?", "answer": str(n + 1)} for n in range(200)]
-    source = write(tmp_path / "a.jsonl", rows)
+    source = write(tmp_path / "a.jsonl", [{"problem": f"{n}+1=?", "answer": str(n + 1)} for n in range(200)])
 
     def drawn(subset, seed=1):
         args = common.Args(dataset=source, template="plain", subset=subset, seed=seed)
-        return [problem.text for problem in common.load_data(args, tokenizer)[0]]
+        return [int(problem.answer) for problem in common.load_data(args, tokenizer)[0]]
 
-    assert len(drawn(50)) == 50 and drawn(50) == drawn(50) != drawn(50, seed=2) and len(set(drawn(50))) == 50
-    assert drawn(0) == drawn(200) == [row["problem"] for row in rows]
-    places = [int(text.split("+")[0]) for text in drawn(100)]
-    assert places == sorted(places) and 80 < sum(places) / 100 < 120, "not uniform"
+    half = drawn(100)
+    assert half == sorted(set(half)) == drawn(100) != drawn(100, seed=2) and len(half) == 100
+    assert 80 < sum(half) / 100 < 120, "not uniform"
+    assert drawn(0) == drawn(200) == list(range(1, 201))
     with pytest.raises(ValueError, match=r"--subset 201: --dataset has 200 usable rows"):
         drawn(201)
 
 
 def test_order_of_the_data():
+    """Passes of unlike order; a function of the position and the seed alone."""
     data = [common.Problem(str(n), [n], "0") for n in range(10)]
-    args = common.Args(prompts_per_step=4, seed=5)
-    drawn = [p.text for position in range(0, 20, 4) for p in common.problems_from(data, args, position).values()]
-    assert sorted(drawn[:10]) == sorted(drawn[10:]) == [str(n) for n in range(10)] and drawn[:10] != drawn[10:]
-    assert drawn[8:12] == [
-        p.text for p in common.problems_from(data, args, 8).values()
-    ]  # a function of the position alone
-    args.seed = 6
-    assert drawn[:4] != [p.text for p in common.problems_from(data, args, 0).values()]
+
+    def drawn(position, seed=5):
+        args = common.Args(prompts_per_step=4, seed=seed)
+        return [problem.text for problem in common.problems_from(data, args, position).values()]
+
+    texts = [text for position in range(0, 20, 4) for text in drawn(position)]
+    assert sorted(texts[:10]) == sorted(texts[10:]) == [str(n) for n in range(10)] and texts[:10] != texts[10:]
+    assert texts[8:12] == drawn(8) and drawn(0) != drawn(0, seed=6)
 
 
 @pytest.mark.parametrize(
@@ -212,20 +208,17 @@ def test_order_of_the_data():
         ({"template": "LICENSE"}, "--template LICENSE: legal"),
         ({"group_size": 1}, "--group-size 1"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
-        ({"keep_best": True}, "--steps 0 and --keep-best need held-out problems"),
         ({"temperature": 0}, "--temperature 0"),
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
         ({"tensor_parallel": 2}, "--tensor-parallel 2: legal: 1, or on GPUs"),
         ({"checkpoint_every": 0}, "--checkpoint-every 0: Input should be greater than 0"),
-        ({"lr_warmup": 1.5}, r"--lr-warmup 1\.5: Input should be less than or equal to 1"),
-        ({"lr_floor": -0.1}, r"--lr-floor -0\.1: Input should be greater than or equal to 0"),
         ({"max_total_tokens": 1024}, "--max-total-tokens 1024: no room for a response"),
         ({"max_total_tokens": 4000, "micro_batch_tokens": 3999}, "--micro-batch-tokens 3999: .* 4000 tokens"),
         ({"micro_batch_tokens": 4000}, "--micro-batch-tokens 4000: .* 4024"),
     ],
 )
 def test_flags_that_cannot_work(monkeypatch, settings, message):
-    world = common.World(0, 4, 4, torch.device("cpu"), None)
+    world = world_on("cpu")
     monkeypatch.chdir(ROOT)
     common.validate(common.Args(dataset="mine.jsonl"), world)
     with pytest.raises(ValueError, match=message):
@@ -234,7 +227,7 @@ def test_flags_that_cannot_work(monkeypatch, settings, message):
 
 def test_the_default_data_must_be_fetched_first(monkeypatch, tmp_path):
     """`torchrun sspo.py` on a fresh clone says what to do before it fetches a model."""
-    world = common.World(0, 4, 4, torch.device("cpu"), None)
+    world = world_on("cpu")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"^--dataset data/.*: not there yet; fetch it with \./run\.sh data$"):
         common.validate(common.Args(), world)
@@ -243,37 +236,29 @@ def test_the_default_data_must_be_fetched_first(monkeypatch, tmp_path):
     common.validate(common.Args(), world)
 
 
+def test_tensor_parallel_must_divide_a_node():
+    common.validate(common.Args(dataset="mine.jsonl", tensor_parallel=2), world_on("cuda"))
+    with pytest.raises(ValueError, match="--tensor-parallel 3: legal: 1, or on GPUs a divisor of the 4 ranks"):
+        common.validate(common.Args(tensor_parallel=3), world_on("cuda"))
+
+
 def test_track_needs_wandb(monkeypatch):
-    world = common.World(0, 4, 4, torch.device("cpu"), None)
+    world = world_on("cpu")
     monkeypatch.setattr("sys.path", [])
     with pytest.raises(ValueError, match="--track: needs `pip install wandb`"):
         common.validate(common.Args(dataset="mine.jsonl", template="chat", track="mine"), world)
-
-
-def test_tensor_parallel_must_divide_a_node():
-    world = common.World(0, 4, 4, torch.device("cuda"), None)
-    common.validate(common.Args(dataset="mine.jsonl", tensor_parallel=2), world)
-    with pytest.raises(ValueError, match="--tensor-parallel 3: legal: 1, or on GPUs a divisor of the 4 ranks"):
-        common.validate(common.Args(tensor_parallel=3), world)
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
         ({"prompts_per_step": 12, "updates_per_step": 5}, "--updates-per-step.* must divide --prompts-per-step"),
-        ({"valid_share": 1.2}, r"--valid-share 1\.2: Input should be less than or equal to 1"),
         ({"overlong_buffer": 4000}, "--overlong-buffer.*: at most --max-response-tokens"),
     ],
 )
-def test_flags_of_sspo_that_cannot_work(plain_python, capsys, settings, message):
-    """One process of several says it, in one line."""
-    with pytest.raises(ValueError, match=message) as found:
+def test_flags_of_sspo_that_cannot_work(plain_python, settings, message):
+    with pytest.raises(ValueError, match=message):
         sspo.main(sspo.Args(dataset="mine.jsonl", **settings))
-    for rank in "01":
-        os.environ["LOCAL_RANK"] = rank
-        sys.excepthook(found.type, found.value, found.tb)
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert re.search(message, line)
 
 
 @pytest.mark.parametrize(
@@ -308,35 +293,39 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
 
 
 def test_reward_functions(tmp_path, tokenizer):
-    (tmp_path / "mine.py").write_text("def length(completion, row):\n    return len(completion) / row['goal']\n")
+    code = "def length(completion, row):\n    return len(completion) / row['goal']\n"
+    (tmp_path / "mine.py").write_text(code + "def nan(completion, row):\n    return float('nan')\n")
     source = write(tmp_path / "a.jsonl", [{"prompt": "say", "goal": 4}])
-    data = common.load_problems(source, tokenizer, common.Args(template="plain", reward="x"), "--dataset")
+    (problem,) = load(source, tokenizer, reward="x")
+    assert problem.row == {"prompt": "say", "goal": 4}
     world = SimpleNamespace(rank=0, size=1, local_size=1, all_gather=lambda mine: [mine])
-    rollouts = [common.Rollout(None, None, text, False) for text in ("ab", "abcd")]
-    verifier = common.Verifier(common.Args(reward=f"{tmp_path}/mine.py:length"), world)
-    assert verifier.workers == [] and data[0].row == {"prompt": "say", "goal": 4}
-    group = common.Group(data[0], rollouts)
-    common.verify(verifier, [group])
+
+    def verifier(name):
+        return common.Verifier(common.Args(reward=f"{tmp_path}/{name}"), world)
+
+    group = common.Group(problem, [common.Rollout(None, None, text, False) for text in ("ab", "abcd")])
+    assert verifier("mine.py:length").workers == []
+    common.verify(verifier("mine.py:length"), [group])
     assert group.correct_G.tolist() == group.reward_G.tolist() == [0.5, 1.0] and "graded" not in group.verdicts
-    (tmp_path / "nan.py").write_text("def nan(completion, row):\n    return float('nan')\n")
-    verifier = common.Verifier(common.Args(reward=f"{tmp_path}/nan.py:nan"), world)
     with pytest.raises(ValueError, match=r"^--reward: nan for row .*'goal': 4.*, completion 'ab'$"):
-        common.verify(verifier, [group])
-    for spec, message in (("nowhere.py:f", "neither math nor"), (f"{tmp_path}/mine.py:g", "no function 'g'")):
-        with pytest.raises(ValueError, match=f"--reward {spec}: {message}"):
-            common.Verifier(common.Args(reward=spec), world)
+        common.verify(verifier("mine.py:nan"), [group])
+    for name, message in (("nowhere.py:f", "neither math nor"), ("mine.py:g", "no function 'g'")):
+        with pytest.raises(ValueError, match=f"--reward .*{name}: {message}"):
+            verifier(name)
 
 
 def test_templates(tokenizer, tmp_path):
-    importlib.import_module("gpg")  # which brings qwen-boxed and open-rs
-    assert common.prompt_of("P {x}", "qwen-boxed", tokenizer) == (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nP {x}\n"
-        "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
-    )
+    importlib.import_module("gpg")  # which brings qwen-boxed
+    turn = "<|im_start|>{}\n{}<|im_end|>\n"
+    boxed = "Please reason step by step, and put your final answer within \\boxed{}."
+    asked = turn.format("system", boxed) + turn.format("user", "P {x}") + "<|im_start|>assistant\n"
+    assert common.prompt_of("P {x}", "qwen-math", tokenizer) == asked
+    system = turn.format("system", "You are a helpful assistant.")
+    asked = system + turn.format("user", f"P {{x}}\n{boxed}") + "<|im_start|>assistant\n"
+    assert common.prompt_of("P {x}", "qwen-boxed", tokenizer) == asked
     (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
     assert common.prompt_of("P {x}", str(tmp_path / "mine.txt"), tokenizer) == "{a} Q: P {x}\nA:"
-    world = common.World(0, 1, 1, torch.device("cpu"), None)
-    common.validate(common.Args(dataset="mine.jsonl", template=str(tmp_path / "mine.txt")), world)
+    common.validate(common.Args(dataset="mine.jsonl", template=str(tmp_path / "mine.txt")), world_on("cpu"))
     with pytest.raises(ValueError, match="--template open-rs: the tokenizer of --model has no chat template"):
         common.prompt_of("P", "open-rs", tokenizer)
     chat = copy.copy(tokenizer)
@@ -350,32 +339,14 @@ def test_templates(tokenizer, tmp_path):
     assert common.prompt_of("P {x}", "chat", chat) == "[user]P {x}[assistant]"
 
 
-def test_the_qwen_math_template():
-    assert common.prompt_of("P {x}", "qwen-math", None) == (
-        "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
-        "<|im_start|>user\nP {x}<|im_end|>\n<|im_start|>assistant\n"
-    )
+ROWS = {"aime24": 30, "aime25": 30, "amc23_40": 40, "amc_83": 83, "brumo_2025": 30, "hmmt_feb_2025": 30, "math500": 500}
+ROWS |= {"minerva_math_272": 272, "olympiadbench_675": 675, "gsm8k_test": 1319, "math_train_lvl3to5_8523": 8521}
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real problems to read")
-@pytest.mark.parametrize(
-    ("file", "rows"),
-    [
-        ("math_train_lvl3to5_8523", 8521),
-        ("aime24", 30),
-        ("aime25", 30),
-        ("amc23_40", 40),
-        ("amc_83", 83),
-        ("brumo_2025", 30),
-        ("hmmt_feb_2025", 30),
-        ("math500", 500),
-        ("minerva_math_272", 272),
-        ("olympiadbench_675", 675),
-        ("gsm8k_test", 1319),
-    ],
-)
-def test_real_problems(tokenizer, file, rows):
-    assert len(load(SHARED / f"{file}.jsonl", tokenizer, max_prompt_tokens=10**6)) == rows
+@pytest.mark.parametrize("file", ROWS)
+def test_real_problems(tokenizer, file):
+    assert len(load(SHARED / f"{file}.jsonl", tokenizer, max_prompt_tokens=10**6)) == ROWS[file]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real problems to read")
@@ -395,16 +366,14 @@ def test_a_source_with_configurations(tokenizer, tmp_path):
 
     card = "---\nconfigs:\n"
     for name, answer in (("main", "1"), ("socratic", "2")):
-        card += f"- config_name: {name}\n  data_files:\n"
-        for split in ("train", "test"):
-            (tmp_path / "hub" / name).mkdir(parents=True, exist_ok=True)
-            table = datasets.Dataset.from_list([{"question": f"{split}?", "answer": f"So.\n#### {answer}"}])
-            table.to_parquet(tmp_path / "hub" / name / f"{split}.parquet")
-            card += f"  - split: {split}\n    path: {name}/{split}.parquet\n"
+        card += f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}/test.parquet\n"
+        (tmp_path / "hub" / name).mkdir(parents=True)
+        table = datasets.Dataset.from_list([{"question": "1?", "answer": f"So.\n#### {answer}"}])
+        table.to_parquet(tmp_path / "hub" / name / "test.parquet")
     (tmp_path / "hub" / "README.md").write_text(card + "---\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "is_dir", lambda path: path.name != "hub" and os.path.isdir(path))  # as a hub id
-        data = load(f"{tmp_path}/hub:socratic:test", tokenizer)
+        (problem,) = load(f"{tmp_path}/hub:socratic:test", tokenizer)
         with pytest.raises(ValueError, match="Config name is missing"):
             load(f"{tmp_path}/hub:test", tokenizer)
-    assert [(each.text, each.answer) for each in data] == [("test?", "2")]
+    assert problem.answer == "2"

@@ -1,25 +1,22 @@
 """Images: packed against one sequence at a time by transformers' own path, positions, ranks, vLLM, errors."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import plot
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import PACKED, check_sampler
 from faults import differences
 from jobs import Jobs
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
 
 import datasets
 from seeing import png, random_seeing_model, settings, write_images
-from test_invariance import largest_difference
+from test_invariance import check_alike, largest_difference
 
 import common
 
@@ -49,15 +46,15 @@ def batch_of(problems: list[common.Problem]) -> common.Batch:
             if number:
                 ids[2] = problems[0].image.token
             rollouts.append(common.Rollout(ids, torch.zeros(len(ids)).numpy(), "", False))
-        groups.append(common.Group(problem, rollouts))
+        groups.append(common.Group(problem, rollouts, reward_G=torch.zeros(2)))
     return common.Batch(groups)
 
 
 def one_at_a_time(model, batch: common.Batch, temperature: float) -> torch.Tensor:
     """Return logp_T by transformers' own positions and merging, each sequence alone."""
     parts = []
-    for problem, rollout in zip(batch.problem_R, batch.rollout_R, strict=True):
-        image, prompt = problem.image, problem.prompt_ids
+    for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
+        image, prompt = batch.groups[p].problem.image, batch.groups[p].problem.prompt_ids
         ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
         seen = torch.zeros_like(ids)
         seen[0, : len(prompt)] = torch.tensor(prompt) == model.config.image_token_id
@@ -80,9 +77,7 @@ def one_at_a_time(model, batch: common.Batch, temperature: float) -> torch.Tenso
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_log_probs_and_gradients(models, kind):
     """Of images of several sizes, a problem without one, and responses that hold the placeholder."""
-    packed = AutoModelForImageTextToText.from_pretrained(
-        models[kind], dtype=torch.float32, attn_implementation="packed"
-    )
+    packed = AutoModelForImageTextToText.from_pretrained(models[kind], dtype=torch.float32, attn_implementation=PACKED)
     policy = common.Policy(packed, 0.7).train()
     reference = AutoModelForImageTextToText.from_pretrained(
         models[kind], dtype=torch.float32, attn_implementation="eager"
@@ -109,7 +104,7 @@ def test_packed_log_probs_and_gradients(models, kind):
 def test_every_row_reaches_the_tower_once_the_step_has_an_image(models, responses):
     """An empty row and one of text: or collectives of some ranks would wait for those of others."""
     folder = models["qwen2_vl"]
-    policy = common.Policy(AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="packed"), 1.0)
+    policy = common.Policy(AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=PACKED), 1.0)
     batch = batch_of(problems_of(folder))
     policy(batch.pack(responses, CPU))[0].sum().backward()
     assert all(p.grad is not None and not p.grad.any() for n, p in policy.named_parameters() if "visual" in n)
@@ -117,143 +112,86 @@ def test_every_row_reaches_the_tower_once_the_step_has_an_image(models, response
     assert "pixel_values" not in blind.pack([], CPU).row
 
 
-@pytest.mark.parametrize("grid", [(1, 1), (2, 5), (7, 3), (1, 9), (12, 12)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_positions(models, kind, grid):
-    model = common.empty_model(AutoConfig.from_pretrained(models[kind])).model
-    image = common.Picture(b"", None, grid, model.config.image_token_id)
-    for at, after in ((0, 1), (1, 0), (4, 11)):
-        ids = torch.tensor([[1] * at + [image.token] * image.tokens + [2] * after])
-        grid_thw = torch.tensor([[1, 2 * grid[0], 2 * grid[1]]])
-        expected, _ = model.get_rope_index(ids, (ids == image.token).int(), grid_thw)
-        assert torch.equal(image.positions(at, ids.shape[1]), expected[:, 0])
-
-
 def test_cost_is_tokens_and_patches(models):
+    """An image of two responses counts once."""
     batch = batch_of(problems_of(models["qwen2_vl"]))
-    tokens = torch.tensor([4, 6, 25, 8, 0, 4]).repeat_interleave(2)
-    prompt_R = torch.tensor([len(problem.prompt_ids) for problem in batch.problem_R])
-    assert torch.equal(batch.total_R - batch.length_R - prompt_R, 4 * tokens)
-    text = len(batch.problem_R[8].prompt_ids)
-    assert [len(problem.prompt_ids) for problem in batch.problem_R] == [text + n + 2 * (n > 0) for n in tokens.tolist()]
-    once = batch.total_R[[0, 8]].sum() + batch.length_R[1]  # of two responses to one image
+    for p, tokens in enumerate((4, 6, 25, 8, 0, 4)):
+        assert batch.total_R[2 * p] - batch.length_R[2 * p] == len(batch.groups[p].problem.prompt_ids) + 4 * tokens
+    once = batch.total_R[[0, 8]].sum() + batch.length_R[1]
     assert batch.pack([0, 1, 8], CPU).cost == once
 
 
 @pytest.fixture(scope="module")
-def update(models, tmp_path_factory):
-    """update(ranks, ...): a step of problems with images on that many processes."""
-    folder, model = tmp_path_factory.mktemp("updates"), models["qwen2_5_vl"]
-    started = {ranks: Jobs("one_update.py", model, folder / str(ranks), ranks=ranks) for ranks in (1, 2)}
+def step(update, models):
+    """step(ranks, ...): one update of problems with images."""
+    model = models["qwen2_5_vl"]
+    args = {"image_column": "image", "dataset": str(model / "problems.parquet"), "template": "plain"}
 
-    def ask(ranks: int, budget: int = 5000, **options) -> dict:
-        args = {"image_column": "image", "dataset": str(model / "problems.parquet"), "template": "plain"}
-        return started[ranks](script="gpg", budget=budget, dead=[2], args=args, **options)
+    def ask(ranks: int, **options) -> dict:
+        return update(ranks, "gpg", model, args=args, **options)
 
-    yield ask
-    for jobs in started.values():
-        jobs.end()
+    return ask
 
 
-def test_an_update_does_not_depend_on_ranks_or_packing(update):
-    """Two ranks with small budgets: some rows are of text only, some empty."""
-    one, two = update(1), update(2, budget=300, reverse=True)
-    assert largest_difference(two["gradient"], one["gradient"]) < 1e-5
+def test_an_update_does_not_depend_on_ranks_or_packing(step):
+    """Three ranks with small budgets: some rows are of text only, some empty."""
+    one = step(1)
+    check_alike(step(3, budget=300, reverse=True), one)
     assert sum("visual" in name for name in one["gradient"]) > 30
-    for name, value in one["metrics"].items():
-        assert two["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_an_update_that_is_not_finite_is_left_out(update):
-    result = update(2, budget=300, poisoned=True)
+def test_an_update_that_is_not_finite_is_left_out(step):
+    result = step(3, budget=300, poisoned=True)
     assert result["skipped"] == 1 and not any(moved.nan_to_num().any() for moved in result["moved"].values())
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
-def test_what_vllm_samples_is_what_is_trained(models, tmp_path, kind):
-    out = tmp_path / "found.json"
-    torchrun(ROOT / "tests" / "sampler_checks.py", models[kind], out)
-    found = json.loads(out.read_text())
+@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
+def seeing(request, models, tmp_path_factory):
+    """A process with a vLLM engine of a model that sees, which runs scripts; and that model."""
+    model = models[request.param]
+    jobs = Jobs("runs.py", tmp_path_factory.mktemp("seeing-engine"), model)
+    yield jobs, model
+    jobs.end()
+
+
+def test_what_vllm_samples_is_what_is_trained(seeing, tmp_path):
+    engine, model = seeing
+    flags = ["--image-column", "image", "--dataset", model / "problems.parquet", "--template", "plain"]
+    found = check_sampler(engine, [*flags, "--model", model, "--run-dir", tmp_path / "run"])
     for name in ("the first", "an unchanged", "a changed"):
         assert found[f"gap after {name} sync"] < 1e-4
     assert found["gap with stale weights"] > 1e-2 and found["samples changed"] and found["repeatable"]
     assert found["gap with another image"] > 1e-2
 
 
-@pytest.fixture(scope="module")
-def seeing(models, tmp_path_factory) -> Jobs:
-    """A process with a vLLM engine of a model that sees, which runs scripts."""
-    jobs = Jobs("runs.py", models["qwen2_vl"], tmp_path_factory.mktemp("seeing-engine"))
-    yield jobs
-    jobs.end()
-
-
-def test_a_run_stopped_before_and_after_its_first_image_is_resumed(seeing, models, tmp_path):
+def test_a_run_stopped_before_and_after_its_first_image_is_resumed(seeing, tmp_path):
     """The metrics and weights of one that was never stopped, bit for bit; AdamW has no moments of a tower unreached."""
+    engine, model = seeing
     order = list(common.problems_from(range(6), common.Args(prompts_per_step=6), 0).values())
     write_images(tmp_path / "mixed.parquet", [None if n in order[:2] else (16, 24) for n in range(6)])
     (tmp_path / "even.py").write_text("def even(completion, row):\n    return float(len(completion) % 2)\n")
-    flags = ["--model", models["qwen2_vl"], "--template", "plain", "--dataset", tmp_path / "mixed.parquet"]
+    flags = ["--model", model, "--template", "plain", "--dataset", tmp_path / "mixed.parquet"]
     flags += ["--image-column", "image", "--reward", f"{tmp_path}/even.py:even", "--prompts-per-step", 1]
     flags += ["--max-prompt-tokens", 128, "--max-response-tokens", 32, "--lr", 1e-3, "--beta-th", 0]
-    seeing(script="gpg", flags=[*flags, "--steps", 4, "--run-dir", tmp_path / "whole"])
+    engine(script="gpg", flags=[*flags, "--steps", 4, "--run-dir", tmp_path / "whole"])
     for steps, resume in ((2, []), (3, ["--resume"]), (4, ["--resume"])):
-        seeing(script="gpg", flags=[*flags, "--steps", steps, "--run-dir", tmp_path / "parts", *resume])
+        engine(script="gpg", flags=[*flags, "--steps", steps, "--run-dir", tmp_path / "parts", *resume])
     assert differences(tmp_path / "parts", tmp_path / "whole") == []
 
 
-def test_evaluation_shows_the_images(seeing, models, tmp_path):
+def test_evaluation_shows_the_images(seeing, tmp_path):
     """By a protocol of boxes, of which a random model makes none; the same images get the same greedy answers."""
+    engine, model = seeing
     texts = []
     for name, size in (("one", (16, 24)), ("same", (16, 24)), ("other", (24, 16))):
         file = tmp_path / name / "squares.parquet"
         file.parent.mkdir()
         write_images(file, [size] * 3)
-        flags = [models["qwen2_vl"], "--protocols", "lisa", "--sets", file, "--template", "plain"]
-        flags += ["--texts", file.parent, "--max-prompt-tokens", 64, "--max-response-tokens", 16]
-        flags += ["--out", tmp_path / "eval.json"]
-        output = seeing(script="eval", flags=flags)
-        assert re.search(
-            r"set +lisa-test +lisa-val +squares\n +problems +- +- +3\n +mIoU +not run +not run +0\.00", output
-        )
-        assert re.search(r"GPG.* 51\.3 +-\n", output)
+        flags = [model, "--protocols", "lisa", "--sets", file, "--template", "plain", "--texts", file.parent]
+        flags += ["--max-prompt-tokens", 64, "--max-response-tokens", 16, "--out", tmp_path / "eval.json"]
+        assert re.search(r"mIoU +not run +not run +0\.00", engine(script="eval", flags=flags))
         texts.append((file.parent / "samples" / "lisa-squares.txt").read_text())
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_answers_are_drawn_with_their_images(tmp_path):
-    """Of two problems the first has none; the second's stands upright, a box in thousandths of it, LaTeX as it is."""
-    write_images(tmp_path / "seen.parquet", [None, (16, 24)])
-    flags = {"eval": f"{tmp_path}/seen.parquet", "image_column": "image"}
-    (tmp_path / "run.json").write_text(json.dumps({"args": flags}))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/seen/avg@2": 0.0}\n')
-    (tmp_path / "samples").mkdir()
-    place = SimpleNamespace(world=SimpleNamespace(rank=0), folder=tmp_path)
-    for step, text, reward in ((0, "one\n\nor $\\boxed{2}$", 0), (20, "x" * 990 + "(250,500),(750,1000)", 0.5)):
-        rollouts = [common.Rollout([], [], text, False), common.Rollout([], [], "(0,0),(9,9)", False)]
-        problems = [common.Problem(f"what is {n}?", [], "1") for n in range(2)]
-        groups = [common.Group(problem, rollouts, reward_G=torch.full((2,), reward)) for problem in problems]
-        common.Record.samples(place, f"seen-step{step:05d}", groups)
-    plot.draw_answers([tmp_path], tmp_path / "answers.png")
-    axis = plot.plt.gcf().axes[0]
-    assert axis.get_title() == "what is 1?" and not plot.plt.gcf().axes[1].get_title()
-    said = ["before, reward 0", "one or $\\boxed{2}$", "after, reward 0.5", *["x" * 40] * 3]
-    assert axis.get_xlabel().split("\n")[:6] == said and axis.get_xlabel().endswith("(250,500),(750,1000)")
-    (box,) = axis.patches
-    assert box.get_bbox().bounds == (3.5, 11.5, 8, 12) and (tmp_path / "answers.png").stat().st_size > 5000
-    write_images(tmp_path / "seen.parquet", [None, (16, 24), (16, 24)])
-    with pytest.raises(SystemExit, match="3 rows, but answers to 2"):
-        plot.draw_answers([tmp_path], tmp_path / "answers.png")
-
-    flags["image_column"] = ""  # then line by line, and of both problems
-    (tmp_path / "run.json").write_text(json.dumps({"args": flags}))
-    plot.draw_answers([tmp_path], tmp_path / "answers.png")
-    first, second = plot.plt.gcf().axes[:2]
-    assert (first.get_title(), second.get_title()) == ("what is 0?", "what is 1?")
-    assert first.texts[0].get_text().split("\n")[:5] == ["before, reward 0", "one", "", "or $\\boxed{2}$", ""]
-    (tmp_path / "samples" / "seen-step00020.txt").unlink()
-    with pytest.raises(SystemExit, match="no answers before and after"):
-        plot.draw_answers([tmp_path], tmp_path / "answers.png")
 
 
 def test_a_saved_model_is_whole(models, tmp_path, plain_python):
@@ -268,46 +206,34 @@ def test_a_saved_model_is_whole(models, tmp_path, plain_python):
     assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in saved)
 
 
-def spoiled(tmp_path, image=None, text="what?") -> Path:
-    """Write three rows, the last with this image or text."""
-    file = tmp_path / "rows.parquet"
-    good = {"bytes": png(16, 16), "path": None}
-    rows = [{"image": good, "problem": "a?", "answer": "1"}] * 2
-    rows.append({"image": image or good, "problem": text, "answer": "1"})
-    datasets.Dataset.from_list(rows).to_parquet(file)
-    return file
-
-
 @pytest.mark.parametrize(
-    ("image", "text", "message"),
+    ("image", "reason"),
     [
-        ({"bytes": b"no image", "path": None}, "a?", "its image cannot be read (cannot identify image file"),
-        ({"bytes": png(16, 16)[:60], "path": None}, "a?", "its image cannot be read ("),
-        (
-            {"bytes": b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "path": None},
-            "a?",
-            "its image cannot be read (broken PNG file",
-        ),
-        ({"bytes": None, "path": "nowhere/a.png"}, "a?", "its image cannot be read ([Errno 2] No such file"),
-        ({"bytes": png(2, 900), "path": None}, "a?", "its image cannot be read (absolute aspect ratio must be"),
-        (
-            None,
-            "what is <|image_pad|>?",
-            "the prompt holds 5 <|image_pad|>, its image takes 4: 'what is <|image_pad|>?'",
-        ),
+        ({"bytes": b"no image", "path": None}, "cannot identify image file"),
+        ({"bytes": b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "path": None}, "broken PNG file"),
+        ({"bytes": None, "path": "nowhere/a.png"}, "No such file"),
+        ({"bytes": png(2, 900), "path": None}, "absolute aspect ratio must be"),
     ],
 )
-def test_rows_that_cannot_be_seen(models, tmp_path, image, text, message):
-    file = spoiled(tmp_path, image, text)
-    args = replace(settings(models["qwen2_vl"]), dataset=str(file))
-    with pytest.raises(ValueError) as error:
+def test_rows_that_cannot_be_seen(models, tmp_path, image, reason):
+    rows = [{"image": {"bytes": png(16, 16), "path": None}, "problem": "a?", "answer": "1"}] * 2
+    datasets.Dataset.from_list([*rows, rows[0] | {"image": image}]).to_parquet(tmp_path / "rows.parquet")
+    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "rows.parquet"))
+    with pytest.raises(ValueError, match=rf"^--dataset .*rows\.parquet, row 2: its image cannot be read.*{reason}"):
         common.load_data(args, AutoTokenizer.from_pretrained(args.model))
-    assert str(error.value).startswith(f"--dataset {file}, row 2: {message}")
+
+
+def test_a_problem_that_names_the_placeholder_is_refused(models, tmp_path):
+    row = {"image": {"bytes": png(16, 16), "path": None}, "problem": "what is <|image_pad|>?", "answer": "1"}
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "rows.parquet"))
+    with pytest.raises(ValueError, match=r"row 0: the prompt holds 5 <\|image_pad\|>, its image takes 4"):
+        common.load_data(args, AutoTokenizer.from_pretrained(args.model))
 
 
 def test_flags_that_cannot_work(models, tiny):
     args = settings(models["qwen2_vl"])
-    with pytest.raises(ValueError, match=r"--image-column image: --model .* has no vision tower"):
+    with pytest.raises(ValueError, match=r"--model .* no vision tower"):
         common.model_folder(replace(args, model=str(tiny)))
     with pytest.raises(ValueError, match=r"no image column; looked for \['photo'\], saw \['image', .*; --image-column"):
         common.load_data(replace(args, image_column="photo"), AutoTokenizer.from_pretrained(args.model))
@@ -318,4 +244,4 @@ def test_larger_images_are_shrunk(models, tmp_path):
     args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "large.parquet"), max_pixels=1600)
     problems, _ = common.load_data(args, AutoTokenizer.from_pretrained(args.model))
     assert [problem.image.grid for problem in problems] == [(6, 3), (2, 2)]
-    assert len(problems[0].image.pixels()) == 4 * 6 * 3
+    assert problems[0].image.patches == 4 * 6 * 3

@@ -17,13 +17,15 @@ import faults
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, flags_of, torchrun
+from conftest import ROOT, flags_of
 from faults import differences, rows
 from torch.distributed.checkpoint.api import CheckpointException
 
 import common
 import cwgrpo
 import sspo
+
+ALONE = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
 
 
 def wait_for(moment, still_running, log: Path) -> None:
@@ -79,12 +81,19 @@ def stop_and_resume(engine, script: str, folder: Path, run) -> None:
     check_resumed(folder, run)
 
 
-def test_sspo_killed_and_resumed(sspo_run, tmp_path):
-    """A real kill and a real start."""
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGKILL of torchrun",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in faults.WAYS if "torchrun" not in how),
+    ],
+)
+def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
+    """A real start and a real kill."""
     folder = tmp_path / "run"
-    kill("sspo", folder, "SIGKILL of one rank", (folder / "checkpoints" / "step-00002").is_dir)
+    kill("sspo", folder, how, (folder / "checkpoints" / "step-00002").is_dir)
     spoil_metrics(folder, 2)
-    output = torchrun("sspo.py", *flags_of("sspo", folder), "--resume")
+    output = engine(script="sspo", flags=[*flags_of("sspo", folder), "--resume"])
     assert f"resumed from {folder}/checkpoints/step-00002, written by 2 ranks" in output
     check_resumed(folder, sspo_run)
     assert len({row["draws"] for row in sspo_run.rows[1:]}) > 1, "every step drew as often: the position is no news"
@@ -109,39 +118,8 @@ def test_sps_stopped_inside_a_stage_and_resumed(engine, sps_run, tmp_path):
     assert kept[0] == kept[1] == ["step-00003.pt", "step-00004.pt"], "of stages that a checkpoint needs"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "how"),
-    [("gpg", "SIGTERM of torchrun"), ("cwgrpo", "SIGKILL of torchrun"), ("sps", "SIGKILL of all ranks")],
-)
-def test_other_kills(script, how, request, tmp_path):
-    folder = tmp_path / "run"
-    kill(script, folder, how, (folder / "checkpoints" / "step-00002").is_dir)
-    assert "step-00002, written by 2 ranks" in torchrun(f"{script}.py", *flags_of(script, folder), "--resume")
-    check_resumed(folder, request.getfixturevalue(f"{script}_run"))
-
-
-@pytest.mark.slow
-def test_a_kill_before_the_first_checkpoint(sspo_run, tmp_path):
-    folder = tmp_path / "run"
-    kill("sspo", folder, "SIGTERM of torchrun", lambda: rows(folder)[1:])
-    (folder / "checkpoints" / "step-00002.partial").mkdir(parents=True, exist_ok=True)
-    assert "it starts over" in torchrun("sspo.py", *flags_of("sspo", folder), "--resume")
-    check_resumed(folder, sspo_run)
-
-
-def test_a_run_without_a_checkpoint_starts_over(engine, cwgrpo_run, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(cwgrpo_run.folder, folder)
-    (folder / "checkpoints" / "step-00002" / "manifest.json").unlink()
-    (folder / "checkpoints" / "step-00002").rename(folder / "checkpoints" / "step-00002.partial")
-    shutil.rmtree(folder / "checkpoints" / "step-00004")
-    spoil_metrics(folder, 2)
-    assert "it starts over" in engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
-    check_resumed(folder, cwgrpo_run)
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(engine, cwgrpo_run, tmp_path):
+def test_damaged_checkpoints_are_named_and_the_one_before_is_used(engine, cwgrpo_run, tmp_path):
+    """One with a bit that differs, and one that was being written; once all are, the run starts over."""
     folder = tmp_path / "run"
     shutil.copytree(cwgrpo_run.folder, folder)
     checkpoints = folder / "checkpoints"
@@ -156,6 +134,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(engine, cwgrpo
     assert "step-00005.partial: half-written or damaged" in output
     assert "step-00004: half-written or damaged" in output and "step-00002, written by 2 ranks" in output
     check_resumed(folder, cwgrpo_run)
+
+    shutil.rmtree(checkpoints / "step-00004")
+    (checkpoints / "step-00002" / "manifest.json").unlink()
+    (checkpoints / "step-00002").rename(checkpoints / "step-00002.partial")
+    assert "it starts over" in engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
+    assert differences(folder, cwgrpo_run.folder) == []
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tiny, plain_python, tmp_path):
@@ -176,17 +160,14 @@ def test_a_checkpoint_of_other_parameters_is_refused(tiny, plain_python, tmp_pat
 def test_a_lost_rank_is_said_in_one_line(tmp_path):
     source = "import os, common; w = common.init_world(); w.all_gather(0); w.rank and os._exit(9); w.all_gather(0)"
     (tmp_path / "two.py").write_text(source)
-    port = str(faults.free_port())
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, tmp_path / "two.py"],
-            env=os.environ | place | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    place["MASTER_PORT"] = str(faults.free_port())
+    ranks = []
+    for rank in "01":
+        own = os.environ | place | {"RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(
+            subprocess.Popen([sys.executable, tmp_path / "two.py"], env=own, stderr=subprocess.PIPE, text=True)
         )
-        for rank in "01"
-    ]
     (_, lost), (_, quiet) = (rank.communicate(timeout=120) for rank in ranks)
     assert [rank.returncode for rank in ranks] == [1, 9] and "Traceback" not in lost + quiet
     assert lost.count("two.py: rank 0: another rank is gone") == 1
@@ -196,8 +177,7 @@ def test_what_a_run_leaves_can_be_read_by_other_programs(monkeypatch, tmp_path):
     """A shell takes the command as it was given; a metric that is not finite is null, since JSON has no NaN."""
     words = ["sspo.py", "--delimiter", r"\n", "--eval", "", "--reward", "my file.py:f"]
     monkeypatch.setattr(sys, "argv", words)
-    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
-    record = common.Record(sspo.Args(run_dir=str(tmp_path)), "sspo", world)
+    record = common.Record(sspo.Args(run_dir=str(tmp_path)), "sspo", ALONE)
     command = json.loads((tmp_path / "run.json").read_text())["command"]
     printed = subprocess.run(["bash", "-c", rf"printf '%s\0' {command}"], capture_output=True, text=True, check=True)
     assert printed.stdout.split("\0")[:-1] == words
@@ -217,27 +197,24 @@ def test_torchruns_summary_repeats_a_refused_flag():
     assert len(before) == 1, "one process of several says it"
 
 
-def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, sspo_run, tmp_path):
-    world = SimpleNamespace(rank=1, size=1, device=torch.device("cpu"), all_gather=lambda thing: [thing])
+def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, tmp_path):
     about = json.loads((cwgrpo_run.folder / "run.json").read_text())["args"]
     about["adam_betas"] = tuple(about["adam_betas"])
 
-    def record(**changes):
-        return common.Record(cwgrpo.Args(**(about | changes)), "cwgrpo", world)
+    def refused(message: str, name: str = "cwgrpo", **changes) -> None:
+        with pytest.raises(ValueError, match=message):
+            common.Record(cwgrpo.Args(**(about | changes)), name, ALONE)
 
-    with pytest.raises(ValueError, match=r"--run-dir .*: holds another run; .*--resume"):
-        record()
-    with pytest.raises(ValueError, match=r"--resume with --lr 0\.5: the run was started with 0\.0001"):
-        record(resume=True, lr=0.5)
-    assert about["steps"] == 4 and about["lr_floor"] == 0.1
-    with pytest.raises(ValueError, match="--resume with --steps 9: the run was started with 4"):
-        record(resume=True, steps=9)  # the cosine would bend
-    kept = json.loads((sspo_run.folder / "run.json").read_text())["args"] | {"resume": True}
-    with pytest.raises(ValueError, match="--resume with --eval x: the run was started with"):  # --keep-best compares
-        common.Record(sspo.Args(**kept | {"adam_betas": tuple(kept["adam_betas"]), "eval": "x"}), "sspo", world)
-    with pytest.raises(ValueError, match=r"--resume: .* holds a run of cwgrpo\.py, not of mine\.py"):
-        common.Record(cwgrpo.Args(**about | {"resume": True}), "mine", world)
-    with pytest.raises(ValueError, match=r"no run\.json there"):
-        record(resume=True, run_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"--resume with --run-dir \(empty\)"):
-        record(resume=True, run_dir="")
+    refused(r"--run-dir .*: holds another run; .*--resume")
+    refused(r"--resume with --lr 0\.5: the run was started with 0\.0001", resume=True, lr=0.5)
+    refused("--resume with --steps 9: the run was started with 4", resume=True, steps=9)  # the cosine would bend
+    refused(r"--resume: .* holds a run of cwgrpo\.py, not of mine\.py", name="mine", resume=True)
+    refused(r"no run\.json there", resume=True, run_dir=str(tmp_path))
+    refused(r"--resume with --run-dir \(empty\)", resume=True, run_dir="")
+
+
+def test_what_the_best_model_is_compared_by_stays(sspo_run):
+    about = json.loads((sspo_run.folder / "run.json").read_text())["args"] | {"resume": True, "eval": "x"}
+    about["adam_betas"] = tuple(about["adam_betas"])
+    with pytest.raises(ValueError, match="--resume with --eval x: the run was started with"):
+        common.Record(sspo.Args(**about), "sspo", ALONE)

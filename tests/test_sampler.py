@@ -1,17 +1,13 @@
 """The real vLLM engine: what was sampled is what is trained, before and after weights change."""
 
-import json
-
 import pytest
-from conftest import ROOT, torchrun
+from conftest import TOY, check_sampler
 from transformers import AutoTokenizer
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("tiny_tied", marks=pytest.mark.slow)])
-def found(request, tmp_path_factory):
-    out = tmp_path_factory.mktemp("sampler") / "found.json"
-    torchrun(ROOT / "tests" / "sampler_checks.py", request.getfixturevalue(request.param), out)
-    return json.loads(out.read_text())
+@pytest.fixture(scope="module")
+def found(engine, tmp_path_factory):
+    return check_sampler(engine, ["--model", TOY / "model", "--run-dir", tmp_path_factory.mktemp("sampler") / "run"])
 
 
 def test_logp_of_sampler_and_trainer_agree(found):
@@ -49,8 +45,8 @@ def test_seeds(found):
     assert len(samples) == 24 and len(set(samples)) == 24  # within a group, and of prompts that are the same text
 
 
-def test_the_stop_token_is_part_of_the_response(found, tiny):
-    end = AutoTokenizer.from_pretrained(tiny).eos_token_id
+def test_the_stop_token_is_part_of_the_response(found):
+    end = AutoTokenizer.from_pretrained(TOY / "model").eos_token_id
     for truncated, last, length in found["stops"]:
         assert (length == 64 and last != end) if truncated else last == end
     assert {truncated for truncated, _, _ in found["stops"]} == {True, False}
