@@ -419,8 +419,7 @@ def choose_columns(table, args, flag):
         if not names or (role == "answer" and args.reward != "math"):
             continue
         found = [name for name in names if name in table.column_names]
-        seen = f"looked for {names}, saw {table.column_names}; --{role}-column names another"
-        need(found, f"no {role} column; {seen}")
+        need(found, f"no {role} column; looked for {names}, saw {table.column_names}; --{role}-column names another")
         columns[role] = found[0]
     if "answer" in columns:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns(list(columns.values()))
@@ -480,8 +479,9 @@ def load_problems(source, tokenizer, args, flag):
 def prompt_tokens(text, image, template, tokenizer, config):
     """Return a problem's prompt as token ids, an image's in front of the problem's text."""
     tokens = image.tokens if image else 0
-    shown = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}" if image else text
-    prompt_ids = tokenizer.encode(prompt_of(shown, template, tokenizer), add_special_tokens=False)
+    if image:
+        text = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}"
+    prompt_ids = tokenizer.encode(prompt_of(text, template, tokenizer), add_special_tokens=False)
     size = config.get_text_config().vocab_size
     unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= size])
     need(prompt_ids and not unknown, f"no tokens, or not of the model's {size}: {unknown}")
@@ -587,14 +587,6 @@ class Group:
     verdicts: tuple[str, ...] = ()
 
 
-def stop_tokens(folder, tokenizer):
-    """Return the ids that end a response: the tokenizer's, the generation config's, the chat format's end of turn."""
-    ids = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
-    if (folder / "generation_config.json").is_file():
-        ids.update(np.ravel(GenerationConfig.from_pretrained(folder).eos_token_id).tolist())  # one or a list
-    return sorted(ids - {None})
-
-
 class Sampler:
     """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks. It starts
     without weights, asleep: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU."""
@@ -615,7 +607,8 @@ class Sampler:
         self.sleeps = cuda
         self.dtype = torch.bfloat16 if cuda else torch.float32
         self.tokenizer = tokenizer
-        self.stop = stop_tokens(folder, tokenizer)
+        # vLLM adds those of generation_config.json
+        self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}
         config = AutoConfig.from_pretrained(folder)
         self.tied = config.tie_word_embeddings
         self.expected = {name for name, _ in empty_model(config).named_parameters()}
@@ -668,14 +661,13 @@ class Sampler:
             part = mine[start : start + at_once]
             params = []
             for key, g in part:
-                left = longest_sequence(args) - len(asked[key].prompt_ids)
                 params.append(
                     SamplingParams(
                         temperature=temperature,
                         top_p=top_p,
                         seed=seed_of(args.seed, *key, g),
-                        max_tokens=min(args.max_response_tokens, left),
-                        stop_token_ids=self.stop,
+                        max_tokens=args.max_response_tokens,
+                        stop_token_ids=sorted(self.stop),
                         logprobs=0,
                         flat_logprobs=True,
                         detokenize=False,
@@ -1165,21 +1157,35 @@ class Batch:
         self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
-        """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank.
-        Responses of a group go in bundles, which compute its prompt once; a bundle has at most an eighth of a rank's
-        share, so that the ranks can be balanced."""
+        """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank,
+        some empty, none above `budget` (packed tokens). Responses of a group go in bundles, which compute its prompt
+        once; a bundle has at most an eighth of a rank's share, so that the ranks can be balanced."""
         most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
-        bundles = [[]]
-        costs = [math.inf]
+        bundles = []
+        costs = []
         for r in chosen_R.nonzero()[:, 0].tolist():
             length = int(self.length_R[r])
-            if costs[-1] + length <= most and self.group_R[bundles[-1][0]] == self.group_R[r]:
+            if bundles and self.group_R[bundles[-1][0]] == self.group_R[r] and costs[-1] + length <= most:
                 bundles[-1].append(r)
                 costs[-1] += length
             else:
                 bundles.append([r])
                 costs.append(int(self.total_R[r]))
-        return plan(bundles[1:], costs[1:], world.size, budget)[world.rank]
+        longest = max(costs, default=0)
+        need(longest <= budget, f"a response of {longest} tokens exceeds --micro-batch-tokens {budget}")
+        rounds = math.ceil(sum(costs) / (world.size * budget))
+        while True:
+            loads = [0] * (rounds * world.size)
+            bins = [[] for _ in loads]
+            for n in sorted(range(len(costs)), key=lambda n: -costs[n]):  # longest first, into the emptiest
+                number = loads.index(min(loads))
+                bins[number] += bundles[n]
+                loads[number] += costs[n]
+            if max(loads, default=0) <= budget:
+                break
+            rounds += 1
+        emptier = sorted(range(len(loads)), key=lambda number: -loads[number])  # those of a round cost about the same
+        return [bins[number] for number in emptier[world.rank :: world.size]]
 
     def pack(self, responses, device, inputs=None):
         """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
@@ -1221,27 +1227,6 @@ class Batch:
         target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
         cost = len(place_N) + len(row.get("pixel_values", ()))
         return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
-
-
-def plan(bundles, costs, ranks, budget):
-    """Deal bundles of responses out as plan[rank][micro-batch] = response numbers, as many micro-batches on each rank,
-    some empty, none above `budget` (packed tokens); those that run at the same time cost about the same."""
-    order = sorted(range(len(costs)), key=lambda n: -costs[n])
-    longest = max(costs, default=0)
-    need(longest <= budget, f"a response of {longest} tokens exceeds --micro-batch-tokens {budget}")
-    rounds = math.ceil(sum(costs) / (ranks * budget))
-    while True:
-        loads = [0] * (rounds * ranks)
-        bins = [[] for _ in loads]
-        for n in order:  # longest first, into the emptiest
-            number = loads.index(min(loads))
-            bins[number] += bundles[n]
-            loads[number] += costs[n]
-        if max(loads, default=0) <= budget:
-            break
-        rounds += 1
-    emptier = sorted(range(len(loads)), key=lambda number: -loads[number])
-    return [[bins[number] for number in emptier[rank::ranks]] for rank in range(ranks)]
 
 
 # --------------------------------------------------------------------------------------------------------------- policy
@@ -1669,8 +1654,6 @@ def open_run(folder, args, script, world):
     flags."""
     file = folder / "run.json"
     exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
-    git = "git describe --always --dirty --abbrev=12"
-    said = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
     about = {
         "script": script,
         "command": shlex.join(sys.argv),
@@ -1679,7 +1662,7 @@ def open_run(folder, args, script, world):
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "python": sys.version,
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
-        "commit": said.stdout.strip(),
+        "commit": subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     if args.resume:
