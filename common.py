@@ -410,7 +410,7 @@ def read_table(source, flag):
 
 
 def choose_columns(table, args, flag):
-    """Return a table, images encoded, and its columns of problem, answer and image. Raises ValueError without them."""
+    """Return a table and the names of its columns of problem, answer and image. Raises ValueError without them."""
     columns = {}
     for role, names in ALIASES.items():
         own = getattr(args, f"{role}_column")
@@ -423,9 +423,6 @@ def choose_columns(table, args, flag):
         columns[role] = found[0]
     if "answer" in columns:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns(list(columns.values()))
-    if args.image_column:
-        with naming(f"--image-column {args.image_column}: not an image in each row", TypeError, NotImplementedError):
-            table = table.cast_column(args.image_column, datasets.Image(decode=False))
     return table, columns
 
 
@@ -491,9 +488,11 @@ def prompt_tokens(text, image, template, tokenizer, config):
 
 
 def read_picture(value, processor, token, folder):
-    """Return the image of a row, bytes or a path in the data set's folder. Raises ValueError for what cannot be read,
-    is too large, lies elsewhere or has a shape that the model does not take."""
+    """Return the image of a row: bytes and path as `datasets` stores them, or a path in the data set's folder. Raises
+    ValueError for what cannot be read, is too large, lies elsewhere or has a shape that the model does not take."""
     with naming("its image cannot be read", OSError, SyntaxError, TypeError, Image.DecompressionBombError):
+        if isinstance(value, str):
+            value = {"path": value, "bytes": None}
         data = value["bytes"]
         if not data:
             file = (folder / value["path"]).resolve()
@@ -1553,14 +1552,18 @@ def save_checkpoint(policy, optimizer, step, position, record):
     if optimizer.state:  # else asking for it would make it, a step old
         state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
-    manifest = {
-        "step": step,
-        "ranks": world.size,
-        "position": position,
-        "best": record.best,
-        "files": digests(partial, world),
-    }
+    files = digests(partial, world)
     if world.rank == 0:
+        manifest = {
+            "step": step,
+            "ranks": world.size,
+            "position": position,
+            "best": record.best,
+            "seconds": time.time() - record.started,
+            "trained": record.trained,
+            "metrics": (record.folder / "metrics.jsonl").stat().st_size,
+            "files": files,
+        }
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -1593,7 +1596,7 @@ def resume(policy, optimizer, record):
         return 0, 0
     folder, manifest = newest_checkpoint(record)
     if not folder:
-        record.rewind(-1)
+        record.rewind(0)
         record.say("the run had not come to a checkpoint: it starts over")
         return 0, 0
     reader = dcp.HuggingFaceStorageReader(str(folder))
@@ -1607,8 +1610,10 @@ def resume(policy, optimizer, record):
     for name, parameter in policy.named_parameters():
         if f"optimizer.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
             optimizer.state.pop(parameter, None)
-    record.rewind(manifest["step"])
+    record.rewind(manifest["metrics"])
     record.best = manifest["best"]
+    record.started -= manifest["seconds"]
+    record.trained = manifest["trained"]
     record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
     return manifest["step"], manifest["position"]
 
@@ -1722,18 +1727,11 @@ class Record:
             print(text, flush=True)
         self.write("log.txt", text)
 
-    def rewind(self, step):
-        """Drop the metrics of later steps, which will be written again, and let times go on."""
-        if self.world.rank:
-            return
+    def rewind(self, size):
+        """Cut off the metrics of steps behind a checkpoint, which will be written again."""
         file = self.folder / "metrics.jsonl"
-        file.touch()
-        rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
-        kept = [row for row in rows if row["step"] <= step]
-        write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
-        if kept:
-            self.started -= kept[-1]["time"]
-            self.trained = kept[-1]["cost/seconds"]
+        if self.world.rank == 0 and file.exists():
+            write_whole(file, file.read_text()[:size])
 
     def skip_update(self, norm):
         """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
