@@ -333,10 +333,8 @@ def trl_config(args: sps.Args, processes: int):
         "max_completion_length": args.max_response_tokens,
         "temperature": args.temperature,
         "loss_type": "grpo",
-        "max_grad_norm": args.max_grad_norm,
         "learning_rate": args.lr,
         "lr_scheduler_type": "constant",
-        "weight_decay": args.weight_decay,
         "max_steps": args.steps,
         "use_cpu": True,
         "bf16": False,
@@ -423,6 +421,7 @@ def trl():
             ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--eval", ""]
             subprocess.run([*ours, *flags, "--run-dir", run], **quiet)
             print(f"\n{name}\n  sps.py      {pace(run)}", flush=True)
+            (run / "trl").mkdir()
             subprocess.run([*trl_side, run], **quiet)
             print(f"  TRL {importlib.metadata.version('trl')}  {pace(run / 'trl')}", flush=True)
 
