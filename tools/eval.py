@@ -4,7 +4,7 @@
 ./run.sh eval MODEL --protocols sspo sps             some of them
 ./run.sh eval MODEL --data-dir DIR --sets aime24     without the hub: DIR/aime24.jsonl
 ./run.sh eval MODEL --protocols gpg-7b --unboxed     graded as GPG and CW-GRPO do: an answer counts without a box, too
-./run.sh eval runs/RUN                               a run's final model; says which logged step was best on average
+./run.sh eval runs/RUN                               a run's final model
 ./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint; runs/RUN/best, the best model that --keep-best kept
 
 Every figure is in percent, and log-probs are in nats. docs/evaluation.md names the sources.
@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -52,9 +51,8 @@ class Protocol:
     max_total_tokens: int = 0  # It bounds a prompt and its response together. 0: only their own bounds hold.
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
     reward: str = ""  # A function of tools/rewards.py grades questions about images. Empty: there are no images.
-    also: str = ""  # It reports another function's grades beside pass@1.
+    also: str = ""  # It reports another function's grades beside pass@1, those that the paper has.
     by_question: bool = False  # Its average is over questions, not over sets.
-    note: str = ""
     grading: str = "boxed"  # with_changes makes it "unboxed" for --unboxed, and the name of a reward.
 
 
@@ -218,12 +216,11 @@ PROTOCOLS = {
         reward="class_name",
         also="class_name_released",
         papers="""
-            79.3 90.8 88.5 97.5  GPG, Table 6
+            79.3 90.8 88.5 97.5  GPG, Table 6, by class_name_released
             71.4 86.1 74.8 95.3  GRPO
             58.5 55.5 67.9 40.5  SFT
             54.8 66.4 45.9 56.8  Qwen2-VL-2B
         """,
-        note="pass@1: the very name; class_name_released, the papers' rule: name or answer is part of the other",
     ),
     "cv-bench": Protocol(
         sets=CV_BENCH,
@@ -245,15 +242,13 @@ PROTOCOLS = {
         reward="iou",
         ks=(),
         papers="""
-            51.8 51.3  GPG, Table 8
+            51.8 51.3  GPG, Table 8, gIoU of masks by SAM
             37.6 34.4  GRPO
             28.3 29.7  SFT
             26.9 30.1  Qwen2-VL-2B
         """,
-        note="mIoU is of boxes; the table's gIoU of masks takes SAM, which is not here",
     ),
 }
-TOLERANCE = Fraction("1e-4")  # It is relative, and what Qwen2.5-Math's grader allows.
 HOW = ("samples", "seeds", "temperature", "top_p", "template", "max_response_tokens", "max_total_tokens", "grading")
 
 
@@ -457,19 +452,6 @@ def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]):
     return found
 
 
-def best_average_step(run: Path):
-    """Return the step at which a run logged the highest avg@n, averaged over its held-out sets, and that average.
-    Step 0 does not count, nor does a step with an avg@n that was not finite, which is null."""
-    file = run / "metrics.jsonl"
-    averages = {}
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        row = json.loads(line)
-        values = [value for name, value in row.items() if name.startswith("eval/") and "/avg@" in name]
-        if values and row["step"] and None not in values:
-            averages[row["step"]] = sum(values) / len(values)
-    return max(averages.items(), key=lambda pair: pair[1], default=None)
-
-
 def similarity(responses_PG: list[list[np.ndarray]]):
     """Return how alike the responses to a question are, in percent; 100 says that they are all the same. It is the
     cosine between counts of token bigrams, averaged over the pairs of a group and then over groups. Table 4 of SPS
@@ -496,26 +478,6 @@ def greedy_logp(groups: list[common.Group]):
     return float(np.mean([group.rollouts[0].logp.mean(dtype=np.float64) for group in groups]))
 
 
-def near(completion: str, reference: str):
-    """Say whether a completion's answer and the reference are different numbers, but within `TOLERANCE`."""
-    _, _, given = common.spell(common.last_boxed(completion) or "")
-    _, _, right = common.spell(reference)
-    if given is None or right is None:
-        return False
-    largest = max(abs(given), abs(right))
-    return 0 < abs(given - right) <= TOLERANCE * largest
-
-
-def near_misses(groups: list[common.Group]):
-    """Return how many completions were graded as wrong for an answer that is `near` the reference."""
-    count = 0
-    for group in groups:
-        for rollout, verdict, right in zip(group.rollouts, group.verdicts, group.correct_G, strict=True):
-            if verdict == "graded" and not right and near(rollout.text, group.problem.answer):
-                count += 1
-    return count
-
-
 def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group], greedy: list[common.Group]):
     """Return the figures of a set. `groups` are its graded completions, all of one seed before those of the next;
     `greedy` are its greedy answers, if there are any."""
@@ -524,12 +486,9 @@ def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group]
     row = {"protocol": name, "set": label, "problems": correct_SPN.shape[1]}
     for key in HOW:
         row[key] = getattr(protocol, key)
-    first = {"mean": 100 * correct_SPN.mean().item()}
-    if protocol.ks:
-        row |= summary(correct_SPN, protocol.ks)
-        first = row[f"pass@{protocol.ks[0]}"]
-    else:
-        row["mIoU"] = first
+    row |= summary(correct_SPN, protocol.ks)
+    if not protocol.ks:
+        row["mIoU"] = {"mean": 100 * correct_SPN.mean().item()}
     if protocol.also:
         rule = getattr(rewards, protocol.also)
         scores = [rule(rollout.text, group.problem.row) for group in groups for rollout in group.rollouts]
@@ -539,8 +498,6 @@ def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group]
         row["similarity"] = {"mean": similarity(responses_PG)}
     if greedy:
         row["greedy_logp"] = {"mean": greedy_logp(greedy)}
-    row["near_misses"] = near_misses(groups)
-    row["with_tolerance"] = first["mean"] + 100 * row["near_misses"] / correct_SPN.numel()
     drawn = common.drawn_metrics(groups)
     row["length"] = drawn["response_length"]
     row["truncated_share"] = drawn["truncated_share"]
@@ -622,28 +579,20 @@ def reported(protocol: Protocol):
 
 
 def table_of(name: str, protocol: Protocol, rows: list[dict]):
-    """Return the columns of a protocol's table: one for each set, with our figures above the papers', and at the end
-    one of averages over the sets that were run."""
-    sets = PROTOCOLS[name].sets
+    """Return the lines of a protocol's table, our figures above the papers', with a column for each set and one of
+    averages over the sets that were run."""
     ours = {row["set"]: row for row in rows}
-    means = averages(rows, protocol.by_question)
-    labels = list(means) or [f"pass@{k}" for k in protocol.ks] or ["mIoU"]
-    papers = reported(PROTOCOLS[name])
-    columns = [["set", "problems", *labels, *(label for label, _ in papers)]]
-    for one in dict.fromkeys([*sets, *ours]):
-        line = [one, "-", *["not run"] * len(labels)]
-        if one in ours:
-            mine = [cell(label, **ours[one][label]) for label in labels]
-            line = [one, str(ours[one]["problems"]), *mine]
-        line += [figures.get(one, "-") for _, figures in papers]
-        columns.append(line)
-    if len(rows) > 1:
-        what = "all questions" if protocol.by_question else f"average of {len(rows)}"
-        line = [what, ""]
-        line += [cell(label, mean) for label, mean in means.items()]
-        line += [paper_average(figures, rows, protocol.by_question) for _, figures in papers]
-        columns.append(line)
-    return columns
+    sets = list(dict.fromkeys([*PROTOCOLS[name].sets, *ours]))
+    counts = [str(ours[one]["problems"]) if one in ours else "-" for one in sets]
+    whole = "all questions" if protocol.by_question else f"average of {len(rows)}"
+    lines = [["set", *sets, whole], ["problems", *counts, ""]]
+    for label, mean in averages(rows, protocol.by_question).items():
+        cells = [cell(label, **ours[one][label]) if one in ours else "not run" for one in sets]
+        lines.append([label, *cells, cell(label, mean)])
+    for label, figures in reported(PROTOCOLS[name]):
+        cells = [figures.get(one, "-") for one in sets]
+        lines.append([label, *cells, paper_average(figures, rows, protocol.by_question)])
+    return lines
 
 
 def show(name: str, protocol: Protocol, rows: list[dict], why_not: str):
@@ -656,23 +605,16 @@ def show(name: str, protocol: Protocol, rows: list[dict], why_not: str):
         how += " with the prompt"
     how += f", prompt {protocol.template}, grading {protocol.grading}"
     print(f"\n{name}: {protocol.samples} x {protocol.seeds} completions, {how}")
-    columns = table_of(name, protocol, rows)
-    widths = [max(map(len, column)) for column in columns]
-    for line in zip(*columns, strict=True):
+    table = table_of(name, protocol, rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
         padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
         print("  " + "  ".join(padded).rstrip())
-    over_seeds = any(row["pass@1"]["over_seeds"] is not None for row in rows if protocol.ks)
     if why_not:
         print(f"  not run: {why_not}")
-    elif over_seeds:
-        print("  first ± over problems, sqrt(p (1 - p) / (n - 1)); second ± over seeds")
     elif rows and protocol.ks:
-        print("  ± over problems, sqrt(p (1 - p) / (n - 1))")
-    if protocol.note:
-        print(f"  {protocol.note}")
-    looser = [f"{row['set']} {row['with_tolerance']:.2f}" for row in rows if row["near_misses"]]
-    if looser:
-        print(f"  pass@1 if numbers within a relative {float(TOLERANCE):g} were right: {', '.join(looser)}")
+        second = "; second ± over seeds" if protocol.seeds > 1 else ""
+        print(f"  ± over problems, sqrt(p (1 - p) / (n - 1)){second}")
 
 
 def main(args: Args):
@@ -719,10 +661,6 @@ def main(args: Args):
     for name, protocol in chosen.items():
         show(name, protocol, rows[name], why_not.get(name, ""))
         means[name] = averages(rows[name], protocol.by_question)
-    best = best_average_step(run)
-    if best:
-        kept = f"; --keep-best kept {run / 'best'}" if (run / "best").is_dir() else ""
-        print(f"\n{run}: of its logged evaluations step {best[0]} has the best average, {100 * best[1]:.2f}{kept}")
     out = Path(args.out) if args.out else place(run)
     every_row = [row for its in rows.values() for row in its]
     out.write_text(json.dumps({"model": args.model, "not_run": why_not, "averages": means, "rows": every_row}) + "\n")
