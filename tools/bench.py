@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 import zlib
-from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -158,25 +157,40 @@ def mfu(policy, batch, tokens: int, seconds: float, world):
     return rate / world.size / matmul_rate(world.device)
 
 
-def fastest_pass(model: common.Policy, micro: common.MicroBatch, repeats: int):
-    """Return the seconds of the fastest forward and backward pass but the first, and the peak of memory in GiB. On a
-    GPU that is the last pass's, on a CPU the process's so far."""
+class Speed(NamedTuple):
+    """How a rank trains: tokens/s, the share of `matmul_rate`, and the GiB that it holds. On a CPU these are the most
+    that its process has held so far."""
+
+    tokens: float
+    mfu: float
+    gib: float
+
+
+def train(policy: common.Policy, length: int, tokens: int, world, repeats: int = 1):
+    """Return the speed of forward and backward over a micro-batch of so many tokens in sequences of this length: the
+    fastest pass but the first, with AdamW's moments beside it."""
+    count = max(1, tokens // length)
+    batch = random_batch(policy.model.config.vocab_size, length // 8, length - length // 8, count)
+    micro = batch.pack(list(range(count)), world.device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, fused=True)
     cuda = torch.cuda.is_available()
     seconds = []
     for _ in range(repeats + 1):
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        logp_T, _ = model(micro)
+        logp_T, _ = policy(micro)
         logp_T.sum().backward()
-        model.zero_grad()
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        optimizer.step()
+        optimizer.zero_grad()
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if cuda:
-        peak = torch.cuda.max_memory_allocated()
-    return min(seconds[1:]), peak / GIB
+        free, whole = torch.cuda.mem_get_info()
+        held = whole - free
+    slowest, most = (max(world.all_gather(mine)) for mine in (min(seconds[1:]), held))
+    share = mfu(policy, batch, count * length * world.size, slowest, world)
+    return Speed(count * length / slowest, share, most / GIB)
 
 
 def policy(
@@ -186,7 +200,7 @@ def policy(
     repeats: int = 3,
     activation_checkpointing: bool = False,
 ):
-    """Print tokens/s per process, share of the measured matrix rate, and peak memory of FSDP forward and backward.
+    """Print tokens/s per process, share of the measured matrix rate, and memory of FSDP forward and backward.
 
     Args:
         tokens: packed tokens of a process in one forward and backward
@@ -198,19 +212,15 @@ def policy(
     world.all_gather(None)
     settings = common.Args(model=str(folder), activation_checkpointing=activation_checkpointing)
     model = common.load_policy(folder, settings, world)
+    rate = matmul_rate(world.device) / 1e12
     if world.rank == 0:
-        print(f"{shape}: {weights_in(model) / 1e6:,.1f} M parameters, {world.size} processes; {hardware()}")
-        print(f"a large matrix product: {matmul_rate(world.device) / 1e12:.3f} TFLOP/s")
+        print(f"{shape}, {world.size} processes; {hardware()}; a large matrix product: {rate:.3f} TFLOP/s")
     for length in lengths:
-        prompt = length // 8
-        count = max(1, tokens // length)
-        batch = random_batch(SHAPES[shape].vocabulary, prompt, length - prompt, count)
-        micro = batch.pack(list(range(count)), world.device)
-        seconds, peak = fastest_pass(model, micro, repeats)
-        share = mfu(model, batch, count * length * world.size, seconds, world)
+        speed = train(model, length, tokens, world, repeats)
         if world.rank == 0:
-            speed = f"{count * length / seconds:9.0f} tokens/s  {share:4.0%}"
-            print(f"length {length:6d} x {count:4d}: {speed}  peak {peak:.2f} GiB")
+            print(
+                f"length {length:6d}: {speed.tokens:9.0f} tokens/s  {speed.mfu:4.0%}  {speed.gib:.2f} GiB", flush=True
+            )
     torch.distributed.destroy_process_group()
 
 
@@ -292,31 +302,24 @@ def verifier():
     """Print answers/s of ordinary answers, and with 20 hostile ones; workers as a training script has them."""
     world = common.init_world()
     made = common.Verifier(common.Args(), world)
-
-    def grade(groups: list[common.Group]):
-        world.all_gather(None)
-        start = time.perf_counter()
-        common.verify(made, groups)
-        return time.perf_counter() - start
-
-    first = [boxed(f"\\frac{{{n}\\sqrt{{3}}}}{{5}}", f"\\frac{{\\sqrt{{3}} {n}}}{{5}}") for n in range(2, 66)]
     ordinary = []
     for n in range(1, 1025):  # Three of four are numbers, as in MATH-500; the others go to math_verify.
         root = "" if n % 4 else "\\sqrt{2}"
         gold = f"\\frac{{{2 * n}{root}}}{{{2 * n + 2 + n // 4 % 2}}}"
         ordinary.append(boxed(f"\\frac{{{n}{root}}}{{{n + 1}}}", gold))
     towers = [boxed(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", "\\sqrt{7}+\\sqrt{5}") for n in range(9, 29)]
-    seconds = grade(first)
+    common.verify(made, ordinary[-64:])  # This starts the workers.
     if world.rank == 0:
-        print(f"the first 64 expressions, with the start of the workers: {seconds:.2f} s")
         print(f"{world.size} processes with {len(made.workers)} workers each; {hardware()}")
     sets = {"1,024 ordinary answers": ordinary, "20 power towers among them": ordinary[20:] + towers}
     for name, groups in sets.items():
-        seconds = grade(groups)
+        world.all_gather(None)
+        start = time.perf_counter()
+        common.verify(made, groups)
+        seconds = time.perf_counter() - start
         right = int(sum(group.correct_G for group in groups))
-        counts = Counter(group.verdicts[0] for group in groups)
         if world.rank == 0:
-            print(f"{name}: {seconds:.2f} s, {len(groups) / seconds:.0f} answers/s, {right} right, {counts}")
+            print(f"{name}: {seconds:.2f} s, {len(groups) / seconds:.0f} answers/s, {right} right")
     torch.distributed.destroy_process_group()
 
 

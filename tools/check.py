@@ -202,40 +202,23 @@ class Check:
         ids = torch.randint(vocabulary, (length - response,), generator=draw)
         problems = [common.Problem("", ids.tolist(), "0")] * self.world.size
         self.sampler.load(self.policy)
-        for phase in ("warm-up", "sampling"):
-            with self.record.phase(phase):
-                groups = self.sample(problems, 64, phase)
+        self.sample(problems, 64, "warm-up")
+        start = time.perf_counter()
+        groups = self.sample(problems, 64, "sampling")
+        seconds = time.perf_counter() - start
         self.sampler.sleep()
         self.gap(name, [common.Group(group.problem, group.rollouts[:1]) for group in groups])
         tokens = sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
-        seconds = self.largest("sampling", self.record.seconds)
         self.note(f"sampling, {name}", tokens / self.world.size / seconds, "tokens/s a rank")
 
     def training(self, name: str, length: int, *bound):
-        """Measure a forward and backward pass over a micro-batch of sequences of this length. Check its memory against
+        """Measure a forward and backward pass over a micro-batch of sequences of this length. Check the memory against
         the bound."""
-        count = self.args.micro_batch_tokens // length
-        tokens = count * length * self.world.size
-        vocabulary = self.policy.model.config.vocab_size
-        batch = bench.random_batch(vocabulary, length // 8, length - length // 8, count)
-        micro = batch.pack(list(range(count)), self.world.device)
-        optimizer = torch.optim.AdamW(self.policy.parameters(), lr=0.0, fused=True)
-        for phase in ("warm-up", "training"):
-            with self.record.phase(phase):
-                self.policy(micro)[0].sum().backward()
-            optimizer.step()  # The moments that it makes take memory, too.
-        self.policy.zero_grad()
-        seconds = self.largest("training", self.record.seconds)
-        share = bench.mfu(self.policy, batch, tokens, seconds, self.world)
+        speed = bench.train(self.policy, length, self.args.micro_batch_tokens, self.world)
         rate = bench.matmul_rate(self.world.device) / 1e12
-        unit = f"tokens/s a rank, MFU {share:.1%} of {rate:.3g} TFLOP/s"
-        self.note(f"training, {name}", tokens / self.world.size / seconds, unit)
-        memory = self.largest("training", self.record.memory)
-        self.note(f"memory of a rank, training, {name}", memory, "GiB", *bound)
-
-    def largest(self, phase: str, figures: dict):
-        """Return the largest of the ranks' figures of a phase, which begins anew."""
-        return max(self.world.all_gather(figures.pop(phase)))
+        unit = f"tokens/s a rank, MFU {speed.mfu:.1%} of {rate:.3g} TFLOP/s"
+        self.note(f"training, {name}", speed.tokens, unit)
+        self.note(f"memory of a rank, training, {name}", speed.gib, "GiB", *bound)
 
 
 def fits(name: str, ranks: int):
