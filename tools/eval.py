@@ -2,7 +2,7 @@
 
 ./run.sh eval MODEL                                  every protocol that the model's context holds
 ./run.sh eval MODEL --protocols sspo sps             some of them
-./run.sh eval MODEL --data-dir DIR --sets aime24     without the hub: DIR/aime24.jsonl
+./run.sh eval MODEL --sets DIR/aime24.jsonl          a set from a file
 ./run.sh eval MODEL --protocols gpg-7b --unboxed     graded as GPG and CW-GRPO do: an answer counts without a box, too
 ./run.sh eval runs/RUN                               a run's final model
 ./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint; runs/RUN/best, the best model that --keep-best kept
@@ -28,6 +28,7 @@ import tyro
 from transformers import AutoConfig, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import rewards
 
 import common
@@ -51,7 +52,7 @@ class Protocol:
     max_total_tokens: int = 0  # It bounds a prompt and its response together. 0: only their own bounds hold.
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
     reward: str = ""  # A function of tools/rewards.py grades questions about images. Empty: there are no images.
-    also: str = ""  # It reports another function's grades beside pass@1, those that the paper has.
+    also: str = ""  # It reports this function's grades, too, which are those of the papers.
     by_question: bool = False  # Its average is over questions, not over sets.
     grading: str = "boxed"  # with_changes makes it "unboxed" for --unboxed, and the name of a reward.
 
@@ -216,7 +217,7 @@ PROTOCOLS = {
         reward="class_name",
         also="class_name_released",
         papers="""
-            79.3 90.8 88.5 97.5  GPG, Table 6, by class_name_released
+            79.3 90.8 88.5 97.5  GPG, Table 6 (class_name_released)
             71.4 86.1 74.8 95.3  GRPO
             58.5 55.5 67.9 40.5  SFT
             54.8 66.4 45.9 56.8  Qwen2-VL-2B
@@ -249,7 +250,6 @@ PROTOCOLS = {
         """,
     ),
 }
-HOW = ("samples", "seeds", "temperature", "top_p", "template", "max_response_tokens", "max_total_tokens", "grading")
 
 
 @dataclass
@@ -262,9 +262,8 @@ class Args:
     """sspo, open-rs, cwgrpo-7b, gpg-7b, gpg-16, sps; of images geoqa, virft, cv-bench, lisa. Empty: what the model's
     context holds, of images where it sees."""
     sets: tuple[str, ...] = ()
-    """Only these of a protocol's sets, or instead of them files and hub ids of your own. Empty: the protocol's."""
-    data_dir: str = ""
-    """Folder with NAME.jsonl, where there is no hub; with NAME.parquet of the images' sets. Empty: for these data/."""
+    """Only these of a protocol's sets, or instead of them files and hub ids. A file NAME.jsonl is the set NAME, so
+    beside what papers report of it. Empty: the protocol's."""
     out: str = ""
     """JSON file. Empty: eval.json in a local MODEL folder, else in the present one; for what lies in a run folder, such
     as best or a checkpoint, eval-NAME.json in the run folder."""
@@ -327,27 +326,26 @@ def settings_of(protocol: Protocol, args: Args):
     return settings
 
 
-def obstacle(settings: common.Args, context: int, tokenizer, sees: bool = False):
-    """Return why a model whose context is so many tokens cannot be sampled under these settings; empty if it can."""
-    if settings.image_column and not sees:
+def obstacle(settings: common.Args, config, tokenizer):
+    """Return why a model cannot be sampled under these settings; empty if it can."""
+    if settings.image_column and not hasattr(config, "vision_config"):
         return "its questions have images, which this model cannot see"
+    context = config.get_text_config().max_position_embeddings
     longest = common.longest_sequence(settings)
     if longest > context:
         return f"prompt and response may have {longest} tokens, the model's context holds {context}"
     if longest <= settings.max_prompt_tokens:
         return f"prompt and response may have {longest} tokens, and so may a prompt alone (--max-prompt-tokens)"
-    needs_chat = isinstance(common.PROMPTS.get(settings.template), tuple)
-    if needs_chat and not tokenizer.chat_template:
+    if isinstance(common.PROMPTS.get(settings.template), tuple) and not tokenizer.chat_template:
         return f"prompt {settings.template} needs a chat template, and the model's tokenizer has none"
     return ""
 
 
-def where(name: str, data_dir: str):
-    """Return the file or hub id of a set. In a folder, if one is given, a name of `SETS` is NAME.jsonl or .parquet."""
-    if not data_dir or name not in SETS:
-        return SETS.get(name, name)
-    kind = "parquet" if name in IMAGES else "jsonl"
-    return f"{data_dir}/{name}.{kind}"
+def problems_of(sets: tuple[str, ...], settings: common.Args, tokenizer):
+    """Return {name: problems} of these sets. Raises ValueError for two of one name."""
+    sources = {Path(one).stem: SETS.get(one, one) for one in sets}
+    common.need(len(sources) == len(set(sets)), f"--sets {' '.join(sets)}: two sets of one name would mix")
+    return {name: common.load_problems(source, tokenizer, settings, "--sets") for name, source in sources.items()}
 
 
 def place(folder: Path):
@@ -483,9 +481,7 @@ def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group]
     `greedy` are its greedy answers, if there are any."""
     correct_GN = torch.stack([group.correct_G for group in groups])
     correct_SPN = correct_GN.unflatten(0, (protocol.seeds, -1))
-    row = {"protocol": name, "set": label, "problems": correct_SPN.shape[1]}
-    for key in HOW:
-        row[key] = getattr(protocol, key)
+    row = {"protocol": name, "set": label, "problems": correct_SPN.shape[1], "grading": protocol.grading}
     row |= summary(correct_SPN, protocol.ks)
     if not protocol.ks:
         row["mIoU"] = {"mean": 100 * correct_SPN.mean().item()}
@@ -501,7 +497,6 @@ def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group]
     drawn = common.drawn_metrics(groups)
     row["length"] = drawn["response_length"]
     row["truncated_share"] = drawn["truncated_share"]
-    row |= {key: count for key, count in drawn.items() if key.startswith("verifier/")}
     row["n"] = protocol.samples * protocol.seeds
     row["right"] = (correct_SPN >= 1).sum((0, 2)).tolist()
     return row
@@ -536,21 +531,16 @@ def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: d
 
 
 # --------------------------------------------------------------------------------------------------------------- table
-def mean_over_sets(values: list[float], rows: list[dict], by_question: bool):
+def average(values: list, rows: list[dict], by_question: bool):
     """Return the mean of a figure over the sets of these rows, or over all their questions."""
     weights = [row["problems"] if by_question else 1 for row in rows]
-    return float(np.average(values, weights=weights))
+    return float(np.average(np.array(values, float), weights=weights))
 
 
 def averages(rows: list[dict], by_question: bool = False):
-    """Return the mean of each figure of a protocol's table over its sets, or over all their questions. A figure of a
-    row is a dict with a mean, and perhaps with spreads."""
-    means = {}
-    for label, figure in rows[0].items() if rows else ():
-        if isinstance(figure, dict):
-            values = [row[label]["mean"] for row in rows]
-            means[label] = mean_over_sets(values, rows, by_question)
-    return means
+    """Return {label: mean} of a protocol's figures. A figure of a row is a dict with a mean, perhaps with spreads."""
+    labels = [label for label, figure in rows[0].items() if isinstance(figure, dict)] if rows else []
+    return {label: average([row[label]["mean"] for row in rows], rows, by_question) for label in labels}
 
 
 def paper_average(figures: dict[str, str], rows: list[dict], by_question: bool):
@@ -558,8 +548,8 @@ def paper_average(figures: dict[str, str], rows: list[dict], by_question: bool):
     given = {name for name, figure in figures.items() if figure != "-"}
     if given != {row["set"] for row in rows}:
         return "-"
-    values = [float(figures[row["set"]].partition("/")[0]) for row in rows]
-    return f"{mean_over_sets(values, rows, by_question):.2f}"
+    values = [figures[row["set"]].partition("/")[0] for row in rows]
+    return f"{average(values, rows, by_question):.2f}"
 
 
 def cell(label: str, mean: float, over_problems: float | None = None, over_seeds: float | None = None):
@@ -625,45 +615,40 @@ def main(args: Args):
     folder = common.model_folder(common.Args(model=model_of(args.model), max_prompt_tokens=1, max_response_tokens=1))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
-    context = config.get_text_config().max_position_embeddings
-    sees = hasattr(config, "vision_config")
     chosen = {name: with_changes(PROTOCOLS[name], args) for name in args.protocols or PROTOCOLS}
     settings = {name: settings_of(protocol, args) for name, protocol in chosen.items()}
-    why_not = {}
+    why_not = {name: obstacle(how, config, tokenizer) for name, how in settings.items()}
     data = {}
-    for name, how in settings.items():
-        why = obstacle(how, context, tokenizer, sees)
-        sets = chosen[name].sets
-        if why:
-            why_not[name] = why
-        elif sets:
-            sources = {Path(one).stem: where(one, args.data_dir) for one in sets}
-            common.need(len(sources) == len(set(sets)), f"--sets {' '.join(sets)}: two sets of one name would mix")
-            data[name] = {one: common.load_problems(its, tokenizer, how, "--sets") for one, its in sources.items()}
+    for name, protocol in chosen.items():
+        if protocol.sets and not why_not[name]:
+            data[name] = problems_of(protocol.sets, settings[name], tokenizer)
     rows = {name: [] for name in chosen}
     if data:
         widest = max((settings[name] for name in data), key=common.longest_sequence)  # All share an engine.
+        sampler = common.Sampler(folder, tokenizer, widest, world)
+        if (run / "manifest.json").is_file():
+            sampler.load(checkpoint_weights(run, sampler.dtype))
+        else:
+            sampler.load(weights_of(folder, sampler.dtype))
         verifiers = {"unboxed": SimpleNamespace(world=world, reward=None, judge=judge_unboxed)}
-        for name in data:
+        for name, sets in data.items():
             grading = chosen[name].grading
             if grading not in verifiers:
                 verifiers[grading] = common.Verifier(settings[name], world)
-        sampler = common.Sampler(folder, tokenizer, widest, world)
-        is_checkpoint = (run / "manifest.json").is_file()
-        sampler.load(checkpoint_weights(run, sampler.dtype) if is_checkpoint else weights_of(folder, sampler.dtype))
-        for name, sets in data.items():
-            verifier = verifiers[chosen[name].grading]
-            rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifier, sets, args.texts)
+            rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifiers[grading], sets, args.texts)
         sampler.close()
     if world.rank:
         return
-    means = {}
     for name, protocol in chosen.items():
-        show(name, protocol, rows[name], why_not.get(name, ""))
-        means[name] = averages(rows[name], protocol.by_question)
+        show(name, protocol, rows[name], why_not[name])
+    found = {
+        "model": args.model,
+        "not_run": {name: why for name, why in why_not.items() if why},
+        "averages": {name: averages(rows[name], protocol.by_question) for name, protocol in chosen.items()},
+        "rows": [row for its in rows.values() for row in its],
+    }
     out = Path(args.out) if args.out else place(run)
-    every_row = [row for its in rows.values() for row in its]
-    out.write_text(json.dumps({"model": args.model, "not_run": why_not, "averages": means, "rows": every_row}) + "\n")
+    out.write_text(json.dumps(found) + "\n")
     print(f"\nwritten  {out}")
 
 
