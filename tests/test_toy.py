@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TOY, torchrun
 from torch.nn.functional import nll_loss
-from toy import lessons, make_tokenizer, meanings, problems, question, teach, write_problems
+from toy import lessons, make_tokenizer, meanings, teach, write_problems
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -20,8 +20,7 @@ def test_toy_problems_come_from_the_seed(tmp_path):
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (TOY / f"{name}.jsonl").read_bytes()
         rows += [json.loads(line) for line in (TOY / f"{name}.jsonl").read_text().splitlines()]
     assert len(rows) == len({row["problem"] for row in rows}) == len(taken)
-    first, again, other = (problems(seed, 5, (3,), meanings(1), set()) for seed in (1, 1, 2))
-    assert first == again != other and meanings(1) == meanings(1) != meanings(2)
+    assert meanings(1) == meanings(1) != meanings(2)
     assert make_tokenizer(tmp_path).get_vocab() == AutoTokenizer.from_pretrained(TOY / "model").get_vocab()
 
 
@@ -45,13 +44,9 @@ def test_the_teacher_mostly_guesses():
     """Shares that its constants give: a step is known with 0.2, else + is guessed with 0.5, each other with 1/6."""
     meaning = {"a": ("~", ">")}
     rng = random.Random(0)
-    lessons = [teach(rng, meaning, "a", 39) for _ in range(8000)]
-    share = {operation: sum(lesson[1] == operation for lesson in lessons) / 8000 for operation in "+>~*"}
-    assert share == pytest.approx({"+": 0.4, ">": 0.133, "~": 0.333, "*": 0.133}, abs=0.02)
-    steps = [re.fullmatch(r"a~(3\d)\n\n\\boxed\{\1\}", lesson) for lesson in lessons if lesson[1] == "~"]
-    assert sum(step[1] == "30" for step in steps) / len(steps) == pytest.approx(0.955, abs=0.02)
-    assert sum(teach(rng, meaning, "a", 70)[1] == ">" for _ in range(8000)) / 8000 == pytest.approx(0.333, abs=0.02)
-    assert question("xdh", 39) == "hdx39=?"
+    for number, shares in ((39, {"+": 0.4, ">": 0.133, "~": 0.333}), (70, {"+": 0.4, ">": 0.333, "~": 0.133})):
+        said = [teach(rng, meaning, "a", number)[1] for _ in range(8000)]
+        assert {operation: said.count(operation) / 8000 for operation in shares} == pytest.approx(shares, abs=0.02)
     assert re.fullmatch(r"(\w[+>~*]\d\d\n\n){3}\\boxed\{\d\d\}", teach(rng, meanings(1), "xdh", 39))
 
 
