@@ -270,8 +270,9 @@ def draw_answer(axis, image, before: tuple, after: tuple):
         lines.append(f"{when}, {about}")
         if image:
             draw_boxes(axis, image, said, style)
+            said = " ".join(said.split())
         for line in said[-160:].splitlines():
-            lines += textwrap.wrap(line, 40)
+            lines += textwrap.wrap(line, 40) or [""]
     question = textwrap.wrap(before[0], 34)
     axis.set_title("\n".join(question[:4]), fontsize=9, parse_math=False)
     said = "\n".join(lines)
