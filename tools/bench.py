@@ -97,7 +97,7 @@ def hardware():
     return f"{name}, {torch.get_num_threads()} threads, {date.today()}"
 
 
-def random_batch(vocabulary: int, prompt: int, response: int, count: int):
+def random_batch(vocabulary, prompt, response, count):
     """Return `count` random responses of equal length."""
     rng = np.random.default_rng(0)
     zeros = np.zeros(response, np.float32)
@@ -106,7 +106,7 @@ def random_batch(vocabulary: int, prompt: int, response: int, count: int):
     return common.Batch([common.Group(problem, [common.Rollout(each, zeros, "", False)]) for each in ids])
 
 
-def config_of(shape: Shape):
+def config_of(shape):
     """Return the configuration of a model of this shape."""
     return Qwen2Config(
         vocab_size=shape.vocabulary,
@@ -120,14 +120,14 @@ def config_of(shape: Shape):
     )
 
 
-def random_model(shape: Shape, folder: Path):
+def random_model(shape, folder):
     """Save an untrained model of this shape in bf16. It is always the same one."""
     torch.manual_seed(0)
     Qwen2ForCausalLM(config_of(shape)).to(torch.bfloat16).save_pretrained(folder)
 
 
 @functools.cache
-def matmul_rate(device: torch.device):
+def matmul_rate(device):
     """Return FLOP/s of a large matrix product in the dtype of compute, of which MFU is a share. It is measured once."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
@@ -135,12 +135,12 @@ def matmul_rate(device: torch.device):
     return 2 * size**3 / timer.timeit(5).mean
 
 
-def weights_in(module: torch.nn.Module):
+def weights_in(module):
     """Return how many weights a module has, over all ranks."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def mfu(policy, batch, tokens: int, seconds: float, world):
+def mfu(policy, batch, tokens, seconds, world):
     """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward. A token takes 6
     FLOP for each weight, those of the head only if it is a response token, and 6 for each layer, channel and
     position, since causal attention skips half of the positions."""
@@ -166,7 +166,7 @@ class Speed(NamedTuple):
     gib: float
 
 
-def train(policy: common.Policy, length: int, tokens: int, world, repeats: int = 1):
+def train(policy, length, tokens, world, repeats=1):
     """Return the speed of forward and backward over a micro-batch of so many tokens in sequences of this length: the
     fastest pass but the first, with AdamW's moments beside it."""
     count = max(1, tokens // length)
@@ -224,7 +224,7 @@ def policy(
     torch.distributed.destroy_process_group()
 
 
-def training_bytes(shape: Shape, gpus: int, tokens: int, recompute: bool):
+def training_bytes(shape, gpus, tokens, recompute):
     """Return what one of so many GPUs holds at most while it trains on micro-batches of so many packed tokens.
 
     16 bytes a weight (float32 weight, gradient and two moments) over the GPUs; embedding and head gathered in bf16; of
@@ -246,12 +246,12 @@ def training_bytes(shape: Shape, gpus: int, tokens: int, recompute: bool):
     return held + max(shape.layers * layer + max(logits, backward), end)
 
 
-def sampling_bytes(shape: Shape, gpus: int, share: float, gib: int):
+def sampling_bytes(shape, gpus, share, gib):
     """Return what one of so many GPUs holds while vLLM fills this share of it, with 12 bytes a weight beside vLLM."""
     return 12 * shape.weights // gpus + int(share * gib * GIB)
 
 
-def trains_in(shape: Shape, gpus: int, tokens: int, share: float, gib: float, recompute: bool = True):
+def trains_in(shape, gpus, tokens, share, gib, recompute=True):
     """Return GiB of each of so many GPUs while a shape trains; None where it does not fit.
 
     Two moments count, training and sampling, either way with 3 GiB for CUDA, NCCL and a sleeping vLLM; bf16 weights may
@@ -263,7 +263,7 @@ def trains_in(shape: Shape, gpus: int, tokens: int, share: float, gib: float, re
     return training / GIB + 3 if fits else None
 
 
-def fewest_gpus(shape: Shape, gib: int, tokens: int, share: float, recompute: bool):
+def fewest_gpus(shape, gib, tokens, share, recompute):
     """Return on how few GPUs of one node a shape trains, and in how many GiB of each; `no` if not on eight."""
     for gpus in (1, 2, 4, 8):
         training = trains_in(shape, gpus, tokens, share, gib, recompute)
@@ -292,7 +292,7 @@ def fit(
         print(f"| {name} |", " | ".join(cells), "|")
 
 
-def boxed(answer: str, gold: str):
+def boxed(answer, gold):
     """Return a group of one response, which has this answer in a box."""
     response = common.Rollout([], None, f"\\boxed{{{answer}}}", False)
     return common.Group(common.Problem("", [0], gold), [response])
@@ -323,12 +323,12 @@ def verifier():
     torch.distributed.destroy_process_group()
 
 
-def coin(completion: str, _row: dict):
+def coin(completion, _row):
     """Return 0 or 1 by a hash of the completion, so that rewards differ even in a group of nonsense."""
     return float(zlib.crc32(completion.encode()) % 2)
 
 
-def trl_config(args: sps.Args, processes: int):
+def trl_config(args, processes):
     """Return the arguments with which TRL's GRPOConfig makes a step like one of these, on a CPU."""
     return {
         "per_device_train_batch_size": args.prompts_per_step * args.group_size // processes,
@@ -362,7 +362,7 @@ def trl_run(run: tyro.conf.Positional[Path]):
     problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
     verifier = common.Verifier(args, world)
 
-    def reward(completions: list[str], number: list[int], **_):
+    def reward(completions, number, **_):
         if args.reward == "math":
             return verifier.grade(completions, [problems[n].answer for n in number])
         return [coin(text, {}) for text in completions]
@@ -386,7 +386,7 @@ def trl_run(run: tyro.conf.Positional[Path]):
         (run / "trl" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def pace(folder: Path):
+def pace(folder):
     """Say how long a step took from end to end, the median after the fifth step, and these steps' mean length."""
     rows = [row for row in read(folder / "metrics.jsonl") if row.get("step") != 0]
     seconds = float(np.median(np.diff([row["time"] for row in rows[4:]])))

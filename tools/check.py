@@ -52,7 +52,7 @@ LIMITS = {  # A bound holds for this statistic: nats for log-probs and entropies
 }
 
 
-def row(name: str, figure: float, unit: str = "", sign: str = "", bound: float = 0.0):
+def row(name, figure, unit="", sign="", bound=0.0):
     """Return a line of the table. The sign of a bound is ≤ or ≥. NaN fails against any bound."""
     shown = f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:.3g}"
     verdict = "- | -"
@@ -62,7 +62,7 @@ def row(name: str, figure: float, unit: str = "", sign: str = "", bound: float =
     return f"| {name} | {shown} {unit} | {verdict} |"
 
 
-def forward_backward(policy, batch, plan: list, device: torch.device):
+def forward_backward(policy, batch, plan, device):
     """Return log-probs and entropies, (2, T) on the CPU, of the responses in this rank's plan, and 0 for the others.
     Add the gradient of a weighted sum of the log-probs to the policy's; the weights are random, but the same at each
     call."""
@@ -79,7 +79,7 @@ def forward_backward(policy, batch, plan: list, device: torch.device):
     return found
 
 
-def local_leaves(policy, optimizer: torch.optim.Optimizer):
+def local_leaves(policy, optimizer):
     """Return this rank's part of every tensor in the states of the policy and of its optimizer."""
     leaves = tree_leaves(get_state_dict(policy, optimizer))
     shards = []
@@ -113,18 +113,18 @@ class Check:
         """Return this rank's micro-batches of a batch."""
         return batch.deal(batch.total_R > 0, self.world, self.args.micro_batch_tokens)
 
-    def sample(self, problems: list[common.Problem], n: int, stream: str):
+    def sample(self, problems, n, stream):
         """Sample n responses to each problem; `stream` tells one call's seeds from another's."""
         asked = {(stream, p): problem for p, problem in enumerate(problems)}
         return self.sampler.sample(asked, n, self.args.temperature, self.args)
 
-    def compare(self, what: str, differences: torch.Tensor, unit: str, limit: str):
+    def compare(self, what, differences, unit, limit):
         """Note the statistic of differences for which this device has limits."""
         statistic = self.limits["statistic"]
         figure = getattr(differences, statistic)().item()
         self.note(f"{what}, {statistic}", figure, unit, *self.limits[limit])
 
-    def gap(self, what: str, groups: list[common.Group], limit: str = "gap"):
+    def gap(self, what, groups, limit="gap"):
         """Note how far these samples' log-probs are from the policy's."""
         batch = common.Batch(groups)
         logp_T, _ = common.score(self.policy, batch, self.dealt(batch), self.record, "gap")
@@ -139,7 +139,7 @@ class Check:
         # Some prompts fill a block of the prefix cache (128 tokens on a CPU), which must not outlive the weights.
         problems = [common.Problem("", text[n : 12 + 32 * n], "0") for n in range(6)]
 
-        def synced(what: str):
+        def synced(what):
             self.sampler.load(self.policy)
             groups = self.sample(problems, 4, "check")
             self.sampler.sleep()
@@ -194,7 +194,7 @@ class Check:
         everywhere = sum(self.world.all_gather(differ))
         self.note("checkpoint, weights and moments that differ", everywhere, "tensors", "≤", 0)
 
-    def sampling(self, name: str, length: int, response: int):
+    def sampling(self, name, length, response):
         """Measure how each engine samples 64 x `response` tokens behind a cached prompt that fills up `length`. Check
         the gap between sampler and trainer."""
         vocabulary = self.policy.model.config.vocab_size
@@ -211,7 +211,7 @@ class Check:
         tokens = sum(len(rollout.ids) for group in groups for rollout in group.rollouts)
         self.note(f"sampling, {name}", tokens / self.world.size / seconds, "tokens/s a rank")
 
-    def training(self, name: str, length: int, *bound):
+    def training(self, name, length, *bound):
         """Measure a forward and backward pass over a micro-batch of sequences of this length. Check the memory against
         the bound."""
         speed = bench.train(self.policy, length, self.args.micro_batch_tokens, self.world)
@@ -221,7 +221,7 @@ class Check:
         self.note(f"memory of a rank, training, {name}", speed.gib, "GiB", *bound)
 
 
-def fits(name: str, ranks: int):
+def fits(name, ranks):
     """Return GiB of each of so many GPUs like this machine's while a shape trains; None where it does not fit."""
     tokens = common.Args.micro_batch_tokens
     share = common.Args.gpu_memory_utilization
@@ -229,7 +229,7 @@ def fits(name: str, ranks: int):
     return bench.trains_in(bench.SHAPES[name], ranks, tokens, share, gib)
 
 
-def part(what: str, folder: Path):
+def part(what, folder):
     """Check the model `what`, or measure an untrained one if that is the name of a shape, which must train in as many
     GiB as `bench.py fit` says. This runs in one process of many."""
     world = common.init_world()
@@ -271,7 +271,7 @@ def part(what: str, folder: Path):
     check.sampler.close()
 
 
-def run_part(what: str, ranks: int, seconds: float):
+def run_part(what, ranks, seconds):
     """Run `part` in one process for each rank, for so many seconds at most. Return its lines and one more for the exit
     code."""
     with tempfile.TemporaryDirectory() as home:

@@ -288,7 +288,7 @@ class Args:
 
 
 # ---------------------------------------------------------------------------------------------------------- what to do
-def with_changes(protocol: Protocol, args: Args):
+def with_changes(protocol, args):
     """Return the protocol with the changes that the command line asks for."""
     sets = protocol.sets
     if args.sets:
@@ -309,7 +309,7 @@ def with_changes(protocol: Protocol, args: Args):
     )
 
 
-def settings_of(protocol: Protocol, args: Args):
+def settings_of(protocol, args):
     """Return the settings under which a protocol's problems are read and sampled."""
     settings = common.Args(
         template=protocol.template,
@@ -326,7 +326,7 @@ def settings_of(protocol: Protocol, args: Args):
     return settings
 
 
-def obstacle(settings: common.Args, config, tokenizer):
+def obstacle(settings, config, tokenizer):
     """Return why a model cannot be sampled under these settings; empty if it can."""
     if settings.image_column and not hasattr(config, "vision_config"):
         return "its questions have images, which this model cannot see"
@@ -341,14 +341,14 @@ def obstacle(settings: common.Args, config, tokenizer):
     return ""
 
 
-def problems_of(sets: tuple[str, ...], settings: common.Args, tokenizer):
+def problems_of(sets, settings, tokenizer):
     """Return {name: problems} of these sets. Raises ValueError for two of one name."""
     sources = {Path(one).stem: SETS.get(one, one) for one in sets}
     common.need(len(sources) == len(set(sets)), f"--sets {' '.join(sets)}: two sets of one name would mix")
     return {name: common.load_problems(source, tokenizer, settings, "--sets") for name, source in sources.items()}
 
 
-def place(folder: Path):
+def place(folder):
     """Return the file of a model's figures if --out names none. It lies in the model's folder, but beside what a run's
     folder holds."""
     if not folder.is_dir():
@@ -359,7 +359,7 @@ def place(folder: Path):
     return folder / "eval.json"
 
 
-def model_of(given: str):
+def model_of(given):
     """Return the model folder or hub id of a run, of a checkpoint's run, or of what is itself a model."""
     path = Path(given)
     if (path / "manifest.json").is_file():
@@ -370,7 +370,7 @@ def model_of(given: str):
     return given
 
 
-def checkpoint_weights(checkpoint: Path, dtype: torch.dtype):
+def checkpoint_weights(checkpoint, dtype):
     """Yield (name, tensor) of a checkpoint's policy, as `Sampler.load` takes them."""
     reader = dcp.HuggingFaceStorageReader(str(checkpoint))
     sizes = reader.read_metadata().state_dict_metadata
@@ -382,7 +382,7 @@ def checkpoint_weights(checkpoint: Path, dtype: torch.dtype):
             yield name, weights[name].to(dtype)
 
 
-def weights_of(folder: Path, dtype: torch.dtype):
+def weights_of(folder, dtype):
     """Yield (name, tensor) of a model folder, as `Sampler.load` takes them, without a tied head. The parameters of
     models that see have other names on the hub than in memory."""
     from safetensors import safe_open
@@ -396,7 +396,7 @@ def weights_of(folder: Path, dtype: torch.dtype):
 
 
 # ------------------------------------------------------------------------------------------------------- without a box
-def _unboxed_worker(seconds: int):
+def _unboxed_worker(seconds):
     """Answer lines [completion, answer] on stdin with lines 1 or 0 on stdout; alone, in a bare interpreter. It dies of
     a completion that takes more `seconds` of processor time. Memory is bounded."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -411,7 +411,7 @@ def _unboxed_worker(seconds: int):
         print(int(verify(gold, parse(completion, how), float_rounding=5)), flush=True)
 
 
-def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int = 30):
+def judge_unboxed(completions, answers, *_, seconds=30):
     """Return the score of each completion and how it came about, as `common.Verifier.judge` does. They are graded as by
     `evaluate.py` of GPG and of CW-GRPO, with math_verify alone. It gives itself 5 seconds for whatever it parses or
     compares, but it cannot stop C code. Where its process dies of a completion, a new one goes on with the next. Raises
@@ -430,7 +430,7 @@ def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int =
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
-def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]):
+def summary(correct_SPN, ks):
     """Return pass@k of seeds x problems x samples in percent: its mean over seeds, with two spreads.
 
     over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches. over_seeds is the standard
@@ -450,7 +450,7 @@ def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]):
     return found
 
 
-def similarity(responses_PG: list[list[np.ndarray]]):
+def similarity(responses_PG):
     """Return how alike the responses to a question are, in percent; 100 says that they are all the same. It is the
     cosine between counts of token bigrams, averaged over the pairs of a group and then over groups. Table 4 of SPS
     has such a figure; the measure is ours."""
@@ -470,13 +470,13 @@ def similarity(responses_PG: list[list[np.ndarray]]):
     return 100 * float(np.mean(per_group))
 
 
-def greedy_logp(groups: list[common.Group]):
+def greedy_logp(groups):
     """Return the mean log-prob of a token in nats, averaged over each greedy answer and then over the answers. Table
     6 of SPS has such a figure; which mean to take is our choice."""
     return float(np.mean([group.rollouts[0].logp.mean(dtype=np.float64) for group in groups]))
 
 
-def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group], greedy: list[common.Group]):
+def row_of(name, protocol, label, groups, greedy):
     """Return the figures of a set. `groups` are its graded completions, all of one seed before those of the next;
     `greedy` are its greedy answers, if there are any."""
     correct_GN = torch.stack([group.correct_G for group in groups])
@@ -502,13 +502,13 @@ def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group]
     return row
 
 
-def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: dict, texts: str):
+def evaluate(name, protocol, settings, sampler, verifier, data, texts):
     """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
     waits only once for the longest responses. Write the completions to the folder `texts`, if one is named."""
     graded = {label: [] for label in data}
     greedy = {label: [] for label in data}
 
-    def sample(kind: str, into: dict, *how):
+    def sample(kind, into, *how):
         asked = {(kind, label, p): problem for label, problems in data.items() for p, problem in enumerate(problems)}
         groups = sampler.sample(asked, *how)
         for (_, label, _), group in zip(asked, groups, strict=True):
@@ -531,19 +531,19 @@ def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: d
 
 
 # --------------------------------------------------------------------------------------------------------------- table
-def average(values: list, rows: list[dict], by_question: bool):
+def average(values, rows, by_question):
     """Return the mean of a figure over the sets of these rows, or over all their questions."""
     weights = [row["problems"] if by_question else 1 for row in rows]
     return float(np.average(np.array(values, float), weights=weights))
 
 
-def averages(rows: list[dict], by_question: bool = False):
+def averages(rows, by_question=False):
     """Return {label: mean} of a protocol's figures. A figure of a row is a dict with a mean, perhaps with spreads."""
     labels = [label for label, figure in rows[0].items() if isinstance(figure, dict)] if rows else []
     return {label: average([row[label]["mean"] for row in rows], rows, by_question) for label in labels}
 
 
-def paper_average(figures: dict[str, str], rows: list[dict], by_question: bool):
+def paper_average(figures, rows, by_question):
     """Return the average of a paper's figures, or - if they are not of the same sets as these rows."""
     given = {name for name, figure in figures.items() if figure != "-"}
     if given != {row["set"] for row in rows}:
@@ -552,7 +552,7 @@ def paper_average(figures: dict[str, str], rows: list[dict], by_question: bool):
     return f"{average(values, rows, by_question):.2f}"
 
 
-def cell(label: str, mean: float, over_problems: float | None = None, over_seeds: float | None = None):
+def cell(label, mean, over_problems=None, over_seeds=None):
     """Return a figure as the table has it."""
     digits = 4 if label == "greedy_logp" else 2
     text = f"{mean:.{digits}f}"
@@ -562,13 +562,13 @@ def cell(label: str, mean: float, over_problems: float | None = None, over_seeds
     return text
 
 
-def reported(protocol: Protocol):
+def reported(protocol):
     """Return what papers report: for each row its label and {set: figure}."""
     rows = [line.split(maxsplit=len(protocol.sets)) for line in protocol.papers.strip().splitlines()]
     return [(label, dict(zip(protocol.sets, figures, strict=True))) for *figures, label in rows]
 
 
-def table_of(name: str, protocol: Protocol, rows: list[dict]):
+def table_of(name, protocol, rows):
     """Return the lines of a protocol's table, our figures above the papers', with a column for each set and one of
     averages over the sets that were run."""
     ours = {row["set"]: row for row in rows}
@@ -585,7 +585,7 @@ def table_of(name: str, protocol: Protocol, rows: list[dict]):
     return lines
 
 
-def show(name: str, protocol: Protocol, rows: list[dict], why_not: str):
+def show(name, protocol, rows, why_not):
     """Print a protocol's figures with the papers' beside them."""
     how = "greedy"
     if protocol.temperature:
@@ -607,7 +607,7 @@ def show(name: str, protocol: Protocol, rows: list[dict], why_not: str):
         print(f"  ± over problems, sqrt(p (1 - p) / (n - 1)){second}")
 
 
-def main(args: Args):
+def main(args):
     unknown = set(args.protocols) - PROTOCOLS.keys()
     common.need(not unknown, f"--protocols {sorted(unknown)}: legal: {', '.join(PROTOCOLS)}")
     world = common.init_world()

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,7 +44,7 @@ class Launch:
     """A command with all the processes that it starts, those it leaves behind included, and what they print. The
     folder of the log is their mark: whatever an earlier launch left there is ended first."""
 
-    def __init__(self, command: list, log: Path):
+    def __init__(self, command, log):
         self.mark, self.log = f"{MARK}={log.parent.resolve()}", log
         self.end()
         how = {"cwd": ROOT, "env": os.environ | {MARK: str(log.parent.resolve())}, "stderr": subprocess.STDOUT}
@@ -63,10 +62,10 @@ class Launch:
                     found[int(folder.name)] = next((ROLES[sign] for sign in ROLES if sign in words), "other")
         return found
 
-    def pids(self, role: str):
+    def pids(self, role):
         return sorted(pid for pid, each in self.processes().items() if each == role)
 
-    def gone_within(self, seconds: float):
+    def gone_within(self, seconds):
         """Return after how many seconds nothing was left; None if something was."""
         start = time.monotonic()
         while self.process.poll() is None or self.processes():
@@ -80,7 +79,7 @@ class Launch:
         send(self.processes(), signal.SIGKILL)
 
 
-def send(pids: Iterable[int], number: int):
+def send(pids, number):
     """Send a signal to those of the processes that are still there."""
     for pid in pids:
         with suppress(ProcessLookupError):
@@ -94,13 +93,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def torchrun(script: str, *flags):
+def torchrun(script, *flags):
     """Return the command of two processes, on a port that is free now."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     return [*agent, f"{script}.py", *FLAGS, *OWN[script], *flags]
 
 
-def kill(running: Launch, how: str, rng: random.Random = random):
+def kill(running, how, rng=random):
     """Send the signal. Before torchrun has started ranks there is only torchrun to send it to."""
     victims = running.pids("agent" if "torchrun" in how else "trainer") or running.pids("agent")
     rng.shuffle(victims)
@@ -109,24 +108,24 @@ def kill(running: Launch, how: str, rng: random.Random = random):
     send(victims, signal.SIGTERM if "SIGTERM" in how else signal.SIGKILL)
 
 
-def read(file: Path):
+def read(file):
     """Return the JSON lines of a file, or none if there is no file."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-def rows(folder: Path):
+def rows(folder):
     """Return the metrics without those that measure time or memory."""
     logged = read(folder / "metrics.jsonl")
     measured = re.compile("time$|.*(second|memory)")
     return [{name: row[name] for name in row if not measured.match(name)} for row in logged]
 
 
-def position(manifest: Path):
+def position(manifest):
     """Return how far the data were read at a checkpoint."""
     return json.loads(manifest.read_text())["position"]
 
 
-def differences(ours: Path, theirs: Path):
+def differences(ours, theirs):
     """Return where a run folder differs from that of an undisturbed run. Times, memory and logs are not compared."""
     found = []
     if rows(ours) != rows(theirs):
@@ -144,7 +143,7 @@ def differences(ours: Path, theirs: Path):
     return found
 
 
-def start(script: str, run: Path):
+def start(script, run):
     """Start a run or go on with it. It writes a checkpoint after every step and evaluates at two."""
     run.parent.mkdir(parents=True, exist_ok=True)
     flags = ["--steps", 10, "--checkpoint-every", 1, "--eval", TOY / "harder.jsonl", "--eval-every", 5]
@@ -152,7 +151,7 @@ def start(script: str, run: Path):
     return Launch(torchrun(script, *flags, "--run-dir", run, *resume), run.with_name("log.txt"))
 
 
-def trial(script: str, run: Path, last: bool):
+def trial(script, run, last):
     """Start or resume a run, and kill it at a random moment unless it is the `last` time: in the start-up, of some 20
     seconds, or within a second after one of its next five steps. Return what happened and what was lost."""
     steps = random.randint(0, 5)

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def setting(text: str):
+def setting(text):
     """Return the key and the value of KEY=VALUE, a value as JSON or Python has it or else as text."""
     key, _, value = text.partition("=")
     json_words = {"True": "true", "False": "false"}
@@ -28,7 +28,7 @@ def setting(text: str):
         return key, value
 
 
-def problems(task: str, size: int, seed: int, settings: dict, taken: set[str]):
+def problems(task, size, seed, settings, taken):
     """Return `size` distinct rows {problem, answer, entry}, none in `taken`. Raises SystemExit for a task that the
     library does not have, for settings that it does not take, and where it has too few problems."""
     import reasoning_gym

@@ -21,7 +21,6 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -48,7 +47,7 @@ Rows = list[dict]  # of a run, one a step: {metric: value}
 Runs = dict[str, Rows]
 
 
-def read(run: Path):
+def read(run):
     """Return the rows of a run folder, or of a csv that tools/claims.py wrote; NaN for what was not finite. Raises
     SystemExit naming the folder when there are none."""
     if run.suffix == ".csv":
@@ -62,23 +61,23 @@ def read(run: Path):
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
 
 
-def values_of(rows: Rows, metric: str):
+def values_of(rows, metric):
     """Return what the rows have of a metric and is finite."""
     return [row[metric] for row in rows if metric in row and math.isfinite(row[metric])]
 
 
-def mean_over_steps(rows: Rows, metric: str):
+def mean_over_steps(rows, metric):
     """Return a metric's mean over the steps that logged a finite value; NaN if none did."""
     values = values_of(rows, metric)
     return sum(values) / len(values) if values else math.nan
 
 
-def metrics_of(rows: Iterable[dict], prefix: str = ""):
+def metrics_of(rows, prefix=""):
     """Return the metrics that some row has and that begin with the prefix, in order."""
     return list(dict.fromkeys(key for row in rows for key in row if key.startswith(prefix)))
 
 
-def stem(name: str):
+def stem(name):
     """Return what the runs of all seeds are called."""
     return re.sub(r"-(seed)?\d{1,3}$", "", name)
 
@@ -89,14 +88,14 @@ def colours(names):
     return {name: f"C{stems.index(stem(name))}" for name in names}
 
 
-def grid_of(rows: int, columns: int, width: float, height: float, **shared):
+def grid_of(rows, columns, width, height, **shared):
     """Return the axes of a new picture, each so many inches wide and high."""
     size = (width * columns, height * rows)
     _, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **shared)
     return axes
 
 
-def finish(axis, names, path: Path, dpi: int = 110):
+def finish(axis, names, path, dpi=110):
     """Name every run's colour in an axis, drawn in it or not, and write its picture."""
     coloured = colours(names)
     alone = len(set(coloured.values())) == len(coloured)
@@ -108,7 +107,7 @@ def finish(axis, names, path: Path, dpi: int = 110):
     axis.figure.savefig(path, dpi=dpi)
 
 
-def draw_curves(runs: Runs, panels: list[str], path: Path):
+def draw_curves(runs, panels, path):
     """A column for each metric; steps (RL steps for SPS) above, seconds since the first evaluation below."""
     axes = grid_of(2, len(panels), 4, 3.25, sharey="col")
     for across, row in zip(("step", "time"), axes, strict=True):
@@ -123,7 +122,7 @@ def draw_curves(runs: Runs, panels: list[str], path: Path):
     finish(axes[0, 0], runs, path)
 
 
-def draw_band(axis, seeds: list[Rows], metric: str, colour: str):
+def draw_band(axis, seeds, metric, colour):
     """Draw a metric's mean over seeds and a band of its standard error; a gap where no seed has a finite value."""
     steps = sorted({row["step"] for rows in seeds for row in rows if metric in row})
     means = []
@@ -140,7 +139,7 @@ def draw_band(axis, seeds: list[Rows], metric: str, colour: str):
     axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
-def draw_bands(runs: Runs, panels: list[str], path: Path):
+def draw_bands(runs, panels, path):
     """A panel for each metric: mean over the runs of one stem and, with several, a band of its standard error."""
     axes = grid_of(1, len(panels), 4, 3.5)
     colour_of = {stem(name): colour for name, colour in colours(runs).items()}
@@ -154,7 +153,7 @@ def draw_bands(runs: Runs, panels: list[str], path: Path):
     finish(axes[0, 0], runs, path, dpi=90)
 
 
-def covariance_table(runs: Runs):
+def covariance_table(runs):
     """Return Table 1 of CW-GRPO, the paper's and the runs': mean c of the tokens from one share to the next."""
     wide = max(map(len, ["paper", *runs])) + 2
     lines = ["mean c of the tokens, by size, from the share before to this one; mean over steps"]
@@ -168,7 +167,7 @@ def covariance_table(runs: Runs):
     return "\n".join(lines)
 
 
-def draw_covariance(runs: Runs, path: Path):
+def draw_covariance(runs, path):
     """Fig. 3 of CW-GRPO: the share of sum |c| that the tokens of largest |c| make up, mean over a run's steps."""
     prefix = "covariance/cumulative@"
     axis = grid_of(1, 1, 6, 4.5)[0, 0]
@@ -183,7 +182,7 @@ def draw_covariance(runs: Runs, path: Path):
     finish(axis, runs, path)
 
 
-def answered(files: list[Path]):
+def answered(files):
     """Return {model: (n, right)} of JSON files of eval.py, or of the eval.json of folders: how many of n completions of
     each question were right, by the protocol with most completions. Raises SystemExit for another set of questions."""
     found = {}
@@ -201,7 +200,7 @@ def answered(files: list[Path]):
     return found
 
 
-def draw_accuracy(found: dict, path: Path):
+def draw_accuracy(found, path):
     """Figs. 2 and 5 of SPS: how many questions have which share of right answers."""
     axes = grid_of(1, len(found), 3, 2.8, sharey=True)
     for axis, (model, (n, right)) in zip(axes[0], found.items(), strict=True):
@@ -210,7 +209,7 @@ def draw_accuracy(found: dict, path: Path):
     plt.savefig(path, dpi=110)
 
 
-def draw_pass(found: dict, path: Path):
+def draw_pass(found, path):
     """pass@k for every k up to n."""
     from common import pass_at_k
 
@@ -224,7 +223,7 @@ def draw_pass(found: dict, path: Path):
     finish(axis, found, path)
 
 
-def first_responses(file: Path):
+def first_responses(file):
     """Return for each problem of a file of samples/ its text, what is said of its first response, and that response."""
     found = []
     for part in file.read_text().split("\n==== problem ")[1:]:
@@ -234,7 +233,7 @@ def first_responses(file: Path):
     return found
 
 
-def seen(run: Path):
+def seen(run):
     """Return an iterator over a run's first held-out problems: image or None, and what `first_responses` says before
     and after training. Raises SystemExit for a run that was not evaluated twice."""
     from datasets import Image
@@ -254,7 +253,7 @@ def seen(run: Path):
     return zip(images, before, first_responses(files[-1]), strict=True)
 
 
-def draw_boxes(axis, image, said: str, style: str):
+def draw_boxes(axis, image, said, style):
     """Draw the boxes of an answer, in thousandths of the image, over it."""
     from rewards import BOX
 
@@ -263,7 +262,7 @@ def draw_boxes(axis, image, said: str, style: str):
         axis.plot([left, right, right, left, left], [top, top, bottom, bottom, top], f"k{style}", clip_on=False)
 
 
-def draw_answer(axis, image, before: tuple, after: tuple):
+def draw_answer(axis, image, before, after):
     """Draw a problem and the end of both answers, under an image with their boxes, those before training dashed."""
     lines = []
     for when, style, (_, about, said) in (("before", "--", before), ("after", "-", after)):
@@ -284,7 +283,7 @@ def draw_answer(axis, image, before: tuple, after: tuple):
     axis.set(xticks=[], yticks=[])
 
 
-def draw_answers(runs: list[Path], path: Path):
+def draw_answers(runs, path):
     """A row for each run: its first held-out problems, and what was answered before and after training."""
     axes = grid_of(len(runs), 5, 2.7, 3.7)
     for run, row in zip(runs, axes, strict=True):
@@ -293,7 +292,7 @@ def draw_answers(runs: list[Path], path: Path):
     plt.savefig(path, dpi=90)
 
 
-def phases(rows: Rows):
+def phases(rows):
     """Return a table of a run's phases: median seconds where a step has it, and share of the time, after a warm-up."""
     steps = [row for row in rows if row["step"]]
     steps = steps[5:] or steps
@@ -311,7 +310,7 @@ def phases(rows: Rows):
     return "\n".join(lines)
 
 
-def print_summary(name: str, rows: Rows):
+def print_summary(name, rows):
     """Print a run's reward and every held-out accuracy, before and after, and where the time went."""
     steps = [row for row in rows if "reward" in row]
     if steps:
@@ -327,7 +326,7 @@ def print_summary(name: str, rows: Rows):
     print(phases(rows))
 
 
-def panels_of(runs: Runs, asked: tuple[str, ...]):
+def panels_of(runs, asked):
     """Return the metrics to draw: those that were asked for, or the usual ones. Raises SystemExit for a metric that no
     run logged."""
     logged = metrics_of(itertools.chain(*runs.values()))

