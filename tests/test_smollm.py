@@ -84,7 +84,7 @@ def test_what_cannot_be_fetched_is_said_in_one_line(tmp_path, monkeypatch):
 def test_another_model_is_not_taken_for_it(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     model = AutoModelForCausalLM.from_pretrained(tiny)
-    with pytest.raises(SystemExit, match=r"should be .*' Paris\.'.*-2\.1904: the conversion went wrong"):
+    with pytest.raises(SystemExit, match=r"should be -2\.1904: the conversion went wrong"):
         smollm.check(tokenizer, model)
 
 

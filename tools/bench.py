@@ -150,8 +150,6 @@ def mfu(policy, batch, tokens, seconds, world):
     width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
     packed_R = batch.length_R + torch.tensor([len(problem.prompt_ids) for problem in batch.problem_R])
     flop_R = body * packed_R + head * batch.length_R + width * packed_R.double().square()
-    if hasattr(policy.model, "visual"):  # The attention of its patches is not counted.
-        flop_R += weights_in(policy.model.visual) * (batch.total_R - packed_R)
     flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
     rate = tokens * flop / max(seconds, 1e-9)
     return rate / world.size / matmul_rate(world.device)
@@ -244,11 +242,6 @@ def training_bytes(shape, gpus, tokens, recompute):
     end = 2 * shape.root + max(2 * shape.root, 4 * shape.root // gpus) + 11 * hidden
     held = 16 * shape.weights // gpus + 2 * shape.root
     return held + max(shape.layers * layer + max(logits, backward), end)
-
-
-def sampling_bytes(shape, gpus, share, gib):
-    """Return what one of so many GPUs holds while vLLM fills this share of it, with 12 bytes a weight beside vLLM."""
-    return 12 * shape.weights // gpus + int(share * gib * GIB)
 
 
 def trains_in(shape, gpus, tokens, share, gib, recompute=True):

@@ -12,14 +12,17 @@ Every figure is in percent, and log-probs are in nats. docs/evaluation.md names 
 
 import inspect
 import json
+import math
 import resource
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -258,9 +261,8 @@ class Args:
 
     model: Annotated[str, tyro.conf.Positional]
     """Hub id, folder with safetensors, run folder, or checkpoint of a run."""
-    protocols: tuple[str, ...] = ()
-    """sspo, open-rs, cwgrpo-7b, gpg-7b, gpg-16, sps; of images geoqa, virft, cv-bench, lisa. Empty: what the model's
-    context holds, of images where it sees."""
+    protocols: tuple[Literal[*PROTOCOLS], ...] = ()
+    """The last four are of images. Empty: what the model's context holds, of images where it sees."""
     sets: tuple[str, ...] = ()
     """Only these of a protocol's sets, or instead of them files and hub ids. A file NAME.jsonl is the set NAME, so
     beside what papers report of it. Empty: the protocol's."""
@@ -456,17 +458,15 @@ def similarity(responses_PG):
     has such a figure; the measure is ours."""
     per_group = []
     for group in responses_PG:
-        kinds, units = [], []
+        summed = Counter()
         for ids in group:
-            before = np.append(-1, ids)[:-1]
-            kind, count = np.unique((before << 32) + ids, return_counts=True)
-            kinds.append(kind)
-            units.append(count / np.linalg.norm(count))
-        _, column = np.unique(np.concatenate(kinds), return_inverse=True)
-        unit = np.concatenate(units)
-        summed = np.bincount(column, unit)
+            counts = Counter(pairwise([-1, *ids.tolist()]))
+            norm = math.hypot(*counts.values())
+            for bigram, count in counts.items():
+                summed[bigram] += count / norm
+        alone = sum(len(ids) > 0 for ids in group)  # An empty response is like no other.
         pairs = len(group) * (len(group) - 1)
-        per_group.append((summed @ summed - unit @ unit) / pairs)  # An empty response is like no other.
+        per_group.append((sum(x * x for x in summed.values()) - alone) / pairs)
     return 100 * float(np.mean(per_group))
 
 
@@ -608,8 +608,6 @@ def show(name, protocol, rows, why_not):
 
 
 def main(args):
-    unknown = set(args.protocols) - PROTOCOLS.keys()
-    common.need(not unknown, f"--protocols {sorted(unknown)}: legal: {', '.join(PROTOCOLS)}")
     world = common.init_world()
     run = Path(args.model)
     folder = common.model_folder(common.Args(model=model_of(args.model), max_prompt_tokens=1, max_response_tokens=1))

