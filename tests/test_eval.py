@@ -40,17 +40,8 @@ def test_measures_of_sps():
     a, b, empty = np.array([1, 2, 3]), np.array([4, 5, 6]), np.empty(0, np.int64)
     assert evaluation.similarity([[a, a], [a, b]]) == pytest.approx(50)
     assert evaluation.similarity([[a, empty]]) == pytest.approx(0)
-    rng = np.random.default_rng(0)
-    group = [rng.integers(0, 4, rng.integers(1, 20)) for _ in range(5)]
-
-    def bigrams(ids):
-        counts = np.zeros((5, 5))
-        for before, after in zip([-1, *ids[:-1]], ids, strict=True):
-            counts[before, after] += 1
-        return counts.flatten() / np.linalg.norm(counts)
-
-    pairs = [bigrams(x) @ bigrams(y) for i, x in enumerate(group) for y in group[:i]]
-    assert evaluation.similarity([group]) == pytest.approx(100 * np.mean(pairs))
+    longer = np.array([1, 2, 3, 2, 3])  # of its bigrams one stands twice: cosine 4 / sqrt(3 * 7)
+    assert evaluation.similarity([[a, longer, b]]) == pytest.approx(100 * 4 / math.sqrt(21) / 3)
     answers = [common.Rollout(None, np.array(logp), "", False) for logp in ([-0.5], [-0.1, -0.2, -0.6])]
     groups = [common.Group(None, [answer]) for answer in answers]
     assert evaluation.greedy_logp(groups) == pytest.approx((-0.5 - 0.3) / 2)
@@ -125,15 +116,16 @@ def test_prompt_and_response_share_the_bound_of_cwgrpo_7b():
     assert "needs a chat template" in evaluation.obstacle(own, config, tokenizer)
 
 
-def test_where_figures_go(tmp_path, monkeypatch):
+def test_where_figures_go(tmp_path):
     """A run's checkpoints and models stay as they are."""
-    monkeypatch.chdir(tmp_path)
-    for folder in ("run/checkpoints/step-00100", "run/best", "model"):
-        Path(folder).mkdir(parents=True)
-    Path("run/run.json").touch()
     where = {"run": "run/eval.json", "run/best": "run/eval-best.json", "model": "model/eval.json"}
-    where |= {"run/checkpoints/step-00100": "run/eval-step-00100.json", "Qwen/Qwen2.5-Math-1.5B": "eval.json"}
-    assert {model: str(evaluation.place(Path(model))) for model in where} == where
+    where["run/checkpoints/step-00100"] = "run/eval-step-00100.json"
+    for model in where:
+        (tmp_path / model).mkdir(parents=True)
+    (tmp_path / "run" / "run.json").touch()
+    for model, file in where.items():
+        assert evaluation.place(tmp_path / model) == tmp_path / file
+    assert evaluation.place(Path("Qwen/Qwen2.5-Math-1.5B")) == Path("eval.json")
 
 
 def row_of(name: str, accuracy: float, **figures) -> dict:

@@ -9,9 +9,7 @@ import subprocess
 import faults
 import pytest
 import smollm
-import torch
 from conftest import ROOT, torchrun
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
@@ -89,23 +87,13 @@ def test_another_model_is_not_taken_for_it(tiny):
 
 
 @pytest.mark.slow
-def test_from_the_wheel_to_a_run_that_goes_on(tmp_path):
-    """The model is made again, trained for two steps, and for one and then another: the weights are the same."""
+def test_from_the_wheel_to_a_run(tmp_path):
+    """The model is made again, trained for a step, and saved."""
     made = tmp_path / "smollm"
     assert "-2.1904" in torchrun("tools/smollm.py", "--out", made, plain=True)
-    assert common.read_table(str(made / "train.jsonl"), "--dataset").num_rows == 2000
     command = subprocess.check_output(["./run.sh", "sspo-135m"], cwd=ROOT, env=os.environ | {"DRY": "1"}, text=True)
     script, *flags = shlex.split(command.replace("tools/smollm/", f"{made}/"))
-    small = ["--prompts-per-step", 2, "--max-response-tokens", 24, "--eval", made / "harder.jsonl", "--eval-samples", 1]
-    weights = []
-    for name, parts in (("whole", [2]), ("parts", [1, 2])):
-        folder = tmp_path / name
-        for part in parts:
-            resume = ["--resume"] if part == parts[-1] != parts[0] else []
-            torchrun(script, *flags, *small, "--steps", part, "--keep-best", "--run-dir", folder, *resume, timeout=900)
-        rows = faults.read(folder / "metrics.jsonl")
-        assert [row["step"] for row in rows] == [0, 1, 2] and rows[1]["optimizer_steps"] >= 0
-        weights.append(load_file(folder / "model" / "model.safetensors"))
-        assert (folder / "best" / "model.safetensors").is_file()
-    whole, parted = weights
-    assert whole.keys() == parted.keys() and all(torch.equal(whole[name], parted[name]) for name in whole)
+    flags += ["--prompts-per-step", 2, "--max-response-tokens", 24, "--eval", made / "harder.jsonl", "--steps", 1]
+    torchrun(script, *flags, "--eval-samples", 1, "--keep-best", "--run-dir", tmp_path / "run", timeout=900)
+    assert [row["step"] for row in faults.read(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
