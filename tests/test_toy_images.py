@@ -88,7 +88,7 @@ def test_the_teacher_points_badly():
 
 def test_the_model_gets_the_pixels(untaught):
     """A patch inside the blue square: its colour, normalised by hand; 9 tokens stand for the image."""
-    tokenizer, processor, model = untaught
+    tokenizer, processor, _ = untaught
     inputs, labels = toy_images.inputs_of(tokenizer, processor, [Problem((RED, BLUE), "where", "red")], ["\\boxed{}"])
     mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
     blue = (np.array(toy_images.COLOURS["blue"]) / 255 - mean) / std
@@ -98,7 +98,7 @@ def test_the_model_gets_the_pixels(untaught):
     text = tokenizer.decode(inputs["input_ids"][0])
     assert text == f"<|vision_start|>{'<|image_pad|>' * 9}<|vision_end|>where is the red square?\n\\boxed{{}}{END}"
     assert tokenizer.decode(labels[labels >= 0]) == "\\boxed{}" + END
-    assert inputs["mm_token_type_ids"].sum() == 9 and model.num_parameters() < 2_000_000
+    assert inputs["mm_token_type_ids"].sum() == 9
 
 
 def test_a_few_lessons_teach(untaught):
