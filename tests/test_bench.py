@@ -51,4 +51,3 @@ def test_pace_leaves_out_the_first_steps(tmp_path):
     rows += [{"time": end, "response_length": end} for end in (10, 20, 30, 40, 50, 51, 53, 60)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert bench.pace(tmp_path).strip() == "2.00 s a step, 55 tokens a response"
-    assert {bench.coin(str(n), {}) for n in range(9)} == {0.0, 1.0}

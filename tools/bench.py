@@ -4,7 +4,7 @@
     python tools/bench.py policy --shape toy --lengths 64 256
     torchrun --nproc-per-node 8 tools/bench.py policy --shape qwen2.5-7b --lengths 1024 4096 --activation-checkpointing
     torchrun --nproc-per-node 2 tools/bench.py verifier
-    python tools/bench.py trl
+    python tools/bench.py trl [-- --temperature 2 --max-response-tokens 200]
 
 Nothing here is a test: timings are printed with hardware and date. `fit` is computed, not measured.
 """
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from datetime import date
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -35,7 +34,6 @@ import torch
 import tyro
 from faults import read
 from torch.utils.benchmark import Timer
-from toy import make_tokenizer
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import common
@@ -316,11 +314,6 @@ def verifier():
     torch.distributed.destroy_process_group()
 
 
-def coin(completion, _row):
-    """Return 0 or 1 by a hash of the completion, so that rewards differ even in a group of nonsense."""
-    return float(zlib.crc32(completion.encode()) % 2)
-
-
 def trl_config(args, processes):
     """Return the arguments with which TRL's GRPOConfig makes a step like one of these, on a CPU."""
     return {
@@ -356,9 +349,7 @@ def trl_run(run: tyro.conf.Positional[Path]):
     verifier = common.Verifier(args, world)
 
     def reward(completions, number, **_):
-        if args.reward == "math":
-            return verifier.grade(completions, [problems[n].answer for n in number])
-        return [coin(text, {}) for text in completions]
+        return verifier.grade(completions, [problems[n].answer for n in number])
 
     times = []
     clock = TrainerCallback()
@@ -387,11 +378,13 @@ def pace(folder):
     return f"{seconds:6.2f} s a step, {length:.0f} tokens a response"
 
 
-def trl():
+def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     """Run GRPO, one update a step of 16 x 8 responses, here and with TRL in turn, on 2 processes of the CPU in float32.
-    The model is the embedded default, then an untrained one whose responses vary in length, since it draws one of 263
-    tokens at random, the stop token among them; and that again with 8 prompts of 256 tokens and responses of at most
-    64. Print what a step takes."""
+    Print what a step takes.
+
+    Args:
+        flags: behind --, of sps.py, with which both run; another model, say
+    """
     if importlib.util.find_spec("trl") is None:
         sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
     if torch.cuda.is_available():
@@ -399,27 +392,16 @@ def trl():
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
     quiet = {"cwd": ROOT, "env": env, "check": True, "stdout": subprocess.DEVNULL}
-    trl_side = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "trl_run"]
+    ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--steps", "25", "--eval", ""]
+    its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "trl_run"]
     print(f"2 processes, OMP_NUM_THREADS={threads}; {hardware()}")
     with tempfile.TemporaryDirectory() as home:
-        model, problems = Path(home, "model"), Path(home, "long.jsonl")
-        random_model(SHAPES["toy"]._replace(vocabulary=len(make_tokenizer(model))), model)
-        datasets.Dataset.from_dict({"problem": [f"{n:+<255}" for n in range(64)]}).to_json(problems)
-        untrained = ["--model", model, "--reward", "tools/bench.py:coin", "--max-response-tokens", "512", "--lr", "0"]
-        long = ["--dataset", problems, "--prompts-per-step", "8", "--max-prompt-tokens", "256"]
-        cases = {
-            "the embedded default": ["--steps", "25"],
-            "an untrained model": [*untrained, "--steps", "10"],
-            "long prompts": [*untrained, *long, "--max-response-tokens", "64", "--steps", "20"],
-        }
-        for name, flags in cases.items():
-            run = Path(home, name)
-            ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--eval", ""]
-            subprocess.run([*ours, *flags, "--run-dir", run], **quiet)
-            print(f"\n{name}\n  sps.py      {pace(run)}", flush=True)
-            (run / "trl").mkdir()
-            subprocess.run([*trl_side, run], **quiet)
-            print(f"  TRL {importlib.metadata.version('trl')}  {pace(run / 'trl')}", flush=True)
+        run = Path(home, "run")
+        subprocess.run([*ours, *flags, "--run-dir", run], **quiet)
+        print(f"sps.py      {pace(run)}", flush=True)
+        (run / "trl").mkdir()
+        subprocess.run([*its, run], **quiet)
+        print(f"TRL {importlib.metadata.version('trl')}  {pace(run / 'trl')}")
 
 
 if __name__ == "__main__":

@@ -104,9 +104,7 @@ def grid_of(rows, columns, width, height, **shared):
 
 def finish(axis, names, path, dpi=110):
     """Name every run's colour in an axis, drawn in it or not, and write its picture."""
-    coloured = colours(names)
-    alone = len(set(coloured.values())) == len(coloured)
-    labels = {colour: name if alone else stem(name) for name, colour in coloured.items()}
+    labels = {colour: stem(name) for name, colour in colours(names).items()}
     handles = [plt.Line2D([], [], color=colour) for colour in labels]
     axis.legend(handles, labels.values())
     axis.figure.savefig(path, dpi=dpi)
