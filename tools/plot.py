@@ -113,14 +113,14 @@ def finish(axis, names, path, dpi=110):
 def draw_curves(runs, panels, path):
     """A column for each metric; steps (RL steps for SPS) above, seconds since the first evaluation below."""
     axes = grid_of(2, len(panels), 4, 3.25, sharey="col")
-    for across, row in zip(("step", "time"), axes, strict=True):
+    for across, label, row in zip(("step", "time"), ("step", "seconds"), axes, strict=True):
         for metric, axis in zip(panels, row, strict=True):
             for name, colour in colours(runs).items():
                 begin = runs[name][0][across]
                 logged = [row for row in runs[name] if metric in row]
                 places = [row[across] - begin for row in logged]
                 axis.plot(places, [row[metric] for row in logged], colour)
-            axis.set(title=metric, xlabel=across)
+            axis.set(title=metric, xlabel=label)
             axis.set_ylim(bottom=0)
     finish(axes[0, 0], runs, path)
 
@@ -391,7 +391,9 @@ class Args:
 
 
 def main():
-    args = tyro.cli(Args, description=__doc__)
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    if not args.runs:
+        raise SystemExit("plot.py RUN...: which runs? --help says more")
     runs = {}
     if args.figure == "accuracy":
         draw_accuracy(answered(args.runs), args.out)
