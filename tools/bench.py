@@ -323,7 +323,6 @@ def trl_config(args, processes):
         "temperature": args.temperature,
         "loss_type": "grpo",
         "learning_rate": args.lr,
-        "lr_scheduler_type": "constant",
         "max_steps": args.steps,
         "use_cpu": True,
         "bf16": False,

@@ -17,7 +17,6 @@ first use installs what reads GGUF and downloads 93 MB; to make the model again,
 checked before it gets its name, by the mean log-prob of a text.
 """
 
-import argparse
 import hashlib
 import json
 import random
@@ -28,6 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import tyro
 
 FOLDER = Path(__file__).parent / "smollm"
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")  # what transformers reads GGUF with
@@ -142,23 +142,19 @@ def check(tokenizer, model):
         raise SystemExit(f"tools/smollm.py: should be {LOGP}: the conversion went wrong")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--problems", action="store_true", help="write the problem files only")
-    args = parser.parse_args()
-    write_problems(args.out, args.seed)
-    if args.problems:
+def main(out: Path = FOLDER, seed: int = 1, problems: bool = False):
+    """Make the problem files and the model, or with --problems the problem files only."""
+    write_problems(out, seed)
+    if problems:
         return
-    print(f"making {args.out}, once: a download of 93 MB, and a minute")
+    print(f"making {out}, once: a download of 93 MB, and a minute")
     pip("install", *READERS)
-    with TemporaryDirectory(dir=args.out) as work:
+    with TemporaryDirectory(dir=out) as work:
         made = Path(work, "model")
         tokenizer, model = convert(fetch(Path(work)), made)
         check(tokenizer, model)
-        made.rename(args.out / "model")
+        made.rename(out / "model")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

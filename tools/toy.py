@@ -25,7 +25,6 @@ to teach. The same seed gives the same problems; the weights also depend on the 
 machine and its number of threads.
 """
 
-import argparse
 import json
 import random
 import time
@@ -34,6 +33,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import torch
+import tyro
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -222,29 +222,25 @@ def teach_model(model, batch, steps, peak_lr=3e-3):
             print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--problems", action="store_true", help="write the problem files only")
-    args = parser.parse_args()
-    taken = write_problems(args.out, args.seed)
-    if args.problems:
+def main(out: Path = FOLDER, seed: int = 1, problems: bool = False):
+    """Make the problem files and the model, or with --problems the problem files only."""
+    taken = write_problems(out, seed)
+    if problems:
         return
-    torch.manual_seed(args.seed)
-    tokenizer = make_tokenizer(args.out / "model")
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer(out / "model")
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters")
-    rng = random.Random(args.seed)
-    meaning = meanings(args.seed)
+    rng = random.Random(seed)
+    meaning = meanings(seed)
 
     def batch():
         ids, labels = lessons(rng, tokenizer, meaning, taken, BATCH)
         return {"input_ids": ids}, labels
 
     teach_model(model, batch, steps=500)
-    model.to(torch.bfloat16).save_pretrained(args.out / "model")
+    model.to(torch.bfloat16).save_pretrained(out / "model")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -30,7 +30,6 @@ files was used to teach. The same seed gives the same problems; the weights also
 sums, so on the machine and its number of threads.
 """
 
-import argparse
 import functools
 import io
 import json
@@ -42,6 +41,7 @@ from typing import NamedTuple
 import datasets
 import numpy as np
 import torch
+import tyro
 from PIL import Image
 from toy import BATCH, END, lay_out, make_tokenizer, teach_model
 from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
@@ -275,24 +275,21 @@ def lessons(rng, tokenizer, processor, taken, batch, respond=right):
     return inputs_of(tokenizer, processor, problems, [respond(problem) for problem in problems])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+def main(out: Path = FOLDER, seed: int = 1):
+    """Make the problem files and the model."""
     datasets.disable_progress_bars()
     disable_progress_bar()
-    taken = write_problems(args.out, args.seed)
-    torch.manual_seed(args.seed)
-    tokenizer, processor = make_processors(args.out / "model")
+    taken = write_problems(out, seed)
+    torch.manual_seed(seed)
+    tokenizer, processor = make_processors(out / "model")
     model = make_model(tokenizer)
-    print(f"making {args.out}, once, some three minutes: a model of {model.num_parameters():,} parameters")
-    rng = random.Random(args.seed)
+    print(f"making {out}, once, some three minutes: a model of {model.num_parameters():,} parameters")
+    rng = random.Random(seed)
     lesson = functools.partial(lessons, rng, tokenizer, processor, taken, BATCH)
     teach_model(model, lesson, steps=400)
     teach_model(model, functools.partial(lesson, functools.partial(teach, rng)), steps=100, peak_lr=1e-3)
-    model.to(torch.bfloat16).save_pretrained(args.out / "model")
+    model.to(torch.bfloat16).save_pretrained(out / "model")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)
