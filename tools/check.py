@@ -8,7 +8,6 @@ minutes what runs is cut off. Every GPU must hold MODEL whole with its gradient,
 temporary files a checkpoint, 12 bytes a weight; on GPUs it must hold the weights of 7B, 15 GB.
 """
 
-import argparse
 import math
 import os
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
+import tyro
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -278,7 +278,7 @@ def run_part(what, ranks, seconds):
         folder = Path(home) / "run"
         command = ["timeout", "--foreground", str(max(1, seconds))]
         command += [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        code = subprocess.run([*command, __file__, what, "--part", str(folder)]).returncode
+        code = subprocess.run([*command, __file__, what, "--part-in", str(folder)]).returncode
         table = folder / "table.md"
         rows = table.read_text().splitlines() if table.is_file() else []
     last = row(f"{Path(what).name}, exit code", code, "", "≤", 0)
@@ -287,19 +287,16 @@ def run_part(what, ranks, seconds):
     return [*rows, last]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default=TOY)
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # This is the run folder of `part`.
-    args = parser.parse_args()
-    if args.part:
-        part(args.model, Path(args.part))
+def main(model: tyro.conf.Positional[str] = TOY, part_in: tyro.conf.Suppress[str] = ""):
+    """Check this machine with a model: a hub id or a folder."""
+    if part_in:
+        part(model, Path(part_in))
         return 0
     ranks = torch.cuda.device_count() or 2
     threads = math.ceil(len(os.sched_getaffinity(0)) / ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    parts = [args.model]
+    parts = [model]
     if torch.cuda.is_available():
         sizes = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
         parts += [name for name in sizes if fits(name, ranks)]
@@ -316,4 +313,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tyro.cli(main, description=__doc__))

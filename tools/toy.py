@@ -109,25 +109,19 @@ def draw(rng, lengths, taken):
             yield letters, number
 
 
-def problems(seed, count, lengths, meaning, taken):
-    """Return `count` distinct rows {problem, answer}, none in `taken`, which is extended by them."""
-    rows = []
-    for letters, number in islice(draw(random.Random(seed), lengths, taken), count):
-        problem = question(letters, number)
-        taken.add(problem)
-        rows.append({"problem": problem, "answer": answer(meaning, letters, number)})
-    return rows
-
-
 def write_problems(folder, seed):
-    """Write train, heldout and harder as JSON lines; return the texts of all of them."""
+    """Write train, heldout and harder as JSON lines, with no problem twice; return the texts of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = set()
     meaning = meanings(seed)
     sets = (("heldout", 200, PROBLEM_LETTERS), ("harder", 100, HARDER_LETTERS), ("train", 4096, PROBLEM_LETTERS))
-    for number, (name, count, lengths) in enumerate(sets):
-        rows = problems(seed * 1000 + number, count, lengths, meaning, taken)
-        lines = [json.dumps(row) + "\n" for row in rows]
+    for place, (name, count, lengths) in enumerate(sets):
+        lines = []
+        for letters, number in islice(draw(random.Random(seed * 1000 + place), lengths, taken), count):
+            problem = question(letters, number)
+            taken.add(problem)
+            row = {"problem": problem, "answer": answer(meaning, letters, number)}
+            lines.append(json.dumps(row) + "\n")
         (folder / f"{name}.jsonl").write_text("".join(lines))
     return taken
 
