@@ -111,7 +111,7 @@ def test_prompt_and_response_share_the_bound_of_cwgrpo_7b():
     said = "prompt and response may have 4096 tokens, the model's context holds 4095"
     assert evaluation.obstacle(shared, config, tokenizer) == said
     own = settings(max_response_tokens=500)
-    assert (own.max_response_tokens, common.longest_sequence(own)) == (500, 1524)
+    assert (own.max_response_tokens, own.max_total_tokens) == (500, 0)
     own.template = "chat"
     assert "needs a chat template" in evaluation.obstacle(own, config, tokenizer)
 
