@@ -314,10 +314,20 @@ def verifier():
     torch.distributed.destroy_process_group()
 
 
-def trl_config(args, processes):
-    """Return the arguments with which TRL's GRPOConfig makes a step like one of these, on a CPU."""
-    return {
-        "per_device_train_batch_size": args.prompts_per_step * args.group_size // processes,
+def boxed_right(completions, answer, **_):
+    """Return TRL's rewards: 1.0 where the last box holds the answer as it is written."""
+    return [float(common.last_boxed(text) == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def trl_flags(args, data):
+    """Return the flags with which TRL's own script makes steps like those of a run of sps.py, on two CPU processes."""
+    how = {
+        "model_name_or_path": args.model,
+        "dtype": "float32",
+        "dataset_name": data,
+        "reward_funcs": "tools.bench.boxed_right",
+        "output_dir": f"{data}/trl",
+        "per_device_train_batch_size": args.prompts_per_step * args.group_size // 2,
         "num_generations": args.group_size,
         "max_completion_length": args.max_response_tokens,
         "temperature": args.temperature,
@@ -333,76 +343,54 @@ def trl_config(args, processes):
         "logging_steps": 1,
         "disable_tqdm": True,
     }
+    return [f"--{name}={value}" for name, value in how.items()]
 
 
-def trl_run(run: tyro.conf.Positional[Path]):
-    """Train with TRL's GRPOTrainer as a run of sps.py did; the command `trl` starts this. Write RUN/trl/metrics.jsonl,
-    which says of each step when it ended, in seconds, and its mean response length."""
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    world = common.init_world()
-    args = sps.Args(**json.loads((run / "run.json").read_text())["args"])
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
-    verifier = common.Verifier(args, world)
-
-    def reward(completions, number, **_):
-        return verifier.grade(completions, [problems[n].answer for n in number])
-
-    times = []
-    clock = TrainerCallback()
-    clock.on_step_end = lambda *_, **__: times.append(time.perf_counter())
-    prompts = [common.prompt_of(problem.text, args.template, tokenizer) for problem in problems]
-    trainer = GRPOTrainer(
-        Qwen2ForCausalLM.from_pretrained(args.model, dtype=torch.float32),
-        reward,
-        GRPOConfig(str(run / "trl"), **trl_config(args, world.size)),
-        datasets.Dataset.from_dict({"prompt": prompts, "number": range(len(prompts))}),
-        processing_class=tokenizer,
-        callbacks=[clock],
-    )
-    trainer.train()
-    if world.rank == 0:
-        lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "reward" in row]
-        rows = [{"time": end, "response_length": length} for end, length in zip(times, lengths, strict=True)]
-        (run / "trl" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def pace(folder):
+def pace(rows):
     """Say how long a step took from end to end, the median after the fifth step, and these steps' mean length."""
-    rows = [row for row in read(folder / "metrics.jsonl") if row.get("step") != 0]
     seconds = float(np.median(np.diff([row["time"] for row in rows[4:]])))
     length = float(np.mean([row["response_length"] for row in rows[5:]]))
     return f"{seconds:6.2f} s a step, {length:.0f} tokens a response"
 
 
 def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
-    """Run GRPO, one update a step of 16 x 8 responses, here and with TRL in turn, on 2 processes of the CPU in float32.
-    Print what a step takes.
+    """Run GRPO, one update a step of 16 x 8 responses, here and with TRL's own script in turn, on 2 processes of the
+    CPU in float32. Print what a step takes.
 
     Args:
         flags: behind --, of sps.py, with which both run; another model, say
     """
-    if importlib.util.find_spec("trl") is None:
+    found = importlib.util.find_spec("trl")
+    if found is None:
         sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
     if torch.cuda.is_available():
         sys.exit("this compares on the CPU: CPU=1 ./run.sh setup, then CUDA_VISIBLE_DEVICES= .venv-cpu/bin/python …")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
-    quiet = {"cwd": ROOT, "env": env, "check": True, "stdout": subprocess.DEVNULL}
+    env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--steps", "25", "--eval", ""]
-    its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "trl_run"]
+    its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    its.append(str(Path(found.origin).parent / "scripts" / "grpo.py"))
     print(f"2 processes, OMP_NUM_THREADS={threads}; {hardware()}")
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")
-        subprocess.run([*ours, *flags, "--run-dir", run], **quiet)
-        print(f"sps.py      {pace(run)}", flush=True)
-        (run / "trl").mkdir()
-        subprocess.run([*its, run], **quiet)
-        print(f"TRL {importlib.metadata.version('trl')}  {pace(run / 'trl')}")
+        subprocess.run([*ours, *flags, "--run-dir", run], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+        args = sps.Args(**json.loads((run / "run.json").read_text())["args"])
+        print(f"sps.py      {pace(read(run / 'metrics.jsonl')[-args.steps :])}", flush=True)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
+        prompts = [common.prompt_of(problem.text, args.template, tokenizer) for problem in problems]
+        answers = [problem.answer for problem in problems]
+        datasets.Dataset.from_dict({"prompt": prompts, "answer": answers}).to_json(f"{home}/data/train.jsonl")
+        command = [*its, *trl_flags(args, f"{home}/data")]
+        rows = []
+        with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE) as running:
+            for line in running.stdout:
+                length = re.search(r"completions/mean_length': '?([\d.]+)", line)
+                if length:
+                    rows.append({"time": time.perf_counter(), "response_length": float(length[1])})
+        print(f"TRL {importlib.metadata.version('trl')}  {pace(rows)}")
 
 
 if __name__ == "__main__":
-    commands = {each.__name__: each for each in (fit, policy, verifier, trl, trl_run)}
+    commands = {each.__name__: each for each in (fit, policy, verifier, trl)}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
