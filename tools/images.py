@@ -42,7 +42,11 @@ Rows = Iterator[tuple[str, dict]]  # of a set's name and what `row` returns
 
 def row(image, problem, solution):
     """Return a row as the hub's training sets have it."""
-    return {"image": {"bytes": image, "path": None}, "problem": problem, "solution": f"<answer> {solution} </answer>"}
+    return {
+        "image": {"bytes": image, "path": None},
+        "problem": problem,
+        "solution": f"<answer> {solution} </answer>",
+    }
 
 
 def geoqa(prompts, folder):
