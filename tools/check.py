@@ -287,8 +287,13 @@ def run_part(what, ranks, seconds):
     return [*rows, last]
 
 
-def main(model: tyro.conf.Positional[str] = TOY, part_in: tyro.conf.Suppress[str] = ""):
-    """Check this machine with a model: a hub id or a folder."""
+def main(model: tyro.conf.Positional[str] = TOY, part_in: str = ""):
+    """Check this machine with a model.
+
+    Args:
+        model: a hub id or a folder
+        part_in: the run folder of one part; the whole check starts its processes so
+    """
     if part_in:
         part(model, Path(part_in))
         return 0
