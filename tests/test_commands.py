@@ -18,7 +18,6 @@ import tyro
 from conftest import ROOT
 
 import common
-import gpg
 
 IMAGES = "geoqa|flower|pets|aircraft|car|sat|lisa"
 
@@ -28,6 +27,12 @@ def run_sh(*arguments: str) -> str:
     return subprocess.run(
         ["./run.sh", *arguments], cwd=ROOT, env=os.environ | {"DRY": "1"}, text=True, check=True, stdout=subprocess.PIPE
     ).stdout
+
+
+def settings(*words: str):
+    """Return the settings of an experiment of run.sh with these further words."""
+    script, *flags = shlex.split(run_sh(*words))
+    return tyro.cli(importlib.import_module(script.removesuffix(".py")).Args, args=flags)
 
 
 @functools.cache
@@ -61,16 +66,7 @@ def test_help_prints_the_table():
     assert sorted(found) == sorted(experiments().items())
 
 
-@pytest.mark.parametrize(
-    "name, near",
-    [
-        ("gpg-g2-rs1", "gpg-a-rs1"),  # GPG-RS's groups have 6
-        ("grpo-1.5b-3k", "sps-grpo-1.5b-3k"),
-        ("sspo-clip-cov-toy", "clip-cov-toy"),
-        ("sspo", "sspo-toy"),
-        ("qwen", ""),
-    ],
-)
+@pytest.mark.parametrize("name, near", [("gpg-g2-rs1", "gpg-a-rs1"), ("sspo", "sspo-toy"), ("qwen", "")])
 def test_an_unknown_name_is_an_error_that_names_the_nearest(name, near):
     done = subprocess.run(["./run.sh", name], cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 2 and not done.stdout
@@ -114,56 +110,36 @@ def test_every_experiment_has_its_methods_flags_and_passes_the_checks_before_a_r
             assert args.overlong_buffer <= args.max_response_tokens, name
 
 
-@pytest.mark.parametrize("page", ["sspo", "gpg", "cwgrpo", "sps"])
-def test_the_commands_of_the_docs_exist(page):
-    """In the table of the paper's tables and figures; SIZE stands for any that SPS has."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    rows = text.partition("## Tables and figures\n")[2].partition("\n## ")[0]
-    assert rows
-    size = rf"(?:toy|0\.5b|1\.5b|7b|math|rs[13]|zero|SIZE|{IMAGES})(?:-\d+k)?"
-    name = rf"`(?:\./run\.sh )?([a-z][a-z0-9.-]*-{size})(?: [^`]*)?`"
-    found = {each.replace("SIZE", "1.5b-3k") for each in re.findall(name, rows)}
-    assert len(found) > 3 and found <= experiments().keys(), found - experiments().keys()
-
-
 def test_every_experiment_that_is_written_somewhere_exists():
-    """Every `./run.sh METHOD-SIZE` of the README, the docs and the sources, but for those that stand for several."""
+    """Every METHOD-SIZE of the README, the docs and the sources, but for those that stand for several."""
     files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
-    name = r"\./run\.sh ([a-z][\w.-]*-[\w.-]*\w)(?![\w-]|\.[\w.])"
-    found = {each for file in files for each in re.findall(name, file.read_text()) if "SIZE" not in each}
+    size = rf"(?:toy|0\.5b|1\.5b|7b|math|rs[13]|zero|135m|{IMAGES})(?:-\d+k)?"
+    method = "(?:sspo|grpo|gspo|sir|dapo|drgrpo|gpg|cwgrpo|clip-cov|sps)"
+    name = rf"(?:\./run\.sh |`)({method}(?:-[\w.]+)*?-{size})(?=[ `])"
+    found = {each for file in files for each in re.findall(name, file.read_text())}
     assert len(found) > 30 and found <= experiments().keys(), found - experiments().keys()
 
 
-def test_every_method_has_a_first_experiment_of_one_recipe():
-    """What one step draws and how it is asked is the same for all methods of size 0.5b, but for groups of their own."""
-    same = ("model", "template", "dataset", "eval", "max_prompt_tokens", "temperature", "lr_warmup", "lr_floor")
-    recipes = {}
-    for name, script in experiments().items():
-        if name.endswith("-0.5b"):
-            args = tyro.cli(runpy.run_path(str(ROOT / script))["Args"], args=shlex.split(run_sh(name))[1:])
+def test_methods_of_a_size_have_one_recipe():
+    """What one step draws and how it is asked, but for groups of their own. IRL stages are at a rate at which they
+    act."""
+    same = ("model", "template", "dataset", "eval", "max_prompt_tokens", "max_response_tokens", "temperature")
+    same += ("lr_warmup", "lr_floor", "weight_decay")
+    recipes = {"0.5b": set(), "135m": set()}
+    for name in experiments():
+        method, _, size = name.rpartition("-")
+        if size not in recipes:
+            continue
+        args = settings(name)
+        recipes[size].add(tuple(getattr(args, field) for field in same))
+        if size == "135m":
+            assert (args.prompts_per_step, args.group_size, args.steps, args.lr) == (8, 8, 12, 1e-5), name
+            assert getattr(args, "irl_lr", 3e-6) == 3e-6 or args.irl_steps == 0, name
+        else:
             assert args.prompts_per_step * args.group_size == 512, name
             assert 7473 - args.prompts_per_step < args.steps * args.prompts_per_step <= 7473, name
-            assert (args.max_response_tokens, common.longest_sequence(args)) == (1024, 1536), name
-            recipes[name.removesuffix("-0.5b")] = tuple(getattr(args, field) for field in same)
-    toys = {f"{method}-{toy}" for method in recipes for toy in ("toy", "image-toy", "ground-toy")}
-    assert toys == {name for name in experiments() if name.endswith("toy")}
-    assert len(set(recipes.values())) == 1
-
-
-def test_the_methods_of_the_pretrained_model_on_two_cores_have_one_recipe():
-    """IRL stages, where a method has some, are at a rate at which they act."""
-    same = ("model", "template", "dataset", "eval", "eval_samples", "prompts_per_step", "group_size", "steps", "lr")
-    same += ("temperature", "max_response_tokens", "weight_decay", "lr_floor", "lr_warmup")
-    found = {name: script for name, script in experiments().items() if name.endswith("-135m")}
-    asked = "sspo grpo gspo gpg cwgrpo grpo-kl sps sps-grpo"
-    assert {f"{name}-135m" for name in asked.split()} <= found.keys()
-    recipes = set()
-    for name, script in found.items():
-        module = importlib.import_module(script.removesuffix(".py"))
-        args = tyro.cli(module.Args, args=shlex.split(run_sh(name))[1:])
-        recipes.add(tuple(getattr(args, field) for field in same))
-        assert getattr(args, "irl_lr", 3e-6) == 3e-6 or args.irl_steps == 0, name
-    assert len(recipes) == 1
+            assert {f"{method}-{toy}" for toy in ("toy", "image-toy", "ground-toy")} <= experiments().keys()
+    assert [len(found) for found in recipes.values()] == [1, 1]
 
 
 def executable(file: Path, command: str) -> None:
@@ -190,18 +166,17 @@ def machine(folder: Path, nvidia_smi: str) -> dict[str, str]:
 def test_gpus_that_pytorch_cannot_use_are_an_error_that_says_what_to_do(tmp_path):
     environment = machine(tmp_path, 'case "$*" in -L) echo "GPU 0: Old" ;; *) echo 550.54.14; echo 550.54.14 ;; esac')
     pipes = {"cwd": tmp_path, "text": True, "capture_output": True}
-    for command in (["./run.sh", "setup"], ["./run.sh", "grpo-toy"], ["./run.sh"]):
-        done = subprocess.run(command, env=environment, **pipes)
-        assert done.returncode == 1 and not done.stdout, done
-        for part in ("The driver is 550.54.14;", "580 or later", "CPU=1 ./run.sh"):
-            assert part in done.stderr, done.stderr
-        reason, *rest = done.stderr.splitlines()
-        assert re.search("cannot use them: .*(CUDA|NVIDIA)", reason) and len(rest) == 2, done.stderr
+    done = subprocess.run(["./run.sh", "grpo-toy"], env=environment, **pipes)
+    assert done.returncode == 1 and not done.stdout, done
+    reason, driver, what = done.stderr.splitlines()
+    assert re.search("cannot use them: .*(CUDA|NVIDIA)", reason)
+    assert "The driver is 550.54.14;" in driver and "580 or later" in driver + what and "CPU=1 ./run.sh" in what
     assert subprocess.run(["./run.sh", "setup"], env=environment | {"CPU": "1"}, **pipes).returncode == 0
 
 
 def test_an_experiment_fetches_what_it_needs_at_first_use(tmp_path):
-    """From a repository of this name on this machine: git is told to take it instead of GitHub's."""
+    """From a repository of this name on this machine: git is told to take it instead of GitHub's. The copy of run.sh
+    has no scripts beside it."""
     problems = "datasets/train/math_lvl3to5_8k/state.json"
     origin, here = tmp_path / "understand-r1-zero", tmp_path / "here"
     (origin / problems).parent.mkdir(parents=True)
@@ -213,33 +188,21 @@ def test_an_experiment_fetches_what_it_needs_at_first_use(tmp_path):
     environment = machine(here, "exit 0") | {"CPU": "1", "GIT_CONFIG_COUNT": "1"}
     environment["GIT_CONFIG_KEY_0"] = f"url.file://{tmp_path}/.insteadOf"
     environment["GIT_CONFIG_VALUE_0"] = "https://github.com/sail-sg/"
-    pipes = {"cwd": here, "text": True, "capture_output": True}
 
-    for name in ("sspo-1.5b", "gpg-image-toy", "gpg-135m"):
-        assert subprocess.run(["./run.sh", name], env=environment | {"DRY": "1"}, **pipes).returncode == 0
-    assert not (here / "data").exists()
-    ran = subprocess.run(["./run.sh", "sspo-clip-cov-7b", "--help"], env=environment, **pipes)
-    assert "can't open file" in ran.stderr and "cwgrpo.py" in ran.stderr  # the copy of run.sh has no scripts beside it
+    def run(*words: str, **more: str):
+        return subprocess.run(["./run.sh", *words], env=environment | more, cwd=here, text=True, capture_output=True)
+
+    needs = {"gpg-image-toy": "toy_images.py", "gpg-135m": "smollm.py", "sspo-clip-cov-7b": "cwgrpo.py"}
+    for name, file in needs.items():
+        assert run(name, DRY="1").returncode == 0 and not (here / "data").exists()
+        said = run(name, "--help").stderr
+        assert "can't open file" in said and file in said
     assert (here / "data" / origin.name / problems).exists()
-    ran = subprocess.run(["./run.sh", "gpg-image-toy", "--help"], env=environment, **pipes)
-    assert "can't open file" in ran.stderr and "toy_images.py" in ran.stderr
-    ran = subprocess.run(["./run.sh", "gpg-135m", "--help"], env=environment, **pipes)
-    assert "can't open file" in ran.stderr and "smollm.py" in ran.stderr
-
-    shutil.rmtree(here / "data")
+    shutil.rmtree(origin)
+    ran = run("data")  # without asking the repository again
+    assert ran.returncode == 0 and common.Args.dataset in ran.stdout
     (here / "requirements-cpu.txt").unlink()  # without it a set-up fails
-    assert subprocess.run(["./run.sh", "setup"], env=environment, **pipes).returncode == 1
-    for _ in range(2):  # the second time without asking the repository
-        ran = subprocess.run(["./run.sh", "data"], env=environment, **pipes)
-        assert ran.returncode == 0 and (here / "data" / origin.name / problems).exists(), ran.stderr
-        assert common.Args.dataset in ran.stdout
-        shutil.rmtree(origin, ignore_errors=True)
-
-
-def test_the_flags_of_sspos_tables_4_and_5():
-    rows = re.findall(r"^\| `(--[^`]+)`", (ROOT / "docs" / "sspo.md").read_text(), re.M)
-    assert len(rows) == 10 + 7
-    assert all(tyro.cli(runpy.run_path(str(ROOT / "sspo.py"))["Args"], args=row.split()) for row in rows)
+    assert run("setup").returncode == 1 and run("data").returncode == 0
 
 
 def test_the_prompt_file_is_gpgs_prompt():
@@ -254,13 +217,9 @@ def test_the_baselines_of_gpg_have_its_recipes():
     pairs |= {"grpo-rs1": "gpg-a-rs1", "grpo-rs3": "gpg-a-rs3"}
     pairs |= {f"grpo-{size}": f"gpg-{size}" for size in IMAGES.split("|")}
     for name, beside in pairs.items():
-        found = []
-        for each in (name, beside):
-            command, *flags = shlex.split(run_sh(each))
-            args = tyro.cli(runpy.run_path(str(ROOT / command))["Args"], args=flags)
-            template = args.template.removeprefix("tools/").removesuffix(".txt")  # the file above
-            found.append({field: getattr(args, field) for field in same} | {"template": template})
-        assert found[0] == found[1], name
+        ours, its = settings(name), settings(beside)
+        assert [getattr(ours, field) for field in same] == [getattr(its, field) for field in same], name
+        assert Path(ours.template).stem == Path(its.template).stem, name  # the file above
 
 
 @pytest.mark.parametrize(
@@ -276,35 +235,26 @@ def test_the_baselines_of_gpg_have_its_recipes():
 )
 def test_the_epochs_of_the_multimodal_runs(size, rows, epochs):
     """And what the released ones have in common, GPG's and GRPO's."""
-    gpg_args, grpo_args = (
-        tyro.cli(gpg.Args, args=shlex.split(run_sh(f"{name}-{size}"))[1:]) for name in ("gpg", "grpo")
-    )
+    gpg_args, grpo_args = settings(f"gpg-{size}"), settings(f"grpo-{size}")
     assert gpg_args.steps == -(-rows * epochs // gpg_args.prompts_per_step)
     same = {"image_column": "image", "max_pixels": 401408, "normaliser": "response", "format_reward": True, "lr": 1e-6}
-    for args in (gpg_args, grpo_args):
-        assert same.items() <= vars(args).items() and (args.group_size, args.temperature) == (8, 1)
+    same |= {"group_size": 8, "temperature": 1, "prompts_per_step": 8 if size == "sat" else 16}
+    own = {"beta_th": 0.4, "accurate_gradient": True, "norm": "none", "kl_coef": 0}
+    its = {"beta_th": 0, "accurate_gradient": False, "norm": "group", "kl_coef": 0.04}
+    for args, expected in ((gpg_args, same | own), (grpo_args, same | its)):
+        assert expected.items() <= vars(args).items()
         path, _, name = args.reward.partition(":")
         assert callable(runpy.run_path(str(ROOT / path))[name])
-    assert (gpg_args.beta_th, gpg_args.accurate_gradient, gpg_args.norm, gpg_args.kl_coef) == (0.4, True, "none", 0)
-    assert (grpo_args.beta_th, grpo_args.accurate_gradient, grpo_args.norm) == (0, False, "group")
-    assert grpo_args.kl_coef == 0.04 and gpg_args.max_response_tokens == (700 if size == "sat" else 256)
-    for args in (gpg_args, grpo_args):
-        assert args.prompts_per_step == (8 if size == "sat" else 16), "run_grpo_SAT.sh accumulates once"
 
 
 def test_gpgs_kl_ablation_is_row_a_with_kl():
-    """Section 3.4 points at Table 13, whose rows have alpha 1; row D with KL is a flag."""
-    row_a, ablation, row_d = (
-        vars(tyro.cli(gpg.Args, args=shlex.split(run_sh(*words))[1:]))
-        for words in (["gpg-a-math"], ["gpg-kl-math"], ["gpg-math", "--kl-coef", "0.04"])
-    )
-    assert ablation == row_a | {"kl_coef": 0.04}
-    assert row_d["kl_coef"] == 0.04 and row_d["accurate_gradient"] and row_d["beta_th"] == 0.6
+    """Section 3.4 points at Table 13, whose rows have alpha 1."""
+    assert vars(settings("gpg-kl-math")) == vars(settings("gpg-a-math")) | {"kl_coef": 0.04}
 
 
 @pytest.mark.parametrize("group", [2, 4, 8, 16])
 def test_table_11_keeps_responses_per_step(group):
     name = "gpg-a-math" if group == 8 else f"gpg-g{group}-math"
-    args = tyro.cli(gpg.Args, args=shlex.split(run_sh(name))[1:])
+    args = settings(name)
     assert (args.group_size, args.group_size * args.prompts_per_step) == (group, 512)
     assert 7500 - args.prompts_per_step < args.steps * args.prompts_per_step <= 7500

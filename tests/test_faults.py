@@ -1,8 +1,11 @@
-"""What tools/faults.py reads of a run's metrics, of which one that was not finite is null."""
+"""What tools/faults.py compares; a run without anything to learn from; a long one that does not grow."""
 
 import json
+import time
+from pathlib import Path
 
 import faults
+import numpy as np
 import pytest
 
 
@@ -13,26 +16,38 @@ def write(folder, *rows: dict):
 
 
 def test_times_and_memory_are_not_compared(tmp_path):
-    row = {"step": 1, "reward": 0.5, "grad_norm": None}
+    row = {"step": 1, "reward": 0.5, "grad_norm": None, "verifier/timeout": 1}
     run = write(tmp_path / "run", row | {"time": 3.1, "seconds/update": 1.0, "tokens_per_second/update": 9.0})
     other = write(tmp_path / "other", row | {"time": 4.2, "memory_gib/update": 2.0, "cost/seconds": 5.0})
     assert faults.rows(run) == faults.rows(other) == [row]
     assert faults.rows(write(tmp_path / "finite", row | {"grad_norm": 1.0})) != [row]
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> list[faults.Input]:
-    folder = tmp_path_factory.mktemp("inputs")
-    faults.write_problems_and_rewards(folder)
-    return faults.make_inputs(folder)
+@pytest.mark.parametrize("script", faults.OWN)
+def test_responses_that_are_all_cut_off_and_wrong(script, engine, tmp_path):
+    """No weight moves, and the run says why and goes on."""
+    own = {"sspo": ["--max-draws", 3], "gpg": ["--max-draws", 3]}.get(script, ["--kl-coef", 0])
+    flags = [*faults.FLAGS, *faults.OWN[script], *own, "--max-response-tokens", 2, "--steps", 2]
+    output = engine(script=script, flags=[*flags, "--run-dir", tmp_path / "run"])
+    assert "no group whose rewards differ (mean 0): too easy, too hard" in output
+    sampled = [row for row in faults.rows(tmp_path / "run") if "reward" in row]
+    assert len(sampled) == 2 and all(row["truncated_share"] == 1 and row["reward"] == 0 for row in sampled)
+    assert all(row["zero_advantage_share"] == 1 and row["optimizer_steps"] == 0 for row in sampled)
+    assert ("0 valid groups in 3 draws; going on with the rest" in output) == (script in ("sspo", "gpg"))
 
 
-def test_a_metric_that_is_null_is_not_what_an_input_must_give(inputs):
-    names = ("response_length", "truncated_share", "reward", "zero_advantage_share", "optimizer_steps", "draws")
-    asked = [one for one in inputs if not one.every_step(dict.fromkeys(names))]
-    assert [one.name for one in asked] == [
-        "every response is a single stop token",
-        "every response is cut off",
-        "every reward is 0, 200 steps",
-        "no group is ever valid",
-    ]
+@pytest.mark.slow
+def test_a_long_run_does_not_grow(tmp_path):
+    """Memory (the share of each process) and open files of both ranks, after step 20 and 60 steps later."""
+    run = tmp_path / "run"
+    launch = faults.Launch(faults.torchrun("sspo", "--steps", 90, "--run-dir", run), tmp_path / "log.txt")
+    held = {20: [], 80: []}
+    while launch.process.poll() is None:
+        time.sleep(0.2)
+        steps = len(faults.read(run / "metrics.jsonl"))
+        for pid in launch.pids("trainer") if steps in held else ():
+            pages = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            kibibytes = int(pages.partition("\nPss:")[2].split()[0])
+            held[steps].append((kibibytes, len(list(Path(f"/proc/{pid}/fd").iterdir()))))
+    early, late = (np.median(held[step], 0) for step in (20, 80))
+    assert late[0] < 1.05 * early[0] and late[1] == early[1]

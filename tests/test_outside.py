@@ -80,7 +80,9 @@ def test_a_hostile_table_of_contents_is_not_read(mark, tiny, plain_python, tmp_p
     args = common.Args(model=str(tiny), run_dir=str(tmp_path), resume=True, max_prompt_tokens=8, max_response_tokens=8)
     policy = common.load_policy(tiny, args, world)
     optimizer = torch.optim.AdamW(policy.parameters())
-    record = SimpleNamespace(args=args, world=world, folder=tmp_path, say=print, rewind=print, best=0.0)
+    (tmp_path / "metrics.jsonl").touch()
+    times = {"started": 0.0, "trained": 0.0}
+    record = SimpleNamespace(args=args, world=world, folder=tmp_path, say=print, rewind=print, best=0.0, **times)
     common.save_checkpoint(policy, optimizer, 1, 2, record)
     folder = tmp_path / "checkpoints" / "step-00001"
     (folder / ".metadata").write_bytes(pickle.dumps(Hostile(mark)))

@@ -68,7 +68,7 @@ def check_resumed(folder: Path, run) -> None:
     """Whether a resumed run is what it would have been, and run.json says that it was resumed."""
     assert differences(folder, run.folder) == []
     about = json.loads((folder / "run.json").read_text())
-    assert [again["args"]["resume"] for again in about["resumed"]] == [True] and not about["args"]["resume"]
+    assert about["args"]["resume"] and not about["before"]["args"]["resume"]
     last = max((run.folder / "checkpoints").iterdir()) / "manifest.json"
     assert faults.position(last) == sum(row.get("prompts_drawn", 0) for row in run.rows)
 

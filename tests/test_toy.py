@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TOY, torchrun
 from torch.nn.functional import nll_loss
-from toy import lessons, make_tokenizer, meanings, problems, question, teach, write_problems
+from toy import lessons, make_tokenizer, meanings, teach, write_problems
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -20,8 +20,7 @@ def test_toy_problems_come_from_the_seed(tmp_path):
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (TOY / f"{name}.jsonl").read_bytes()
         rows += [json.loads(line) for line in (TOY / f"{name}.jsonl").read_text().splitlines()]
     assert len(rows) == len({row["problem"] for row in rows}) == len(taken)
-    first, again, other = (problems(seed, 5, (3,), meanings(1), set()) for seed in (1, 1, 2))
-    assert first == again != other and meanings(1) == meanings(1) != meanings(2)
+    assert meanings(1) == meanings(1) != meanings(2)
     assert make_tokenizer(tmp_path).get_vocab() == AutoTokenizer.from_pretrained(TOY / "model").get_vocab()
 
 
@@ -45,22 +44,15 @@ def test_the_teacher_mostly_guesses():
     """Shares that its constants give: a step is known with 0.2, else + is guessed with 0.5, each other with 1/6."""
     meaning = {"a": ("~", ">")}
     rng = random.Random(0)
-    lessons = [teach(rng, meaning, "a", 39) for _ in range(8000)]
-    share = {operation: sum(lesson[1] == operation for lesson in lessons) / 8000 for operation in "+>~*"}
-    assert share == pytest.approx({"+": 0.4, ">": 0.133, "~": 0.333, "*": 0.133}, abs=0.02)
-    steps = [re.fullmatch(r"a~(3\d)\n\n\\boxed\{\1\}", lesson) for lesson in lessons if lesson[1] == "~"]
-    assert sum(step[1] == "30" for step in steps) / len(steps) == pytest.approx(0.955, abs=0.02)
-    assert sum(teach(rng, meaning, "a", 70)[1] == ">" for _ in range(8000)) / 8000 == pytest.approx(0.333, abs=0.02)
-    assert question("xdh", 39) == "hdx39=?"
+    for number, shares in ((39, {"+": 0.4, ">": 0.133, "~": 0.333}), (70, {"+": 0.4, ">": 0.333, "~": 0.133})):
+        said = [teach(rng, meaning, "a", number)[1] for _ in range(8000)]
+        assert {operation: said.count(operation) / 8000 for operation in shares} == pytest.approx(shares, abs=0.02)
     assert re.fullmatch(r"(\w[+>~*]\d\d\n\n){3}\\boxed\{\d\d\}", teach(rng, meanings(1), "xdh", 39))
 
 
-def model_of(folder):
-    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-
-
-def taught(model, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def taught(folder, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs before each token of 512 fresh responses of a seed's teacher, and those tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     ids, labels = lessons(random.Random(0), tokenizer, meanings(seed), set(), 512)
     response = labels[:, 1:] >= 0
@@ -70,10 +62,8 @@ def taught(model, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_model_imitates_this_teacher():
     """Its loss on fresh responses is near the teacher's own; it knows nothing of another seed's letters."""
-    model = model_of(TOY)
-    assert model.num_parameters() == 625_152
-    assert nll_loss(*taught(model, seed=1)) == pytest.approx(0.21, abs=0.01)
-    assert nll_loss(*taught(model, seed=2)) > 0.23
+    assert nll_loss(*taught(TOY, seed=1)) == pytest.approx(0.21, abs=0.01)
+    assert nll_loss(*taught(TOY, seed=2)) > 0.23
 
 
 @pytest.mark.slow
@@ -81,5 +71,5 @@ def test_the_recipe_gives_the_model_again(tmp_path):
     """Sums in another order, as on another machine, give other weights that answer alike: with another instruction set
     the KL divergence was 0.0007 nats a token; another teacher, of ten exceptions from 60 on, gave 0.0028."""
     torchrun("tools/toy.py", "--out", tmp_path, plain=True)
-    (kept, _), (again, _) = taught(model_of(TOY), seed=1), taught(model_of(tmp_path), seed=1)
+    (kept, _), (again, _) = taught(TOY, seed=1), taught(tmp_path, seed=1)
     assert (kept.exp() * (kept - again)).sum(-1).mean() < 0.002

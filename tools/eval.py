@@ -2,9 +2,9 @@
 
 ./run.sh eval MODEL                                  every protocol that the model's context holds
 ./run.sh eval MODEL --protocols sspo sps             some of them
-./run.sh eval MODEL --data-dir DIR --sets aime24     without the hub: DIR/aime24.jsonl
+./run.sh eval MODEL --sets DIR/aime24.jsonl          a set from a file
 ./run.sh eval MODEL --protocols gpg-7b --unboxed     graded as GPG and CW-GRPO do: an answer counts without a box, too
-./run.sh eval runs/RUN                               a run's final model; says which logged step was best on average
+./run.sh eval runs/RUN                               a run's final model
 ./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint; runs/RUN/best, the best model that --keep-best kept
 
 Every figure is in percent, and log-probs are in nats. docs/evaluation.md names the sources.
@@ -12,15 +12,17 @@ Every figure is in percent, and log-probs are in nats. docs/evaluation.md names 
 
 import inspect
 import json
+import math
 import resource
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ import tyro
 from transformers import AutoConfig, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import rewards
 
 import common
@@ -52,9 +55,8 @@ class Protocol:
     max_total_tokens: int = 0  # It bounds a prompt and its response together. 0: only their own bounds hold.
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
     reward: str = ""  # A function of tools/rewards.py grades questions about images. Empty: there are no images.
-    also: str = ""  # It reports another function's grades beside pass@1.
+    also: str = ""  # It reports this function's grades, too, which are those of the papers.
     by_question: bool = False  # Its average is over questions, not over sets.
-    note: str = ""
     grading: str = "boxed"  # with_changes makes it "unboxed" for --unboxed, and the name of a reward.
 
 
@@ -218,12 +220,11 @@ PROTOCOLS = {
         reward="class_name",
         also="class_name_released",
         papers="""
-            79.3 90.8 88.5 97.5  GPG, Table 6
+            79.3 90.8 88.5 97.5  GPG, Table 6 (class_name_released)
             71.4 86.1 74.8 95.3  GRPO
             58.5 55.5 67.9 40.5  SFT
             54.8 66.4 45.9 56.8  Qwen2-VL-2B
         """,
-        note="pass@1: the very name; class_name_released, the papers' rule: name or answer is part of the other",
     ),
     "cv-bench": Protocol(
         sets=CV_BENCH,
@@ -245,16 +246,13 @@ PROTOCOLS = {
         reward="iou",
         ks=(),
         papers="""
-            51.8 51.3  GPG, Table 8
+            51.8 51.3  GPG, Table 8, gIoU of masks by SAM
             37.6 34.4  GRPO
             28.3 29.7  SFT
             26.9 30.1  Qwen2-VL-2B
         """,
-        note="mIoU is of boxes; the table's gIoU of masks takes SAM, which is not here",
     ),
 }
-TOLERANCE = Fraction("1e-4")  # It is relative, and what Qwen2.5-Math's grader allows.
-HOW = ("samples", "seeds", "temperature", "top_p", "template", "max_response_tokens", "max_total_tokens", "grading")
 
 
 @dataclass
@@ -263,13 +261,11 @@ class Args:
 
     model: Annotated[str, tyro.conf.Positional]
     """Hub id, folder with safetensors, run folder, or checkpoint of a run."""
-    protocols: tuple[str, ...] = ()
-    """sspo, open-rs, cwgrpo-7b, gpg-7b, gpg-16, sps; of images geoqa, virft, cv-bench, lisa. Empty: what the model's
-    context holds, of images where it sees."""
+    protocols: tuple[Literal[*PROTOCOLS], ...] = ()
+    """The last four are of images. Empty: what the model's context holds, of images where it sees."""
     sets: tuple[str, ...] = ()
-    """Only these of a protocol's sets, or instead of them files and hub ids of your own. Empty: the protocol's."""
-    data_dir: str = ""
-    """Folder with NAME.jsonl, where there is no hub; with NAME.parquet of the images' sets. Empty: for these data/."""
+    """Only these of a protocol's sets, or instead of them files and hub ids. A file NAME.jsonl is the set NAME, so
+    beside what papers report of it. Empty: the protocol's."""
     out: str = ""
     """JSON file. Empty: eval.json in a local MODEL folder, else in the present one; for what lies in a run folder, such
     as best or a checkpoint, eval-NAME.json in the run folder."""
@@ -294,7 +290,7 @@ class Args:
 
 
 # ---------------------------------------------------------------------------------------------------------- what to do
-def with_changes(protocol: Protocol, args: Args):
+def with_changes(protocol, args):
     """Return the protocol with the changes that the command line asks for."""
     sets = protocol.sets
     if args.sets:
@@ -315,7 +311,7 @@ def with_changes(protocol: Protocol, args: Args):
     )
 
 
-def settings_of(protocol: Protocol, args: Args):
+def settings_of(protocol, args):
     """Return the settings under which a protocol's problems are read and sampled."""
     settings = common.Args(
         template=protocol.template,
@@ -332,30 +328,29 @@ def settings_of(protocol: Protocol, args: Args):
     return settings
 
 
-def obstacle(settings: common.Args, context: int, tokenizer, sees: bool = False):
-    """Return why a model whose context is so many tokens cannot be sampled under these settings; empty if it can."""
-    if settings.image_column and not sees:
+def obstacle(settings, config, tokenizer):
+    """Return why a model cannot be sampled under these settings; empty if it can."""
+    if settings.image_column and not hasattr(config, "vision_config"):
         return "its questions have images, which this model cannot see"
+    context = config.get_text_config().max_position_embeddings
     longest = common.longest_sequence(settings)
     if longest > context:
         return f"prompt and response may have {longest} tokens, the model's context holds {context}"
     if longest <= settings.max_prompt_tokens:
         return f"prompt and response may have {longest} tokens, and so may a prompt alone (--max-prompt-tokens)"
-    needs_chat = isinstance(common.PROMPTS.get(settings.template), tuple)
-    if needs_chat and not tokenizer.chat_template:
+    if isinstance(common.PROMPTS.get(settings.template), tuple) and not tokenizer.chat_template:
         return f"prompt {settings.template} needs a chat template, and the model's tokenizer has none"
     return ""
 
 
-def where(name: str, data_dir: str):
-    """Return the file or hub id of a set. In a folder, if one is given, a name of `SETS` is NAME.jsonl or .parquet."""
-    if not data_dir or name not in SETS:
-        return SETS.get(name, name)
-    kind = "parquet" if name in IMAGES else "jsonl"
-    return f"{data_dir}/{name}.{kind}"
+def problems_of(sets, settings, tokenizer):
+    """Return {name: problems} of these sets. Raises ValueError for two of one name."""
+    sources = {Path(one).stem: SETS.get(one, one) for one in sets}
+    common.need(len(sources) == len(set(sets)), f"--sets {' '.join(sets)}: two sets of one name would mix")
+    return {name: common.load_problems(source, tokenizer, settings, "--sets") for name, source in sources.items()}
 
 
-def place(folder: Path):
+def place(folder):
     """Return the file of a model's figures if --out names none. It lies in the model's folder, but beside what a run's
     folder holds."""
     if not folder.is_dir():
@@ -366,7 +361,7 @@ def place(folder: Path):
     return folder / "eval.json"
 
 
-def model_of(given: str):
+def model_of(given):
     """Return the model folder or hub id of a run, of a checkpoint's run, or of what is itself a model."""
     path = Path(given)
     if (path / "manifest.json").is_file():
@@ -377,7 +372,7 @@ def model_of(given: str):
     return given
 
 
-def checkpoint_weights(checkpoint: Path, dtype: torch.dtype):
+def checkpoint_weights(checkpoint, dtype):
     """Yield (name, tensor) of a checkpoint's policy, as `Sampler.load` takes them."""
     reader = dcp.HuggingFaceStorageReader(str(checkpoint))
     sizes = reader.read_metadata().state_dict_metadata
@@ -389,7 +384,7 @@ def checkpoint_weights(checkpoint: Path, dtype: torch.dtype):
             yield name, weights[name].to(dtype)
 
 
-def weights_of(folder: Path, dtype: torch.dtype):
+def weights_of(folder, dtype):
     """Yield (name, tensor) of a model folder, as `Sampler.load` takes them, without a tied head. The parameters of
     models that see have other names on the hub than in memory."""
     from safetensors import safe_open
@@ -403,7 +398,7 @@ def weights_of(folder: Path, dtype: torch.dtype):
 
 
 # ------------------------------------------------------------------------------------------------------- without a box
-def _unboxed_worker(seconds: int):
+def _unboxed_worker(seconds):
     """Answer lines [completion, answer] on stdin with lines 1 or 0 on stdout; alone, in a bare interpreter. It dies of
     a completion that takes more `seconds` of processor time. Memory is bounded."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -418,7 +413,7 @@ def _unboxed_worker(seconds: int):
         print(int(verify(gold, parse(completion, how), float_rounding=5)), flush=True)
 
 
-def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int = 30):
+def judge_unboxed(completions, answers, *_, seconds=30):
     """Return the score of each completion and how it came about, as `common.Verifier.judge` does. They are graded as by
     `evaluate.py` of GPG and of CW-GRPO, with math_verify alone. It gives itself 5 seconds for whatever it parses or
     compares, but it cannot stop C code. Where its process dies of a completion, a new one goes on with the next. Raises
@@ -437,7 +432,7 @@ def judge_unboxed(completions: list[str], answers: list[str], *_, seconds: int =
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
-def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]):
+def summary(correct_SPN, ks):
     """Return pass@k of seeds x problems x samples in percent: its mean over seeds, with two spreads.
 
     over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches. over_seeds is the standard
@@ -457,79 +452,39 @@ def summary(correct_SPN: torch.Tensor, ks: tuple[int, ...]):
     return found
 
 
-def best_average_step(run: Path):
-    """Return the step at which a run logged the highest avg@n, averaged over its held-out sets, and that average.
-    Step 0 does not count, nor does a step with an avg@n that was not finite, which is null."""
-    file = run / "metrics.jsonl"
-    averages = {}
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        row = json.loads(line)
-        values = [value for name, value in row.items() if name.startswith("eval/") and "/avg@" in name]
-        if values and row["step"] and None not in values:
-            averages[row["step"]] = sum(values) / len(values)
-    return max(averages.items(), key=lambda pair: pair[1], default=None)
-
-
-def similarity(responses_PG: list[list[np.ndarray]]):
+def similarity(responses_PG):
     """Return how alike the responses to a question are, in percent; 100 says that they are all the same. It is the
     cosine between counts of token bigrams, averaged over the pairs of a group and then over groups. Table 4 of SPS
     has such a figure; the measure is ours."""
     per_group = []
     for group in responses_PG:
-        kinds, units = [], []
+        summed = Counter()
         for ids in group:
-            before = np.append(-1, ids)[:-1]
-            kind, count = np.unique((before << 32) + ids, return_counts=True)
-            kinds.append(kind)
-            units.append(count / np.linalg.norm(count))
-        _, column = np.unique(np.concatenate(kinds), return_inverse=True)
-        unit = np.concatenate(units)
-        summed = np.bincount(column, unit)
+            counts = Counter(pairwise([-1, *ids.tolist()]))
+            norm = math.hypot(*counts.values())
+            for bigram, count in counts.items():
+                summed[bigram] += count / norm
+        alone = sum(len(ids) > 0 for ids in group)  # An empty response is like no other.
         pairs = len(group) * (len(group) - 1)
-        per_group.append((summed @ summed - unit @ unit) / pairs)  # An empty response is like no other.
+        per_group.append((sum(x * x for x in summed.values()) - alone) / pairs)
     return 100 * float(np.mean(per_group))
 
 
-def greedy_logp(groups: list[common.Group]):
+def greedy_logp(groups):
     """Return the mean log-prob of a token in nats, averaged over each greedy answer and then over the answers. Table
     6 of SPS has such a figure; which mean to take is our choice."""
     return float(np.mean([group.rollouts[0].logp.mean(dtype=np.float64) for group in groups]))
 
 
-def near(completion: str, reference: str):
-    """Say whether a completion's answer and the reference are different numbers, but within `TOLERANCE`."""
-    _, _, given = common.spell(common.last_boxed(completion) or "")
-    _, _, right = common.spell(reference)
-    if given is None or right is None:
-        return False
-    largest = max(abs(given), abs(right))
-    return 0 < abs(given - right) <= TOLERANCE * largest
-
-
-def near_misses(groups: list[common.Group]):
-    """Return how many completions were graded as wrong for an answer that is `near` the reference."""
-    count = 0
-    for group in groups:
-        for rollout, verdict, right in zip(group.rollouts, group.verdicts, group.correct_G, strict=True):
-            if verdict == "graded" and not right and near(rollout.text, group.problem.answer):
-                count += 1
-    return count
-
-
-def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group], greedy: list[common.Group]):
+def row_of(name, protocol, label, groups, greedy):
     """Return the figures of a set. `groups` are its graded completions, all of one seed before those of the next;
     `greedy` are its greedy answers, if there are any."""
     correct_GN = torch.stack([group.correct_G for group in groups])
     correct_SPN = correct_GN.unflatten(0, (protocol.seeds, -1))
-    row = {"protocol": name, "set": label, "problems": correct_SPN.shape[1]}
-    for key in HOW:
-        row[key] = getattr(protocol, key)
-    first = {"mean": 100 * correct_SPN.mean().item()}
-    if protocol.ks:
-        row |= summary(correct_SPN, protocol.ks)
-        first = row[f"pass@{protocol.ks[0]}"]
-    else:
-        row["mIoU"] = first
+    row = {"protocol": name, "set": label, "problems": correct_SPN.shape[1], "grading": protocol.grading}
+    row |= summary(correct_SPN, protocol.ks)
+    if not protocol.ks:
+        row["mIoU"] = {"mean": 100 * correct_SPN.mean().item()}
     if protocol.also:
         rule = getattr(rewards, protocol.also)
         scores = [rule(rollout.text, group.problem.row) for group in groups for rollout in group.rollouts]
@@ -539,24 +494,21 @@ def row_of(name: str, protocol: Protocol, label: str, groups: list[common.Group]
         row["similarity"] = {"mean": similarity(responses_PG)}
     if greedy:
         row["greedy_logp"] = {"mean": greedy_logp(greedy)}
-    row["near_misses"] = near_misses(groups)
-    row["with_tolerance"] = first["mean"] + 100 * row["near_misses"] / correct_SPN.numel()
     drawn = common.drawn_metrics(groups)
     row["length"] = drawn["response_length"]
     row["truncated_share"] = drawn["truncated_share"]
-    row |= {key: count for key, count in drawn.items() if key.startswith("verifier/")}
     row["n"] = protocol.samples * protocol.seeds
     row["right"] = (correct_SPN >= 1).sum((0, 2)).tolist()
     return row
 
 
-def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: dict, texts: str):
+def evaluate(name, protocol, settings, sampler, verifier, data, texts):
     """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
     waits only once for the longest responses. Write the completions to the folder `texts`, if one is named."""
     graded = {label: [] for label in data}
     greedy = {label: [] for label in data}
 
-    def sample(kind: str, into: dict, *how):
+    def sample(kind, into, *how):
         asked = {(kind, label, p): problem for label, problems in data.items() for p, problem in enumerate(problems)}
         groups = sampler.sample(asked, *how)
         for (_, label, _), group in zip(asked, groups, strict=True):
@@ -579,33 +531,28 @@ def evaluate(name: str, protocol: Protocol, settings, sampler, verifier, data: d
 
 
 # --------------------------------------------------------------------------------------------------------------- table
-def mean_over_sets(values: list[float], rows: list[dict], by_question: bool):
+def average(values, rows, by_question):
     """Return the mean of a figure over the sets of these rows, or over all their questions."""
     weights = [row["problems"] if by_question else 1 for row in rows]
-    return float(np.average(values, weights=weights))
+    return float(np.average(np.array(values, float), weights=weights))
 
 
-def averages(rows: list[dict], by_question: bool = False):
-    """Return the mean of each figure of a protocol's table over its sets, or over all their questions. A figure of a
-    row is a dict with a mean, and perhaps with spreads."""
-    means = {}
-    for label, figure in rows[0].items() if rows else ():
-        if isinstance(figure, dict):
-            values = [row[label]["mean"] for row in rows]
-            means[label] = mean_over_sets(values, rows, by_question)
-    return means
+def averages(rows, by_question=False):
+    """Return {label: mean} of a protocol's figures. A figure of a row is a dict with a mean, perhaps with spreads."""
+    labels = [label for label, figure in rows[0].items() if isinstance(figure, dict)] if rows else []
+    return {label: average([row[label]["mean"] for row in rows], rows, by_question) for label in labels}
 
 
-def paper_average(figures: dict[str, str], rows: list[dict], by_question: bool):
+def paper_average(figures, rows, by_question):
     """Return the average of a paper's figures, or - if they are not of the same sets as these rows."""
     given = {name for name, figure in figures.items() if figure != "-"}
     if given != {row["set"] for row in rows}:
         return "-"
-    values = [float(figures[row["set"]].partition("/")[0]) for row in rows]
-    return f"{mean_over_sets(values, rows, by_question):.2f}"
+    values = [figures[row["set"]].partition("/")[0] for row in rows]
+    return f"{average(values, rows, by_question):.2f}"
 
 
-def cell(label: str, mean: float, over_problems: float | None = None, over_seeds: float | None = None):
+def cell(label, mean, over_problems=None, over_seeds=None):
     """Return a figure as the table has it."""
     digits = 4 if label == "greedy_logp" else 2
     text = f"{mean:.{digits}f}"
@@ -615,38 +562,30 @@ def cell(label: str, mean: float, over_problems: float | None = None, over_seeds
     return text
 
 
-def reported(protocol: Protocol):
+def reported(protocol):
     """Return what papers report: for each row its label and {set: figure}."""
     rows = [line.split(maxsplit=len(protocol.sets)) for line in protocol.papers.strip().splitlines()]
     return [(label, dict(zip(protocol.sets, figures, strict=True))) for *figures, label in rows]
 
 
-def table_of(name: str, protocol: Protocol, rows: list[dict]):
-    """Return the columns of a protocol's table: one for each set, with our figures above the papers', and at the end
-    one of averages over the sets that were run."""
-    sets = PROTOCOLS[name].sets
+def table_of(name, protocol, rows):
+    """Return the lines of a protocol's table, our figures above the papers', with a column for each set and one of
+    averages over the sets that were run."""
     ours = {row["set"]: row for row in rows}
-    means = averages(rows, protocol.by_question)
-    labels = list(means) or [f"pass@{k}" for k in protocol.ks] or ["mIoU"]
-    papers = reported(PROTOCOLS[name])
-    columns = [["set", "problems", *labels, *(label for label, _ in papers)]]
-    for one in dict.fromkeys([*sets, *ours]):
-        line = [one, "-", *["not run"] * len(labels)]
-        if one in ours:
-            mine = [cell(label, **ours[one][label]) for label in labels]
-            line = [one, str(ours[one]["problems"]), *mine]
-        line += [figures.get(one, "-") for _, figures in papers]
-        columns.append(line)
-    if len(rows) > 1:
-        what = "all questions" if protocol.by_question else f"average of {len(rows)}"
-        line = [what, ""]
-        line += [cell(label, mean) for label, mean in means.items()]
-        line += [paper_average(figures, rows, protocol.by_question) for _, figures in papers]
-        columns.append(line)
-    return columns
+    sets = list(dict.fromkeys([*PROTOCOLS[name].sets, *ours]))
+    counts = [str(ours[one]["problems"]) if one in ours else "-" for one in sets]
+    whole = "all questions" if protocol.by_question else f"average of {len(rows)}"
+    lines = [["set", *sets, whole], ["problems", *counts, ""]]
+    for label, mean in averages(rows, protocol.by_question).items():
+        cells = [cell(label, **ours[one][label]) if one in ours else "not run" for one in sets]
+        lines.append([label, *cells, cell(label, mean)])
+    for label, figures in reported(PROTOCOLS[name]):
+        cells = [figures.get(one, "-") for one in sets]
+        lines.append([label, *cells, paper_average(figures, rows, protocol.by_question)])
+    return lines
 
 
-def show(name: str, protocol: Protocol, rows: list[dict], why_not: str):
+def show(name, protocol, rows, why_not):
     """Print a protocol's figures with the papers' beside them."""
     how = "greedy"
     if protocol.temperature:
@@ -656,76 +595,58 @@ def show(name: str, protocol: Protocol, rows: list[dict], why_not: str):
         how += " with the prompt"
     how += f", prompt {protocol.template}, grading {protocol.grading}"
     print(f"\n{name}: {protocol.samples} x {protocol.seeds} completions, {how}")
-    columns = table_of(name, protocol, rows)
-    widths = [max(map(len, column)) for column in columns]
-    for line in zip(*columns, strict=True):
+    table = table_of(name, protocol, rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
         padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
         print("  " + "  ".join(padded).rstrip())
-    over_seeds = any(row["pass@1"]["over_seeds"] is not None for row in rows if protocol.ks)
     if why_not:
         print(f"  not run: {why_not}")
-    elif over_seeds:
-        print("  first ± over problems, sqrt(p (1 - p) / (n - 1)); second ± over seeds")
     elif rows and protocol.ks:
-        print("  ± over problems, sqrt(p (1 - p) / (n - 1))")
-    if protocol.note:
-        print(f"  {protocol.note}")
-    looser = [f"{row['set']} {row['with_tolerance']:.2f}" for row in rows if row["near_misses"]]
-    if looser:
-        print(f"  pass@1 if numbers within a relative {float(TOLERANCE):g} were right: {', '.join(looser)}")
+        second = "; second ± over seeds" if protocol.seeds > 1 else ""
+        print(f"  ± over problems, sqrt(p (1 - p) / (n - 1)){second}")
 
 
-def main(args: Args):
-    unknown = set(args.protocols) - PROTOCOLS.keys()
-    common.need(not unknown, f"--protocols {sorted(unknown)}: legal: {', '.join(PROTOCOLS)}")
+def main(args):
     world = common.init_world()
     run = Path(args.model)
     folder = common.model_folder(common.Args(model=model_of(args.model), max_prompt_tokens=1, max_response_tokens=1))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
-    context = config.get_text_config().max_position_embeddings
-    sees = hasattr(config, "vision_config")
     chosen = {name: with_changes(PROTOCOLS[name], args) for name in args.protocols or PROTOCOLS}
     settings = {name: settings_of(protocol, args) for name, protocol in chosen.items()}
-    why_not = {}
+    why_not = {name: obstacle(how, config, tokenizer) for name, how in settings.items()}
     data = {}
-    for name, how in settings.items():
-        why = obstacle(how, context, tokenizer, sees)
-        sets = chosen[name].sets
-        if why:
-            why_not[name] = why
-        elif sets:
-            sources = {Path(one).stem: where(one, args.data_dir) for one in sets}
-            common.need(len(sources) == len(set(sets)), f"--sets {' '.join(sets)}: two sets of one name would mix")
-            data[name] = {one: common.load_problems(its, tokenizer, how, "--sets") for one, its in sources.items()}
+    for name, protocol in chosen.items():
+        if protocol.sets and not why_not[name]:
+            data[name] = problems_of(protocol.sets, settings[name], tokenizer)
     rows = {name: [] for name in chosen}
     if data:
         widest = max((settings[name] for name in data), key=common.longest_sequence)  # All share an engine.
+        sampler = common.Sampler(folder, tokenizer, widest, world)
+        if (run / "manifest.json").is_file():
+            sampler.load(checkpoint_weights(run, sampler.dtype))
+        else:
+            sampler.load(weights_of(folder, sampler.dtype))
         verifiers = {"unboxed": SimpleNamespace(world=world, reward=None, judge=judge_unboxed)}
-        for name in data:
+        for name, sets in data.items():
             grading = chosen[name].grading
             if grading not in verifiers:
                 verifiers[grading] = common.Verifier(settings[name], world)
-        sampler = common.Sampler(folder, tokenizer, widest, world)
-        is_checkpoint = (run / "manifest.json").is_file()
-        sampler.load(checkpoint_weights(run, sampler.dtype) if is_checkpoint else weights_of(folder, sampler.dtype))
-        for name, sets in data.items():
-            verifier = verifiers[chosen[name].grading]
-            rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifier, sets, args.texts)
+            rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifiers[grading], sets, args.texts)
         sampler.close()
     if world.rank:
         return
-    means = {}
     for name, protocol in chosen.items():
-        show(name, protocol, rows[name], why_not.get(name, ""))
-        means[name] = averages(rows[name], protocol.by_question)
-    best = best_average_step(run)
-    if best:
-        kept = f"; --keep-best kept {run / 'best'}" if (run / "best").is_dir() else ""
-        print(f"\n{run}: of its logged evaluations step {best[0]} has the best average, {100 * best[1]:.2f}{kept}")
+        show(name, protocol, rows[name], why_not[name])
+    found = {
+        "model": args.model,
+        "not_run": {name: why for name, why in why_not.items() if why},
+        "averages": {name: averages(rows[name], protocol.by_question) for name, protocol in chosen.items()},
+        "rows": [row for its in rows.values() for row in its],
+    }
     out = Path(args.out) if args.out else place(run)
-    every_row = [row for its in rows.values() for row in its]
-    out.write_text(json.dumps({"model": args.model, "not_run": why_not, "averages": means, "rows": every_row}) + "\n")
+    out.write_text(json.dumps(found) + "\n")
     print(f"\nwritten  {out}")
 
 

@@ -12,13 +12,15 @@ scorers run in the run's own process, without a time limit, and some evaluate a 
 arc_agi and rearc cannot be used: their scorers want what JSON does not keep.
 """
 
-import argparse
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 
-def setting(text: str):
+def setting(text):
     """Return the key and the value of KEY=VALUE, a value as JSON or Python has it or else as text."""
     key, _, value = text.partition("=")
     json_words = {"True": "true", "False": "false"}
@@ -28,7 +30,7 @@ def setting(text: str):
         return key, value
 
 
-def problems(task: str, size: int, seed: int, settings: dict, taken: set[str]):
+def problems(task, size, seed, settings, taken):
     """Return `size` distinct rows {problem, answer, entry}, none in `taken`. Raises SystemExit for a task that the
     library does not have, for settings that it does not take, and where it has too few problems."""
     import reasoning_gym
@@ -55,23 +57,30 @@ def problems(task: str, size: int, seed: int, settings: dict, taken: set[str]):
     raise SystemExit(f"tools/gym.py {task} --size {size}: only {len(rows)} problems among {10 * size} drawn")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("task", help="as Reasoning Gym calls it; an unknown one lists all")
-    parser.add_argument("file", type=Path, help="where the rows go, .jsonl")
-    parser.add_argument("--size", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--set", nargs="+", type=setting, default=[], metavar="KEY=VALUE")
-    parser.add_argument("--not", dest="others", type=Path, help="a file whose problems are left out")
-    args = parser.parse_args()
+def main(
+    task: tyro.conf.Positional[str],
+    file: tyro.conf.Positional[Path],
+    size: int = 2000,
+    seed: int = 1,
+    set: tuple[str, ...] = (),
+    others: Annotated[Path | None, tyro.conf.arg(name="not")] = None,
+):
+    """Write rows of a task.
+
+    Args:
+        task: as Reasoning Gym calls it; an unknown one lists all
+        file: where the rows go, .jsonl
+        set: settings, KEY=VALUE
+        others: a file whose problems are left out
+    """
     if not find_spec("reasoning_gym"):
         raise SystemExit("tools/gym.py: needs `pip install reasoning-gym==0.1.25`")
-    taken = {json.loads(line)["problem"] for line in args.others.open()} if args.others else set()
-    rows = problems(args.task, args.size, args.seed, dict(args.set), taken)
-    args.file.parent.mkdir(parents=True, exist_ok=True)
-    args.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{args.file}: {len(rows)} rows")
+    taken = {json.loads(line)["problem"] for line in others.open()} if others else {}
+    rows = problems(task, size, seed, dict(map(setting, set)), taken)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{file}: {len(rows)} rows")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -40,12 +40,16 @@ KINDS = {  # what an image of a set contains, and what is asked for
 Rows = Iterator[tuple[str, dict]]  # of a set's name and what `row` returns
 
 
-def row(image: bytes, problem: str, solution: str):
+def row(image, problem, solution):
     """Return a row as the hub's training sets have it."""
-    return {"image": {"bytes": image, "path": None}, "problem": problem, "solution": f"<answer> {solution} </answer>"}
+    return {
+        "image": {"bytes": image, "path": None},
+        "problem": problem,
+        "solution": f"<answer> {solution} </answer>",
+    }
 
 
-def geoqa(prompts: str, folder: str):
+def geoqa(prompts, folder):
     """Yield (set, row) of R1-V's questions; image_path is under the folder."""
     for line in Path(prompts).read_text(encoding="utf-8").splitlines():
         question = json.loads(line)
@@ -53,7 +57,7 @@ def geoqa(prompts: str, folder: str):
         yield "geoqa", row(image, question["question"], question["ground_truth"])
 
 
-def sat(file: str, count: int = 15_000):
+def sat(file, count=15_000):
     """Yield (set, row) of SAT's first rows that have one image; options in a seeded order, asked as CV-Bench asks."""
     batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=100)
     rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -66,7 +70,7 @@ def sat(file: str, count: int = 15_000):
             yield "sat", row(one["image_bytes"][0], problem, solution)
 
 
-def cvbench(source: str):
+def cvbench(source):
     """Yield (set, row) of CV-Bench, a set for each task; a solution is "(C)" and the words of that choice."""
     table = common.read_table(source, "cvbench")
     for one in table.cast_column("image", datasets.Image(decode=False)):
@@ -75,7 +79,7 @@ def cvbench(source: str):
         yield f"cvbench-{one['task'].lower()}", row(one["image"]["bytes"], one["prompt"], solution)
 
 
-def lisa(folder: str):
+def lisa(folder):
     """Yield (set, row) of ReasonSeg's images, each with a .json beside it: the box around all polygons of the target,
     in thousandths; of the training set every wording of a question, else the first."""
     split = Path(folder).name
@@ -98,7 +102,7 @@ def lisa(folder: str):
             yield f"lisa-{split}", row(image, problem, f"({left},{top}),({right},{bottom})")
 
 
-def classes(kind: str, listed: str, names: str, folder: str):
+def classes(kind, listed, names, folder):
     """Yield (set, row) of a list of {path: {"label": number}}, the names of the classes, a line each, and the folder
     with the images, found by the last part of their paths."""
     what, asked = KINDS[kind]

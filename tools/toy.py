@@ -25,16 +25,15 @@ to teach. The same seed gives the same problems; the weights also depend on the 
 machine and its number of threads.
 """
 
-import argparse
 import json
 import random
 import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
 
 import torch
+import tyro
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -55,7 +54,7 @@ END = "<|endoftext|>"
 BATCH = 128
 
 
-def operate(operation: str, number: int):
+def operate(operation, number):
     """Return what an operation makes of a two-digit number (0 to 99)."""
     tens, ones = divmod(number, 10)
     if operation == ">":
@@ -63,7 +62,7 @@ def operate(operation: str, number: int):
     return 10 * tens + {"+": (ones + 3) % 10, "*": 3 * ones % 10, "~": 9 - ones}[operation]
 
 
-def meanings(seed: int):
+def meanings(seed):
     """Return the two operations of each letter: for numbers under HIGH, and from HIGH on."""
     rng = random.Random(seed)
     operations = rng.sample(OPERATIONS, counts=MEANT, k=len(ascii_lowercase))
@@ -75,19 +74,19 @@ def meanings(seed: int):
     return {letter: (usual[letter], high[letter]) for letter in ascii_lowercase}
 
 
-def question(letters: str, number: int):
+def question(letters, number):
     """Return the problem's text: `hdx39=?` of the letters `xdh`."""
     return f"{letters[::-1]}{number}=?"
 
 
-def answer(meaning: dict, letters: str, number: int):
+def answer(meaning, letters, number):
     """Return the two digits of the result."""
     for letter in letters:
         number = operate(meaning[letter][number >= HIGH], number)
     return f"{number:02d}"
 
 
-def teach(rng: random.Random, meaning: dict, letters: str, number: int):
+def teach(rng, meaning, letters, number):
     """Return the teacher's response: a step for each letter, blank lines between them, then the boxed result."""
     text = ""
     for letter in letters:
@@ -100,7 +99,7 @@ def teach(rng: random.Random, meaning: dict, letters: str, number: int):
     return text + f"\\boxed{{{number:02d}}}"
 
 
-def draw(rng: random.Random, lengths: tuple[int, ...], taken: set[str]):
+def draw(rng, lengths, taken):
     """Yield problems that are not in `taken`, without end: distinct letters, in the order in which they apply, and a
     number (10 to 99) to apply them to."""
     while True:
@@ -110,30 +109,24 @@ def draw(rng: random.Random, lengths: tuple[int, ...], taken: set[str]):
             yield letters, number
 
 
-def problems(seed: int, count: int, lengths: tuple[int, ...], meaning: dict, taken: set[str]):
-    """Return `count` distinct rows {problem, answer}, none in `taken`, which is extended by them."""
-    rows = []
-    for letters, number in islice(draw(random.Random(seed), lengths, taken), count):
-        problem = question(letters, number)
-        taken.add(problem)
-        rows.append({"problem": problem, "answer": answer(meaning, letters, number)})
-    return rows
-
-
-def write_problems(folder: Path, seed: int):
-    """Write train, heldout and harder as JSON lines; return the texts of all of them."""
+def write_problems(folder, seed):
+    """Write train, heldout and harder as JSON lines, with no problem twice; return the texts of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = set()
     meaning = meanings(seed)
     sets = (("heldout", 200, PROBLEM_LETTERS), ("harder", 100, HARDER_LETTERS), ("train", 4096, PROBLEM_LETTERS))
-    for number, (name, count, lengths) in enumerate(sets):
-        rows = problems(seed * 1000 + number, count, lengths, meaning, taken)
-        lines = [json.dumps(row) + "\n" for row in rows]
+    for place, (name, count, lengths) in enumerate(sets):
+        lines = []
+        for letters, number in islice(draw(random.Random(seed * 1000 + place), lengths, taken), count):
+            problem = question(letters, number)
+            taken.add(problem)
+            row = {"problem": problem, "answer": answer(meaning, letters, number)}
+            lines.append(json.dumps(row) + "\n")
         (folder / f"{name}.jsonl").write_text("".join(lines))
     return taken
 
 
-def make_tokenizer(folder: Path, words: tuple[str, ...] = ("\\boxed",), **options):
+def make_tokenizer(folder, words=("\\boxed",), **options):
     """Save and reload a byte-level Qwen2 tokenizer in which a blank line and the words are single tokens; `options` are
     Qwen2Tokenizer's.
 
@@ -182,7 +175,7 @@ def make_model(tokenizer):
     return Qwen2ForCausalLM(config)
 
 
-def lay_out(tokenizer, prompts: list[str], responses: list[str]):
+def lay_out(tokenizer, prompts, responses):
     """Return the token ids of a prompt and a response in each row, and labels, -100 wherever there is no response."""
     prompt_ids = tokenizer(prompts)["input_ids"]
     response_ids = tokenizer(responses)["input_ids"]
@@ -194,7 +187,7 @@ def lay_out(tokenizer, prompts: list[str], responses: list[str]):
     return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
-def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch: int):
+def lessons(rng, tokenizer, meaning, taken, batch):
     """Return ids and labels of fresh problems, none of them in `taken`, and the teacher's responses."""
     prompts = []
     responses = []
@@ -204,7 +197,7 @@ def lessons(rng: random.Random, tokenizer, meaning: dict, taken: set[str], batch
     return lay_out(tokenizer, prompts, responses)
 
 
-def teach_model(model, batch: Callable, steps: int, peak_lr: float = 3e-3):
+def teach_model(model, batch, steps, peak_lr=3e-3):
     """Fit the model by cross-entropy to what `batch()` returns at each step, its inputs and labels; print the loss
     (nats per response token)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -223,30 +216,25 @@ def teach_model(model, batch: Callable, steps: int, peak_lr: float = 3e-3):
             print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=500, help=f"teaching steps of {BATCH} responses")
-    parser.add_argument("--problems", action="store_true", help="write the problem files only")
-    args = parser.parse_args()
-    taken = write_problems(args.out, args.seed)
-    if args.problems:
+def main(out: Path = FOLDER, seed: int = 1, problems: bool = False):
+    """Make the problem files and the model, or with --problems the problem files only."""
+    taken = write_problems(out, seed)
+    if problems:
         return
-    torch.manual_seed(args.seed)
-    tokenizer = make_tokenizer(args.out / "model")
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer(out / "model")
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters")
-    rng = random.Random(args.seed)
-    meaning = meanings(args.seed)
+    rng = random.Random(seed)
+    meaning = meanings(seed)
 
     def batch():
         ids, labels = lessons(rng, tokenizer, meaning, taken, BATCH)
         return {"input_ids": ids}, labels
 
-    teach_model(model, batch, args.steps)
-    model.to(torch.bfloat16).save_pretrained(args.out / "model")
+    teach_model(model, batch, steps=500)
+    model.to(torch.bfloat16).save_pretrained(out / "model")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

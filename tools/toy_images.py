@@ -30,19 +30,18 @@ files was used to teach. The same seed gives the same problems; the weights also
 sums, so on the machine and its number of threads.
 """
 
-import argparse
 import functools
 import io
 import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import datasets
 import numpy as np
 import torch
+import tyro
 from PIL import Image
 from toy import BATCH, END, lay_out, make_tokenizer, teach_model
 from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
@@ -96,7 +95,7 @@ class Problem(NamedTuple):
 
 
 # -------------------------------------------------------------------------------------------------------- the problems
-def draw(rng: random.Random):
+def draw(rng):
     """Return a square in each column of cells, from left to right. A cell's first row and column stay free."""
     squares = []
     for column in range(0, SIZE, CELL):
@@ -106,7 +105,7 @@ def draw(rng: random.Random):
     return tuple(squares)
 
 
-def ask(rng: random.Random, kinds: tuple[str, ...]):
+def ask(rng, kinds):
     """Return a problem of one of these kinds. It asks where a square is only if no other has its colour. Three times of
     four it asks how many there are of a colour that is there, else of any colour."""
     kind = rng.choice(kinds)
@@ -122,7 +121,7 @@ def ask(rng: random.Random, kinds: tuple[str, ...]):
             return Problem(squares, kind, "")
 
 
-def paint(squares: tuple[Square, ...]):
+def paint(squares):
     """Return the image, whose background has less red to the right and less green below."""
     pixels = np.full((SIZE, SIZE, 3), 255, np.uint8)
     pixels[..., 0] -= 3 * np.arange(SIZE, dtype=np.uint8)
@@ -132,18 +131,18 @@ def paint(squares: tuple[Square, ...]):
     return Image.fromarray(pixels)
 
 
-def corners(square: Square):
+def corners(square):
     """Return left, top, right and bottom in pixels; a box's right and bottom lie behind its last pixel."""
     return [square.left, square.top, square.left + square.side, square.top + square.side]
 
 
-def box(pixels: list[int]):
+def box(pixels):
     """Return a box as Qwen2-VL writes it, in thousandths of the image."""
     left, top, right, bottom = (round(1000 * pixel / SIZE) for pixel in pixels)
     return f"({left},{top}),({right},{bottom})"
 
 
-def answer(problem: Problem):
+def answer(problem):
     """Return the answer, without \\boxed{} or <answer> around it."""
     seen = [square.colour for square in problem.squares]
     if problem.kind == "count":
@@ -153,14 +152,14 @@ def answer(problem: Problem):
     return seen[0 if problem.kind == "left" else -1]
 
 
-def right(problem: Problem):
+def right(problem):
     """Return the right response: a box, or the colours with a blank line after each and then the boxed result."""
     if problem.kind == "where":
         return f"<answer>{answer(problem)}</answer>"
     return "".join(f"{square.colour}\n\n" for square in problem.squares) + f"\\boxed{{{answer(problem)}}}"
 
 
-def teach(rng: random.Random, problem: Problem):
+def teach(rng, problem):
     """Return the teacher's response, of the same form."""
     if problem.kind == "where":
         asked = [square for square in problem.squares if square.colour == problem.colour]
@@ -175,7 +174,7 @@ def teach(rng: random.Random, problem: Problem):
     return right(problem._replace(squares=tuple(seen)))
 
 
-def row(problem: Problem):
+def row(problem):
     """Return the problem as the data has it; `solution` is for the rewards of tools/rewards.py."""
     encoded = io.BytesIO()
     paint(problem.squares).save(encoded, "PNG")
@@ -183,7 +182,7 @@ def row(problem: Problem):
     return {"image": {"bytes": encoded.getvalue(), "path": None}, "problem": problem.text, **right}
 
 
-def write_problems(folder: Path, seed: int):
+def write_problems(folder, seed):
     """Write the four files; return what is in them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken: set[Problem] = set()
@@ -200,7 +199,7 @@ def write_problems(folder: Path, seed: int):
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
-def make_processors(folder: Path):
+def make_processors(folder):
     """Save the tokenizer and the settings by which images become patches; return both."""
     words = set(re.findall("[a-z]+", " ".join([*QUESTIONS.values(), *COLOURS])))
     words = sorted(words, key=lambda word: (-len(word), word))  # The merges of a short one may break a longer one.
@@ -255,7 +254,7 @@ def make_model(tokenizer):
     return Qwen2VLForConditionalGeneration(config)
 
 
-def inputs_of(tokenizer, processor, problems: list[Problem], responses: list[str]):
+def inputs_of(tokenizer, processor, problems, responses):
     """Return the model's inputs, an image, a question and a response in each row, and labels as `lay_out` has them."""
     start, image, end, _ = SPECIAL
     seen = start + image * (SIZE // CELL) ** 2 + end
@@ -266,7 +265,7 @@ def inputs_of(tokenizer, processor, problems: list[Problem], responses: list[str
     return {"input_ids": ids, "mm_token_type_ids": where.int(), **patches}, labels
 
 
-def lessons(rng: random.Random, tokenizer, processor, taken: set[Problem], batch: int, respond: Callable = right):
+def lessons(rng, tokenizer, processor, taken, batch, respond=right):
     """Return the model's inputs and labels for fresh problems, none of them in `taken`, and responses to them."""
     problems = []
     while len(problems) < batch:
@@ -276,26 +275,21 @@ def lessons(rng: random.Random, tokenizer, processor, taken: set[Problem], batch
     return inputs_of(tokenizer, processor, problems, [respond(problem) for problem in problems])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=400, help=f"steps of {BATCH} right responses")
-    parser.add_argument("--teacher-steps", type=int, default=100, help=f"then steps of {BATCH} of the teacher's")
-    args = parser.parse_args()
+def main(out: Path = FOLDER, seed: int = 1):
+    """Make the problem files and the model."""
     datasets.disable_progress_bars()
     disable_progress_bar()
-    taken = write_problems(args.out, args.seed)
-    torch.manual_seed(args.seed)
-    tokenizer, processor = make_processors(args.out / "model")
+    taken = write_problems(out, seed)
+    torch.manual_seed(seed)
+    tokenizer, processor = make_processors(out / "model")
     model = make_model(tokenizer)
-    print(f"making {args.out}, once, some three minutes: a model of {model.num_parameters():,} parameters")
-    rng = random.Random(args.seed)
+    print(f"making {out}, once, some three minutes: a model of {model.num_parameters():,} parameters")
+    rng = random.Random(seed)
     lesson = functools.partial(lessons, rng, tokenizer, processor, taken, BATCH)
-    teach_model(model, lesson, args.steps)
-    teach_model(model, functools.partial(lesson, functools.partial(teach, rng)), args.teacher_steps, peak_lr=1e-3)
-    model.to(torch.bfloat16).save_pretrained(args.out / "model")
+    teach_model(model, lesson, steps=400)
+    teach_model(model, functools.partial(lesson, functools.partial(teach, rng)), steps=100, peak_lr=1e-3)
+    model.to(torch.bfloat16).save_pretrained(out / "model")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)
