@@ -582,7 +582,7 @@ class Group:
     problem: Problem
     rollouts: list[Rollout]
     correct_G: torch.Tensor | None = None
-    reward_G: torch.Tensor = torch.zeros(0)
+    reward_G: torch.Tensor | None = None
     verdicts: tuple[str, ...] = ()
 
 

@@ -101,7 +101,8 @@ def random_batch(vocabulary, prompt, response, count):
     zeros = np.zeros(response, np.float32)
     problem = common.Problem("", [0] * prompt, "0")
     ids = [rng.integers(0, vocabulary, response) for _ in range(count)]
-    return common.Batch([common.Group(problem, [common.Rollout(each, zeros, "", False)]) for each in ids])
+    rollouts = [common.Rollout(each, zeros, "", False) for each in ids]
+    return common.Batch([common.Group(problem, [rollout], reward_G=torch.zeros(1)) for rollout in rollouts])
 
 
 def config_of(shape):

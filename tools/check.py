@@ -126,6 +126,8 @@ class Check:
 
     def gap(self, what, groups, limit="gap"):
         """Note how far these samples' log-probs are from the policy's."""
+        for group in groups:
+            group.reward_G = torch.zeros(len(group.rollouts))
         batch = common.Batch(groups)
         logp_T, _ = common.score(self.policy, batch, self.dealt(batch), self.record, "gap")
         differences = (logp_T - batch.sampler_logp_T).abs()
