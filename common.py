@@ -1,4 +1,4 @@
-"""What the four scripts share and no paper defines: arguments, data, batch, policy, sampler, record, verifier.
+"""What the four scripts share and no paper defines, in the order in which a step uses it.
 
 Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens, _T response
 tokens, _S segments, _V vocabulary. After sampling, every rank holds the whole step (token ids, rewards, log-probs):
@@ -56,16 +56,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's own chat format
@@ -100,15 +91,12 @@ class Args:
     problem_column: str = ""  # Of the training problems. Empty: problem, question or prompt.
     answer_column: str = ""
     """Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model."""
-    image_column: str = ""
-    """Image in front of a problem, in all sets, for Qwen2-VL and Qwen2.5-VL. Empty: none."""
-    max_pixels: PositiveInt = 401408
-    """Larger images are shrunk to so many pixels (GPG's released scripts)."""
+    image_column: str = ""  # Image in front of a problem, in all sets; for Qwen2-VL and Qwen2.5-VL. Empty: none.
+    max_pixels: PositiveInt = 401408  # Larger images are shrunk (GPG's released scripts).
     subset: NonNegativeInt = 0  # Train on so many problems, drawn uniformly by --seed. 0: on all.
     template: str = "qwen-math"
     """plain, qwen-math; tokenizer's format: chat, chat-boxed, open-rs; the script's; or a text file."""
-    run_dir: str = ""
-    """Folder for everything the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>."""
+    run_dir: str = ""  # For what the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
     seed: int = 1  # Seeds the order of the data and every sampled token.
     steps: NonNegativeInt = 200  # Rollout steps; 0 only evaluates.
 
@@ -116,42 +104,30 @@ class Args:
     group_size: Annotated[int, Field(ge=2)] = 8  # Responses to each prompt (G).
     max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted.
     max_response_tokens: PositiveInt = 3000  # A response is cut here and scores as it stands.
-    max_total_tokens: NonNegativeInt = 0
-    """Bound of a prompt and its response together. 0: the sum of their own."""
+    max_total_tokens: NonNegativeInt = 0  # Bound of prompt and response together. 0: none.
     reward: str = "math"
     r"""The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row)."""
-    temperature: PositiveFloat = 1.0
-    """Divides the logits in sampler and trainer alike; top-p and top-k are off."""
+    temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
-    lr_warmup: Share = 0.0
-    """Share of --steps over which the learning rate rises in a straight line."""
-    lr_floor: Share = 1.0
-    """After the warm-up the rate falls along a cosine to this share of --lr. 1: constant."""
+    lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises in a line.
+    lr_floor: Share = 1.0  # Then it falls along a cosine to this share of --lr. 1: constant.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
     adam_betas: tuple[Share, Share] = (0.9, 0.999)  # How much AdamW's moments keep.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
-    tis_cap: NonNegativeFloat = 0.0
-    """Multiply advantages by min(exp(old logp - sampler logp), cap). 0: off."""
+    tis_cap: NonNegativeFloat = 0.0  # Multiply advantages by min(pi_old / pi_sampler, cap). 0: off.
     eval_every: PositiveInt = 10  # Evaluate before training, every so many steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
-    keep_best: bool = False
-    """Keep the model of the evaluation of highest avg@n, mean over sets, in best/."""
+    keep_best: bool = False  # Keep the model of the highest avg@n, mean over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint every so many steps and at the end.
     checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
-    resume: bool = False
-    """Go on from the last whole checkpoint in --run-dir; --steps may grow, at constant lr."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Packed tokens, and patches, in a rank's pass: memory, not gradients."""
-    activation_checkpointing: bool = False
-    """Recompute decoder layers in the backward pass: less memory, more time."""
-    track: str = ""
-    """Weights & Biases project that shows the TensorBoard curves, too; needs `pip install wandb`."""
+    resume: bool = False  # Go on from --run-dir's last whole checkpoint; --steps may grow, at constant lr.
+    micro_batch_tokens: PositiveInt = 16384  # Tokens, patches in a pass: memory, not gradients.
+    activation_checkpointing: bool = False  # Recompute decoder layers: less memory, more time.
+    track: str = ""  # Weights & Biases project that shows the curves, too (`pip install wandb`).
     tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
-    max_num_seqs: PositiveInt = 256
-    """Responses that an engine samples at a time; more take more memory."""
-    gpu_memory_utilization: Share = 0.6
-    """Share of a GPU that vLLM fills while the policy does not train."""
+    max_num_seqs: PositiveInt = 256  # Responses that an engine samples at a time: memory, speed.
+    gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while it samples.
 
 
 def need(holds, message):
@@ -236,8 +212,7 @@ class World:
 
 
 def _report(kind, error, trace):
-    """Show in one line a refused flag, which every rank raises, a divergence, and the loss of a rank; leave what went
-    wrong to torchrun, too, for the summary that it prints last."""
+    """Say a refused flag, a divergence or a lost rank in one line; leave it to torchrun, too, for its summary."""
     line = f"{Path(sys.argv[0]).name}: {error}"
     if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
         lost = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({error})"
@@ -329,7 +304,7 @@ class Picture:
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
 
-    @functools.lru_cache(maxsize=32)  # noqa: B019  some 10 MB each; the responses of a group share one
+    @functools.lru_cache(maxsize=32)  # noqa: B019  some 10 MB each, one for a group
     def processed(self):
         """Return what the vision tower takes: pixel_values, a row for each patch, and image_grid_thw."""
         return self.processor(images=[self.open()], return_tensors="pt")
@@ -359,8 +334,8 @@ class Problem:
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
 
     def positions(self):
-        """Return the prompt's position_3N (time, height, width): text counts on in all three, an image's tokens have
-        their place in it, and text goes on behind the largest."""
+        """Return the prompt's position_3N (time, height, width): an image's tokens have their place in the image, and
+        text goes on behind the largest."""
         position_3N = torch.arange(len(self.prompt_ids)).repeat(3, 1)
         if self.image:
             at = self.prompt_ids.index(self.image.token)
@@ -376,7 +351,8 @@ def load_data(args, tokenizer):
     sources = [source for source in args.eval.split(",") if source]
     names = [Path(source.replace(":", "-")).stem for source in sources]
     need(len(set(names)) == len(names), f"--eval {args.eval}: two sets of one name; their metrics would mix")
-    held_out = [load_problems(source, tokenizer, args, "--eval") for source in sources]
+    sets = [load_problems(source, tokenizer, args, "--eval") for source in sources]
+    held_out = dict(zip(names, sets, strict=True))
     problems = []
     if args.steps:
         problems = load_problems(args.dataset, tokenizer, args, "--dataset")
@@ -385,7 +361,7 @@ def load_data(args, tokenizer):
         need(args.subset <= usable, f"--subset {args.subset}: --dataset has {usable} usable rows")
         order = np.random.default_rng(seed_of(args.seed, "subset")).permutation(usable)
         problems = [problems[n] for n in sorted(order[: args.subset])]
-    return problems, dict(zip(names, held_out, strict=True))
+    return problems, held_out
 
 
 def read_table(source, flag):
@@ -432,16 +408,15 @@ def load_problems(source, tokenizer, args, flag):
     table = read_table(source, flag)
     with naming(f"{flag} {source}"):
         table, columns = choose_columns(table, args, flag)
-    config = AutoConfig.from_pretrained(tokenizer.name_or_path)
+    folder = tokenizer.name_or_path
+    config = AutoConfig.from_pretrained(folder)
     processor = None
     if args.image_column:
-        processor = AutoImageProcessor.from_pretrained(
-            config.name_or_path, max_pixels=args.max_pixels, trust_remote_code=False
-        )
+        processor = AutoImageProcessor.from_pretrained(folder, max_pixels=args.max_pixels, trust_remote_code=False)
     problems = []
     left_out = Counter()
     texts = set()
-    for number, row in enumerate(table.with_format("arrow")):  # decoding media may fetch what a row names
+    for number, row in enumerate(table.with_format("arrow")):  # decoding might fetch what a row names
         row = row.to_pylist()[0]
         with naming(f"{flag} {source}, row {number}"):
             text = problem_text(row[columns["problem"]])
@@ -488,8 +463,7 @@ def prompt_tokens(text, image, template, tokenizer, config):
 
 
 def read_picture(value, processor, token, folder):
-    """Return the image of a row: bytes and path as `datasets` stores them, or a path in the data set's folder. Raises
-    ValueError for what cannot be read, is too large, lies elsewhere or has a shape that the model does not take."""
+    """Return the image of a row, bytes or a path below the data's folder. Raises ValueError if it cannot be taken."""
     with naming("its image cannot be read", OSError, SyntaxError, TypeError, Image.DecompressionBombError):
         if isinstance(value, str):
             value = {"path": value, "bytes": None}
@@ -588,7 +562,7 @@ class Group:
 
 class Sampler:
     """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks. It starts
-    without weights, asleep: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU."""
+    asleep, without weights: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU."""
 
     def __init__(self, folder, tokenizer, args, world):
         for name, value in VLLM.items():
@@ -606,11 +580,10 @@ class Sampler:
         self.sleeps = cuda
         self.dtype = torch.bfloat16 if cuda else torch.float32
         self.tokenizer = tokenizer
-        # vLLM adds those of generation_config.json
-        self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}
+        self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}  # vLLM adds the model's
         config = AutoConfig.from_pretrained(folder)
         self.tied = config.tie_word_embeddings
-        self.expected = {name for name, _ in empty_model(config).named_parameters()}
+        self.expected = dict(empty_model(config).named_parameters()).keys()
         settings = {"skip_tokenizer_init": True}
         if hasattr(config, "vision_config"):
             settings = {
@@ -658,20 +631,19 @@ class Sampler:
         rollout_of = {}
         for start in range(0, len(mine), at_once):
             part = mine[start : start + at_once]
-            params = []
-            for key, g in part:
-                params.append(
-                    SamplingParams(
-                        temperature=temperature,
-                        top_p=top_p,
-                        seed=seed_of(args.seed, *key, g),
-                        max_tokens=args.max_response_tokens,
-                        stop_token_ids=sorted(self.stop),
-                        logprobs=0,
-                        flat_logprobs=True,
-                        detokenize=False,
-                    )
+            params = [
+                SamplingParams(
+                    temperature=temperature,
+                    top_p=top_p,
+                    seed=seed_of(args.seed, *key, g),
+                    max_tokens=args.max_response_tokens,
+                    stop_token_ids=sorted(self.stop),
+                    logprobs=0,
+                    flat_logprobs=True,
+                    detokenize=False,
                 )
+                for key, g in part
+            ]
             prompts = [asked[key].for_sampler() for key, _ in part]
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
             for key_g, output in zip(part, outputs, strict=True):
@@ -1101,8 +1073,7 @@ def drawn_metrics(groups, draws=1):
 @dataclass
 class MicroBatch:
     """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T;
-    token_T where that stands in the whole step's vectors (on the CPU); `inputs` what the loss takes for them; `cost`
-    the tokens and image patches that a pass computes."""
+    token_T where that stands in the step's vectors; `inputs` what the loss takes; `cost` its tokens and patches."""
 
     row: dict
     index_T: torch.Tensor
@@ -1125,8 +1096,7 @@ def cut(inputs, tokens, device="cpu"):
 
 
 def image_inputs(problems, places):
-    """Return what a row with images has besides: the pixels, and image_N, the places of the images' tokens. `places`
-    holds those of each problem's prompt."""
+    """Return what a row has besides for images; image_N is where their tokens are. `places` are those of prompts."""
     image_N, pixels, grids = [], [], []
     for problem, place in zip(problems, places, strict=False):
         if problem.image:
@@ -1139,8 +1109,7 @@ def image_inputs(problems, places):
 
 
 class Batch:
-    """The whole step, the same on every rank, response tokens end to end; total_R counts a response with its prompt,
-    tokens and image patches."""
+    """The whole step, the same on every rank. total_R counts a response with its prompt, tokens and image patches."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -1152,7 +1121,7 @@ class Batch:
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.place_R = torch.arange(len(self.response_T)).split(self.length_R.tolist())
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-        # One of these prompts is in each row, since ranks run the layers together, and a vision tower, too.
+        # one of these prompts is in each row, since ranks run layers and vision tower together
         self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
@@ -1240,7 +1209,7 @@ def packed_attention(
         key = key.index_select(2, key_N)
         value = value.index_select(2, key_N)
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn  # half a second that a CPU need not wait for
+        from torch.nn.attention.varlen import varlen_attn  # half a second, which a CPU is spared
 
         out = varlen_attn(
             *(x[0].transpose(0, 1) for x in (query, key, value)),
@@ -1262,10 +1231,10 @@ def packed_attention(
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-AttentionInterface.register("packed", packed_attention)
+transformers.AttentionInterface.register("packed", packed_attention)
 # With "flash" in the name transformers' vision towers tell where their sequences end.
-AttentionInterface.register("packed_flash", packed_attention)
-AttentionMaskInterface.register("packed", lambda *_, **__: None)
+transformers.AttentionInterface.register("packed_flash", packed_attention)
+transformers.AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
 # elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
@@ -1282,8 +1251,8 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
         if hasattr(self.model, "visual"):
             self.model.visual.config._attn_implementation = "packed_flash"
-            # Its stride is its kernel, so this convolution is a matrix product. With cuDNN 9.20, which torch 2.13 has,
-            # its bf16 gradient is reported to fail, and the convolution to be up to 50,000 times slower.
+            # Its stride is its kernel, so this convolution is a matrix product. Of torch 2.13's cuDNN 9.20 a failing
+            # bf16 gradient and convolutions up to 50,000 times slower are reported.
             conv = self.model.visual.patch_embed.proj
             conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
 
@@ -1293,7 +1262,7 @@ class Policy(torch.nn.Module):
         logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
         entropy_T = torch.zeros_like(logp_T)
         if entropies:
-            with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
+            with torch.no_grad():  # last: the recomputation going back stops before it
                 entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
         return logp_T, entropy_T
 
@@ -1311,7 +1280,7 @@ class Policy(torch.nn.Module):
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
         size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
-        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing would sum gradients in any order
+        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing sums gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = []
         for hidden, target in chunks:
@@ -1319,13 +1288,12 @@ class Policy(torch.nn.Module):
         return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
 
 
-MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-
-
 def empty_model(config, attention="eager", **settings):
     """Return transformers' model of a config without weights, with a vision tower where the config has one; never with
     the attention that a config.json names."""
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    kind = transformers.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        kind = transformers.AutoModelForImageTextToText
     with torch.device("meta"):
         return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, **settings)
 
@@ -1334,9 +1302,9 @@ def model_folder(args):
     """Return the folder of --model, fetched if that is a hub id. Raises ValueError for a model that cannot train."""
     folder = Path(args.model)
     if not folder.is_dir():
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         with naming(f"--model {args.model}: neither a folder here nor a model of the hub", OSError):
-            # one rank of a node downloads, the others wait
-            folder = Path(snapshot_download(args.model, allow_patterns=MODEL_FILES))
+            folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # a node's other ranks wait for one
     with naming(f"--model {args.model}"):
         check_model(folder, args)
     return folder
@@ -1359,16 +1327,16 @@ def check_model(folder, args):
     lm = empty_model(config)
     decoder = lm.model.language_model if sees else getattr(lm, "model", None)
     if not hasattr(decoder, "embed_tokens") or not hasattr(decoder, "layers") or lm.lm_head.bias is not None:
-        kind = type(lm).__name__
-        raise ValueError(f"{kind} is not built as model.embed_tokens, model.layers and an unbiased lm_head")
+        raise ValueError(
+            f"{type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head"
+        )
     longest = longest_sequence(args)
     limit = text.max_position_embeddings
     need(longest <= limit, f"context {limit}, and a prompt with its response may have {longest}")
 
 
 def hub_name(name):
-    """Return the name under which a parameter is stored in a model's safetensors. It is the name in memory but for
-    models that see, whose decoder and tower are stored one level higher."""
+    """Return the name of a parameter in safetensors, where decoder and tower of models that see are a level higher."""
     return name.replace(".language_model", "").replace("model.visual", "visual")
 
 
@@ -1382,13 +1350,12 @@ def load_policy(folder, args, world):
     if hasattr(config, "vision_config"):
         units += lm.model.visual.blocks
         lm.model.visual.requires_grad_(bool(args.image_column))
-    policy = Policy(lm, args.temperature).train()  # activation checkpointing does nothing in eval mode
+    policy = Policy(lm, args.temperature).train()  # else activations are never recomputed
     dtypes = (torch.bfloat16, torch.float32) if world.device.type == "cuda" else ()  # of compute, of reductions
-    for module in (*units, policy):  # the head is the last's: gathered for each chunk it would deadlock
+    for module in (*units, policy):  # gathered for each chunk, a head of its own deadlocks
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
     if world.device.type == "cpu":
-        # the backward pass need not gather again what memory has room for
-        policy.set_reshard_after_forward(False)
+        policy.set_reshard_after_forward(False)  # memory has room, so the backward pass need not gather again
     policy.to_empty(device=world.device)
     for module in policy.modules():
         if hasattr(module, "inv_freq"):  # buffers that are in no checkpoint
@@ -1412,8 +1379,7 @@ def set_lr(optimizer, args, step):
 
 @torch.no_grad()
 def score(policy, batch, micro_batches, record, phase, entropies=True):
-    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. Add
-    seconds and tokens to a phase of the record."""
+    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
     world = record.world
     logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
     with record.phase(phase):
@@ -1442,8 +1408,8 @@ def full_weights(policy, dtype):
         if isinstance(unit, FSDPModule):
             unit.unshard()
             for name, parameter in unit.named_parameters(path):
-                if not isinstance(parameter, dist.tensor.DTensor):  # else it is of a unit inside this one
-                    yield name, parameter.detach().to(dtype, copy=True)  # it outlives the gathered unit
+                if not isinstance(parameter, dist.tensor.DTensor):  # of a unit inside
+                    yield name, parameter.detach().to(dtype, copy=True)  # outlives the unit
             unit.reshard()
 
 
@@ -1453,7 +1419,7 @@ def save_model(policy, folder, source, dtype, world):
     if world.rank == 0:
         lm = empty_model(AutoConfig.from_pretrained(source), dtype=dtype)
         if (source / "generation_config.json").is_file():
-            lm.generation_config = GenerationConfig.from_pretrained(source)
+            lm.generation_config = transformers.GenerationConfig.from_pretrained(source)
         lm.save_pretrained(folder, state_dict=weights)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         if hasattr(lm.config, "vision_config"):
@@ -1508,18 +1474,6 @@ def keep_best(policy, source, dtype, metrics, record, step):
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint
-SKIPS_IN_A_ROW = 5  # updates
-SHOWN = (  # in the line of a step
-    "reward",
-    "entropy",
-    "clip_fraction",
-    "response_length",
-    "grad_norm",
-    "irl/loss",
-    "tokens_per_second/update",
-)
-
-
 def digests(folder, world):
     """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
     names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
@@ -1537,8 +1491,7 @@ def write_whole(file, text):
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
-    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest. Order of the
-    data and seeds are functions of --seed and the position."""
+    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest."""
     world = record.world
     final = record.folder / "checkpoints" / f"step-{step:05d}"
     partial = final.with_suffix(".partial")
@@ -1574,8 +1527,8 @@ def save_checkpoint(policy, optimizer, step, position, record):
 
 
 def newest_checkpoint(record):
-    """Return the newest whole checkpoint and its manifest, None where a run never completed one. Damaged ones are named
-    and passed over. Raises ValueError if all are damaged."""
+    """Return the newest whole checkpoint and its manifest, or None if there was none; pass over damaged ones, by name.
+    Raises ValueError if all are damaged."""
     found = sorted((record.folder / "checkpoints").glob("step-*"), reverse=True)
     damaged = 0
     for folder in record.world.all_gather(found)[0]:
@@ -1654,9 +1607,8 @@ def check_same_run(before, about, args):
 
 
 def open_run(folder, args, script, world):
-    """Make the run folder and write run.json: script, command, arguments, versions and commit of a run, and in `before`
-    what it resumes. Raises ValueError when the folder holds another run, or with --resume none, or one with other
-    flags."""
+    """Make the run folder and write run.json, where `before` is the run that this one resumes. Raises ValueError when
+    the folder holds another run, or with --resume none, or one with other flags."""
     file = folder / "run.json"
     exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
     about = {
@@ -1681,6 +1633,18 @@ def open_run(folder, args, script, world):
         write_whole(file, json.dumps(about, indent=2) + "\n")
 
 
+SKIPS_IN_A_ROW = 5  # updates
+SHOWN = (  # in the line of a step
+    "reward",
+    "entropy",
+    "clip_fraction",
+    "response_length",
+    "grad_norm",
+    "irl/loss",
+    "tokens_per_second/update",
+)
+
+
 class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
@@ -1700,13 +1664,7 @@ class Record:
         if args.track and world.rank == 0:
             import wandb
 
-            wandb.init(
-                project=args.track,
-                name=self.folder.name,
-                dir=self.folder,
-                config=asdict(args),
-                sync_tensorboard=True,
-            )
+            wandb.init(project=args.track, name=self.folder.name, config=asdict(args), sync_tensorboard=True)
 
     def start_step(self):
         """Set what is counted in each step back to nothing."""
