@@ -164,8 +164,8 @@ def validate(args, world):
     if args.template not in PROMPTS:
         own = Path(args.template)
         if not own.is_file() or "{problem}" not in own.read_text(encoding="utf-8"):
-            legal = ", ".join(PROMPTS)
-            raise ValueError(f"--template {args.template}: legal: {legal}, or a text file with {{problem}} in it")
+            legal = f"legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"
+            raise ValueError(f"--template {args.template}: {legal}")
     if not args.eval and (args.keep_best or not args.steps):
         raise ValueError("--steps 0 and --keep-best need held-out problems: name them with --eval")
     if args.eval_samples > 1 and args.eval_temperature == 0:
@@ -175,11 +175,8 @@ def validate(args, world):
         raise ValueError(f"--tensor-parallel {args.tensor_parallel}: {legal}")
     longest = longest_sequence(args)
     need(longest > args.max_prompt_tokens, f"--max-total-tokens {args.max_total_tokens}: no room for a response")
-    if args.micro_batch_tokens < longest:
-        raise ValueError(
-            f"--micro-batch-tokens {args.micro_batch_tokens}: no response is split, and one may have {longest} tokens "
-            "with its prompt (--max-...-tokens)"
-        )
+    small = f"--micro-batch-tokens {args.micro_batch_tokens}: a response with its prompt may have {longest} tokens"
+    need(args.micro_batch_tokens >= longest, small)
     if args.dataset == Args.dataset and args.steps:
         need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
 
@@ -200,10 +197,6 @@ class World:
         things = [None] * self.size
         dist.all_gather_object(things, thing)
         return things
-
-    def union(self, part):
-        """Return the entries of every rank's dict, on every rank."""
-        return dict(ChainMap(*self.all_gather(part)))
 
     def all_reduce(self, x):
         """Add a CPU tensor over ranks, in place, and return it."""
@@ -227,20 +220,11 @@ def _report(kind, error, trace):
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
-RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
 def init_world():
     """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
     if "RANK" not in os.environ:
-        os.environ.update(
-            RANK="0",
-            WORLD_SIZE="1",
-            LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="0",  # any that is free
-        )
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free
     else:
         # PR_SET_PDEATHSIG: nothing else would end the ranks of a torchrun that is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -250,7 +234,8 @@ def init_world():
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     sys.excepthook = _report
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in RANKS)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -654,7 +639,7 @@ class Sampler:
                     text=self.tokenizer.decode(best.token_ids, skip_special_tokens=True),
                     truncated=best.finish_reason == "length",
                 )
-        rollout_of = self.world.union(rollout_of)
+        rollout_of = dict(ChainMap(*self.world.all_gather(rollout_of)))
         if not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
             raise FloatingPointError("no response has finite log-probs: the weights have diverged; try a smaller --lr")
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
@@ -1089,9 +1074,7 @@ def cut(inputs, tokens, device="cpu"):
     for name, x in inputs.items():
         if name.endswith("_T"):
             x = x[tokens]
-        if isinstance(x, torch.Tensor):
-            x = x.to(device)
-        parts[name] = x
+        parts[name] = x.to(device) if isinstance(x, torch.Tensor) else x
     return parts
 
 
@@ -1211,16 +1194,10 @@ def packed_attention(
     if query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn  # half a second, which a CPU is spared
 
-        out = varlen_attn(
-            *(x[0].transpose(0, 1) for x in (query, key, value)),
-            cu_seq_lens_q,
-            cu_seq_lens_k,
-            settings["max_length_q"],
-            settings["max_length_k"],
-            scale=scaling,
-            window_size=(-1, 0 if is_causal else -1),
-            enable_gqa=grouped,
-        )
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
+        window = (-1, 0 if is_causal else -1)
+        out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
         return out[None], None
     own = cu_seq_lens_q.diff().tolist()
     seen = cu_seq_lens_k.diff().tolist()
@@ -1256,7 +1233,7 @@ class Policy(torch.nn.Module):
             conv = self.model.visual.patch_embed.proj
             conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
 
-    def _head(self, hidden_TH, weight_VH, target_T, entropies):
+    def _head(self, hidden_TH, target_T, weight_VH, entropies):
         logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)
         logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
@@ -1282,9 +1259,7 @@ class Policy(torch.nn.Module):
         size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
         hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing sums gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
-        parts = []
-        for hidden, target in chunks:
-            parts.append(checkpoint(self._head, hidden, weight_VH, target, entropies, use_reentrant=False))
+        parts = [checkpoint(self._head, *chunk, weight_VH, entropies, use_reentrant=False) for chunk in chunks]
         return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
 
 
@@ -1481,7 +1456,7 @@ def digests(folder, world):
     for name in names[world.rank :: world.size]:
         with open(folder / name, "rb") as opened:
             digest[name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return world.union(digest)
+    return dict(ChainMap(*world.all_gather(digest)))
 
 
 def write_whole(file, text):
@@ -1499,8 +1474,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    shared = all(world.all_gather(partial.is_dir()))
-    need(shared, f"--run-dir {record.folder}: must lie on storage that all nodes share")
+    need(all(world.all_gather(partial.is_dir())), f"--run-dir {record.folder}: not on storage that all nodes share")
     state = {"policy": get_model_state_dict(policy)}
     if optimizer.state:  # else asking for it would make it, a step old
         state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
@@ -1520,8 +1494,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        whole = sorted(final.parent.glob("step-?????"))
-        for old in whole[: -record.args.checkpoints_kept]:
+        for old in sorted(final.parent.glob("step-?????"))[: -record.args.checkpoints_kept]:
             shutil.rmtree(old)
     dist.barrier()
 
@@ -1600,7 +1573,7 @@ def check_same_run(before, about, args):
         must_stay.add("steps")  # the schedule would bend
     if args.keep_best:
         must_stay.update(["eval", "eval_samples", "eval_temperature"])  # averages would not compare
-    for name in must_stay:
+    for name in sorted(must_stay):
         old = before["args"][name]
         new = about["args"].get(name)
         need(new == old, f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}")
@@ -1630,7 +1603,7 @@ def open_run(folder, args, script, world):
         need(not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     if world.rank == 0:
         (folder / "samples").mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(about, indent=2) + "\n")
+        write_whole(file, json.dumps(about, indent=2))
 
 
 SKIPS_IN_A_ROW = 5  # updates
@@ -1750,18 +1723,17 @@ class Record:
         metrics["cost/seconds"] = self.trained
         metrics["skipped_updates"] = self.skipped
         self.start_step()
-        row = {"step": step, "time": round(time.time() - self.started, 2)}
-        for name, value in metrics.items():
-            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
-        self.write("metrics.jsonl", json.dumps(row))
         if self.world.rank == 0:
             self.board = self.board or SummaryWriter(str(self.folder), purge_step=step)
-            for name, value in metrics.items():
-                self.board.add_scalar(name, value, step)
+        row = {"step": step, "time": time.time() - self.started}
         line = f"step {step}/{self.args.steps}"
         for name, value in metrics.items():
+            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
+            if self.board:
+                self.board.add_scalar(name, value, step)
             if name in SHOWN or name.startswith("eval/"):
                 line += f"  {name} {value:,.3f}"
+        self.write("metrics.jsonl", json.dumps(row))
         if step:
             left = (self.args.steps - step) * (time.time() - self.started) / step / 60
             line += f"  {seconds:.2f} s  left {left:.1f} min"
