@@ -682,8 +682,6 @@ class Sampler:
 def sampler_gap(logp_T, sampler_logp_T):
     """Return how far trainer and sampler disagree on the tokens that are trained: mean and max |difference| (nats), k3
     estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
-    if not len(logp_T):
-        return {}
     difference = (logp_T - sampler_logp_T).double().numpy()
     ratio = np.exp(difference)
     return {

@@ -356,11 +356,11 @@ def learn(policy, reference, optimizer, batch, seed, record):
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
     valid_T = valid_P[group_T]
-    metrics.update(common.sampler_gap(trained["old_logp_T"], sampled_T))
     metrics.update(covariance_summary(c_T[valid_T]))
     if reference is not None:
         metrics["kl"] = means["kl"].item() / args.updates_per_step
     if trained_T.any():
+        metrics.update(common.sampler_gap(trained["old_logp_T"], sampled_T))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         entropy_R = common.mean_by(entropy_T.double(), batch.response_T)
         metrics["entropy_response"] = entropy_R[batch.response_T[trained_T].unique()].mean().item()  # section 2.2

@@ -221,8 +221,8 @@ def learn(policy, reference, optimizer, batch, record):
     }
     for name, value in means.items():
         metrics[name] = value.item()
-    metrics.update(common.sampler_gap(logp_T, sampled_T))
     if trained_T.any():
+        metrics.update(common.sampler_gap(logp_T, sampled_T))
         metrics["entropy"] = entropy_T.double().mean().item()
     return metrics
 

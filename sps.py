@@ -249,10 +249,10 @@ def learn(policy, reference, optimizer, batch, record):
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    metrics.update(common.sampler_gap(old_logp_T, sampled_T))
     if reference is not None:
         metrics["kl"] = means["kl"].item() / args.updates_per_step
     if trained_T.any():
+        metrics.update(common.sampler_gap(old_logp_T, sampled_T))
         metrics["entropy"] = entropy_T.double().mean().item()
     return metrics
 
@@ -453,10 +453,8 @@ def main(args: Args) -> None:
                 stage = range(step - rl_steps + 1, step + 1)
                 seed = common.seed_of(args.seed, "irl", step)
                 drawn = demonstrations(kept, stage, problems, irl_steps * args.irl_batch, seed)
-                batches = []
-                for first in range(0, len(drawn), args.irl_batch):
-                    batches.append(common.Batch(drawn[first : first + args.irl_batch]))
-                metrics.update(learn_irl(policy, batches, record))
+                parts = [drawn[n : n + args.irl_batch] for n in range(0, len(drawn), args.irl_batch)]
+                metrics.update(learn_irl(policy, [common.Batch(part) for part in parts], record))
 
         # ---- sync
         with record.phase("sync"):

@@ -272,8 +272,8 @@ def learn(policy, optimizer, batch, tokenizer, record):
     }
     for name, value in ratios.items():
         metrics[name] = value.item()
-    metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
     if trained_T.any():
+        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
         trained_S = segment_T[trained_T].unique()
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         metrics["segments_per_response"] = len(trained_S) / trained_R.sum().item()
