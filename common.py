@@ -237,10 +237,12 @@ def init_world():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     device = torch.device("cpu")
+    backends = "gloo"
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(timeout=timedelta(hours=4))  # gloo, beside it nccl for GPUs; hours for slow downloads
+        backends = "cpu:gloo,cuda:nccl"  # by default there would be none for tensors of the CPU
+    dist.init_process_group(backends, timeout=timedelta(hours=4))  # hours for slow downloads
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
         mesh = mesh["shard"]

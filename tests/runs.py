@@ -29,8 +29,9 @@ llm.llm_engine.engine_core.shutdown = lambda: None
 
 
 def same_engine(**settings):
-    """Stand in for the constructor of vllm.LLM."""
+    """Stand in for the constructor of vllm.LLM; the scheduler ends responses where an engine of one's own would."""
     assert settings["max_model_len"] <= llm.llm_engine.model_config.max_model_len
+    llm.llm_engine.engine_core.engine_core.scheduler.max_model_len = settings["max_model_len"]
     return llm
 
 

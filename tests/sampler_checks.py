@@ -39,9 +39,9 @@ def main(args: Args) -> None:
     record = common.Record(args, "checks", world)
     found = {}
 
-    def sampled(stream, n=3, temperature=args.temperature, settings=args):
+    def sampled(stream, n=3, temperature=args.temperature):
         asked = {(stream, p): problem for p, problem in enumerate(problems)}
-        return sampler.sample(asked, n, temperature, settings)
+        return sampler.sample(asked, n, temperature, args)
 
     def gap(groups):
         batch = common.Batch([replace(group, reward_G=torch.zeros(len(group.rollouts))) for group in groups])
@@ -69,11 +69,6 @@ def main(args: Args) -> None:
     found["gap after an unchanged sync"] = gap(sampled("a"))
     change(0.1)
     found["gap with stale weights"] = gap(sampled("a"))
-    found["room"] = [
-        [one.truncated, len(group.problem.prompt_ids), len(one.ids)]
-        for group in sampled("a", settings=replace(args, max_total_tokens=160))
-        for one in group.rollouts
-    ]
     sampler.load(policy)
     after = sampled("a")
     found["gap after a changed sync"] = gap(after)
@@ -82,6 +77,11 @@ def main(args: Args) -> None:
     found["greedy at the sampling temperature"] = gap(greedy)
     policy.temperature = 1.0
     found["greedy at temperature 1"] = gap(greedy)
+    sampler = common.Sampler(model, tokenizer, replace(args, max_total_tokens=160), world)
+    sampler.load(policy)
+    found["room"] = [
+        [one.truncated, len(group.problem.prompt_ids), len(one.ids)] for group in sampled("a") for one in group.rollouts
+    ]
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if name.endswith(".norm.weight"):  # the last: infinity in a cache would outlive the weights

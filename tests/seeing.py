@@ -19,6 +19,7 @@ import common
 
 PATCH = 4  # pixels; 2 x 2 patches are a token
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+STOPS = (40, 50, 60, 70)  # tokens that end a response, too, by generation_config.json
 SIZES = ((16, 16), (24, 16), (40, 40), (9, 60), None, (32, 8))  # of images, height and width in pixels
 
 
@@ -47,6 +48,7 @@ def random_seeing_model(folder: Path, kind: str, tied: bool) -> Path:
         parameter.data = (
             parameter.data * 3 if parameter.ndim > 1 else parameter.data + 0.1 * torch.randn(parameter.shape)
         )
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *STOPS]
     model.save_pretrained(folder)
     sizes = {"shortest_edge": 4 * PATCH**2, "longest_edge": 256 * PATCH**2}
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor", "size": sizes}

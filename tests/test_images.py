@@ -12,13 +12,13 @@ from conftest import PACKED, check_sampler
 from faults import differences
 from jobs import Jobs
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
 
 import datasets
 import plot
-from seeing import png, random_seeing_model, settings, write_images
+from seeing import STOPS, png, random_seeing_model, settings, write_images
 from test_invariance import check_alike, largest_difference
 
 import common
@@ -165,6 +165,8 @@ def test_what_vllm_samples_is_what_is_trained(seeing, tmp_path):
         assert found[f"gap after {name} sync"] < 1e-4
     assert found["gap with stale weights"] > 1e-2 and found["samples changed"] and found["repeatable"]
     assert found["gap with another image"] > 1e-2
+    assert any(ids[-1] in STOPS for ids in found["texts"]), "generation_config.json's stop tokens are not seen"
+    assert not any(token in STOPS for ids in found["texts"] for token in ids[:-1])
 
 
 def test_a_run_stopped_before_and_after_its_first_image_is_resumed(seeing, tmp_path):
@@ -237,6 +239,7 @@ def test_a_saved_model_is_whole(models, tmp_path, plain_python):
     assert names | {"tokenizer.json", "tokenizer_config.json"} == {file.name for file in (tmp_path / "model").iterdir()}
     saved, source = (load_file(each / "model.safetensors") for each in (tmp_path / "model", folder))
     assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in saved)
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id[1:] == [*STOPS]
 
 
 @pytest.mark.parametrize(
