@@ -321,9 +321,7 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float
 def keep_demonstrations(folder, step, groups, problems, args):
     """Choose the demonstrations among the groups of an RL step and write them to step-<step>.pt: tensors, and the place
     of each problem in the data, so that no code runs when the file is read."""
-    mean_logp = []
-    for group in groups:
-        mean_logp.append([rollout.logp.mean(dtype=np.float64) for rollout in group.rollouts])
+    mean_logp = [[rollout.logp.mean(dtype=np.float64) for rollout in group.rollouts] for group in groups]
     mean_logp_PG = torch.tensor(mean_logp, dtype=torch.float64)
     reward_PG = torch.stack([group.reward_G for group in groups])
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "demonstrations", step))
