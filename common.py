@@ -1,9 +1,9 @@
 """What the four scripts share and no paper defines, in the order in which a step uses it.
 
 Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens, _T response
-tokens, _S segments, _V vocabulary. After sampling, every rank holds the whole step (token ids, rewards, log-probs):
-what a paper defines is a pure function of it, the same on any number of ranks. Only forward and backward are sharded.
-Functions carry no type annotations: names say the kind (suffixes a shape; args, world, record, policy, batch a class).
+tokens, _S segments, _V vocabulary, _H hidden. After sampling, every rank holds the whole step (token ids, rewards,
+log-probs): what a paper defines is a pure function of it, on any number of ranks. Only forward and backward are
+sharded. Functions carry no type annotations: names say the kind (args, world, record, policy, batch are classes).
 """
 
 import ctypes
@@ -81,21 +81,21 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass
 class Args:
-    """The flags of every script, as sspo.py has them: its docstring says what is ours. A type is also a bound."""
+    """The flags of every script, with sspo.py's defaults (its docstring says which are ours). Types are also bounds."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id or folder with config.json and *.safetensors.
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"  # run.sh fetches it
     """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id (`id:[name:]split`)."""
     eval: str = ""
     """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
-    problem_column: str = ""  # Of the training problems. Empty: problem, question or prompt.
+    problem_column: str = ""  # In --dataset. Empty: problem, question or prompt.
     answer_column: str = ""
-    """Likewise. Empty: answer, ground_truth, final_answer, solution or reward_model."""
+    """In --dataset. Empty: answer, ground_truth, final_answer, solution or reward_model."""
     image_column: str = ""  # Image in front of a problem, in all sets; for Qwen2-VL and Qwen2.5-VL. Empty: none.
     max_pixels: PositiveInt = 401408  # Larger images are shrunk (GPG's released scripts).
-    subset: NonNegativeInt = 0  # Train on so many problems, drawn uniformly by --seed. 0: on all.
+    subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
     template: str = "qwen-math"
-    """plain, qwen-math; tokenizer's format: chat, chat-boxed, open-rs; the script's; or a text file."""
+    """plain, qwen-math; in the tokenizer's format: chat, chat-boxed, open-rs; or a text file."""
     run_dir: str = ""  # For what the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
     seed: int = 1  # Seeds the order of the data and every sampled token.
     steps: NonNegativeInt = 200  # Rollout steps; 0 only evaluates.
@@ -109,20 +109,20 @@ class Args:
     r"""The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row)."""
     temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
-    lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises in a line.
+    lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
     lr_floor: Share = 1.0  # Then it falls along a cosine to this share of --lr. 1: constant.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
     adam_betas: tuple[Share, Share] = (0.9, 0.999)  # How much AdamW's moments keep.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
     tis_cap: NonNegativeFloat = 0.0  # Multiply advantages by min(pi_old / pi_sampler, cap). 0: off.
-    eval_every: PositiveInt = 10  # Evaluate before training, every so many steps, and at the end.
+    eval_every: PositiveInt = 10  # Evaluate before training, after every N steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
     keep_best: bool = False  # Keep the model of the highest avg@n, mean over sets, in best/.
-    checkpoint_every: PositiveInt = 50  # Write a checkpoint every so many steps and at the end.
+    checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
     checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
     resume: bool = False  # Go on from --run-dir's last whole checkpoint; --steps may grow, at constant lr.
-    micro_batch_tokens: PositiveInt = 16384  # Tokens, patches in a pass: memory, not gradients.
+    micro_batch_tokens: PositiveInt = 16384  # Most tokens and patches in a pass: memory, speed.
     activation_checkpointing: bool = False  # Recompute decoder layers: less memory, more time.
     track: str = ""  # Weights & Biases project that shows the curves, too (`pip install wandb`).
     tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
@@ -608,7 +608,7 @@ class Sampler:
     def sample(self, asked, n, temperature, args, top_p=1.0):
         """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. A seed hashes
         --seed, the problem's key in `asked` and the number of the response: samples do not repeat across prompts, nor
-        depend on the number of ranks. Raises FloatingPointError when no log-prob is finite."""
+        depend on the number of ranks. Raises FloatingPointError when no response has finite log-probs."""
         from vllm import SamplingParams
 
         engines = self.world.size // args.tensor_parallel
@@ -634,12 +634,12 @@ class Sampler:
             prompts = [asked[key].for_sampler() for key, _ in part]
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
             for key_g, output in zip(part, outputs, strict=True):
-                best = output.outputs[0]
+                only = output.outputs[0]
                 rollout_of[key_g] = Rollout(
-                    ids=np.array(best.token_ids, np.int64),
-                    logp=np.array(best.logprobs.logprobs, np.float32),
-                    text=self.tokenizer.decode(best.token_ids, skip_special_tokens=True),
-                    truncated=best.finish_reason == "length",
+                    ids=np.array(only.token_ids, np.int64),
+                    logp=np.array(only.logprobs.logprobs, np.float32),
+                    text=self.tokenizer.decode(only.token_ids, skip_special_tokens=True),
+                    truncated=only.finish_reason == "length",
                 )
         rollout_of = dict(ChainMap(*self.world.all_gather(rollout_of)))
         if not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
@@ -1092,7 +1092,8 @@ def image_inputs(problems, places):
 
 
 class Batch:
-    """The whole step, the same on every rank. total_R counts a response with its prompt, tokens and image patches."""
+    """The whole step, the same on every rank. Response r = p G + g; entry t of a *_T is token k of response r, where t
+    is k + the sum of length_R[:r]. total_R counts a response with its prompt, tokens and image patches."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -1104,13 +1105,13 @@ class Batch:
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.place_R = torch.arange(len(self.response_T)).split(self.length_R.tolist())
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-        # one of these prompts is in each row, since ranks run layers and vision tower together
+        # each row, even an empty one, has one of these prompts: ranks run layers and vision tower together
         self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
         """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank,
         some empty, none above `budget` (packed tokens). Responses of a group go in bundles, which compute its prompt
-        once; a bundle has at most an eighth of a rank's share, so that the ranks can be balanced."""
+        once; one of several has at most an eighth of a rank's share, so that the ranks can be balanced."""
         most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
         bundles = []
         costs = []
@@ -1135,8 +1136,8 @@ class Batch:
             if max(loads, default=0) <= budget:
                 break
             rounds += 1
-        emptier = sorted(range(len(loads)), key=lambda number: -loads[number])  # those of a round cost about the same
-        return [bins[number] for number in emptier[world.rank :: world.size]]
+        fullest = sorted(range(len(loads)), key=lambda number: -loads[number])  # those of a round cost about the same
+        return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def pack(self, responses, device, inputs=None):
         """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
@@ -1148,31 +1149,31 @@ class Batch:
         ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
         input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         place_N = torch.arange(len(input_ids_N))
-        own = torch.tensor([len(piece) for piece in ids])
-        keys = list(place_N.split(own.tolist()))
+        length_q = torch.tensor([len(piece) for piece in ids])
+        keys = list(place_N.split(length_q.tolist()))
         positions = [problem.positions() for problem in problems]
         index = [place_N[:0]]
         tokens = [place_N[:0]]
         for n, r in enumerate(responses, len(prompts)):
-            p = prompts.index(self.group_R[r])
-            keys[n] = torch.cat([keys[p], keys[n]])
-            positions.append(torch.arange(len(ids[n])).expand(3, -1) + positions[p].max() + 1)
+            prompt = prompts.index(self.group_R[r])
+            keys[n] = torch.cat([keys[prompt], keys[n]])
+            positions.append(torch.arange(len(ids[n])).expand(3, -1) + positions[prompt].max() + 1)
             index.append(keys[n][-len(ids[n]) - 1 : -1])
             tokens.append(self.place_R[r])
-        seen = torch.tensor([len(piece) for piece in keys])
+        length_k = torch.tensor([len(piece) for piece in keys])
         position_3N = torch.cat(positions, 1)
         row = {
             "input_ids": input_ids_N[None],
             "position_ids": position_3N[:1],
-            "cu_seq_lens_q": F.pad(own.cumsum(0), (1, 0)).int(),
-            "cu_seq_lens_k": F.pad(seen.cumsum(0), (1, 0)).int(),
+            "cu_seq_lens_q": F.pad(length_q.cumsum(0), (1, 0)).int(),
+            "cu_seq_lens_k": F.pad(length_k.cumsum(0), (1, 0)).int(),
             "key_N": torch.cat(keys),
         }
         if any(problem.image for problem in problems):
             row.update(image_inputs(problems, keys), position_ids=position_3N[:, None])
         row = {name: x.to(device) for name, x in row.items()}
-        row["max_length_q"] = int(own.max())
-        row["max_length_k"] = int(seen.max())
+        row["max_length_q"] = int(length_q.max())
+        row["max_length_k"] = int(length_k.max())
         token_T = torch.cat(tokens)
         index_T = torch.cat(index).to(device)
         target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
@@ -1199,10 +1200,10 @@ def packed_attention(
         window = (-1, 0 if is_causal else -1)
         out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
         return out[None], None
-    own = cu_seq_lens_q.diff().tolist()
-    seen = cu_seq_lens_k.diff().tolist()
+    length_q = cu_seq_lens_q.diff().tolist()
+    length_k = cu_seq_lens_k.diff().tolist()
     out = []
-    for q, k, v in zip(query.split(own, 2), key.split(seen, 2), value.split(seen, 2), strict=True):
+    for q, k, v in zip(query.split(length_q, 2), key.split(length_k, 2), value.split(length_k, 2), strict=True):
         mask = causal_lower_right(q.shape[2], k.shape[2]) if is_causal else None
         out.append(F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=grouped))
     return torch.cat(out, 2).transpose(1, 2), None
@@ -1251,13 +1252,13 @@ class Policy(torch.nn.Module):
         embedding_NH = embeddings(row.pop("input_ids")[0])
         if "image_N" in row:  # by place, not by token: a response may hold the placeholder, too, as a word
             image_N = row.pop("image_N")
-            seen = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
-            features = torch.cat(seen.pooler_output)[: len(image_N)].to(embedding_NH)
+            images = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
+            features = torch.cat(images.pooler_output)[: len(image_N)].to(embedding_NH)
             embedding_NH = embedding_NH.index_copy(0, image_N, features)
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
         size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
-        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # indexing sums gradients in any order
+        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [checkpoint(self._head, *chunk, weight_VH, entropies, use_reentrant=False) for chunk in chunks]
         return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
@@ -1366,7 +1367,7 @@ def score(policy, batch, micro_batches, record, phase, entropies=True):
             logp_T[micro.token_T] = logp.cpu()
             entropy_T[micro.token_T] = entropy.cpu()
             record.tokens[phase] += micro.cost
-        # This reshards, too: layers that no backward pass follows stay gathered, and hide what the optimiser moves.
+        # FSDP's .to also reshards: layers that no backward pass follows stay gathered, and hide the optimiser's step
         policy.to(home)
     return world.all_reduce(logp_T), world.all_reduce(entropy_T)
 
@@ -1659,7 +1660,7 @@ class Record:
         self.write("log.txt", text)
 
     def rewind(self, size):
-        """Cut off the metrics of steps behind a checkpoint, which will be written again."""
+        """Cut off the metrics of steps after a checkpoint, which will be written again."""
         file = self.folder / "metrics.jsonl"
         if self.world.rank == 0 and file.exists():
             write_whole(file, file.read_text()[:size])

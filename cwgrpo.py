@@ -14,7 +14,7 @@ The mean of logp is over the tokens of response i, and the mean of A is over the
 weight_T is the normaliser 1 / (G |o_i|), averaged over prompts; the paper's w~ comes from `kernel_weights`; factor_T is
 whatever multiplies the advantage, which is the kernel, Clip-Cov's mask, or 1.
 
-A vector whose name ends in _T holds the response tokens of the whole step end to end, without prompts or padding (_R:
+A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
 responses, _P: prompts, _G: responses to a prompt). `policy_loss` gets a micro-batch's part of it.
 
     ./run.sh cwgrpo-1.5b                     R1-Distill-Qwen-1.5B of Table 2; also cwgrpo-7b, grpo-kl-..., clip-cov-...
@@ -259,12 +259,12 @@ def learn(policy, reference, optimizer, batch, seed, record):
     trained_T = trained_R[batch.response_T]
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    updates = []
+    updates = []  # of each, this rank's micro-batches: lists of response numbers
     for update in range(args.updates_per_step):
-        mine_R = update_R == update
-        weights.append(token_weights(batch.length_R[mine_R], args.normaliser))
-        updates.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
-    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch
+        in_update_R = update_R == update
+        weights.append(token_weights(batch.length_R[in_update_R], args.normaliser))
+        updates.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
+    # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
     inputs = {
         "advantage_T": advantage_T,
         "factor_T": torch.ones(len(advantage_T)),
@@ -272,7 +272,7 @@ def learn(policy, reference, optimizer, batch, seed, record):
         "kl_coef": args.kl_coef,
     }
 
-    # ---- old and reference log-probs, in the micro-batches of the updates, so that the ratio starts at 1
+    # ---- old and reference log-probs, in the micro-batches of the updates, so that the first one's ratio is 1
     all_micro_batches = [responses for micro_batches in updates for responses in micro_batches]
     if args.reweight != "none" or args.updates_per_step > 1:  # else the only update sees the policy that sampled
         old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp", entropies=False)
@@ -299,7 +299,7 @@ def learn(policy, reference, optimizer, batch, seed, record):
     grad_norms = []
     for update, micro_batches in enumerate(updates):
         if not micro_batches:
-            continue  # without a gradient AdamW's momentum and decay would still move the weights
+            continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         if args.reweight == "clip-cov":
             start_logp_T = old_logp_T
             if update:  # the policy has moved since it sampled

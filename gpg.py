@@ -11,7 +11,7 @@ B responses are in the batch. M of them are in groups whose rewards are all equa
 gradient. alpha turns the mean over the batch into a mean over the valid groups. While the share of valid groups is
 below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the valid groups (Algorithm 1).
 
-A vector whose name ends in _T holds the response tokens of the whole step end to end, without prompts or padding (_R:
+A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
 responses, _P: prompts, _G: responses to a prompt). `policy_loss` gets a micro-batch's part of it.
 
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4 (also gpg-rs1, gpg-rs3, the ablations: ./run.sh help)
@@ -166,7 +166,7 @@ def learn(policy, reference, optimizer, batch, record):
     trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL, A = 0 means no gradient
     trained_T = trained_R[batch.response_T]
     together = args.group_size if args.normaliser == "group" else 1  # responses that share a denominator
-    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch
+    # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
     inputs = {
         "advantage_T": advantage_R[batch.response_T],
         "weight_T": token_weights(batch.length_R, together).float(),
@@ -182,7 +182,7 @@ def learn(policy, reference, optimizer, batch, record):
     # ---- update
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
     grad_norms = []
-    if micro_batches:  # without a gradient AdamW's momentum and decay would still move the weights
+    if micro_batches:  # else nothing to learn; after gradients of 0 AdamW's momentum and decay would move the weights
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in micro_batches:

@@ -8,7 +8,7 @@ stage minimises L, which is GRPO, and an IRL stage minimises L_IRL, which is Eq.
     w = pi / pi_old,   KL = pi_ref / pi - log(pi_ref / pi) - 1
     L_IRL = E_{y' ~ Y'} -log pi(y' | x), Y' the demonstrations                                           (Eq. 4)
 
-A vector whose name ends in _T holds the response tokens of the whole step end to end, without prompts or padding (_R:
+A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
 responses, _P: prompts, _G: responses to a prompt). `policy_loss` and `irl_loss` get a micro-batch's part of it.
 
     ./run.sh sps-1.5b-3k                   Qwen2.5-Math-1.5B, 3,000 problems (Table 1); also 7b, 5k, 10k; sps-grpo-...
@@ -185,12 +185,12 @@ def learn(policy, reference, optimizer, batch, record):
     trained_T = trained_R[batch.response_T]
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    updates = []
+    updates = []  # of each, this rank's micro-batches: lists of response numbers
     for update in range(args.updates_per_step):
-        mine_R = update_R == update
-        weights.append(token_weights(batch.length_R[mine_R]))
-        updates.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
-    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch
+        in_update_R = update_R == update
+        weights.append(token_weights(batch.length_R[in_update_R]))
+        updates.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
+    # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
     inputs = {
         "advantage_T": advantage_R[batch.response_T],
         "weight_T": torch.cat(weights).float(),
@@ -198,7 +198,7 @@ def learn(policy, reference, optimizer, batch, record):
         **CLIP,
     }
 
-    # ---- old and reference log-probs, in the micro-batches of the updates, so that the ratio starts at 1
+    # ---- old and reference log-probs, in the micro-batches of the updates, so that the first one's ratio is 1
     all_micro_batches = [responses for micro_batches in updates for responses in micro_batches]
     if args.updates_per_step > 1:  # the only update would see the policy that sampled
         inputs["old_logp_T"], _ = common.score(policy, batch, all_micro_batches, record, "old_logp", entropies=False)
@@ -212,7 +212,7 @@ def learn(policy, reference, optimizer, batch, record):
     grad_norms = []
     for micro_batches in updates:
         if not micro_batches:
-            continue  # without a gradient AdamW's momentum and decay would still move the weights
+            continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in micro_batches:

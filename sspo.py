@@ -9,7 +9,7 @@ the old policy in the segment sets how far that ratio may move before it is clip
     b_high = min(1 + alpha + H_ij, gamma)    b_low = max(0, min(1 - H_ij, beta))                      (14, 15)
     H_ij = mean over the segment of the old policy's entropy                                          (12, 13)
 
-A vector whose name ends in _T holds the response tokens of the whole step end to end, without prompts or padding (_R:
+A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
 responses, _P: prompts, _G: responses to a prompt, _S: segments). `policy_loss` gets a micro-batch's part of it.
 
     ./run.sh sspo-1.5b                     our reading of the paper's run, with its data and evaluation sets
@@ -35,7 +35,8 @@ not say, and we chose.
 - A response with A = 0 has no gradient. It is left out of the pass for old log-probs and out of the updates, but it
   still counts in the loss's denominators.
 - The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
-  advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
+  advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. Tokens of a
+  segment share a ratio, so their gradients see the mean of these factors.
 """
 
 import math
@@ -161,7 +162,7 @@ def overlong_penalty(length_R, max_length: int, buffer: int):
 
 def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weight_T):
     """Return -J (Eq. 16), summed over these tokens, and metrics. segment_T indexes low_S and high_S, so its numbers are
-    unique over all responses, not only inside each. low_S and high_S are never cut.
+    unique over all responses, not only inside each. low_S and high_S are never cut, nor are segments: no response is.
     Metrics: clipped_high and clipped_low count the tokens with A > 0 and with A < 0 whose clipped branch is strictly
     the smaller one. ratio_min, ratio_mean and ratio_max are taken over the tokens."""
     ratio_S = segment_mean(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
@@ -169,10 +170,10 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
     free_T = ratio_T * advantage_T
     clipped_T = ratio_T.clamp(low_S[segment_T], high_S[segment_T]) * advantage_T
     loss = -(weight_T * torch.minimum(free_T, clipped_T)).sum()  # Eq. 16
-    smaller_T = clipped_T < free_T
+    binds_T = clipped_T < free_T
     metrics = {
-        "clipped_high": smaller_T[advantage_T > 0].sum(),
-        "clipped_low": smaller_T[advantage_T < 0].sum(),
+        "clipped_high": binds_T[advantage_T > 0].sum(),
+        "clipped_low": binds_T[advantage_T < 0].sum(),
     }
     if len(ratio_T):
         metrics["ratio_min"] = ratio_T.min()
@@ -206,13 +207,13 @@ def learn(policy, optimizer, batch, tokenizer, record):
     segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    updates = []
+    updates = []  # of each, this rank's micro-batches: lists of response numbers
     for update in range(args.updates_per_step):
-        mine_R = update_R == update
-        weights.append(token_weights(batch.length_R[mine_R], args.normaliser, args.max_response_tokens))
-        updates.append(batch.deal(mine_R & trained_R, world, args.micro_batch_tokens))
+        in_update_R = update_R == update
+        weights.append(token_weights(batch.length_R[in_update_R], args.normaliser, args.max_response_tokens))
+        updates.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
 
-    # ---- old log-probs and entropies, in the micro-batches of the updates, so that the ratio starts at 1
+    # ---- old log-probs and entropies, in the micro-batches of the updates, so that the first one's ratio is 1
     all_micro_batches = [responses for micro_batches in updates for responses in micro_batches]
     old_logp_T, entropy_T = common.score(policy, batch, all_micro_batches, record, "old_logp")  # Eq. 12
     entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
@@ -221,7 +222,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
         low_S = torch.full_like(low_S, 1 - args.clip_low)
         high_S = torch.full_like(high_S, 1 + args.clip_high)
     truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-    # policy_loss takes these and logp_T; every name that ends in _T is cut to the micro-batch
+    # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
     inputs = {
         "old_logp_T": old_logp_T,
         "advantage_T": advantage_R[batch.response_T] * truncated_T,
@@ -236,7 +237,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
     grad_norms = []
     for micro_batches in updates:
         if not micro_batches:
-            continue  # without a gradient AdamW's momentum and decay would still move the weights
+            continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in micro_batches:
@@ -258,7 +259,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
     logp_T = world.all_reduce(logp_T)[trained_T]
     trained = common.cut(inputs, trained_T)
     loss, ratios = policy_loss(logp_T, **trained)
-    high = ratios.pop("clipped_high").item() / len(trained_T)
+    high = ratios.pop("clipped_high").item() / len(trained_T)  # of all tokens, trained or not
     low = ratios.pop("clipped_low").item() / len(trained_T)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
