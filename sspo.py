@@ -16,9 +16,9 @@ responses, _P: prompts, _G: responses to a prompt, _S: segments). `policy_loss` 
     torchrun --nproc-per-node 8 sspo.py    the same, without evaluation and without recomputing activations
                                            (./run.sh data fetches the data to where --dataset looks)
 
-GRPO, GSPO, clip-high, Dr. GRPO, "+SIR" and DAPO are settings of this script, and ./run.sh help names them. DAPO (arXiv
-2503.14476) is set as arXiv 2604.16995 compares with it. CLIP-Cov, the fifth row of Table 1, is a setting of cwgrpo.py:
-./run.sh sspo-clip-cov-1.5b.
+GRPO, GSPO, clip-high, Dr. GRPO, "+SIR" (SSPO's ratio with a fixed clip) and DAPO are settings of this script, and
+./run.sh help names them. DAPO (arXiv 2503.14476) is set as arXiv 2604.16995 compares with it. CLIP-Cov, the fifth row
+of Table 1, is a setting of cwgrpo.py: ./run.sh sspo-clip-cov-1.5b.
 
 Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
 not say, and we chose.
