@@ -1488,7 +1488,6 @@ def save_checkpoint(policy, optimizer, step, position, record):
             "position": position,
             "best": record.best,
             "seconds": time.time() - record.started,
-            "trained": record.trained,
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
             "files": files,
         }
@@ -1540,7 +1539,6 @@ def resume(policy, optimizer, record):
     record.rewind(manifest["metrics"])
     record.best = manifest["best"]
     record.started -= manifest["seconds"]
-    record.trained = manifest["trained"]
     record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
     return manifest["step"], manifest["position"]
 
@@ -1550,10 +1548,7 @@ MAY_CHANGE = {  # when a run is resumed
     "run_dir",
     "resume",
     "steps",
-    "eval",
     "eval_every",
-    "eval_samples",
-    "eval_temperature",
     "checkpoint_every",
     "checkpoints_kept",
     "micro_batch_tokens",
@@ -1572,8 +1567,6 @@ def check_same_run(before, about, args):
     must_stay = set(before["args"]) - MAY_CHANGE
     if args.lr_warmup or args.lr_floor < 1:
         must_stay.add("steps")  # the schedule would bend
-    if args.keep_best:
-        must_stay.update(["eval", "eval_samples", "eval_temperature"])  # averages would not compare
     for name in sorted(must_stay):
         old = before["args"][name]
         new = about["args"].get(name)
@@ -1629,7 +1622,6 @@ class Record:
         self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
         self.started = time.time()
         self.start_step()
-        self.trained = 0.0  # seconds
         self.best = -math.inf  # average of an evaluation
         self.skips_in_a_row = 0
         self.board = None
@@ -1712,7 +1704,6 @@ class Record:
     def step(self, step, metrics):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
         seconds = self.seconds.total()
-        self.trained += seconds - self.seconds["evaluate"]
         tokens = sum(self.world.all_gather(self.tokens), Counter())
         if step:
             tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
@@ -1721,7 +1712,6 @@ class Record:
             metrics[f"memory_gib/{name}"] = self.memory[name]
             if tokens[name]:
                 metrics[f"tokens_per_second/{name}"] = tokens[name] / taken
-        metrics["cost/seconds"] = self.trained
         metrics["skipped_updates"] = self.skipped
         self.start_step()
         if self.world.rank == 0:

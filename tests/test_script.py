@@ -92,12 +92,11 @@ def test_the_record(sspo_run):
     assert re.search(line, log) and re.search(line, sspo_run.output)
 
 
-def test_the_cost_is_all_phases_but_evaluation(sspo_run):
+def test_the_phases_fit_into_the_time(sspo_run):
     total = 0
     for row in sspo_run.rows:
         phases = {name: value for name, value in row.items() if name.startswith("seconds/")}
-        total += sum(value for name, value in phases.items() if name != "seconds/evaluate")
-        assert row["cost/seconds"] == pytest.approx(total)
+        total += sum(phases.values())
     assert "seconds/evaluate" in phases and 0 < total < row["time"]
 
 
