@@ -583,12 +583,10 @@ class Sampler:
             settings.update(
                 enforce_eager=True,
                 enable_chunked_prefill=False,  # vLLM 0.32 cannot rewind a seeded request's generator after a chunk
-                max_num_batched_tokens=max(8192, longest_sequence(args)),
             )
         self.llm = LLM(
             model=str(folder),
             dtype=str(self.dtype).removeprefix("torch."),
-            seed=args.seed,
             max_model_len=longest_sequence(args),
             max_num_seqs=args.max_num_seqs,
             gpu_memory_utilization=args.gpu_memory_utilization,
@@ -1321,7 +1319,7 @@ def load_policy(folder, args, world):
     config = AutoConfig.from_pretrained(folder)
     lm = empty_model(config, "packed", dtype=torch.float32)
     if args.activation_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+        lm.gradient_checkpointing_enable()
     units = list(lm.get_decoder().layers)
     if hasattr(config, "vision_config"):
         units += lm.model.visual.blocks
@@ -1462,8 +1460,9 @@ def digests(folder, world):
 
 def write_whole(file, text):
     """Write a text file that is complete or not there."""
-    file.with_suffix(".new").write_text(text)
-    file.with_suffix(".new").rename(file)
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.rename(file)
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
