@@ -579,11 +579,6 @@ class Sampler:
                 "skip_mm_profiling": not cuda,
                 "mm_device_do_normalize": False,  # vLLM 0.32's dummy loading overwrites the mean and deviation
             }
-        if not cuda:
-            settings.update(
-                enforce_eager=True,
-                enable_chunked_prefill=False,  # vLLM 0.32 cannot rewind a seeded request's generator after a chunk
-            )
         self.llm = LLM(
             model=str(folder),
             dtype=str(self.dtype).removeprefix("torch."),
@@ -593,6 +588,9 @@ class Sampler:
             tensor_parallel_size=args.tensor_parallel,
             distributed_executor_backend="external_launcher",
             enable_sleep_mode=cuda,
+            enforce_eager=not cuda,
+            # on a CPU vLLM 0.32 cannot rewind a seeded request's generator after a chunk
+            enable_chunked_prefill=cuda,
             load_format="dummy",
             logprobs_mode="processed_logprobs",
             # a model's own top-p or repetition penalty would make the samples off-policy
