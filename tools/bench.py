@@ -134,21 +134,15 @@ def matmul_rate(device):
     return 2 * size**3 / timer.timeit(5).mean
 
 
-def weights_in(module):
-    """Return how many weights a module has, over all ranks."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def mfu(policy, batch, tokens, seconds, world):
     """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward. A token takes 6
     FLOP for each weight, those of the head only if it is a response token, and 6 for each layer, channel and
     position, since causal attention skips half of the positions."""
     decoder = policy.model.get_decoder()
     head = decoder.embed_tokens.weight.numel()
-    body = weights_in(decoder) - head
+    body = sum(parameter.numel() for parameter in decoder.parameters()) - head
     width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
-    packed_R = batch.length_R + torch.tensor([len(problem.prompt_ids) for problem in batch.problem_R])
-    flop_R = body * packed_R + head * batch.length_R + width * packed_R.double().square()
+    flop_R = body * batch.total_R + head * batch.length_R + width * batch.total_R.double().square()
     flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
     rate = tokens * flop / max(seconds, 1e-9)
     return rate / world.size / matmul_rate(world.device)
@@ -255,15 +249,6 @@ def trains_in(shape, gpus, tokens, share, gib, recompute=True):
     return training / GIB + 3 if fits else None
 
 
-def fewest_gpus(shape, gib, tokens, share, recompute):
-    """Return on how few GPUs of one node a shape trains, and in how many GiB of each; `no` if not on eight."""
-    for gpus in (1, 2, 4, 8):
-        training = trains_in(shape, gpus, tokens, share, gib, recompute)
-        if training:
-            return f"{gpus} (trains in {training:.0f})"
-    return "no"
-
-
 def fit(
     gib: tuple[int, ...] = (24, 48, 80, 140),
     tokens: int = common.Args.micro_batch_tokens,
@@ -279,8 +264,13 @@ def fit(
     print("| shape |", " | ".join(f"{size} GiB" for size in gib), "|")
     print("|---" * (len(gib) + 1) + "|")
     for name in list(SHAPES)[1:]:
-        how = (tokens, gpu_memory_utilization, activation_checkpointing)
-        cells = [fewest_gpus(SHAPES[name], size, *how) for size in gib]
+        cells = ["no"] * len(gib)
+        for column, size in enumerate(gib):
+            for gpus in (8, 4, 2, 1):
+                how = (gpus, tokens, gpu_memory_utilization, size, activation_checkpointing)
+                training = trains_in(SHAPES[name], *how)
+                if training:
+                    cells[column] = f"{gpus} (trains in {training:.0f})"
         print(f"| {name} |", " | ".join(cells), "|")
 
 
@@ -361,16 +351,14 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     Args:
         flags: behind --, of sps.py, with which both run; another model, say
     """
-    found = importlib.util.find_spec("trl")
-    if found is None:
+    if importlib.util.find_spec("trl") is None:
         sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
     if torch.cuda.is_available():
         sys.exit("this compares on the CPU: CPU=1 ./run.sh setup, then CUDA_VISIBLE_DEVICES= .venv-cpu/bin/python …")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--steps", "25", "--eval", ""]
-    its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    its.append(str(Path(found.origin).parent / "scripts" / "grpo.py"))
+    its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trl.scripts.grpo"]
     print(f"2 processes, OMP_NUM_THREADS={threads}; {hardware()}")
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")

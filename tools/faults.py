@@ -11,7 +11,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -86,16 +85,9 @@ def send(pids, number):
             os.kill(pid, number)
 
 
-def free_port():
-    """Return a TCP port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def torchrun(script, *flags):
-    """Return the command of two processes, on a port that is free now."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
+    """Return the command of two processes."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
     return [*agent, f"{script}.py", *FLAGS, *OWN[script], *flags]
 
 
