@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
 import resource
 import subprocess
@@ -91,7 +90,7 @@ def hardware():
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {date.today()}"
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    name = model.group(1) if model else platform.machine()
+    name = model.group(1) if model else "CPU"
     return f"{name}, {torch.get_num_threads()} threads, {date.today()}"
 
 
@@ -148,18 +147,10 @@ def mfu(policy, batch, tokens, seconds, world):
     return rate / world.size / matmul_rate(world.device)
 
 
-class Speed(NamedTuple):
-    """How a rank trains: tokens/s, the share of `matmul_rate`, and the GiB that it holds. On a CPU these are the most
-    that its process has held so far."""
-
-    tokens: float
-    mfu: float
-    gib: float
-
-
 def train(policy, length, tokens, world, repeats=1):
-    """Return the speed of forward and backward over a micro-batch of so many tokens in sequences of this length: the
-    fastest pass but the first, with AdamW's moments beside it."""
+    """Return a rank's tokens/s, its share of `matmul_rate`, and the GiB that it holds in forward and backward over a
+    micro-batch of so many tokens in sequences of this length: the fastest pass but the first, with AdamW's moments
+    beside it. On a CPU the GiB are the most that the process has held so far."""
     count = max(1, tokens // length)
     batch = random_batch(policy.model.config.vocab_size, length // 8, length - length // 8, count)
     micro = batch.pack(list(range(count)), world.device)
@@ -181,7 +172,7 @@ def train(policy, length, tokens, world, repeats=1):
         held = whole - free
     slowest, most = (max(world.all_gather(mine)) for mine in (min(seconds[1:]), held))
     share = mfu(policy, batch, count * length * world.size, slowest, world)
-    return Speed(count * length / slowest, share, most / GIB)
+    return count * length / slowest, share, most / GIB
 
 
 def policy(
@@ -207,11 +198,9 @@ def policy(
     if world.rank == 0:
         print(f"{shape}, {world.size} processes; {hardware()}; a large matrix product: {rate:.3f} TFLOP/s")
     for length in lengths:
-        speed = train(model, length, tokens, world, repeats)
+        speed, share, gib = train(model, length, tokens, world, repeats)
         if world.rank == 0:
-            print(
-                f"length {length:6d}: {speed.tokens:9.0f} tokens/s  {speed.mfu:4.0%}  {speed.gib:.2f} GiB", flush=True
-            )
+            print(f"length {length:6d}: {speed:9.0f} tokens/s  {share:4.0%}  {gib:.2f} GiB", flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -237,7 +226,14 @@ def training_bytes(shape, gpus, tokens, recompute):
     return held + max(shape.layers * layer + max(logits, backward), end)
 
 
-def trains_in(shape, gpus, tokens, share, gib, recompute=True):
+def trains_in(
+    shape,
+    gpus,
+    gib,
+    tokens=common.Args.micro_batch_tokens,
+    share=common.Args.gpu_memory_utilization,
+    recompute=True,
+):
     """Return GiB of each of so many GPUs while a shape trains; None where it does not fit.
 
     Two moments count, training and sampling, either way with 3 GiB for CUDA, NCCL and a sleeping vLLM; bf16 weights may
@@ -267,7 +263,7 @@ def fit(
         cells = ["no"] * len(gib)
         for column, size in enumerate(gib):
             for gpus in (8, 4, 2, 1):
-                how = (gpus, tokens, gpu_memory_utilization, size, activation_checkpointing)
+                how = (gpus, size, tokens, gpu_memory_utilization, activation_checkpointing)
                 training = trains_in(SHAPES[name], *how)
                 if training:
                     cells[column] = f"{gpus} (trains in {training:.0f})"

@@ -209,19 +209,16 @@ class Check:
     def training(self, name, length, *bound):
         """Measure a forward and backward pass over a micro-batch of sequences of this length. Check the memory against
         the bound."""
-        speed = bench.train(self.policy, length, self.args.micro_batch_tokens, self.world)
+        speed, share, gib = bench.train(self.policy, length, self.args.micro_batch_tokens, self.world)
         rate = bench.matmul_rate(self.world.device) / 1e12
-        unit = f"tokens/s a rank, MFU {speed.mfu:.1%} of {rate:.3g} TFLOP/s"
-        self.note(f"training, {name}", speed.tokens, unit)
-        self.note(f"memory of a rank, training, {name}", speed.gib, "GiB", *bound)
+        self.note(f"training, {name}", speed, f"tokens/s a rank, MFU {share:.1%} of {rate:.3g} TFLOP/s")
+        self.note(f"memory of a rank, training, {name}", gib, "GiB", *bound)
 
 
 def fits(name, ranks):
     """Return GiB of each of so many GPUs like this machine's while a shape trains; None where it does not fit."""
-    tokens = common.Args.micro_batch_tokens
-    share = common.Args.gpu_memory_utilization
     gib = torch.cuda.get_device_properties(0).total_memory / bench.GIB
-    return bench.trains_in(bench.SHAPES[name], ranks, tokens, share, gib)
+    return bench.trains_in(bench.SHAPES[name], ranks, gib)
 
 
 def part(what, folder):

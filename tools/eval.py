@@ -45,8 +45,8 @@ class Protocol:
 
     sets: tuple[str, ...]
     template: str
-    max_response_tokens: int
     papers: str
+    max_response_tokens: int = 1024
     samples: int = 1
     seeds: int = 1
     temperature: float = 0.0
@@ -205,7 +205,6 @@ PROTOCOLS = {
     "geoqa": Protocol(  # This one and the next three are of GPG's Tables 5 to 8.
         sets=("geoqa",),
         template="geoqa",
-        max_response_tokens=1024,
         reward="geoqa",
         papers="""
             51.33  GPG, Table 5
@@ -216,7 +215,6 @@ PROTOCOLS = {
     "virft": Protocol(
         sets=VIRFT,
         template="chat",
-        max_response_tokens=1024,
         reward="class_name",
         also="class_name_released",
         papers="""
@@ -229,7 +227,6 @@ PROTOCOLS = {
     "cv-bench": Protocol(
         sets=CV_BENCH,
         template="sat",
-        max_response_tokens=1024,
         reward="option",
         by_question=True,
         papers="""
@@ -242,7 +239,6 @@ PROTOCOLS = {
     "lisa": Protocol(
         sets=LISA,
         template="chat",
-        max_response_tokens=1024,
         reward="iou",
         ks=(),
         papers="""
@@ -361,14 +357,13 @@ def place(folder):
     return folder / "eval.json"
 
 
-def model_of(given):
+def model_of(path):
     """Return the model folder or hub id of a run, of a checkpoint's run, or of what is itself a model."""
-    path = Path(given)
     if (path / "manifest.json").is_file():
         return json.loads((path.parents[1] / "run.json").read_text())["args"]["model"]
     if (path / "model" / "config.json").is_file():
         return str(path / "model")
-    return given
+    return str(path)
 
 
 def weights_of(folder, config, dtype):
@@ -588,7 +583,7 @@ def show(name, protocol, rows, why_not):
 def main(args):
     world = common.init_world()
     run = Path(args.model)
-    folder = common.model_folder(common.Args(model=model_of(args.model), max_prompt_tokens=1, max_response_tokens=1))
+    folder = common.model_folder(common.Args(model=model_of(run), max_prompt_tokens=1, max_response_tokens=1))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     chosen = {name: with_changes(PROTOCOLS[name], args) for name in args.protocols or PROTOCOLS}

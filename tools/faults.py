@@ -46,10 +46,14 @@ class Launch:
     def __init__(self, command, log):
         self.mark, self.log = f"{MARK}={log.parent.resolve()}", log
         self.end()
-        how = {"cwd": ROOT, "env": os.environ | {MARK: str(log.parent.resolve())}, "stderr": subprocess.STDOUT}
         with open(log, "w") as output:
-            words = [str(word) for word in command]
-            self.process = subprocess.Popen(words, stdout=output, **how)
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                cwd=ROOT,
+                env=os.environ | {MARK: str(log.parent.resolve())},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def processes(self):
         """Return {pid: role} of what is alive: agent (torchrun), trainer, worker (of the verifier), other."""
@@ -122,8 +126,11 @@ def differences(ours, theirs):
     found = []
     if rows(ours) != rows(theirs):
         found.append("metrics.jsonl")
-    compared = {"samples/*": Path.read_bytes, "demonstrations/*": Path.read_bytes}
-    compared["checkpoints/*/manifest.json"] = position
+    compared = {
+        "samples/*": Path.read_bytes,
+        "demonstrations/*": Path.read_bytes,
+        "checkpoints/*/manifest.json": position,
+    }
     for pattern, content in compared.items():
         for file in sorted(theirs.glob(pattern)):
             mine = ours / file.relative_to(theirs)

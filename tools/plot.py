@@ -101,8 +101,7 @@ def colours(names):
 
 def grid_of(rows, columns, width, height, **shared):
     """Return the axes of a new picture, each so many inches wide and high."""
-    size = (width * columns, height * rows)
-    _, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **shared)
+    _, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, **shared)
     return axes
 
 
