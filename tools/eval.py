@@ -374,7 +374,7 @@ def weights_of(folder, config, dtype):
     for name, parameter in common.empty_model(config).named_parameters():
         key = f"policy.{name}" if checkpoint else common.hub_name(name)
         weights = {key: torch.empty(parameter.shape)}  # Every rank reads them all, so it reads one at a time.
-        dcp.load(weights, storage_reader=reader, no_dist=True)
+        dcp.load(weights, storage_reader=reader)
         yield name, weights[key].to(dtype)
 
 
