@@ -262,7 +262,7 @@ def fit(
     for name in list(SHAPES)[1:]:
         cells = ["no"] * len(gib)
         for column, size in enumerate(gib):
-            for gpus in (8, 4, 2, 1):
+            for gpus in (8, 4, 2, 1):  # the last that fits stays
                 how = (gpus, size, tokens, gpu_memory_utilization, activation_checkpointing)
                 training = trains_in(SHAPES[name], *how)
                 if training:
