@@ -6,6 +6,7 @@ Job n is FOLDER/n.json; what rank 0 makes of it goes to FOLDER/n.pt. They end wh
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from faults import ROOT, free_port
+from faults import ROOT
+
+
+def free_port() -> str:
+    """Return a TCP port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
 
 
 class Jobs:
@@ -35,7 +42,7 @@ class Jobs:
         self.folder.mkdir(parents=True)
         self.output = self.folder / "output.txt"
         shared = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-        shared["MASTER_PORT"] = str(free_port())
+        shared["MASTER_PORT"] = free_port()
         shared |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.ranks)}
         self.processes = []
         with open(self.output, "w") as output:

@@ -28,7 +28,7 @@ def test_what_fits(capsys):
     bench.fit(gib=(80,), tokens=8192, activation_checkpointing=False)
     assert "| qwen2.5-1.5b | 1 (trains in 53) |" in capsys.readouterr().out
     seven = SHAPES["qwen2.5-7b"]
-    assert bench.trains_in(seven, 4, 16_384, 0.6, 80) and not bench.trains_in(seven, 4, 16_384, 0.8, 80)
+    assert bench.trains_in(seven, 4, 80, share=0.6) and not bench.trains_in(seven, 4, 80, share=0.8)
 
 
 def test_the_speed_of_the_policy(plain_python, capsys):

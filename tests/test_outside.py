@@ -74,7 +74,7 @@ def test_a_hostile_file_of_demonstrations_is_refused(mark, tmp_path):
 
 def test_a_hostile_table_of_contents_is_not_read(mark, tiny, plain_python, tmp_path):
     """PyTorch's own format of distributed checkpoints has a pickled `.metadata`."""
-    from eval import checkpoint_weights
+    from eval import weights_of
 
     world = common.init_world()
     args = common.Args(model=str(tiny), run_dir=str(tmp_path), resume=True, max_prompt_tokens=8, max_response_tokens=8)
@@ -89,7 +89,8 @@ def test_a_hostile_table_of_contents_is_not_read(mark, tiny, plain_python, tmp_p
     manifest = json.loads((folder / "manifest.json").read_text()) | {"files": common.digests(folder, world)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert common.resume(policy, optimizer, record) == (1, 2)
-    assert dict(checkpoint_weights(folder, torch.float32)).keys() == {name for name, _ in policy.named_parameters()}
+    found = dict(weights_of(folder, policy.model.config, torch.float32))
+    assert found.keys() == {name for name, _ in policy.named_parameters()}
 
 
 def test_the_attention_that_a_config_names_is_not_taken(tmp_path, plain_python):

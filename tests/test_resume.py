@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT, flags_of
 from faults import differences, rows
+from jobs import free_port
 from torch.distributed.checkpoint.api import CheckpointException
 
 import common
@@ -161,7 +162,7 @@ def test_a_lost_rank_is_said_in_one_line(tmp_path):
     source = "import os, common; w = common.init_world(); w.all_gather(0); w.rank and os._exit(9); w.all_gather(0)"
     (tmp_path / "two.py").write_text(source)
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
-    place["MASTER_PORT"] = str(faults.free_port())
+    place["MASTER_PORT"] = free_port()
     ranks = []
     for rank in "01":
         own = os.environ | place | {"RANK": rank, "LOCAL_RANK": rank}

@@ -97,6 +97,7 @@ def test_the_model_gets_the_pixels(untaught):
     assert inputs["pixel_values"].shape == (36, 96) and inputs["image_grid_thw"].tolist() == [[1, 6, 6]]
     text = tokenizer.decode(inputs["input_ids"][0])
     assert text == f"<|vision_start|>{'<|image_pad|>' * 9}<|vision_end|>where is the red square?\n\\boxed{{}}{END}"
+    assert inputs["input_ids"].shape == (1, 22)  # a word is a token
     assert tokenizer.decode(labels[labels >= 0]) == "\\boxed{}" + END
     assert inputs["mm_token_type_ids"].sum() == 9
 

@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
 import resource
 import subprocess
@@ -91,7 +90,7 @@ def hardware():
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {date.today()}"
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    name = model.group(1) if model else platform.machine()
+    name = model.group(1) if model else "CPU"
     return f"{name}, {torch.get_num_threads()} threads, {date.today()}"
 
 
@@ -134,38 +133,24 @@ def matmul_rate(device):
     return 2 * size**3 / timer.timeit(5).mean
 
 
-def weights_in(module):
-    """Return how many weights a module has, over all ranks."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def mfu(policy, batch, tokens, seconds, world):
     """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward. A token takes 6
     FLOP for each weight, those of the head only if it is a response token, and 6 for each layer, channel and
     position, since causal attention skips half of the positions."""
     decoder = policy.model.get_decoder()
     head = decoder.embed_tokens.weight.numel()
-    body = weights_in(decoder) - head
+    body = sum(parameter.numel() for parameter in decoder.parameters()) - head
     width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
-    packed_R = batch.length_R + torch.tensor([len(problem.prompt_ids) for problem in batch.problem_R])
-    flop_R = body * packed_R + head * batch.length_R + width * packed_R.double().square()
+    flop_R = body * batch.total_R + head * batch.length_R + width * batch.total_R.double().square()
     flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
     rate = tokens * flop / max(seconds, 1e-9)
     return rate / world.size / matmul_rate(world.device)
 
 
-class Speed(NamedTuple):
-    """How a rank trains: tokens/s, the share of `matmul_rate`, and the GiB that it holds. On a CPU these are the most
-    that its process has held so far."""
-
-    tokens: float
-    mfu: float
-    gib: float
-
-
 def train(policy, length, tokens, world, repeats=1):
-    """Return the speed of forward and backward over a micro-batch of so many tokens in sequences of this length: the
-    fastest pass but the first, with AdamW's moments beside it."""
+    """Return a rank's tokens/s, its share of `matmul_rate`, and the GiB that it holds in forward and backward over a
+    micro-batch of so many tokens in sequences of this length: the fastest pass but the first, with AdamW's moments
+    beside it. On a CPU the GiB are the most that the process has held so far."""
     count = max(1, tokens // length)
     batch = random_batch(policy.model.config.vocab_size, length // 8, length - length // 8, count)
     micro = batch.pack(list(range(count)), world.device)
@@ -187,7 +172,7 @@ def train(policy, length, tokens, world, repeats=1):
         held = whole - free
     slowest, most = (max(world.all_gather(mine)) for mine in (min(seconds[1:]), held))
     share = mfu(policy, batch, count * length * world.size, slowest, world)
-    return Speed(count * length / slowest, share, most / GIB)
+    return count * length / slowest, share, most / GIB
 
 
 def policy(
@@ -213,11 +198,9 @@ def policy(
     if world.rank == 0:
         print(f"{shape}, {world.size} processes; {hardware()}; a large matrix product: {rate:.3f} TFLOP/s")
     for length in lengths:
-        speed = train(model, length, tokens, world, repeats)
+        speed, share, gib = train(model, length, tokens, world, repeats)
         if world.rank == 0:
-            print(
-                f"length {length:6d}: {speed.tokens:9.0f} tokens/s  {speed.mfu:4.0%}  {speed.gib:.2f} GiB", flush=True
-            )
+            print(f"length {length:6d}: {speed:9.0f} tokens/s  {share:4.0%}  {gib:.2f} GiB", flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -243,7 +226,14 @@ def training_bytes(shape, gpus, tokens, recompute):
     return held + max(shape.layers * layer + max(logits, backward), end)
 
 
-def trains_in(shape, gpus, tokens, share, gib, recompute=True):
+def trains_in(
+    shape,
+    gpus,
+    gib,
+    tokens=common.Args.micro_batch_tokens,
+    share=common.Args.gpu_memory_utilization,
+    recompute=True,
+):
     """Return GiB of each of so many GPUs while a shape trains; None where it does not fit.
 
     Two moments count, training and sampling, either way with 3 GiB for CUDA, NCCL and a sleeping vLLM; bf16 weights may
@@ -253,15 +243,6 @@ def trains_in(shape, gpus, tokens, share, gib, recompute=True):
     sampling = 12 * shape.weights // gpus + share * gib * GIB
     fits = max(training, sampling) <= (gib - 3) * GIB and 2 * shape.weights < 0.5 * gib * GIB
     return training / GIB + 3 if fits else None
-
-
-def fewest_gpus(shape, gib, tokens, share, recompute):
-    """Return on how few GPUs of one node a shape trains, and in how many GiB of each; `no` if not on eight."""
-    for gpus in (1, 2, 4, 8):
-        training = trains_in(shape, gpus, tokens, share, gib, recompute)
-        if training:
-            return f"{gpus} (trains in {training:.0f})"
-    return "no"
 
 
 def fit(
@@ -279,8 +260,13 @@ def fit(
     print("| shape |", " | ".join(f"{size} GiB" for size in gib), "|")
     print("|---" * (len(gib) + 1) + "|")
     for name in list(SHAPES)[1:]:
-        how = (tokens, gpu_memory_utilization, activation_checkpointing)
-        cells = [fewest_gpus(SHAPES[name], size, *how) for size in gib]
+        cells = ["no"] * len(gib)
+        for column, size in enumerate(gib):
+            for gpus in (8, 4, 2, 1):  # the last that fits stays
+                how = (gpus, size, tokens, gpu_memory_utilization, activation_checkpointing)
+                training = trains_in(SHAPES[name], *how)
+                if training:
+                    cells[column] = f"{gpus} (trains in {training:.0f})"
         print(f"| {name} |", " | ".join(cells), "|")
 
 
@@ -361,16 +347,14 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     Args:
         flags: behind --, of sps.py, with which both run; another model, say
     """
-    found = importlib.util.find_spec("trl")
-    if found is None:
+    if importlib.util.find_spec("trl") is None:
         sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
     if torch.cuda.is_available():
         sys.exit("this compares on the CPU: CPU=1 ./run.sh setup, then CUDA_VISIBLE_DEVICES= .venv-cpu/bin/python …")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--steps", "25", "--eval", ""]
-    its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    its.append(str(Path(found.origin).parent / "scripts" / "grpo.py"))
+    its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trl.scripts.grpo"]
     print(f"2 processes, OMP_NUM_THREADS={threads}; {hardware()}")
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")

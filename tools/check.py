@@ -17,17 +17,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import bench  # It lets Python find common.py, too.
 import torch
 import transformers
 import tyro
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import bench
 
 import common
 
@@ -79,16 +75,13 @@ def forward_backward(policy, batch, plan, device):
     return found
 
 
-def local_leaves(policy, optimizer):
-    """Return this rank's part of every tensor in the states of the policy and of its optimizer."""
-    leaves = tree_leaves(get_state_dict(policy, optimizer))
-    shards = []
-    for leaf in leaves:
-        if isinstance(leaf, DTensor):
-            shards.append(leaf.to_local())
-        elif isinstance(leaf, torch.Tensor):
-            shards.append(leaf)
-    return shards
+def shards(policy, optimizer):
+    """Return this rank's part of every weight and of AdamW's state for it."""
+    held = []
+    for parameter in policy.parameters():
+        state = optimizer.state[parameter]
+        held += [parameter, state["step"], state["exp_avg"], state["exp_avg_sq"]]
+    return [x.to_local() if isinstance(x, DTensor) else x for x in held]
 
 
 class Check:
@@ -185,14 +178,14 @@ class Check:
         optimizer = torch.optim.AdamW(self.policy.parameters(), lr=1e-3, fused=True)
         optimizer.step()
         self.policy.zero_grad()
+        self.record.write("metrics.jsonl", "{}")  # A checkpoint notes how far these go.
         common.save_checkpoint(self.policy, optimizer, 1, 0, self.record)
         other = common.load_policy(self.folder, self.args, self.world)
         its_optimizer = torch.optim.AdamW(other.parameters(), fused=True)
         self.record.args = replace(self.args, resume=True)
         common.resume(other, its_optimizer, self.record)
-        mine = local_leaves(self.policy, optimizer)
-        restored = local_leaves(other, its_optimizer)
-        differ = sum(not torch.equal(*pair) for pair in zip(mine, restored, strict=True))
+        pairs = zip(shards(self.policy, optimizer), shards(other, its_optimizer), strict=True)
+        differ = sum(not torch.equal(*pair) for pair in pairs)
         everywhere = sum(self.world.all_gather(differ))
         self.note("checkpoint, weights and moments that differ", everywhere, "tensors", "≤", 0)
 
@@ -216,19 +209,16 @@ class Check:
     def training(self, name, length, *bound):
         """Measure a forward and backward pass over a micro-batch of sequences of this length. Check the memory against
         the bound."""
-        speed = bench.train(self.policy, length, self.args.micro_batch_tokens, self.world)
+        speed, share, gib = bench.train(self.policy, length, self.args.micro_batch_tokens, self.world)
         rate = bench.matmul_rate(self.world.device) / 1e12
-        unit = f"tokens/s a rank, MFU {speed.mfu:.1%} of {rate:.3g} TFLOP/s"
-        self.note(f"training, {name}", speed.tokens, unit)
-        self.note(f"memory of a rank, training, {name}", speed.gib, "GiB", *bound)
+        self.note(f"training, {name}", speed, f"tokens/s a rank, MFU {share:.1%} of {rate:.3g} TFLOP/s")
+        self.note(f"memory of a rank, training, {name}", gib, "GiB", *bound)
 
 
 def fits(name, ranks):
     """Return GiB of each of so many GPUs like this machine's while a shape trains; None where it does not fit."""
-    tokens = common.Args.micro_batch_tokens
-    share = common.Args.gpu_memory_utilization
     gib = torch.cuda.get_device_properties(0).total_memory / bench.GIB
-    return bench.trains_in(bench.SHAPES[name], ranks, tokens, share, gib)
+    return bench.trains_in(bench.SHAPES[name], ranks, gib)
 
 
 def part(what, folder):

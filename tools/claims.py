@@ -17,7 +17,6 @@ whose model ./run.sh sspo-135m makes, takes 9 to 31 minutes and up to 13 GiB. Ru
 ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
-import argparse
 import csv
 import ctypes
 import itertools
@@ -33,9 +32,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import plot
-from plot import Rows, Runs, mean_over_steps
+import tyro
+from plot import mean_over_steps
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "data"
@@ -224,7 +225,7 @@ def end_with_parent():
     LIBC.prctl(1, signal.SIGKILL)
 
 
-def launch(command: list[str], log):
+def launch(command, log):
     """Run a script of this folder in one thread. Raises CalledProcessError."""
     subprocess.run(
         ["env", "OMP_NUM_THREADS=1", sys.executable, *command],
@@ -236,13 +237,13 @@ def launch(command: list[str], log):
     )
 
 
-def evaluate(folder: Path, step: int, seed: str, log):
+def evaluate(folder, step, seed, log):
     """Let tools/eval.py sample 64 completions of a run's present model, at step 0 of its first, as SPS's paper does."""
     model = str(folder) if step else "tools/toy/model"
     launch(["tools/eval.py", model, *EVAL.split(), f"--seed={seed}", f"--out={folder}/eval-step{step:g}.json"], log)
 
 
-def squeezed(folder: Path, step: int):
+def squeezed(folder, step):
     """Return what `evaluate` found: avg, pass and similarity, percent, and the log-prob of greedy answers, nats."""
     found = {}
     for row in json.loads((folder / f"eval-step{step:g}.json").read_text())["rows"]:
@@ -251,7 +252,7 @@ def squeezed(folder: Path, step: int):
     return found
 
 
-def columns_of(arm: str):
+def columns_of(arm):
     """Return the metrics that an arm's claims draw and report, without repeats."""
     columns = ["step", "time", "reward", "prompts_drawn"]
     for claim in CLAIMS.values():
@@ -261,7 +262,7 @@ def columns_of(arm: str):
     return list(dict.fromkeys(columns))
 
 
-def write(name: str, folder: Path):
+def write(name, folder):
     """Write the csv of a run: what it logged and, at its stops, what `evaluate` found, with 4 significant digits. It
     has all the columns that the claims use; a cell is empty where a step has no such metric."""
     arm = name.rpartition("-seed")[0]
@@ -277,7 +278,7 @@ def write(name: str, folder: Path):
     partial.rename(file)
 
 
-def run(name: str):
+def run(name):
     """Run ARM-seedS from its beginning, write its csv, delete its weights. Its folder has its name once it is whole."""
     arm, _, seed = name.rpartition("-seed")
     folder = RUNS / f"{name}.partial"
@@ -300,7 +301,7 @@ def run(name: str):
     folder.rename(RUNS / name)
 
 
-def run_all(names: list[str], jobs: int):
+def run_all(names, jobs):
     """Run these, so many at a time; return how many failed."""
     failed = 0
     with ThreadPoolExecutor(jobs) as pool:
@@ -317,7 +318,7 @@ def run_all(names: list[str], jobs: int):
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-def at_reward(rows: Rows):
+def at_reward(rows):
     """Return the five steps around the first whose last ten have a mean reward of 0.5; none where that is never so."""
     for end in range(11, len(rows) + 1):
         if mean_over_steps(rows[end - 10 : end], "reward") >= 0.5:
@@ -325,14 +326,14 @@ def at_reward(rows: Rows):
     return []
 
 
-def at_prompts(rows: Rows):
+def at_prompts(rows):
     """Return the ten steps up to the one with which 3,840 prompts have been drawn, 120 steps of 32."""
     drawn = itertools.accumulate(row.get("prompts_drawn", 0) for row in rows)
     before = [row for row, so_far in zip(rows, drawn, strict=True) if so_far <= 3840]
     return before[-10:]
 
 
-def chosen(rows: Rows, how: str):
+def chosen(rows, how):
     """Return the rows that a figure is the mean of: `mean`, `end`, `at reward 0.5`, `at 3,840 prompts`, `step 40`,
     `steps 1–30`."""
     if how == "mean":
@@ -347,7 +348,7 @@ def chosen(rows: Rows, how: str):
     return [row for row in rows if steps[0] <= row["step"] <= steps[-1]]
 
 
-def with_error(values: list[float], sign: str = ""):
+def with_error(values, sign=""):
     """Return mean and standard error over seeds; with a sign, of differences: in bold what five seeds can show."""
     mean = statistics.fmean(values)
     text = f"{mean:{sign}.3g}"
@@ -360,7 +361,7 @@ def with_error(values: list[float], sign: str = ""):
     return text
 
 
-def row_of(figure: str, runs: dict[str, Runs], base: str):
+def row_of(figure, runs, base):
     """Return a row of a table: of the arm `base` mean and standard error over seeds; of the others the mean and, in
     brackets, the difference to it, seed by seed; a dash where a seed has no value."""
     metric, how = figure.split(", ", 1)
@@ -380,7 +381,7 @@ def row_of(figure: str, runs: dict[str, Runs], base: str):
     return " | ".join(cells)
 
 
-def table(claim: Claim, runs: dict[str, Runs]):
+def table(claim, runs):
     """Return a claim's figures of {arm: {seed: rows}} as Markdown."""
     heads = [f"{arm} ({len(seeds)})" for arm, seeds in runs.items()]
     rows = [" | ".join(["", *heads])]
@@ -392,7 +393,7 @@ def table(claim: Claim, runs: dict[str, Runs]):
     return "\n".join(lines)
 
 
-def read_runs(claim: Claim):
+def read_runs(claim):
     """Return {arm: {seed: rows}} of the csv files that there are."""
     runs = {}
     for arm in claim.arms:
@@ -402,13 +403,13 @@ def read_runs(claim: Claim):
     return runs
 
 
-def block(name: str, runs: dict[str, Runs]):
+def block(name, runs):
     """Return a claim's table as its page has it, collapsed."""
     summary = f"<summary>Table <code>{name}</code></summary>"
     return f"<details>{summary}\n\n{table(CLAIMS[name], runs)}\n\n</details>"
 
 
-def report(name: str):
+def report(name):
     """Print a claim's table and draw its picture, of the runs that there are."""
     panels = list(CLAIMS[name].panels)
     runs = read_runs(CLAIMS[name])
@@ -419,30 +420,27 @@ def report(name: str):
     print(f"\n{block(name, runs)}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help=f"and NAME-…; none: all but real, whose model is large; legal: {', '.join(CLAIMS)}",
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=range(1, 6))
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; 0: none, only report")
-    args = parser.parse_args()
-    unknown = set(args.names) - CLAIMS.keys()
-    if unknown:
-        raise SystemExit(f"{sorted(unknown)}: no such claims; legal: {', '.join(CLAIMS)}")
-    asked = tuple(f"{name}-" for name in args.names or CLAIMS.keys() - {"real"})
+def main(
+    names: tyro.conf.Positional[tuple[Literal[*CLAIMS], ...]] = (),
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
+    jobs: int = 1,
+):
+    """Run what claims need, then print their tables and draw their pictures.
+
+    Args:
+        names: and NAME-…; none: all but real, whose model is large
+        jobs: runs at a time; 0: none, only report
+    """
+    asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - {"real"})
     claims = [name for name in CLAIMS if f"{name}-".startswith(asked)]
-    wanted = dict.fromkeys(f"{arm}-seed{seed}" for name in claims for seed in args.seeds for arm in CLAIMS[name].arms)
+    wanted = dict.fromkeys(f"{arm}-seed{seed}" for name in claims for seed in seeds for arm in CLAIMS[name].arms)
     todo = [name for name in wanted if not (DATA / f"{name}.csv").exists()]
-    failed = run_all(todo, args.jobs) if args.jobs else 0
+    failed = run_all(todo, jobs) if jobs else 0
     for claim in claims:
         report(claim)
-    sys.exit(bool(failed))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
-    main()
+    sys.exit(tyro.cli(main, description=__doc__))

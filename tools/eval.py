@@ -45,8 +45,8 @@ class Protocol:
 
     sets: tuple[str, ...]
     template: str
-    max_response_tokens: int
     papers: str
+    max_response_tokens: int = 1024
     samples: int = 1
     seeds: int = 1
     temperature: float = 0.0
@@ -205,7 +205,6 @@ PROTOCOLS = {
     "geoqa": Protocol(  # This one and the next three are of GPG's Tables 5 to 8.
         sets=("geoqa",),
         template="geoqa",
-        max_response_tokens=1024,
         reward="geoqa",
         papers="""
             51.33  GPG, Table 5
@@ -216,7 +215,6 @@ PROTOCOLS = {
     "virft": Protocol(
         sets=VIRFT,
         template="chat",
-        max_response_tokens=1024,
         reward="class_name",
         also="class_name_released",
         papers="""
@@ -229,7 +227,6 @@ PROTOCOLS = {
     "cv-bench": Protocol(
         sets=CV_BENCH,
         template="sat",
-        max_response_tokens=1024,
         reward="option",
         by_question=True,
         papers="""
@@ -242,7 +239,6 @@ PROTOCOLS = {
     "lisa": Protocol(
         sets=LISA,
         template="chat",
-        max_response_tokens=1024,
         reward="iou",
         ks=(),
         papers="""
@@ -361,40 +357,25 @@ def place(folder):
     return folder / "eval.json"
 
 
-def model_of(given):
+def model_of(path):
     """Return the model folder or hub id of a run, of a checkpoint's run, or of what is itself a model."""
-    path = Path(given)
     if (path / "manifest.json").is_file():
-        about = json.loads((path.parent.parent / "run.json").read_text())
-        return about["args"]["model"]
+        return json.loads((path.parents[1] / "run.json").read_text())["args"]["model"]
     if (path / "model" / "config.json").is_file():
         return str(path / "model")
-    return given
+    return str(path)
 
 
-def checkpoint_weights(checkpoint, dtype):
-    """Yield (name, tensor) of a checkpoint's policy, as `Sampler.load` takes them."""
-    reader = dcp.HuggingFaceStorageReader(str(checkpoint))
-    sizes = reader.read_metadata().state_dict_metadata
-    for key in sizes:
-        prefix, _, name = key.partition(".")
-        if prefix == "policy":
-            weights = {name: torch.empty(sizes[key].size)}  # Every rank reads them all, so it reads one at a time.
-            dcp.load({"policy": weights}, storage_reader=reader, no_dist=True)
-            yield name, weights[name].to(dtype)
-
-
-def weights_of(folder, dtype):
-    """Yield (name, tensor) of a model folder, as `Sampler.load` takes them, without a tied head. The parameters of
-    models that see have other names on the hub than in memory."""
-    from safetensors import safe_open
-
-    model = common.empty_model(AutoConfig.from_pretrained(folder))
-    names = {common.hub_name(name): name for name, _ in model.named_parameters()}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in filter(names.get, opened.keys()):
-                yield names[name], opened.get_tensor(name).to(dtype)
+def weights_of(folder, config, dtype):
+    """Yield (name, tensor) of a model folder, or of a checkpoint's policy, as `Sampler.load` takes them, without a tied
+    head. The parameters of models that see have other names on the hub than in memory."""
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    checkpoint = (folder / "manifest.json").is_file()
+    for name, parameter in common.empty_model(config).named_parameters():
+        key = f"policy.{name}" if checkpoint else common.hub_name(name)
+        weights = {key: torch.empty(parameter.shape)}  # Every rank reads them all, so it reads one at a time.
+        dcp.load(weights, storage_reader=reader)
+        yield name, weights[key].to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------- without a box
@@ -435,15 +416,15 @@ def judge_unboxed(completions, answers, *_, seconds=30):
 def summary(correct_SPN, ks):
     """Return pass@k of seeds x problems x samples in percent: its mean over seeds, with two spreads.
 
-    over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches. over_seeds is the standard
-    deviation of the seeds' figures, and None for one seed.
+    over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches; one problem has none. over_seeds is
+    the standard deviation of the seeds' figures; one seed has none.
     """
     problems = correct_SPN.shape[1]
     found = {}
     for k in ks:
         by_seed = [common.pass_at_k(correct_PN, k) for correct_PN in correct_SPN]
         p = float(np.mean(by_seed))
-        figure = {"mean": 100 * p, "over_problems": None, "over_seeds": None}
+        figure = {"mean": 100 * p}
         if problems > 1:
             figure["over_problems"] = 100 * (p * (1 - p) / (problems - 1)) ** 0.5
         if len(by_seed) > 1:
@@ -464,9 +445,8 @@ def similarity(responses_PG):
             norm = math.hypot(*counts.values())
             for bigram, count in counts.items():
                 summed[bigram] += count / norm
-        alone = sum(len(ids) > 0 for ids in group)  # An empty response is like no other.
-        pairs = len(group) * (len(group) - 1)
-        per_group.append((sum(x * x for x in summed.values()) - alone) / pairs)
+        n = len(group)
+        per_group.append((sum(x * x for x in summed.values()) - n) / (n * (n - 1)))
     return 100 * float(np.mean(per_group))
 
 
@@ -537,12 +517,6 @@ def average(values, rows, by_question):
     return float(np.average(np.array(values, float), weights=weights))
 
 
-def averages(rows, by_question=False):
-    """Return {label: mean} of a protocol's figures. A figure of a row is a dict with a mean, perhaps with spreads."""
-    labels = [label for label, figure in rows[0].items() if isinstance(figure, dict)] if rows else []
-    return {label: average([row[label]["mean"] for row in rows], rows, by_question) for label in labels}
-
-
 def paper_average(figures, rows, by_question):
     """Return the average of a paper's figures, or - if they are not of the same sets as these rows."""
     given = {name for name, figure in figures.items() if figure != "-"}
@@ -552,14 +526,11 @@ def paper_average(figures, rows, by_question):
     return f"{average(values, rows, by_question):.2f}"
 
 
-def cell(label, mean, over_problems=None, over_seeds=None):
+def cell(label, mean, *spreads):
     """Return a figure as the table has it."""
     digits = 4 if label == "greedy_logp" else 2
-    text = f"{mean:.{digits}f}"
-    for spread in (over_problems, over_seeds):
-        if spread is not None:
-            text += f" ±{spread:.1f}"
-    return text
+    shown = [f"{mean:.{digits}f}", *(f"±{spread:.1f}" for spread in spreads)]
+    return " ".join(shown)
 
 
 def reported(protocol):
@@ -576,9 +547,11 @@ def table_of(name, protocol, rows):
     counts = [str(ours[one]["problems"]) if one in ours else "-" for one in sets]
     whole = "all questions" if protocol.by_question else f"average of {len(rows)}"
     lines = [["set", *sets, whole], ["problems", *counts, ""]]
-    for label, mean in averages(rows, protocol.by_question).items():
-        cells = [cell(label, **ours[one][label]) if one in ours else "not run" for one in sets]
-        lines.append([label, *cells, cell(label, mean)])
+    for label, figure in rows[0].items() if rows else ():
+        if isinstance(figure, dict):  # a mean, perhaps with spreads
+            cells = [cell(label, *ours[one][label].values()) if one in ours else "not run" for one in sets]
+            mean = average([row[label]["mean"] for row in rows], rows, protocol.by_question)
+            lines.append([label, *cells, cell(label, mean)])
     for label, figures in reported(PROTOCOLS[name]):
         cells = [figures.get(one, "-") for one in sets]
         lines.append([label, *cells, paper_average(figures, rows, protocol.by_question)])
@@ -610,7 +583,7 @@ def show(name, protocol, rows, why_not):
 def main(args):
     world = common.init_world()
     run = Path(args.model)
-    folder = common.model_folder(common.Args(model=model_of(args.model), max_prompt_tokens=1, max_response_tokens=1))
+    folder = common.model_folder(common.Args(model=model_of(run), max_prompt_tokens=1, max_response_tokens=1))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     chosen = {name: with_changes(PROTOCOLS[name], args) for name in args.protocols or PROTOCOLS}
@@ -624,10 +597,8 @@ def main(args):
     if data:
         widest = max((settings[name] for name in data), key=common.longest_sequence)  # All share an engine.
         sampler = common.Sampler(folder, tokenizer, widest, world)
-        if (run / "manifest.json").is_file():
-            sampler.load(checkpoint_weights(run, sampler.dtype))
-        else:
-            sampler.load(weights_of(folder, sampler.dtype))
+        source = run if (run / "manifest.json").is_file() else folder
+        sampler.load(weights_of(source, config, sampler.dtype))
         verifiers = {"unboxed": SimpleNamespace(world=world, reward=None, judge=judge_unboxed)}
         for name, sets in data.items():
             grading = chosen[name].grading
@@ -642,7 +613,6 @@ def main(args):
     found = {
         "model": args.model,
         "not_run": {name: why for name, why in why_not.items() if why},
-        "averages": {name: averages(rows[name], protocol.by_question) for name, protocol in chosen.items()},
         "rows": [row for its in rows.values() for row in its],
     }
     out = Path(args.out) if args.out else place(run)

@@ -11,7 +11,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -47,10 +46,14 @@ class Launch:
     def __init__(self, command, log):
         self.mark, self.log = f"{MARK}={log.parent.resolve()}", log
         self.end()
-        how = {"cwd": ROOT, "env": os.environ | {MARK: str(log.parent.resolve())}, "stderr": subprocess.STDOUT}
         with open(log, "w") as output:
-            words = [str(word) for word in command]
-            self.process = subprocess.Popen(words, stdout=output, **how)
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                cwd=ROOT,
+                env=os.environ | {MARK: str(log.parent.resolve())},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def processes(self):
         """Return {pid: role} of what is alive: agent (torchrun), trainer, worker (of the verifier), other."""
@@ -86,16 +89,9 @@ def send(pids, number):
             os.kill(pid, number)
 
 
-def free_port():
-    """Return a TCP port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def torchrun(script, *flags):
-    """Return the command of two processes, on a port that is free now."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
+    """Return the command of two processes."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
     return [*agent, f"{script}.py", *FLAGS, *OWN[script], *flags]
 
 
@@ -130,8 +126,11 @@ def differences(ours, theirs):
     found = []
     if rows(ours) != rows(theirs):
         found.append("metrics.jsonl")
-    compared = {"samples/*": Path.read_bytes, "demonstrations/*": Path.read_bytes}
-    compared["checkpoints/*/manifest.json"] = position
+    compared = {
+        "samples/*": Path.read_bytes,
+        "demonstrations/*": Path.read_bytes,
+        "checkpoints/*/manifest.json": position,
+    }
     for pattern, content in compared.items():
         for file in sorted(theirs.glob(pattern)):
             mine = ours / file.relative_to(theirs)

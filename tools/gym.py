@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+import yaml
 
 
 def setting(text):
-    """Return the key and the value of KEY=VALUE, a value as JSON or Python has it or else as text."""
+    """Return the key and the value of KEY=VALUE, a value as YAML has it."""
     key, _, value = text.partition("=")
-    json_words = {"True": "true", "False": "false"}
-    try:
-        return key, json.loads(json_words.get(value, value))
-    except json.JSONDecodeError:
-        return key, value
+    return key, yaml.safe_load(value)
 
 
 def problems(task, size, seed, settings, taken):

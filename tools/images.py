@@ -14,7 +14,6 @@ import io
 import itertools
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -35,9 +34,6 @@ KINDS = {  # what an image of a set contains, and what is asked for
     "aircraft": ("an aircraft", "model of the aircraft"),
     "car": ("a car", "model of the car"),
 }
-
-
-Rows = Iterator[tuple[str, dict]]  # of a set's name and what `row` returns
 
 
 def row(image, problem, solution):

@@ -39,24 +39,28 @@ plt.rcParams |= {
     "legend.fontsize": 8,
     "lines.linewidth": 1.1,
     "lines.markersize": 3,
+    "text.parse_math": False,
+    "savefig.dpi": 100,
 }
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-TABLE_1 = {  # of CW-GRPO: positive and negative covariance
-    "0.01%": (11.52, -13.62),
-    "1%": (3.32, -3.34),
-    "20%": (0.58, -0.36),
-    "40%": (0.33, -0.22),
-    "100%": (0.06, -0.04),
+TABLE_1 = {  # of CW-GRPO
+    "positive@0.01%": 11.52,
+    "positive@1%": 3.32,
+    "positive@20%": 0.58,
+    "positive@40%": 0.33,
+    "positive@100%": 0.06,
+    "negative@0.01%": -13.62,
+    "negative@1%": -3.34,
+    "negative@20%": -0.36,
+    "negative@40%": -0.22,
+    "negative@100%": -0.04,
 }
-
-Rows = list[dict]  # of a run, one a step: {metric: value}
-Runs = dict[str, Rows]
 
 
 def read(run):
-    """Return the rows of a run folder, or of a csv that tools/claims.py wrote; NaN for what was not finite. Raises
-    SystemExit naming the folder when there are none."""
+    """Return {metric: value} of each step of a run folder, or of a csv that tools/claims.py wrote; NaN for what was not
+    finite. Raises SystemExit naming the folder when there are none."""
     if run.suffix == ".csv":
         rows = csv.DictReader(run.read_text().splitlines())
         return [{key: float(cell) for key, cell in row.items() if cell} for row in rows]
@@ -97,17 +101,16 @@ def colours(names):
 
 def grid_of(rows, columns, width, height, **shared):
     """Return the axes of a new picture, each so many inches wide and high."""
-    size = (width * columns, height * rows)
-    _, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **shared)
+    _, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, **shared)
     return axes
 
 
-def finish(axis, names, path, dpi=110):
+def finish(axis, names, path):
     """Name every run's colour in an axis, drawn in it or not, and write its picture."""
     labels = {colour: stem(name) for name, colour in colours(names).items()}
     handles = [plt.Line2D([], [], color=colour) for colour in labels]
     axis.legend(handles, labels.values())
-    axis.figure.savefig(path, dpi=dpi)
+    axis.figure.savefig(path)
 
 
 def draw_curves(runs, panels, path):
@@ -158,20 +161,16 @@ def draw_bands(runs, panels, path):
         axis.set(title=metric, xlabel="step")
         if metric == "clip_fraction":  # methods differ by a factor of a hundred, and some steps clip nothing
             axis.set_yscale("symlog", linthresh=1e-3)
-    finish(axes[0, 0], runs, path, dpi=90)
+    finish(axes[0, 0], runs, path)
 
 
 def covariance_table(runs):
     """Return Table 1 of CW-GRPO, the paper's and the runs': mean c of the tokens from one share to the next."""
-    wide = max(map(len, ["paper", *runs])) + 2
     lines = ["mean c of the tokens, by size, from the share before to this one; mean over steps"]
-    lines.append(" " * (wide + 10) + "".join(f"{share:>9}" for share in TABLE_1))
-    for column, sign in enumerate(("positive", "negative")):
-        figures = {"paper": [pair[column] for pair in TABLE_1.values()]}
-        for name, rows in runs.items():
-            figures[name] = [mean_over_steps(rows, f"covariance/{sign}@{share}") for share in TABLE_1]
-        for name, means in figures.items():
-            lines.append(f"{name:<{wide}}{sign:<10}" + "".join(f"{mean:9.2f}" for mean in means))
+    lines.append(f"sign and share; paper, {', '.join(runs)}")
+    for share, paper in TABLE_1.items():
+        means = [mean_over_steps(rows, f"covariance/{share}") for rows in runs.values()]
+        lines.append(f"{share:<16}" + "".join(f"{mean:9.2f}" for mean in [paper, *means]))
     return "\n".join(lines)
 
 
@@ -204,8 +203,7 @@ def answered(files):
         rows = json.loads(file.read_text())["rows"]
         widest = max(rows, key=lambda row: row["n"])
         chosen = [row for row in rows if row["protocol"] == widest["protocol"]]
-        name = path.name if path.is_dir() else "/".join(path.with_suffix("").parts[-2:])
-        found[name] = (widest["n"], [right for row in chosen for right in row["right"]])
+        found["/".join(path.parts[-2:])] = (widest["n"], [right for row in chosen for right in row["right"]])
         sets.add(tuple(row["set"] for row in chosen))
     if len(sets) > 1:
         raise SystemExit(f"other questions in each file: {sets}")
@@ -222,7 +220,7 @@ def draw_accuracy(found, path):
             xlabel="share of right answers",
             ylabel="questions",
         )
-    plt.savefig(path, dpi=110)
+    plt.savefig(path)
 
 
 def draw_pass(found, path):
@@ -243,19 +241,15 @@ def draw_pass(found, path):
     finish(axis, found, path)
 
 
-def first_responses(file):
-    """Return for each problem of a file of samples/ its text, what is said of its first response, and that response."""
-    found = []
-    for part in file.read_text().split("\n==== problem ")[1:]:
-        problem, _, responses = part.partition("\n-- response 0: ")
-        about, _, text = responses.partition("\n-- response 1: ")[0].partition("\n")
-        found.append((problem.partition("\n")[2].strip(), about, text.strip()))
-    return found
+# of a problem in a file of samples/: its text, what is said of its first response, and that response
+ANSWERED = re.compile(
+    r"\n==== problem .*\n((?s:.*?))\n\n-- response 0: (.*)\n((?s:.*?))\n(?=\n-- response 1: |\n==== problem |\Z)"
+)
 
 
 def seen(run):
-    """Return an iterator over a run's first held-out problems: image or None, and what `first_responses` says before
-    and after training. Raises SystemExit for a run that was not evaluated twice."""
+    """Return an iterator over a run's first held-out problems: image or None, and `ANSWERED` before and after
+    training. Raises SystemExit for a run that was not evaluated twice."""
     from datasets import Image
 
     from common import read_table
@@ -265,12 +259,12 @@ def seen(run):
     files = sorted((run / "samples").glob(f"{Path(source).stem}-step*.txt"))
     if len(files) < 2:
         raise SystemExit(f"{run}: no answers before and after training")
-    before = first_responses(files[0])
+    before, after = (ANSWERED.findall(files[n].read_text()) for n in (0, -1))
     images = [None] * len(before)
     column = flags["image_column"]
     if column:
         images = read_table(source, "--eval").cast_column(column, Image())[column]
-    return zip(images, before, first_responses(files[-1]), strict=True)
+    return zip(images, before, after, strict=True)
 
 
 def draw_boxes(axis, image, said, style):
@@ -290,33 +284,21 @@ def draw_answer(axis, image, before, after):
         if image:
             draw_boxes(axis, image, said, style)
             said = " ".join(said.split())
-        for line in said[-160:].splitlines():
+        for line in said.strip()[-160:].splitlines():
             lines += textwrap.wrap(line, 40) or [""]
     question = textwrap.wrap(before[0], 34)
-    axis.set_title(
-        "\n".join(question[:4]),
-        fontsize=9,
-        parse_math=False,
-    )
-    said = "\n".join(lines)
+    axis.set_title("\n".join(question[:4]), fontsize=9)
     if image:
         axis.imshow(image)
-        axis.set_xlabel(
-            said,
-            fontsize=8,
-            loc="left",
-            parse_math=False,
-        )
-    else:
-        axis.text(
-            0.03,
-            0.97,
-            said,
-            fontsize=8,
-            va="top",
-            parse_math=False,
-        )
-    axis.set(xticks=[], yticks=[])
+    axis.set_axis_off()
+    axis.text(
+        0,
+        0 if image else 1,
+        "\n".join(lines),
+        fontsize=8,
+        va="top",
+        transform=axis.transAxes,
+    )
 
 
 def draw_answers(runs, path):
@@ -325,7 +307,7 @@ def draw_answers(runs, path):
     for run, row in zip(runs, axes, strict=True):
         for axis, problem in zip(row, seen(run), strict=False):
             draw_answer(axis, *problem)
-    plt.savefig(path, dpi=90)
+    plt.savefig(path)
 
 
 def phases(rows):

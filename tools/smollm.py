@@ -8,8 +8,7 @@ answer: a line for each operation, a blank line after it, then the box.
     What is 3 * 12 - 6?
     Ana has 3 boxes of 12 pens each. Ana gives away 6. How many does Ana have?
 
-    python tools/smollm.py             # writes tools/smollm/: model, train.jsonl, heldout.jsonl, harder.jsonl, more
-    python tools/smollm.py --problems  # the problem files only
+    python tools/smollm.py    # writes tools/smollm/: model, train.jsonl, heldout.jsonl, harder.jsonl, more
 
 `train` and `heldout` have one operation or two, `harder` three. `heldout` and `harder` are small, since a run on two
 cores evaluates on them; heldout-200 and harder-100 are for `./run.sh eval`. The same seed gives the same problems. The
@@ -142,11 +141,9 @@ def check(tokenizer, model):
         raise SystemExit(f"tools/smollm.py: should be {LOGP}: the conversion went wrong")
 
 
-def main(out: Path = FOLDER, seed: int = 1, problems: bool = False):
-    """Make the problem files and the model, or with --problems the problem files only."""
+def main(out: Path = FOLDER, seed: int = 1):
+    """Make the problem files and the model."""
     write_problems(out, seed)
-    if problems:
-        return
     print(f"making {out}, once: a download of 93 MB, and a minute")
     pip("install", *READERS)
     with TemporaryDirectory(dir=out) as work:

@@ -17,8 +17,7 @@ operation where the number is 65 or more. The teacher knows a step's operation w
 every letter, yet on 99 of 100 problems one of 64 samples is right. So reinforcement learning has something to teach and
 something to lose, and longer problems show whether what it teaches holds there.
 
-    python tools/toy.py             # writes tools/toy/: model (bf16), train.jsonl, heldout.jsonl, harder.jsonl
-    python tools/toy.py --problems  # the three problem files only
+    python tools/toy.py    # writes tools/toy/: model (bf16), train.jsonl, heldout.jsonl, harder.jsonl
 
 `train` and `heldout` have 2 or 3 letters, `harder` 4 or 5; 1 to 5 were taught. No problem of the three files was used
 to teach. The same seed gives the same problems; the weights also depend on the order of floating-point sums, so on the
@@ -27,7 +26,6 @@ machine and its number of threads.
 
 import json
 import random
-import time
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
@@ -128,11 +126,7 @@ def write_problems(folder, seed):
 
 def make_tokenizer(folder, words=("\\boxed",), **options):
     """Save and reload a byte-level Qwen2 tokenizer in which a blank line and the words are single tokens; `options` are
-    Qwen2Tokenizer's.
-
-    Raises AssertionError where text does not survive the round trip: AutoTokenizer builds the class that it knows for
-    the model type, whatever was saved.
-    """
+    Qwen2Tokenizer's. AutoTokenizer builds the class that it knows for the model type, whatever was saved."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = range(256, 512 - len(printable))
     letters = [chr(code) for code in (*printable, *others)]
@@ -150,11 +144,7 @@ def make_tokenizer(folder, words=("\\boxed",), **options):
         **options,
     )
     tokenizer.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for text in ("x+32\n\nd>23\n\n\\boxed{23}", "a b\n c\n\n\nd\t\\boxed{é}"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text, f"{text!r} does not survive {type(tokenizer)}"
-    assert tokenizer.convert_tokens_to_ids("ĊĊ") in tokenizer.encode("x+32\n\nd>23")
-    return tokenizer
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def make_model(tokenizer):
@@ -202,7 +192,6 @@ def teach_model(model, batch, steps, peak_lr=3e-3):
     (nats per response token)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=steps, pct_start=0.1)
-    start = time.time()
     for step in range(steps):
         inputs, labels = batch()
         logits = model(**inputs, use_cache=False).logits
@@ -213,14 +202,12 @@ def teach_model(model, batch, steps, peak_lr=3e-3):
         optimizer.step()
         schedule.step()
         if step % 100 == 0 or step == steps - 1:
-            print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - start:.0f} s", flush=True)
+            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
 
 
-def main(out: Path = FOLDER, seed: int = 1, problems: bool = False):
-    """Make the problem files and the model, or with --problems the problem files only."""
+def main(out: Path = FOLDER, seed: int = 1):
+    """Make the problem files and the model."""
     taken = write_problems(out, seed)
-    if problems:
-        return
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(out / "model")
     model = make_model(tokenizer)
