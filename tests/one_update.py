@@ -111,7 +111,7 @@ def update(
     return {
         "gradient": {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None},
         "moved": {name: p.full_tensor() - before[name] for name, p in policy.named_parameters()},
-        "metrics": metrics,
+        "metrics": {name: float(value) for name, value in metrics.items()},
         "mesh": world.mesh.shape,
         "skipped": record.skipped,
         "phases": list(record.seconds),

@@ -19,7 +19,7 @@ import common
 
 PATCH = 4  # pixels; 2 x 2 patches are a token
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-STOPS = (40, 50, 60, 70)  # tokens that end a response, too, by generation_config.json
+STOPS = (41, 51, 61)  # end a response, too, by generation_config.json
 SIZES = ((16, 16), (24, 16), (40, 40), (9, 60), None, (32, 8))  # of images, height and width in pixels
 
 
@@ -27,7 +27,7 @@ def random_seeing_model(folder: Path, kind: str, tied: bool) -> Path:
     """Save a random qwen2_vl or qwen2_5_vl with a tower of 3 blocks and 2 layers, its tokenizer, and problems."""
     from toy import make_tokenizer
 
-    tokenizer = make_tokenizer(folder, extra_special_tokens=[*SPECIAL])
+    tokenizer = make_tokenizer(folder, extra_special_tokens=[*SPECIAL, "<|im_end|>"])
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}

@@ -163,8 +163,9 @@ def test_an_irl_step(step):
 
 def test_several_updates_of_sps_are_those_of_sspo(step):
     """With one token per segment and without KL, so that ratios and clips of later updates count."""
-    ours = step(2, "sps", 60, {"updates_per_step": 3, "kl_coef": 0.0, "weight_decay": 0.01})
-    theirs = step(1, "sspo", args={"updates_per_step": 3, "clip": "fixed", "delimiter": "token"})
+    shared = {"updates_per_step": 3, "tis_cap": 1.2}
+    ours = step(2, "sps", 60, shared | {"kl_coef": 0.0, "weight_decay": 0.01})
+    theirs = step(1, "sspo", args=shared | {"clip": "fixed", "delimiter": "token"})
     assert ours["metrics"]["optimizer_steps"] == 3 and theirs["metrics"]["clip_fraction"] > 0
     assert largest_difference(ours["moved"], theirs["moved"]) < 1e-3
     assert ours["metrics"]["loss"] == pytest.approx(theirs["metrics"]["loss"], rel=1e-3)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,6 +156,24 @@ def test_a_checkpoint_of_other_parameters_is_refused(tiny, plain_python, tmp_pat
     record = SimpleNamespace(args=args, world=world, folder=tmp_path, say=print)
     with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: policy\.model\.layers\.1\."):
         common.resume(policy, torch.optim.AdamW(policy.parameters()), record)
+
+
+def test_a_record_goes_on_from_its_checkpoint(tiny, plain_python, tmp_path):
+    """With the metrics up to there, the seconds, and the average that the best model has to beat."""
+    world = common.init_world()
+    args = common.Args(model=str(tiny), run_dir=str(tmp_path), max_prompt_tokens=8, max_response_tokens=8)
+    policy = common.load_policy(tiny, args, world)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    record = common.Record(args, "sspo", world)
+    record.best, record.trained = 0.5, 7.0
+    record.started -= 100
+    record.write("metrics.jsonl", "before")
+    common.save_checkpoint(policy, optimizer, 1, 2, record)
+    record.write("metrics.jsonl", "after")
+    again = common.Record(replace(args, resume=True), "sspo", world)
+    assert common.resume(policy, optimizer, again) == (1, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == "before\n"
+    assert (again.best, again.trained) == (0.5, 7.0) and time.time() - again.started >= 100
 
 
 @pytest.mark.slow
