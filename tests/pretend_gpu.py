@@ -367,6 +367,7 @@ def folders() -> None:
         policy, other = (common.load_policy(TOY, args, world) for _ in range(2))
         mine, its = (torch.optim.AdamW(each.parameters(), fused=True) for each in (policy, other))
         step("sspo", policy, None, mine, common.Batch(groups()), record)
+        record.write("metrics.jsonl", "{}")  # a checkpoint knows how far they went
         common.save_checkpoint(policy, mine, 1, 24, record)
         record.args = replace(args, resume=True)
         assert common.resume(other, its, record) == (1, 24) and places(other) == ["cuda"]

@@ -66,6 +66,10 @@ def test_metrics_are_of_everything_drawn():
     }
 
 
+def test_a_number_not_in_use_has_the_mean_0():
+    assert common.mean_by(torch.tensor([2.0, 4.0, 1.0]), torch.tensor([0, 0, 2])).tolist() == [3, 0, 1]
+
+
 ADVANTAGES = [sspo.advantages, cwgrpo.advantages, sps.advantages, gpg.advantages]
 ADVANTAGES += [lambda x: sspo.advantages(x, scale=False), lambda x: gpg.advantages(x, "batch")]
 

@@ -240,6 +240,8 @@ def test_a_saved_model_is_whole(models, tmp_path, plain_python):
     assert names | {"tokenizer.json", "tokenizer_config.json"} == {file.name for file in (tmp_path / "model").iterdir()}
     saved, source = (load_file(each / "model.safetensors") for each in (tmp_path / "model", folder))
     assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in saved)
+    sent = [name for name, _ in common.full_weights(policy, torch.float32)]
+    assert sorted(sent) == sorted(name for name, _ in policy.named_parameters()), "each once"
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id[1:] == [*STOPS]
 
 

@@ -167,7 +167,7 @@ def test_several_updates_of_sps_are_those_of_sspo(step):
     ours = step(2, "sps", 60, shared | {"kl_coef": 0.0, "weight_decay": 0.01})
     theirs = step(1, "sspo", args=shared | {"clip": "fixed", "delimiter": "token"})
     assert ours["metrics"]["optimizer_steps"] == 3 and theirs["metrics"]["clip_fraction"] > 0
-    assert largest_difference(ours["moved"], theirs["moved"]) < 1e-3
+    assert largest_difference(ours["moved"], theirs["moved"]) < 1e-2  # AdamW raises small gradients to steps
     assert ours["metrics"]["loss"] == pytest.approx(theirs["metrics"]["loss"], rel=1e-3)
 
 

@@ -190,6 +190,12 @@ def test_ranks_without_a_response_have_an_empty_row():
     assert sorted(dealt) == [[[]], [[]], [[0]]]
 
 
+def test_ranks_have_about_the_same_in_each_round():
+    batch = common.Batch([group_of([1], [[2] * length]) for length in (8, 7, 6, 5, 4)])
+    dealt = [batch.deal(torch.ones(5) > 0, SimpleNamespace(rank=rank, size=2), 11) for rank in range(2)]
+    assert dealt == [[[3, 4], [1]], [[0], [2]]]
+
+
 def test_a_response_longer_than_the_budget_is_refused():
     batch = common.Batch([group_of([1] * 1000, [[2]])])
     with pytest.raises(ValueError, match="1001 tokens exceeds --micro-batch-tokens 1000"):
