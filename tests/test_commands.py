@@ -52,7 +52,7 @@ def experiments() -> dict[str, str]:
 @pytest.fixture
 def script(request, monkeypatch):
     """The globals of a script as a process of its own would have them: no other script's prompts."""
-    own = ("plain", "qwen-math", "chat", "chat-boxed")
+    own = ("plain", "qwen-math", "chat", "chat-boxed", "open-rs")
     monkeypatch.setattr(common, "PROMPTS", {name: common.PROMPTS[name] for name in own})
     monkeypatch.chdir(ROOT)
     return request.param, runpy.run_path(str(ROOT / request.param))
