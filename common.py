@@ -778,10 +778,9 @@ INSIDE = r"[^\[\](){}]*"  # what stands between two brackets
 for _ in range(4):
     INSIDE = rf"(?:[^\[\](){{}}]|[(\[{{]{INSIDE}[\])}}])*"
 UNIT = (  # any words that are marked as text or have two letters, but for those that change a number
-    r"(?:[({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=[~{(-]*[^\W\d_]|\\)(?![^,]*\b(?:\w*illions?|hundreds?|thousands?"
-    r"|dozens?|score|bn|mn|(?!mon)\w*[fxnhdr]ths|thirds|quarters|halves|half|twice|double|minus|plus|pi|log|ln|is|not?|at"
-    r"|more|less|fewer|below|approx|factorial|squared|cubed|root|inverse|reciprocal|repeating|recurring|wrong|incorrect"
-    r"|[ap]\.m|[a-fi-kn-rt-z])\b)(?:[^\d\\,=+^]|\\[a-zA-Z]+|\^\{?~?-?\d)*"
+    r"(?:[({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=\W*[^\W\d_]|\\)(?![^,]*\b(?:\w*illions?|hundreds?|thousands?"
+    r"|dozens?|bn|(?!mon)\w*[fxnhdr]ths|thirds|quarters|hal\w+|minus|plus|pi|log|ln|is|not?|at|more|less|fewer|below"
+    r"|approx|factorial|squared|cubed|repeating|[ap]\.m|[a-fi-kn-rt-z])\b)(?:[^\d\\,=+^]|\\[a-zA-Z]+|\^\W*\d)*"
 )
 
 
@@ -796,26 +795,26 @@ def table(rules):
 
 # one spelling for what LaTeX spells in many ways; ~ is where text begins or ends
 spelled = table(r"""
-(?<=\d)\s?(?:,\s?\\!|\{\\?,\})\s?(?=\d{3})  ∅  10,\!080
-\\(?:left|right|[bB]igg?[lr]?|[a-z]+style|bf|rm)(?![a-zA-Z])\.?  ∅  \left(1,2\right)
-(?:[\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(?:q?quad|pounds)(?![a-z]))+  ␣  \$5
+(?<=\d) ?(?:, ?\\!|\{\\?,\}) ?(?=\d{3})  ∅  10,\!080
+\\(?:left|right|[bB]igg?[lr]?|\w+style|bf|rm)\b\.?  ∅  \left(1,2\right)
+(?:[\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(?:q?quad|pounds))+  ␣  \$5
 (?<![\w,)}]) | (?![a-zA-Z\d])|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b)  ∅  x + 1
-\\(?:text|math(?!bb|cal)|[hmf]box|color|operatorname|bold|bm|underline)[a-z]*(?:\{\w+\})?(?=\{)  ~  \textbf{5}
+\\(?:text|math(?!bb|cal)|[a-z]*box|color|operator|bold|bm|underline)[a-z]*(?:\{\w+\})?(?=\{)  ~  \textbf{5}
 ~\{(…)\}  ~\1~  \text{5}
 ^(-?)\{(…)\}$  \1\2  {5}
-^~?(?:Choice|Option|USD|Rs\.) ?~?  ∅  Option C
+^~?(?:Choice|Option|USD|Rs\.)  ∅  Option C
 [−–]  -  −5
-\\lor(?![a-z])|;|,?[~ ]*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])[~ ]*  ,  2 or 3
-\\(?:[dtcs]|nice)frac  \\frac  \dfrac{1}{2}
-\{(?:[pbB]?matrix|array)\}(?:\{\w*\})?  {pmatrix}  \begin{bmatrix}1\\2\end{bmatrix}
-[_ ]?[{(~]*(?:in )?base[ ~]*(\d+)[)}~]*  _\1  52 base 8
+\\lor|;|,?[~ ]*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])[~ ]*  ,  2 or 3
+\\\w+frac  \\frac  \dfrac{1}{2}
+\{(?:[bB]?matrix|array)\}(?:\{\w*\})?  {pmatrix}  \begin{bmatrix}1\\2\end{bmatrix}
+[_ {(~]*(?:in )?base[ ~]*(\d+)[)}~]*  _\1  52 base 8
 _\{(\w)\}  _\1  x_{1}
-\\(?:cdot|times|ast)(?![a-z])|[×·]| ?x(?=10\^)  *  2\cdot3
-\\leq?(?:slant)?(?![a-z]) ?|<=  ≤  x\le5
-\\geq?(?:slant)?(?![a-z]) ?|>=  ≥  x\ge5
-\\neq?(?![a-z]) ?|!=|\\not=  ≠  x\ne5
+\\(?:cdot(?!s)|times|ast)|[×·]| ?x(?=10\^)  *  2\cdot3
+\\leq?(?:slant)? ?|<=  ≤  x\le5
+\\geq?(?:slant)? ?|>=  ≥  x\ge5
+\\neq? ?|!=|\\not=  ≠  x\ne5
 ∪|(?<=[)\]])U  \\cup␣  [1,2]U[3,4]
-(?:°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\]]|\\\})  ∅  5^\circ
+(?:°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\\\]])  ∅  5^\circ
 (?<=[\d})i])UNIT(?=,|$)  ∅  5 cm
 [.,;:~]+$|~  ∅  5.
 ^([^,=]*)\\pm([^,]*)$  \1+\2,\1-\2  1\pm2
@@ -824,16 +823,17 @@ _\{(\w)\}  _\1  x_{1}
 # a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
 as_fraction = table(r"""
 ^([+-]?)\(([^,]*)\)$  \1\2  (5)
-(?<=\d)[ ,](?=\d{3}(?:[ ,]\d{3})*(?:\.\d+)?$)  ∅  58,500
-(?<=\d)\*\{?10\}?\^\{?([+-]?\d{1,3})\}?$  e\1  3*10^5
-^([+-]?)(\d*)\\frac(?:(\d)|\{([^{}]+)\}) ?(?:(\d)|\{([^{}]+)\})$  \g<1>0\2␣\1\3\4/\5\6  1\frac{4}{5}
+(?<=\d)[ ,](?=\d{3}(?![\d/]))  ∅  58,500
+^(-?)(\d*)\\frac(\d|\{[^{}]+\}) ?(\d|\{[^{}]+\})$  \g<1>0\2␣\1\3/\4  1\frac{4}{5}
+[{}]  ∅  {12}
+(?<=\d)\*10\^([+-]?\d{1,3})$  e\1  3*10^5
 \.(?=/|$)  ∅  5.
 """)
 bare = table(r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d)  ∅  0+x")
-without_marks = table(r"^0+(?=\d)|(?<!\d)[\s.,;(){}]|[\s.,;(){}](?!\d)  ∅  (C)")
+without_marks = table(r"^0+|(?<!\d)[\s.,(){}]|[\s.,(){}](?!\d)  ∅  (C)")
 # what latex2sympy would misread: i in two ways, \gamma as a function, B as b, 45,135 as a number
 for_parser = table(r"""
-(?<![a-zA-Z\\])(d[a-z]|(?<!\{)i)(?![a-zA-Z])|\\(gamma)(?![a-z])|(?<!\\)(?<!\\mathbb\{)([A-Z](?:_\w)?)  x_{c\1\2\3}  i
+(?<![a-zA-Z\\])(d[a-z]|i)(?![a-zA-Z])|\\(gamma)|(?<!\\)(?<!b\{)([A-Z](?:_\w)?)  x_{c\1\2\3}  i
 ,  ,␣  45,135
 """)
 
@@ -841,18 +841,18 @@ for_parser = table(r"""
 FUNCTION = r"\\(?:sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)"
 NAME = re.compile(  # of what an answer is the value: x_1, f(x), AB, m+n, (x,y), \overline{AB}
     rf"(?:^|(?<=,))((?!{FUNCTION}|\\?not|\(y)(?:10+|[a-zA-Z|\\{{}} :]|\+(?=[a-z][+=])|_\w|_\{{\w+\}}|\([\w,]*\))*?)"
-    r"(?:=(?![A-Z]{2})|\\(?:approx|in)(?![a-z]))"
+    r"(?:=(?![A-Z]{2})|\\approx|\\in(?![a-z]))"
 )
-NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?|(?:\+?\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*")
+NUMBER = re.compile(r"[+-]?\d*\.?\d+(?:[eE][+-]?\d{1,3})?|(?:\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*")
 WORDS = re.compile(  # what is compared as text: words, letters to choose from, 52_8 and 3:1
-    r"(?=.*[A-Za-z]{3})[\w .,;:()'-]+|[A-Z ,()]+|[A-Za-z]|-?[\dA-Z.]+_[\d{}()]+|[^\\]+:[^\\]+"
+    r"(?=.*[A-Za-z]{3})[\w .,:()'-]+|[A-Z ,()]+|-?[\dA-Z.]+_[\d{}]+|.+:.+"
 )
 SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
-    rf"\\\\|(?:\\frac|{FUNCTION})(?![a-z])|$"
-    r"|(\\[a-zA-Z]+|[a-df-zA-Z]|(?<=\d)_|(?<!\d)\d{3,5}!|\^\{(?:-\d\d|\d{3})\d*\}|\.\d{16,}|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
+    rf"\\\\|(?:\\frac|{FUNCTION})|$"
+    r"|(\\[a-zA-Z]+|[a-df-zA-Z]|\d{3,}!|\^\{(?:-\d|\d\d)\d+\}|\.\d{16,}|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
 )
-OPERATION = re.compile(rf"(?<=[\w)}}\]])[-+]|!|\^|(?<=\d)\*(?=[\d(])|{FUNCTION}|\\(?:sum|prod|int)")
-NUMERAL = re.compile(r"(?<![\d.])(?!1\b)\d+(?:\.\d*[1-9])?")  # a number that may be copied, not 1
+OPERATION = re.compile(rf"(?<=[\w)}}\]])[-+]|[!^]|(?<=\d)\*(?=[\d(])|{FUNCTION}")
+NUMERAL = re.compile(r"(?!1\b)\d+(?:\.\d*[1-9])?")  # a number that may be copied, not 1
 VALUE = re.compile(rf"(?:[^\[\](){{}},]|[(\[{{]{INSIDE}[\])}}])+")
 TUPLE = re.compile(rf"([(\[]|\\{{)({INSIDE},{INSIDE})([\])]|\\}})")
 
