@@ -292,6 +292,41 @@ def seed_of(*parts):
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
+class Worker(subprocess.Popen):
+    """An interpreter of its own for one function that needs none of ours; it may die or be late at any moment. The
+    function prints "ready", then a line for every line of JSON that it reads."""
+
+    def __init__(self, function, *args):
+        imports = "import functools, json, re, resource, signal, sys"
+        source = f"{imports}\n{inspect.getsource(function)}\n{function.__name__}{args}"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        super().__init__([sys.executable, "-P", "-c", source], text=True, bufsize=1, **pipes)
+
+    def line(self, seconds):
+        """Return the next line: "" when the process died, None when it is late."""
+        waiting = select.poll()
+        waiting.register(self.stdout, select.POLLIN)
+        return self.stdout.readline() if waiting.poll(seconds * 1000) else None
+
+    @functools.cached_property
+    def ready(self):
+        """Whether the process has started."""
+        return self.line(120) == "ready\n"
+
+    def ask(self, task, seconds):
+        """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
+        if not self.ready:
+            raise RuntimeError(f"a worker does not start; try: {sys.executable} -c 'import math_verify'")
+        with suppress(BrokenPipeError):
+            self.stdin.write(json.dumps(task) + "\n")
+        return self.line(seconds)
+
+    def end(self):
+        """Kill the process."""
+        with suppress(BrokenPipeError), self:  # its last question may still be in the buffer
+            self.kill()
+
+
 # ----------------------------------------------------------------------------------------------------------------- data
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ALIASES = {
@@ -795,7 +830,7 @@ def table(rules):
 
 # one spelling for what LaTeX spells in many ways; ~ is where text begins or ends
 spelled = table(r"""
-(?<=\d) ?(?:, ?\\!|\{\\?,\}) ?(?=\d{3})  ∅  10,\!080
+(?<=\d) ?(?:, ?\\!|\{\\?,\})\s?(?=\d{3})  ∅  10,\!080
 \\(?:left|right|[bB]igg?[lr]?|\w+style|bf|rm)\b\.?  ∅  \left(1,2\right)
 (?:[\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(?:q?quad|pounds))+  ␣  \$5
 (?<![\w,)}]) | (?![a-zA-Z\d])|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b)  ∅  x + 1
@@ -882,11 +917,11 @@ def ingredients(text):
 
 def compare(answer, gold, problem=""):
     """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify. In turn:
-    the same spelling is right; a number is one written out (1/2 for 0.5, not 1+1 for 2) of the same name (not y=5 for
-    x=5); words, bases and ratios are text (not DC for CD); a solved inequality may stand for an interval (x>5 for
-    (5,∞)); brackets and number of values are the same (not [1,2) for (1,2)), so is each value (not 2,4 for 2,3), and so
-    are symbols and relations (not 2m for 2n, nor 1=1 for x=1). No more is left to compute (not 2x+5+3x-8 for 5x-3), and
-    it is not the question's own expression (x^8-256 for its factors)."""
+    the same spelling is right. A number is written out (1/2 for 0.5, not 1+1 for 2) and has no other name (not y=5 for
+    x=5). Words, bases and ratios are text (not DC for CD). A solved inequality may stand for an interval (x>5 for
+    (5,∞)). Brackets are kept (not [1,2) for (1,2)), and so are each value (not 2,4 for 2,3), symbols and relations (not
+    2m for 2n, nor 1=1 for x=1). No more is left to compute (not 2x+5+3x-8 for 5x-3), and the question's own expression
+    is no answer (not x^8-256 for its factors)."""
     answer, name, value = spell(answer)
     gold, gold_name, gold_value = spell(gold)
     if answer == gold:
@@ -922,17 +957,18 @@ def compare(answer, gold, problem=""):
 
 
 def _verifier_worker(seconds, memory):
-    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout, in an interpreter of its own.
-    `seconds` of processor time raise inside Python, one more ends C code. `memory`: bytes beyond what imports took."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout. Python is interrupted after `seconds`
+    of processor time, C code is ended a second later. `memory`: bytes in all."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    replies = sys.stdout
+    sys.stdout = sys.stderr  # for what libraries print
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
     config = NormalizationConfig(malformed_operators=True)  # the usual one drops units such as m
     boxes = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)]
 
-    @functools.lru_cache(maxsize=1 << 12)
+    @functools.lru_cache(1 << 12)
     def read(text):
         text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
         return parse(rf"\boxed{{{text}}}", boxes, "no_fallback", "first_match", None)
@@ -941,65 +977,31 @@ def _verifier_worker(seconds, memory):
         return verify(read(gold), read(answer), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
 
     signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
-    with open("/proc/self/statm") as statm:
-        limit = int(statm.read().split()[0]) * resource.getpagesize() + memory
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     equal(r"x+\sqrt{12}", r"2\sqrt{3}+x")  # the first use of all is slow
-    print("ready", file=replies)
+    print("ready", file=replies, flush=True)
     for line in sys.stdin:
-        score = 0.0
-        verdict = "graded"
         try:
             try:
                 signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
                 signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-                score = float(equal(*json.loads(line)))
+                reply = float(equal(*json.loads(line))), "graded"
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         except KeyboardInterrupt:
-            verdict = "timeout"
-        except Exception as error:
-            verdict = "memory" if isinstance(error, MemoryError) else "error"
-        print(json.dumps([score, verdict]), file=replies)
-
-
-class Worker(subprocess.Popen):
-    """A process of `_verifier_worker`, which may die or be late at any moment."""
-
-    def __init__(self, seconds, memory):
-        source = f"import functools, json, os, re, resource, signal, sys\n{inspect.getsource(_verifier_worker)}"
-        command = [sys.executable, "-P", "-c", f"{source}\n_verifier_worker({seconds}, {memory})"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        super().__init__(command, text=True, bufsize=1, **pipes)
-        self.greeted = False
-
-    def line(self, seconds):
-        """Return the next line: "" when the process died, None when it is late."""
-        waiting = select.poll()
-        waiting.register(self.stdout, select.POLLIN)
-        return self.stdout.readline() if waiting.poll(seconds * 1000) else None
-
-    def ask(self, task, seconds):
-        """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
-        if not self.greeted and self.line(120) != "ready\n":
-            raise RuntimeError(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
-        self.greeted = True
-        with suppress(BrokenPipeError):
-            self.stdin.write(json.dumps(task) + "\n")
-        return self.line(seconds)
-
-    def end(self):
-        """Kill the process."""
-        with suppress(BrokenPipeError), self:  # its last question may still be in the buffer
-            self.kill()
+            reply = 0.0, "timeout"
+        except MemoryError:
+            reply = 0.0, "memory"
+        except Exception:
+            reply = 0.0, "error"
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 class Verifier:
-    """math_verify in processes that can be killed, so that nothing a model writes can hang or end a run. What equals
-    what: docs/evaluation.md."""
+    """math_verify in processes that can be killed: nothing a model writes hangs or ends a run. What equals what:
+    docs/evaluation.md."""
 
     seconds = 1.0  # of processor time
-    memory = 1 << 28  # bytes beyond what a worker's imports take
+    memory = 1 << 29  # bytes of a worker
     longest = 2000  # characters
 
     def __init__(self, args, world):
@@ -1011,13 +1013,17 @@ class Verifier:
             self.reward = runpy.run_path(path).get(name)
             need(callable(self.reward), f"--reward {args.reward}: no function {name!r} in {path}")
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
-        self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
+        self.workers = [self._worker() for _ in range(count)]
+
+    def _worker(self):
+        return Worker(_verifier_worker, self.seconds, self.memory)
 
     def _verdict(self, case):
         """Return the score and verdict of (answer, gold, problem); a worker that died or is late is replaced."""
-        if max(map(len, case[:2])) > self.longest:
+        answer, gold, _ = case
+        if max(len(answer), len(gold)) > self.longest:
             return 0.0, "too long"
-        if not spell(case[0])[0]:
+        if not spell(answer)[0]:
             return 0.0, "no answer"
         equal = compare(*case)
         if isinstance(equal, bool):
@@ -1029,7 +1035,7 @@ class Verifier:
                 return tuple(json.loads(reply))
             late = reply is None or worker.wait() == -signal.SIGPROF
             worker.end()
-            worker = Worker(self.seconds, self.memory)
+            worker = self._worker()
             return 0.0, "timeout" if late else "crash"
         finally:
             self.workers.append(worker)
