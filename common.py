@@ -813,43 +813,48 @@ INSIDE = r"[^\[\](){}]*"  # what stands between two brackets
 for _ in range(4):
     INSIDE = rf"(?:[^\[\](){{}}]|[(\[{{]{INSIDE}[\])}}])*"
 UNIT = (  # any words that are marked as text or have two letters, but for those that change a number
-    r"(?:[({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=\W*[^\W\d_]|\\)(?![^,]*\b(?:\w*illions?|hundreds?|thousands?"
+    r"([({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=\W*[^\W\d_]|\\)(?![^,]*\b(\w*illions?|hundreds?|thousands?"
     r"|dozens?|bn|(?!mon)\w*[fxnhdr]ths|thirds|quarters|hal\w+|minus|plus|pi|log|ln|is|not?|at|more|less|fewer|below"
-    r"|approx|factorial|squared|cubed|repeating|[ap]\.m|[a-fi-kn-rt-z])\b)(?:[^\d\\,=+^]|\\[a-zA-Z]+|\^\W*\d)*"
+    r"|approx|factorial|squared|cubed|repeating|[ap]\.m|[a-fi-kn-rt-z])\b)([^\d\\,=+^]|\\[a-zA-Z]+|\^\W*\d)*"
 )
 
 
 def table(rules):
     """Return a function that rewrites a text by rules: a pattern, a replacement and an example that needs the rule, two
     spaces apart. ␣ is a space, ∅ nothing, … what stands between two brackets."""
-    rules = rules.strip().replace("∅", "").replace("…", INSIDE).replace("UNIT", UNIT)
-    rows = [line.split("  ") for line in rules.splitlines()]
-    rows = [(re.compile(pattern).sub, new.replace("␣", " ")) for pattern, new, _ in rows]
-    return lambda text: functools.reduce(lambda text, row: row[0](row[1], text), rows, text)
+    rules = rules.replace("∅", "").replace("…", INSIDE).replace("UNIT", UNIT)
+    rows = [line.split("  ") for line in rules.strip().splitlines()]
+
+    def rewrite(text):
+        for pattern, new, _ in rows:
+            text = re.sub(pattern, new.replace("␣", " "), text)
+        return text
+
+    return rewrite
 
 
 # one spelling for what LaTeX spells in many ways; ~ is where text begins or ends
 spelled = table(r"""
-(?<=\d) ?(?:, ?\\!|\{\\?,\})\s?(?=\d{3})  ∅  10,\!080
-\\(?:left|right|[bB]igg?[lr]?|\w+style|bf|rm)\b\.?  ∅  \left(1,2\right)
-(?:[\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(?:q?quad|pounds))+  ␣  \$5
-(?<![\w,)}]) | (?![a-zA-Z\d])|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b)  ∅  x + 1
-\\(?:text|math(?!bb|cal)|[a-z]*box|color|operator|bold|bm|underline)[a-z]*(?:\{\w+\})?(?=\{)  ~  \textbf{5}
+(?<=\d) ?(, ?\\!|\{\\?,\})\s?(?=\d{3})  ∅  10,\!080
+\\(left|right|[bB]igg?[lr]?|\w+style|bf|rm)\b\.?  ∅  \left(1,2\right)
+([\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(q?quad|pounds))+  ␣  \$5
+(?<![\w,)}]) | (?!\w)|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b)  ∅  x + 1
+\\(text|math(?!bb|cal)|[a-z]*box|color|operator|bold|bm|underline)[a-z]*(\{\w+\})?(?=\{)  ~  \textbf{5}
 ~\{(…)\}  ~\1~  \text{5}
 ^(-?)\{(…)\}$  \1\2  {5}
-^~?(?:Choice|Option|USD|Rs\.)  ∅  Option C
+^~?(Choice|Option|USD|Rs\.)  ∅  Option C
 [−–]  -  −5
-\\lor|;|,?[~ ]*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])[~ ]*  ,  2 or 3
+\\lor|;|,?[~ ]*(?<![a-zA-Z\\])(and|or)(?![a-zA-Z])[~ ]*  ,  2 or 3
 \\\w+frac  \\frac  \dfrac{1}{2}
-\{(?:[bB]?matrix|array)\}(?:\{\w*\})?  {pmatrix}  \begin{bmatrix}1\\2\end{bmatrix}
+\{([bB]?matrix|array)\}(\{\w*\})?  {pmatrix}  \begin{bmatrix}1\\2\end{bmatrix}
 [_ {(~]*(?:in )?base[ ~]*(\d+)[)}~]*  _\1  52 base 8
 _\{(\w)\}  _\1  x_{1}
-\\(?:cdot(?!s)|times|ast)|[×·]| ?x(?=10\^)  *  2\cdot3
-\\leq?(?:slant)? ?|<=  ≤  x\le5
-\\geq?(?:slant)? ?|>=  ≥  x\ge5
+\\(cdot(?!s)|times|ast)|[×·]| ?x(?=10\^)  *  2\cdot3
+\\leq?(slant)? ?|<=  ≤  x\le5
+\\geq?(slant)? ?|>=  ≥  x\ge5
 \\neq? ?|!=|\\not=  ≠  x\ne5
 ∪|(?<=[)\]])U  \\cup␣  [1,2]U[3,4]
-(?:°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\\\]])  ∅  5^\circ
+(°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\\\]])  ∅  5^\circ
 (?<=[\d})i])UNIT(?=,|$)  ∅  5 cm
 [.,;:~]+$|~  ∅  5.
 ^([^,=]*)\\pm([^,]*)$  \1+\2,\1-\2  1\pm2
@@ -875,10 +880,10 @@ for_parser = table(r"""
 
 FUNCTION = r"\\(?:sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)"
 NAME = re.compile(  # of what an answer is the value: x_1, f(x), AB, m+n, (x,y), \overline{AB}
-    rf"(?:^|(?<=,))((?!{FUNCTION}|\\?not|\(y)(?:10+|[a-zA-Z|\\{{}} :]|\+(?=[a-z][+=])|_\w|_\{{\w+\}}|\([\w,]*\))*?)"
-    r"(?:=(?![A-Z]{2})|\\approx|\\in(?![a-z]))"
+    rf"(?<![^,])((?!{FUNCTION}|\\?not|\(y)(10+|[a-zA-Z|\\{{}} :]|\+(?=[a-z][+=])|_\w|_\{{\w+\}}|\([\w,]*\))*?)"
+    r"(=(?![A-Z]{2})|\\approx|\\in(?![a-z]))"
 )
-NUMBER = re.compile(r"[+-]?\d*\.?\d+(?:[eE][+-]?\d{1,3})?|(?:\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*")
+NUMBER = re.compile(r"[+-]?\d*\.?\d+([eE][+-]?\d{1,3})?|(\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*")
 WORDS = re.compile(  # what is compared as text: words, letters to choose from, 52_8 and 3:1
     r"(?=.*[A-Za-z]{3})[\w .,:()'-]+|[A-Z ,()]+|-?[\dA-Z.]+_[\d{}]+|.+:.+"
 )
@@ -886,8 +891,6 @@ SYMBOL = re.compile(  # names and signs, which equal expressions share; function
     rf"\\\\|(?:\\frac|{FUNCTION})|$"
     r"|(\\[a-zA-Z]+|[a-df-zA-Z]|\d{3,}!|\^\{(?:-\d|\d\d)\d+\}|\.\d{16,}|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
 )
-OPERATION = re.compile(rf"(?<=[\w)}}\]])[-+]|[!^]|(?<=\d)\*(?=[\d(])|{FUNCTION}")
-NUMERAL = re.compile(r"(?!1\b)\d+(?:\.\d*[1-9])?")  # a number that may be copied, not 1
 VALUE = re.compile(rf"(?:[^\[\](){{}},]|[(\[{{]{INSIDE}[\])}}])+")
 TUPLE = re.compile(rf"([(\[]|\\{{)({INSIDE},{INSIDE})([\])]|\\}})")
 
@@ -912,16 +915,17 @@ def values(text):
 def ingredients(text):
     """Return an expression's names and signs, relations, number of operations, and numbers."""
     relations = re.findall("[=<>≤≥≠]", text)
-    return set(SYMBOL.findall(text)), relations, len(OPERATION.findall(text)), set(NUMERAL.findall(text))
+    operations = re.findall(rf"(?<=[\w)}}\]])[-+]|[!^]|(?<=\d)\*(?=[\d(])|{FUNCTION}", text)
+    numbers = re.findall(r"(?!1\b)\d+(?:\.\d*[1-9])?", text)  # which may be copied, but for 1
+    return set(SYMBOL.findall(text)), relations, len(operations), set(numbers)
 
 
 def compare(answer, gold, problem=""):
-    """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify. In turn:
-    the same spelling is right. A number is written out (1/2 for 0.5, not 1+1 for 2) and has no other name (not y=5 for
-    x=5). Words, bases and ratios are text (not DC for CD). A solved inequality may stand for an interval (x>5 for
-    (5,∞)). Brackets are kept (not [1,2) for (1,2)), and so are each value (not 2,4 for 2,3), symbols and relations (not
-    2m for 2n, nor 1=1 for x=1). No more is left to compute (not 2x+5+3x-8 for 5x-3), and the question's own expression
-    is no answer (not x^8-256 for its factors)."""
+    """Say whether an answer equals the gold one, or return both for math_verify. In turn: the same spelling is right; a
+    number is written out (1/2 for 0.5, not 1+1 for 2) and has no other name (not y=5 for x=5); words, bases and ratios
+    are text (not DC for CD); a solved inequality may be an interval (x>5 for (5,∞)); brackets (not [1,2) for (1,2)),
+    values (not 2,4 for 2,3), symbols (not 2m for 2n) and relations (not 1=1 for x=1) are the same; no more is left to
+    compute (not 2x+5+3x-8 for 5x-3); the question's own expression is no answer (not x^8-256 for its factors)."""
     answer, name, value = spell(answer)
     gold, gold_name, gold_value = spell(gold)
     if answer == gold:
@@ -1013,10 +1017,7 @@ class Verifier:
             self.reward = runpy.run_path(path).get(name)
             need(callable(self.reward), f"--reward {args.reward}: no function {name!r} in {path}")
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
-        self.workers = [self._worker() for _ in range(count)]
-
-    def _worker(self):
-        return Worker(_verifier_worker, self.seconds, self.memory)
+        self.workers = [Worker(_verifier_worker, self.seconds, self.memory) for _ in range(count)]
 
     def _verdict(self, case):
         """Return the score and verdict of (answer, gold, problem); a worker that died or is late is replaced."""
@@ -1035,14 +1036,14 @@ class Verifier:
                 return tuple(json.loads(reply))
             late = reply is None or worker.wait() == -signal.SIGPROF
             worker.end()
-            worker = self._worker()
+            worker = Worker(_verifier_worker, self.seconds, self.memory)
             return 0.0, "timeout" if late else "crash"
         finally:
             self.workers.append(worker)
 
     def judge(self, completions, golds, problems=()):
-        """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict. What
-        a problem asks for is not its answer. Raises RuntimeError when a worker does not start."""
+        """Return a score for each completion, 1.0 if its last box equals the gold answer, else 0.0, and a verdict. A
+        problem's own expression is not its answer."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
         unique = list(set(cases))
@@ -1051,7 +1052,7 @@ class Verifier:
         return [verdicts[case] for case in cases]
 
     def grade(self, *lists):
-        """Return the scores of `judge`, which takes the same, alone."""
+        """Return the scores of `judge` alone."""
         return [score for score, _ in self.judge(*lists)]
 
 
