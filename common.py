@@ -314,12 +314,18 @@ class Worker(subprocess.Popen):
         return self.line(120) == "ready\n"
 
     def ask(self, task, seconds):
-        """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
+        """Return the reply to a task. Raises TimeoutError when it is late or its time limit ended the process,
+        ChildProcessError when the process died (then it is to be replaced), RuntimeError when it does not start."""
         if not self.ready:
             raise RuntimeError(f"a worker does not start; try: {sys.executable} -c 'import math_verify'")
         with suppress(BrokenPipeError):
             self.stdin.write(json.dumps(task) + "\n")
-        return self.line(seconds)
+        line = self.line(seconds)
+        if line:
+            return json.loads(line)
+        late = line is None or self.wait() == -signal.SIGPROF
+        self.end()
+        raise TimeoutError if late else ChildProcessError
 
     def end(self):
         """Kill the process."""
@@ -844,7 +850,7 @@ spelled = table(r"""
 ^(-?)\{(…)\}$  \1\2  {5}
 ^~?(Choice|Option|USD|Rs\.)  ∅  Option C
 [−–]  -  −5
-\\lor|;|,?[~ ]*(?<![a-zA-Z\\])(and|or)(?![a-zA-Z])[~ ]*  ,  2 or 3
+\\lor|;|,?[~ ]*(?<![a-zA-Z\\])(and|or)(?![a-z])[~ ]*  ,  2 or 3
 \\\w+frac  \\frac  \dfrac{1}{2}
 \{([bB]?matrix|array)\}(\{\w*\})?  {pmatrix}  \begin{bmatrix}1\\2\end{bmatrix}
 [_ {(~]*(?:in )?base[ ~]*(\d+)[)}~]*  _\1  52 base 8
@@ -852,8 +858,8 @@ _\{(\w)\}  _\1  x_{1}
 \\(cdot(?!s)|times|ast)|[×·]| ?x(?=10\^)  *  2\cdot3
 \\leq?(slant)? ?|<=  ≤  x\le5
 \\geq?(slant)? ?|>=  ≥  x\ge5
-\\neq? ?|!=|\\not=  ≠  x\ne5
-∪|(?<=[)\]])U  \\cup␣  [1,2]U[3,4]
+\\neq? ?|!=  ≠  x\ne5
+∪  \\cup␣  [1,2]∪[3,4]
 (°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\\\]])  ∅  5^\circ
 (?<=[\d})i])UNIT(?=,|$)  ∅  5 cm
 [.,;:~]+$|~  ∅  5.
@@ -862,18 +868,18 @@ _\{(\w)\}  _\1  x_{1}
 """)
 # a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
 as_fraction = table(r"""
-^([+-]?)\(([^,]*)\)$  \1\2  (5)
+^\(([^,]*)\)$  \1  (5)
 (?<=\d)[ ,](?=\d{3}(?![\d/]))  ∅  58,500
 ^(-?)(\d*)\\frac(\d|\{[^{}]+\}) ?(\d|\{[^{}]+\})$  \g<1>0\2␣\1\3/\4  1\frac{4}{5}
 [{}]  ∅  {12}
-(?<=\d)\*10\^([+-]?\d{1,3})$  e\1  3*10^5
+(?<=\d)\*10\^(-?\d{1,3})$  e\1  3*10^5
 \.(?=/|$)  ∅  5.
 """)
 bare = table(r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d)  ∅  0+x")
 without_marks = table(r"^0+|(?<!\d)[\s.,(){}]|[\s.,(){}](?!\d)  ∅  (C)")
 # what latex2sympy would misread: i in two ways, \gamma as a function, B as b, 45,135 as a number
 for_parser = table(r"""
-(?<![a-zA-Z\\])(d[a-z]|i)(?![a-zA-Z])|\\(gamma)|(?<!\\)(?<!b\{)([A-Z](?:_\w)?)  x_{c\1\2\3}  i
+(?<![a-zA-Z\\])(d[a-z]|i)\b|\\(gamma)|(?<!\\)(?<!b\{)([A-Z](?:_\w)?)  x_{c\1\2\3}  i
 ,  ,␣  45,135
 """)
 
@@ -913,8 +919,8 @@ def values(text):
 
 
 def ingredients(text):
-    """Return an expression's names and signs, relations, number of operations, and numbers."""
-    relations = re.findall("[=<>≤≥≠]", text)
+    """Return an expression's names and signs, how many relations and operations it has, and its numbers."""
+    relations = len(re.findall("[=<>≤≥≠]", text))
     operations = re.findall(rf"(?<=[\w)}}\]])[-+]|[!^]|(?<=\d)\*(?=[\d(])|{FUNCTION}", text)
     numbers = re.findall(r"(?!1\b)\d+(?:\.\d*[1-9])?", text)  # which may be copied, but for 1
     return set(SYMBOL.findall(text)), relations, len(operations), set(numbers)
@@ -939,8 +945,8 @@ def compare(answer, gold, problem=""):
         return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
     names, relations, operations, numbers = ingredients(answer)
     gold_names, gold_relations, gold_operations, gold_numbers = ingredients(gold)
-    if bool(relations) != bool(gold_relations) and "=" not in answer + gold:
-        solved = re.search("(?<![^<>≤≥≠])[a-z](?![^<>≤≥≠])", answer if relations else gold)
+    if relations != gold_relations and "=" not in answer + gold:
+        solved = re.search("(?<![^<>≤≥≠])[a-z](?![^<>≤≥≠])", f"{answer}<{gold}")
         return bool(solved) and numbers == gold_numbers and (answer, gold)
     kind, parts = values(answer)
     gold_kind, golds = values(gold)
@@ -948,7 +954,7 @@ def compare(answer, gold, problem=""):
         return False
     if gold_kind and not all(any(compare(part, each) for part in parts) for each in golds):
         return False
-    if len(relations) != len(gold_relations) or names != gold_names or (relations and len(names) == 1):
+    if relations != gold_relations or names != gold_names or (relations and len(names) == 1):
         return False
     if not relations and operations > 2 * gold_operations:
         return False
@@ -1031,13 +1037,10 @@ class Verifier:
             return float(equal), "graded"
         worker = self.workers.pop()  # there are no more threads than workers
         try:
-            reply = worker.ask(equal, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
-            if reply:
-                return tuple(json.loads(reply))
-            late = reply is None or worker.wait() == -signal.SIGPROF
-            worker.end()
+            return tuple(worker.ask(equal, self.seconds + 9))  # a loaded machine may give a worker a tenth of a core
+        except (TimeoutError, ChildProcessError) as error:
             worker = Worker(_verifier_worker, self.seconds, self.memory)
-            return 0.0, "timeout" if late else "crash"
+            return 0.0, "timeout" if isinstance(error, TimeoutError) else "crash"
         finally:
             self.workers.append(worker)
 
