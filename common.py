@@ -967,16 +967,16 @@ def compare(answer, gold, problem=""):
 
 
 def _verifier_worker(seconds, memory):
-    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout. Python is interrupted after `seconds`
-    of processor time, C code is ended a second later. `memory`: bytes in all."""
+    """Answer lines [answer, gold] with lines [score, verdict]. `seconds` of processor time interrupt Python, one more
+    ends C code; `memory` is in bytes."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     replies = sys.stdout
     sys.stdout = sys.stderr  # for what libraries print
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    config = NormalizationConfig(malformed_operators=True)  # the usual one drops units such as m
-    boxes = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)]
+    config = NormalizationConfig(malformed_operators=True)  # math_verify's own drops units such as m
+    boxes = [LatexExtractionConfig(normalization_config=config)]
 
     @functools.lru_cache(1 << 12)
     def read(text):
@@ -1007,8 +1007,7 @@ def _verifier_worker(seconds, memory):
 
 
 class Verifier:
-    """math_verify in processes that can be killed: nothing a model writes hangs or ends a run. What equals what:
-    docs/evaluation.md."""
+    """math_verify in processes that can be killed: no answer hangs or ends a run. The rules: docs/evaluation.md."""
 
     seconds = 1.0  # of processor time
     memory = 1 << 29  # bytes of a worker
@@ -1038,15 +1037,14 @@ class Verifier:
         worker = self.workers.pop()  # there are no more threads than workers
         try:
             return tuple(worker.ask(equal, self.seconds + 9))  # a loaded machine may give a worker a tenth of a core
-        except (TimeoutError, ChildProcessError) as error:
+        except OSError as error:
             worker = Worker(_verifier_worker, self.seconds, self.memory)
             return 0.0, "timeout" if isinstance(error, TimeoutError) else "crash"
         finally:
             self.workers.append(worker)
 
     def judge(self, completions, golds, problems=()):
-        """Return a score for each completion, 1.0 if its last box equals the gold answer, else 0.0, and a verdict. A
-        problem's own expression is not its answer."""
+        """Return for each completion a score, 1.0 if its last box equals the gold answer, else 0.0, and a verdict."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
         unique = list(set(cases))
