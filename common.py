@@ -254,6 +254,47 @@ def seed_of(*parts):
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
+class Worker(subprocess.Popen):
+    """An interpreter of its own for one function that needs none of ours; it may die or be late at any moment. The
+    function prints "ready", then a line for every line of JSON that it reads."""
+
+    def __init__(self, function, *args):
+        imports = "import functools, json, re, resource, signal, sys"
+        source = f"{imports}\n{inspect.getsource(function)}\n{function.__name__}{args}"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        super().__init__([sys.executable, "-P", "-c", source], text=True, bufsize=1, **pipes)
+
+    def line(self, seconds):
+        """Return the next line: "" when the process died, None when it is late."""
+        waiting = select.poll()
+        waiting.register(self.stdout, select.POLLIN)
+        return self.stdout.readline() if waiting.poll(seconds * 1000) else None
+
+    @functools.cached_property
+    def ready(self):
+        """Whether the process has started."""
+        return self.line(120) == "ready\n"
+
+    def ask(self, task, seconds):
+        """Return the reply to a task. Raises TimeoutError when it is late or its time limit ended the process,
+        ChildProcessError when the process died (then it is to be replaced), RuntimeError when it does not start."""
+        if not self.ready:
+            raise RuntimeError(f"a worker does not start; try: {sys.executable} -c 'import math_verify'")
+        with suppress(BrokenPipeError):
+            self.stdin.write(json.dumps(task) + "\n")
+        line = self.line(seconds)
+        if line:
+            return json.loads(line)
+        late = line is None or self.wait() == -signal.SIGPROF
+        self.end()
+        raise TimeoutError if late else ChildProcessError
+
+    def end(self):
+        """Kill the process."""
+        with suppress(BrokenPipeError), self:  # its last question may still be in the buffer
+            self.kill()
+
+
 # ----------------------------------------------------------------------------------------------------------------- data
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ALIASES = {
@@ -731,44 +772,48 @@ INSIDE = r"[^\[\](){}]*"  # what stands between two brackets
 for _ in range(4):
     INSIDE = rf"(?:[^\[\](){{}}]|[(\[{{]{INSIDE}[\])}}])*"
 UNIT = (  # any words that are marked as text or have two letters, but for those that change a number
-    r"(?:[({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=[~{(-]*[^\W\d_]|\\)(?![^,]*\b(?:\w*illions?|hundreds?|thousands?"
-    r"|dozens?|score|bn|mn|(?!mon)\w*[fxnhdr]ths|thirds|quarters|halves|half|twice|double|minus|plus|pi|log|ln|is|not?|at"
-    r"|more|less|fewer|below|approx|factorial|squared|cubed|root|inverse|reciprocal|repeating|recurring|wrong|incorrect"
-    r"|[ap]\.m|[a-fi-kn-rt-z])\b)(?:[^\d\\,=+^]|\\[a-zA-Z]+|\^\{?~?-?\d)*"
+    r"([({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=\W*[^\W\d_]|\\)(?![^,]*\b(\w*illions?|hundreds?|thousands?"
+    r"|dozens?|bn|(?!mon)\w*[fxnhdr]ths|thirds|quarters|hal\w+|minus|plus|pi|log|ln|is|not?|at|more|less|fewer|below"
+    r"|approx|factorial|squared|cubed|repeating|[ap]\.m|[a-fi-kn-rt-z])\b)([^\d\\,=+^]|\\[a-zA-Z]+|\^\W*\d)*"
 )
 
 
 def table(rules):
     """Return a function that rewrites a text by rules: a pattern, a replacement and an example that needs the rule, two
     spaces apart. ␣ is a space, ∅ nothing, … what stands between two brackets."""
-    rules = rules.strip().replace("∅", "").replace("…", INSIDE).replace("UNIT", UNIT)
-    rows = [line.split("  ") for line in rules.splitlines()]
-    rows = [(re.compile(pattern).sub, new.replace("␣", " ")) for pattern, new, _ in rows]
-    return lambda text: functools.reduce(lambda text, row: row[0](row[1], text), rows, text)
+    rules = rules.replace("∅", "").replace("…", INSIDE).replace("UNIT", UNIT)
+    rows = [line.split("  ") for line in rules.strip().splitlines()]
+
+    def rewrite(text):
+        for pattern, new, _ in rows:
+            text = re.sub(pattern, new.replace("␣", " "), text)
+        return text
+
+    return rewrite
 
 
 # one spelling for what LaTeX spells in many ways; ~ is where text begins or ends
 spelled = table(r"""
-(?<=\d)\s?(?:,\s?\\!|\{\\?,\})\s?(?=\d{3})  ∅  10,\!080
-\\(?:left|right|[bB]igg?[lr]?|[a-z]+style|bf|rm)(?![a-zA-Z])\.?  ∅  \left(1,2\right)
-(?:[\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(?:q?quad|pounds)(?![a-z]))+  ␣  \$5
-(?<![\w,)}]) | (?![a-zA-Z\d])|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b)  ∅  x + 1
-\\(?:text|math(?!bb|cal)|[hmf]box|color|operatorname|bold|bm|underline)[a-z]*(?:\{\w+\})?(?=\{)  ~  \textbf{5}
+(?<=\d) ?(, ?\\!|\{\\?,\})\s?(?=\d{3})  ∅  10,\!080
+\\(left|right|[bB]igg?[lr]?|\w+style|bf|rm)\b\.?  ∅  \left(1,2\right)
+([\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(q?quad|pounds))+  ␣  \$5
+(?<![\w,)}]) | (?!\w)|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b)  ∅  x + 1
+\\(text|math(?!bb|cal)|[a-z]*box|color|operator|bold|bm|underline)[a-z]*(\{\w+\})?(?=\{)  ~  \textbf{5}
 ~\{(…)\}  ~\1~  \text{5}
 ^(-?)\{(…)\}$  \1\2  {5}
-^~?(?:Choice|Option|USD|Rs\.) ?~?  ∅  Option C
+^~?(Choice|Option|USD|Rs\.)  ∅  Option C
 [−–]  -  −5
-\\lor(?![a-z])|;|,?[~ ]*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])[~ ]*  ,  2 or 3
-\\(?:[dtcs]|nice)frac  \\frac  \dfrac{1}{2}
-\{(?:[pbB]?matrix|array)\}(?:\{\w*\})?  {pmatrix}  \begin{bmatrix}1\\2\end{bmatrix}
-[_ ]?[{(~]*(?:in )?base[ ~]*(\d+)[)}~]*  _\1  52 base 8
+\\lor|;|,?[~ ]*(?<![a-zA-Z\\])(and|or)(?![a-z])[~ ]*  ,  2 or 3
+\\\w+frac  \\frac  \dfrac{1}{2}
+\{([bB]?matrix|array)\}(\{\w*\})?  {pmatrix}  \begin{bmatrix}1\\2\end{bmatrix}
+[_ {(~]*(?:in )?base[ ~]*(\d+)[)}~]*  _\1  52 base 8
 _\{(\w)\}  _\1  x_{1}
-\\(?:cdot|times|ast)(?![a-z])|[×·]| ?x(?=10\^)  *  2\cdot3
-\\leq?(?:slant)?(?![a-z]) ?|<=  ≤  x\le5
-\\geq?(?:slant)?(?![a-z]) ?|>=  ≥  x\ge5
-\\neq?(?![a-z]) ?|!=|\\not=  ≠  x\ne5
-∪|(?<=[)\]])U  \\cup␣  [1,2]U[3,4]
-(?:°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\]]|\\\})  ∅  5^\circ
+\\(cdot(?!s)|times|ast)|[×·]| ?x(?=10\^)  *  2\cdot3
+\\leq?(slant)? ?|<=  ≤  x\le5
+\\geq?(slant)? ?|>=  ≥  x\ge5
+\\neq? ?|!=  ≠  x\ne5
+∪  \\cup␣  [1,2]∪[3,4]
+(°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\\\]])  ∅  5^\circ
 (?<=[\d})i])UNIT(?=,|$)  ∅  5 cm
 [.,;:~]+$|~  ∅  5.
 ^([^,=]*)\\pm([^,]*)$  \1+\2,\1-\2  1\pm2
@@ -776,36 +821,35 @@ _\{(\w)\}  _\1  x_{1}
 """)
 # a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
 as_fraction = table(r"""
-^([+-]?)\(([^,]*)\)$  \1\2  (5)
-(?<=\d)[ ,](?=\d{3}(?:[ ,]\d{3})*(?:\.\d+)?$)  ∅  58,500
-(?<=\d)\*\{?10\}?\^\{?([+-]?\d{1,3})\}?$  e\1  3*10^5
-^([+-]?)(\d*)\\frac(?:(\d)|\{([^{}]+)\}) ?(?:(\d)|\{([^{}]+)\})$  \g<1>0\2␣\1\3\4/\5\6  1\frac{4}{5}
+^\(([^,]*)\)$  \1  (5)
+(?<=\d)[ ,](?=\d{3}(?![\d/]))  ∅  58,500
+^(-?)(\d*)\\frac(\d|\{[^{}]+\}) ?(\d|\{[^{}]+\})$  \g<1>0\2␣\1\3/\4  1\frac{4}{5}
+[{}]  ∅  {12}
+(?<=\d)\*10\^(-?\d{1,3})$  e\1  3*10^5
 \.(?=/|$)  ∅  5.
 """)
 bare = table(r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d)  ∅  0+x")
-without_marks = table(r"^0+(?=\d)|(?<!\d)[\s.,;(){}]|[\s.,;(){}](?!\d)  ∅  (C)")
+without_marks = table(r"^0+|(?<!\d)[\s.,(){}]|[\s.,(){}](?!\d)  ∅  (C)")
 # what latex2sympy would misread: i in two ways, \gamma as a function, B as b, 45,135 as a number
 for_parser = table(r"""
-(?<![a-zA-Z\\])(d[a-z]|(?<!\{)i)(?![a-zA-Z])|\\(gamma)(?![a-z])|(?<!\\)(?<!\\mathbb\{)([A-Z](?:_\w)?)  x_{c\1\2\3}  i
+(?<![a-zA-Z\\])(d[a-z]|i)\b|\\(gamma)|(?<!\\)(?<!b\{)([A-Z](?:_\w)?)  x_{c\1\2\3}  i
 ,  ,␣  45,135
 """)
 
 
 FUNCTION = r"\\(?:sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)"
 NAME = re.compile(  # of what an answer is the value: x_1, f(x), AB, m+n, (x,y), \overline{AB}
-    rf"(?:^|(?<=,))((?!{FUNCTION}|\\?not|\(y)(?:10+|[a-zA-Z|\\{{}} :]|\+(?=[a-z][+=])|_\w|_\{{\w+\}}|\([\w,]*\))*?)"
-    r"(?:=(?![A-Z]{2})|\\(?:approx|in)(?![a-z]))"
+    rf"(?<![^,])((?!{FUNCTION}|\\?not|\(y)(10+|[a-zA-Z|\\{{}} :]|\+(?=[a-z][+=])|_\w|_\{{\w+\}}|\([\w,]*\))*?)"
+    r"(=(?![A-Z]{2})|\\approx|\\in(?![a-z]))"
 )
-NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?|(?:\+?\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*")
+NUMBER = re.compile(r"[+-]?\d*\.?\d+([eE][+-]?\d{1,3})?|(\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*")
 WORDS = re.compile(  # what is compared as text: words, letters to choose from, 52_8 and 3:1
-    r"(?=.*[A-Za-z]{3})[\w .,;:()'-]+|[A-Z ,()]+|[A-Za-z]|-?[\dA-Z.]+_[\d{}()]+|[^\\]+:[^\\]+"
+    r"(?=.*[A-Za-z]{3})[\w .,:()'-]+|[A-Z ,()]+|-?[\dA-Z.]+_[\d{}]+|.+:.+"
 )
 SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
-    rf"\\\\|(?:\\frac|{FUNCTION})(?![a-z])|$"
-    r"|(\\[a-zA-Z]+|[a-df-zA-Z]|(?<=\d)_|(?<!\d)\d{3,5}!|\^\{(?:-\d\d|\d{3})\d*\}|\.\d{16,}|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
+    rf"\\\\|(?:\\frac|{FUNCTION})|$"
+    r"|(\\[a-zA-Z]+|[a-df-zA-Z]|\d{3,}!|\^\{(?:-\d|\d\d)\d+\}|\.\d{16,}|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
 )
-OPERATION = re.compile(rf"(?<=[\w)}}\]])[-+]|!|\^|(?<=\d)\*(?=[\d(])|{FUNCTION}|\\(?:sum|prod|int)")
-NUMERAL = re.compile(r"(?<![\d.])(?!1\b)\d+(?:\.\d*[1-9])?")  # a number that may be copied, not 1
 VALUE = re.compile(rf"(?:[^\[\](){{}},]|[(\[{{]{INSIDE}[\])}}])+")
 TUPLE = re.compile(rf"([(\[]|\\{{)({INSIDE},{INSIDE})([\])]|\\}})")
 
@@ -828,18 +872,19 @@ def values(text):
 
 
 def ingredients(text):
-    """Return an expression's names and signs, relations, number of operations, and numbers."""
-    relations = re.findall("[=<>≤≥≠]", text)
-    return set(SYMBOL.findall(text)), relations, len(OPERATION.findall(text)), set(NUMERAL.findall(text))
+    """Return an expression's names and signs, how many relations and operations it has, and its numbers."""
+    relations = len(re.findall("[=<>≤≥≠]", text))
+    operations = re.findall(rf"(?<=[\w)}}\]])[-+]|[!^]|(?<=\d)\*(?=[\d(])|{FUNCTION}", text)
+    numbers = re.findall(r"(?!1\b)\d+(?:\.\d*[1-9])?", text)  # which may be copied, but for 1
+    return set(SYMBOL.findall(text)), relations, len(operations), set(numbers)
 
 
 def compare(answer, gold, problem=""):
-    """Say whether an answer equals the gold one; where that takes mathematics, return both for math_verify. In turn:
-    the same spelling is right; a number is one written out (1/2 for 0.5, not 1+1 for 2) of the same name (not y=5 for
-    x=5); words, bases and ratios are text (not DC for CD); a solved inequality may stand for an interval (x>5 for
-    (5,∞)); brackets and number of values are the same (not [1,2) for (1,2)), so is each value (not 2,4 for 2,3), and so
-    are symbols and relations (not 2m for 2n, nor 1=1 for x=1). No more is left to compute (not 2x+5+3x-8 for 5x-3), and
-    it is not the question's own expression (x^8-256 for its factors)."""
+    """Say whether an answer equals the gold one, or return both for math_verify. In turn: the same spelling is right; a
+    number is written out (1/2 for 0.5, not 1+1 for 2) and has no other name (not y=5 for x=5); words, bases and ratios
+    are text (not DC for CD); a solved inequality may be an interval (x>5 for (5,∞)); brackets (not [1,2) for (1,2)),
+    values (not 2,4 for 2,3), symbols (not 2m for 2n) and relations (not 1=1 for x=1) are the same; no more is left to
+    compute (not 2x+5+3x-8 for 5x-3); the question's own expression is no answer (not x^8-256 for its factors)."""
     answer, name, value = spell(answer)
     gold, gold_name, gold_value = spell(gold)
     if answer == gold:
@@ -853,8 +898,8 @@ def compare(answer, gold, problem=""):
         return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
     names, relations, operations, numbers = ingredients(answer)
     gold_names, gold_relations, gold_operations, gold_numbers = ingredients(gold)
-    if bool(relations) != bool(gold_relations) and "=" not in answer + gold:
-        solved = re.search("(?<![^<>≤≥≠])[a-z](?![^<>≤≥≠])", answer if relations else gold)
+    if relations != gold_relations and "=" not in answer + gold:
+        solved = re.search("(?<![^<>≤≥≠])[a-z](?![^<>≤≥≠])", f"{answer}<{gold}")
         return bool(solved) and numbers == gold_numbers and (answer, gold)
     kind, parts = values(answer)
     gold_kind, golds = values(gold)
@@ -862,7 +907,7 @@ def compare(answer, gold, problem=""):
         return False
     if gold_kind and not all(any(compare(part, each) for part in parts) for each in golds):
         return False
-    if len(relations) != len(gold_relations) or names != gold_names or (relations and len(names) == 1):
+    if relations != gold_relations or names != gold_names or (relations and len(names) == 1):
         return False
     if not relations and operations > 2 * gold_operations:
         return False
@@ -875,17 +920,18 @@ def compare(answer, gold, problem=""):
 
 
 def _verifier_worker(seconds, memory):
-    """Answer lines [answer, gold] on stdin with lines [score, verdict] on stdout, in an interpreter of its own.
-    `seconds` of processor time raise inside Python, one more ends C code. `memory`: bytes beyond what imports took."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    """Answer lines [answer, gold] with lines [score, verdict]. `seconds` of processor time interrupt Python, one more
+    ends C code; `memory` is in bytes."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    replies = sys.stdout
+    sys.stdout = sys.stderr  # for what libraries print
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    config = NormalizationConfig(malformed_operators=True)  # the usual one drops units such as m
-    boxes = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)]
+    config = NormalizationConfig(malformed_operators=True)  # math_verify's own drops units such as m
+    boxes = [LatexExtractionConfig(normalization_config=config)]
 
-    @functools.lru_cache(maxsize=1 << 12)
+    @functools.lru_cache(1 << 12)
     def read(text):
         text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
         return parse(rf"\boxed{{{text}}}", boxes, "no_fallback", "first_match", None)
@@ -894,65 +940,30 @@ def _verifier_worker(seconds, memory):
         return verify(read(gold), read(answer), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
 
     signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
-    with open("/proc/self/statm") as statm:
-        limit = int(statm.read().split()[0]) * resource.getpagesize() + memory
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     equal(r"x+\sqrt{12}", r"2\sqrt{3}+x")  # the first use of all is slow
-    print("ready", file=replies)
+    print("ready", file=replies, flush=True)
     for line in sys.stdin:
-        score = 0.0
-        verdict = "graded"
         try:
             try:
                 signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
                 signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-                score = float(equal(*json.loads(line)))
+                reply = float(equal(*json.loads(line))), "graded"
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         except KeyboardInterrupt:
-            verdict = "timeout"
-        except Exception as error:
-            verdict = "memory" if isinstance(error, MemoryError) else "error"
-        print(json.dumps([score, verdict]), file=replies)
-
-
-class Worker(subprocess.Popen):
-    """A process of `_verifier_worker`, which may die or be late at any moment."""
-
-    def __init__(self, seconds, memory):
-        source = f"import functools, json, os, re, resource, signal, sys\n{inspect.getsource(_verifier_worker)}"
-        command = [sys.executable, "-P", "-c", f"{source}\n_verifier_worker({seconds}, {memory})"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        super().__init__(command, text=True, bufsize=1, **pipes)
-        self.greeted = False
-
-    def line(self, seconds):
-        """Return the next line: "" when the process died, None when it is late."""
-        waiting = select.poll()
-        waiting.register(self.stdout, select.POLLIN)
-        return self.stdout.readline() if waiting.poll(seconds * 1000) else None
-
-    def ask(self, task, seconds):
-        """Return the line that answers a task, as `line` does. Raises RuntimeError when the process does not start."""
-        if not self.greeted and self.line(120) != "ready\n":
-            raise RuntimeError(f"a verifier worker does not start; try: {sys.executable} -c 'import math_verify'")
-        self.greeted = True
-        with suppress(BrokenPipeError):
-            self.stdin.write(json.dumps(task) + "\n")
-        return self.line(seconds)
-
-    def end(self):
-        """Kill the process."""
-        with suppress(BrokenPipeError), self:  # its last question may still be in the buffer
-            self.kill()
+            reply = 0.0, "timeout"
+        except MemoryError:
+            reply = 0.0, "memory"
+        except Exception:
+            reply = 0.0, "error"
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 class Verifier:
-    """math_verify in processes that can be killed, so that nothing a model writes can hang or end a run. What equals
-    what: docs/evaluation.md."""
+    """math_verify in processes that can be killed: no answer hangs or ends a run. The rules: docs/evaluation.md."""
 
     seconds = 1.0  # of processor time
-    memory = 1 << 28  # bytes beyond what a worker's imports take
+    memory = 1 << 29  # bytes of a worker
     longest = 2000  # characters
 
     def __init__(self, args, world):
@@ -964,32 +975,29 @@ class Verifier:
             self.reward = runpy.run_path(path).get(name)
             need(callable(self.reward), f"--reward {args.reward}: no function {name!r} in {path}")
         count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
-        self.workers = [Worker(self.seconds, self.memory) for _ in range(count)]
+        self.workers = [Worker(_verifier_worker, self.seconds, self.memory) for _ in range(count)]
 
     def _verdict(self, case):
         """Return the score and verdict of (answer, gold, problem); a worker that died or is late is replaced."""
-        if max(map(len, case[:2])) > self.longest:
+        answer, gold, _ = case
+        if max(len(answer), len(gold)) > self.longest:
             return 0.0, "too long"
-        if not spell(case[0])[0]:
+        if not spell(answer)[0]:
             return 0.0, "no answer"
         equal = compare(*case)
         if isinstance(equal, bool):
             return float(equal), "graded"
         worker = self.workers.pop()  # there are no more threads than workers
         try:
-            reply = worker.ask(equal, self.seconds + 9)  # a loaded machine may give a worker a tenth of a core
-            if reply:
-                return tuple(json.loads(reply))
-            late = reply is None or worker.wait() == -signal.SIGPROF
-            worker.end()
-            worker = Worker(self.seconds, self.memory)
-            return 0.0, "timeout" if late else "crash"
+            return tuple(worker.ask(equal, self.seconds + 9))  # a loaded machine may give a worker a tenth of a core
+        except OSError as error:
+            worker = Worker(_verifier_worker, self.seconds, self.memory)
+            return 0.0, "timeout" if isinstance(error, TimeoutError) else "crash"
         finally:
             self.workers.append(worker)
 
     def judge(self, completions, golds, problems=()):
-        """Return each completion's score, 1.0 when its last box equals the gold answer, else 0.0, and its verdict. What
-        a problem asks for is not its answer. Raises RuntimeError when a worker does not start."""
+        """Return for each completion a score, 1.0 if its last box equals the gold answer, else 0.0, and a verdict."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
         unique = list(set(cases))
@@ -998,7 +1006,7 @@ class Verifier:
         return [verdicts[case] for case in cases]
 
     def grade(self, *lists):
-        """Return the scores of `judge`, which takes the same, alone."""
+        """Return the scores of `judge` alone."""
         return [score for score, _ in self.judge(*lists)]
 
 

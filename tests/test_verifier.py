@@ -42,7 +42,7 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     completions, golds, wanted = [], [], []
     for text in HOSTILE.values():
         completions += [f"\\boxed{{{text}}}", r"\boxed{\sqrt{8}}"]
-        golds += [r"\sqrt{7}", r"2\sqrt{2}"]
+        golds += [r"\sqrt{7}+\sqrt{5}+\sqrt{3}", r"2\sqrt{2}"]  # so many operations that much is left to math_verify
         wanted += [0.0, 1.0]
     completions += ["x" * 20_000_000 + r"\boxed{" + "y" * 5_000_000 + "}", r"\boxed{3x/6}"]
     golds += ["7", r"\frac{x}{2}"]
