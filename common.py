@@ -922,7 +922,7 @@ def compare(answer, gold, problem=""):
 def _verifier_worker(seconds, memory):
     """Answer lines [answer, gold] with lines [score, verdict]. `seconds` of processor time interrupt Python, one more
     ends C code; `memory` is in bytes."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     replies = sys.stdout
     sys.stdout = sys.stderr  # for what libraries print
     from latex2sympy2_extended import NormalizationConfig
