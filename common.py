@@ -226,9 +226,8 @@ def init_world():
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free
     else:
-        # PR_SET_PDEATHSIG: nothing else would end the ranks of a torchrun that is killed
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        # torchrun may be gone by now; joining would wait for it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ranks end with a torchrun that is killed
+        # it may be gone by now; joining would wait for it
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
     transformers.utils.logging.disable_progress_bar()
@@ -362,8 +361,8 @@ class Problem:
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
 
     def positions(self):
-        """Return the prompt's position_3N (time, height, width): an image's tokens have their place in the image, and
-        text goes on behind the largest."""
+        """Return the prompt's position_3N (time, height, width): an image's tokens have their place in it, and text
+        goes on behind the largest."""
         position_3N = torch.arange(len(self.prompt_ids)).repeat(3, 1)
         if self.image:
             at = self.prompt_ids.index(self.image.token)
@@ -432,7 +431,7 @@ def choose_columns(table, args, flag):
 
 def load_problems(source, tokenizer, args, flag):
     """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
-    row and columns. In verl's layout a problem is kept once: DAPO-Math-17k repeats its rows a hundred times."""
+    row and columns. In verl's layout a problem is kept once: DAPO-Math-17k has each a hundred times."""
     table = read_table(source, flag)
     with naming(f"{flag} {source}"):
         table, columns = choose_columns(table, args, flag)
@@ -546,8 +545,8 @@ def reference_answer(value, column):
 
 
 def problems_from(problems, args, position):
-    """Return the P problems from this position on in endless passes over the data, each in its own seeded order; a key
-    names the seed of a problem's samples."""
+    """Return the P problems from a position on in endless passes over the data, each in its own order. Keys seed
+    samples."""
     asked = {}
     for p in range(args.prompts_per_step):
         epoch, place = divmod(position + p, len(problems))
@@ -589,19 +588,17 @@ class Group:
 
 
 class Sampler:
-    """The only contact with vLLM: one engine in this process, or in each group of --tensor-parallel ranks. It starts
-    asleep, without weights: call `load` first. It computes in `dtype`: bf16 on a GPU, float32 on a CPU."""
+    """The only contact with vLLM: one engine in this process, or in --tensor-parallel ranks together. It starts asleep,
+    without weights: call `load` first. `dtype` is bf16 on a GPU, float32 on a CPU."""
 
     def __init__(self, folder, tokenizer, args, world):
         for name, value in VLLM.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-        # vLLM's imports log before it reads its level
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what its imports log
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|transformers")
         cuda = world.device.type == "cuda"
-        # else vLLM compiles a small function for seconds before the first token
-        torch._dynamo.config.disable = not cuda
+        torch._dynamo.config.disable = not cuda  # else vLLM compiles for seconds before the first token
         from vllm import LLM
 
         self.world = world
@@ -636,16 +633,16 @@ class Sampler:
             logprobs_mode="processed_logprobs",
             # a model's own top-p or repetition penalty would make the samples off-policy
             generation_config="vllm",
-            # vLLM 0.32 leaves a tied head behind when weights are reloaded on a CPU: the engine has a head of its own
+            # reloading on a CPU, vLLM 0.32 leaves a tied head behind: the engine has a head of its own
             hf_overrides={"tie_word_embeddings": False},
             **settings,
         )
         self.sleep()
 
     def sample(self, asked, n, temperature, args, top_p=1.0):
-        """Sample n responses to each problem, top-k off, on all engines; return the groups on every rank. A seed hashes
-        --seed, the problem's key in `asked` and the number of the response: samples do not repeat across prompts, nor
-        depend on the number of ranks. Raises FloatingPointError when no response has finite log-probs."""
+        """Sample n responses to each problem, top-k off; return the groups on every rank. A seed hashes --seed, the
+        problem's key in `asked` and the response's number: samples neither repeat across prompts nor depend on the
+        ranks. Raises FloatingPointError when no response has finite log-probs."""
         from vllm import SamplingParams
 
         engines = self.world.size // args.tensor_parallel
@@ -684,8 +681,8 @@ class Sampler:
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
 
     def load(self, weights):
-        """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget its cached prefixes.
-        Raises RuntimeError when the names sent are not the model's: vLLM misses a layer without a word."""
+        """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget cached prefixes. Raises
+        RuntimeError when the names are not the model's: vLLM misses a layer without a word."""
         if isinstance(weights, Policy):
             weights = full_weights(weights, self.dtype)
         sent = set()
@@ -719,8 +716,8 @@ class Sampler:
 
 
 def sampler_gap(logp_T, sampler_logp_T):
-    """Return how far trainer and sampler disagree on the tokens that are trained: mean and max |difference| (nats), k3
-    estimate of KL(sampler || trainer), and the effective share of samples under the ratio's weights (1: no gap)."""
+    """Return how far trainer and sampler disagree on trained tokens: mean and max |difference| (nats), k3 estimate of
+    KL(sampler || trainer), effective share of samples under the ratio's weights (1: no gap)."""
     difference = (logp_T - sampler_logp_T).double().numpy()
     ratio = np.exp(difference)
     return {
@@ -1012,8 +1009,8 @@ class Verifier:
 
 # ---------------------------------------------------------------------------------------------------------------- batch
 def first_valid(drawn, valid_P, count, updates=1):
-    """Return `count` of the groups drawn: the valid ones that came first, filled up with invalid ones among the last
-    `count`, both dealt out evenly to the step's updates; a single draw as it came."""
+    """Return `count` of the groups drawn: the first valid ones, filled up with invalid ones of the last `count`, both
+    dealt out evenly to the step's updates; a single draw as it came."""
     if len(drawn) == count:
         return drawn
     chosen = [p for p, each in enumerate(valid_P) if each]
@@ -1109,13 +1106,13 @@ class Batch:
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.place_R = torch.arange(len(self.response_T)).split(self.length_R.tolist())
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-        # each row, even an empty one, has one of these prompts: ranks run layers and vision tower together
+        # each row has one of these, even an empty one: ranks run layers and vision tower together
         self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
         """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank,
         some empty, none above `budget` (packed tokens). Responses of a group go in bundles, which compute its prompt
-        once; one of several has at most an eighth of a rank's share, so that the ranks can be balanced."""
+        once; bundles of several are kept to an eighth of a rank's share, to balance the ranks."""
         most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
         bundles = []
         costs = []
@@ -1144,8 +1141,8 @@ class Batch:
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def pack(self, responses, device, inputs=None):
-        """Lay responses out as one row of pieces, each group's prompt once and then the responses, and cut a loss's
-        inputs to them. A piece sees itself and, in front of that, its prompt: key_N has these places, end to end."""
+        """Lay responses out as one row of pieces, each group's prompt once, then the responses, and cut a loss's inputs
+        to them. A piece sees itself and its prompt before it: key_N has these places, end to end."""
         prompts = sorted({self.group_R[r] for r in responses})
         if self.needed.isdisjoint(prompts):
             prompts.append(min(self.needed))
@@ -1189,9 +1186,9 @@ class Batch:
 def packed_attention(
     module, query, key, value, *_, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **settings
 ):
-    """Attention inside each piece of a packed row; transformers' attention interface. query (1, H, N, D), key and value
-    (1, H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before
-    its own, so the causal window ends with the keys. On a GPU one varlen kernel; a CPU has none."""
+    """Attention inside each piece of a packed row, by transformers' interface. query (1, H, N, D), key and value (1,
+    H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before its
+    own: the causal window ends with the keys. On a GPU one varlen kernel; a CPU has none."""
     grouped = query.shape[1] != key.shape[1]
     if key_N is not None:  # with several threads key[:, :, key_N] would sum gradients in any order
         key = key.index_select(2, key_N)
@@ -1223,8 +1220,8 @@ LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
 
 
 class Policy(torch.nn.Module):
-    """A decoder, perhaps with a vision tower, and its language head, whose forward gives log-probs and entropies, never
-    the logits. Parameter names are transformers'. Tied weights are one parameter that serves twice."""
+    """A decoder, perhaps with a vision tower, and its language head; gives log-probs and entropies, never logits. Its
+    parameters have transformers' names; tied weights are one parameter that serves twice."""
 
     def __init__(self, lm, temperature):
         super().__init__()
@@ -1233,8 +1230,8 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
         if hasattr(self.model, "visual"):
             self.model.visual.config._attn_implementation = "packed_flash"
-            # Its stride is its kernel, so this convolution is a matrix product. Of torch 2.13's cuDNN 9.20 a failing
-            # bf16 gradient and convolutions up to 50,000 times slower are reported.
+            # A product, since its stride is its kernel. torch 2.13's cuDNN 9.20 is reported to fail in bf16's gradient
+            # and to be up to 50,000 times slower.
             conv = self.model.visual.patch_embed.proj
             conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
 
@@ -1250,7 +1247,7 @@ class Policy(torch.nn.Module):
 
     def forward(self, micro, entropies=True):
         """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient; or zeros), float32,
-        both at the sampling temperature. The head sees response positions, in chunks; the backward pass repeats it."""
+        at the sampling temperature. The head sees response positions, in chunks that the backward pass repeats."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_NH = embeddings(row.pop("input_ids")[0])
@@ -1269,8 +1266,7 @@ class Policy(torch.nn.Module):
 
 
 def empty_model(config, attention="eager", **settings):
-    """Return transformers' model of a config without weights, with a vision tower where the config has one; never with
-    the attention that a config.json names."""
+    """Return transformers' model of a config, without weights, never with the attention that a config.json names."""
     kind = transformers.AutoModelForCausalLM
     if hasattr(config, "vision_config"):
         kind = transformers.AutoModelForImageTextToText
@@ -1418,7 +1414,7 @@ def pass_at_k(correct_PN, k):
 
 
 def evaluate(held_out, sampler, verifier, record, step):
-    """Sample --eval-samples completions of every held-out problem, with the same seeds each time, all sets at once so
+    """Sample --eval-samples completions of every held-out problem, by the same seeds each time, all sets at once, so
     that they share one tail; write them to samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
     if not held_out:
         return {}
@@ -1505,8 +1501,8 @@ def save_checkpoint(policy, optimizer, step, position, record):
 
 
 def newest_checkpoint(record):
-    """Return the newest whole checkpoint and its manifest, or None if there was none; pass over damaged ones, by name.
-    Raises ValueError if all are damaged."""
+    """Return the newest whole checkpoint and its manifest, or None; name and pass over damaged ones. Raises ValueError
+    if all are damaged."""
     found = sorted((record.folder / "checkpoints").glob("step-*"), reverse=True)
     damaged = 0
     for folder in record.world.all_gather(found)[0]:
@@ -1579,8 +1575,8 @@ def check_same_run(before, about, args):
 
 
 def open_run(folder, args, script, world):
-    """Make the run folder and write run.json, where `before` is the run that this one resumes. Raises ValueError when
-    the folder holds another run, or with --resume none, or one with other flags."""
+    """Make the run folder and run.json, where `before` is the run that this one resumes. Raises ValueError when the
+    folder holds another run, or with --resume none, or one with other flags."""
     file = folder / "run.json"
     exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
     about = {
