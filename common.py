@@ -253,15 +253,41 @@ def seed_of(*parts):
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
-class Worker(subprocess.Popen):
-    """An interpreter of its own for one function that needs none of ours; it may die or be late at any moment. The
-    function prints "ready", then a line for every line of JSON that it reads."""
+def _serve(make, seconds, memory):
+    """Answer each line of JSON with a line [score, verdict]; the score is what the function that `make` returns says.
+    `seconds` of processor time interrupt Python, one more ends C code; `memory` is in bytes."""
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    replies = sys.stdout
+    sys.stdout = sys.stderr  # for what libraries print
+    function = make()
+    signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
+                signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+                reply = float(function(*json.loads(line))), "graded"
+            finally:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        except KeyboardInterrupt:
+            reply = 0.0, "timeout"
+        except MemoryError:
+            reply = 0.0, "memory"
+        except Exception:
+            reply = 0.0, "error"
+        print(json.dumps(reply), file=replies, flush=True)
 
-    def __init__(self, function, *args):
+
+class Worker(subprocess.Popen):
+    """A bare interpreter that serves what `make` returns, a function of its own imports; it may die or be late."""
+
+    def __init__(self, make, seconds, memory):
         imports = "import functools, json, re, resource, signal, sys"
-        source = f"{imports}\n{inspect.getsource(function)}\n{function.__name__}{args}"
+        source = f"{imports}\n{inspect.getsource(_serve)}\n{inspect.getsource(make)}"
+        command = [sys.executable, "-P", "-c", f"{source}\n_serve({make.__name__}, {seconds}, {memory})"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        super().__init__([sys.executable, "-P", "-c", source], text=True, bufsize=1, **pipes)
+        super().__init__(command, text=True, bufsize=1, **pipes)
 
     def line(self, seconds):
         """Return the next line: "" when the process died, None when it is late."""
@@ -916,12 +942,8 @@ def compare(answer, gold, problem=""):
     return for_parser(answer), for_parser(gold)
 
 
-def _verifier_worker(seconds, memory):
-    """Answer lines [answer, gold] with lines [score, verdict]. `seconds` of processor time interrupt Python, one more
-    ends C code; `memory` is in bytes."""
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    replies = sys.stdout
-    sys.stdout = sys.stderr  # for what libraries print
+def _verifier_worker():
+    """Return a function that says whether an answer equals the gold one, for an interpreter of its own."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -936,24 +958,8 @@ def _verifier_worker(seconds, memory):
     def equal(answer, gold):
         return verify(read(gold), read(answer), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
 
-    signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
     equal(r"x+\sqrt{12}", r"2\sqrt{3}+x")  # the first use of all is slow
-    print("ready", file=replies, flush=True)
-    for line in sys.stdin:
-        try:
-            try:
-                signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
-                signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-                reply = float(equal(*json.loads(line))), "graded"
-            finally:
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        except KeyboardInterrupt:
-            reply = 0.0, "timeout"
-        except MemoryError:
-            reply = 0.0, "memory"
-        except Exception:
-            reply = 0.0, "error"
-        print(json.dumps(reply), file=replies, flush=True)
+    return equal
 
 
 class Verifier:
