@@ -341,7 +341,7 @@ class Picture:
     data: bytes
     processor: transformers.BaseImageProcessor
     token: int
-    grid: tuple[int, int] = (0, 0)
+    grid: tuple = (0, 0)
 
     @property
     def tokens(self):
@@ -368,7 +368,7 @@ class Problem:
     """A problem: text, the prompt's token ids, the reference answer, and for a --reward of one's own the data's row."""
 
     text: str
-    prompt_ids: list[int]
+    prompt_ids: list
     answer: str
     row: dict | None = None
     image: Picture | None = None
@@ -610,7 +610,7 @@ class Group:
     rollouts: list[Rollout]
     correct_G: torch.Tensor | None = None
     reward_G: torch.Tensor | None = None
-    verdicts: tuple[str, ...] = ()
+    verdicts: tuple = ()
 
 
 class Sampler:
@@ -1591,7 +1591,6 @@ def open_run(folder, args, script, world):
         "args": json.loads(json.dumps(asdict(args))),
         "ranks": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
-        "python": sys.version,
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
         "commit": subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
