@@ -362,7 +362,7 @@ def folders() -> None:
     folder = Path(tempfile.mkdtemp())
     limits = {"max_prompt_tokens": 100, "max_response_tokens": 100, "micro_batch_tokens": 300}
     args = sspo.Args(model=str(TOY), run_dir=str(folder / "run"), group_size=4, updates_per_step=1, **limits)
-    with world_of(1, 1) as world, Gpu():
+    with world_of(1, 1) as world, Gpu() as gpu:
         record = common.Record(args, "sspo", world)
         policy, other = (common.load_policy(TOY, args, world) for _ in range(2))
         mine, its = (torch.optim.AdamW(each.parameters(), fused=True) for each in (policy, other))
@@ -373,12 +373,15 @@ def folders() -> None:
         assert common.resume(other, its, record) == (1, 24) and places(other) == ["cuda"]
         moments = [x for state in its.state.values() for x in state.values()]
         assert described(moments) == ["torch.float32 on cuda"] and len(its.state) == len(list(other.parameters()))
+        before = held(gpu)
         sent = dict(common.full_weights(policy, torch.bfloat16))
         common.save_model(policy, folder / "model", TOY, torch.bfloat16, world)
         saved = load_file(folder / "model" / "model.safetensors")
         assert described(sent.values()) == ["torch.bfloat16 on cuda"]
         assert described(saved.values()) == ["torch.bfloat16 on cpu"]
         assert {name: x.shape for name, x in sent.items()} == {name: x.shape for name, x in saved.items()}
+        del sent
+        assert held(gpu) == before, "something stays gathered"
 
 
 def peak(shape: str, ranks: int, local: int, tokens: int, recompute: bool, layers: int = 0) -> list[int]:

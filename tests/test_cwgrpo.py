@@ -7,6 +7,7 @@ import shlex
 from dataclasses import asdict
 
 import literal
+import numpy as np
 import pytest
 import torch
 import tyro
@@ -101,6 +102,37 @@ def test_loss_and_gradient_equal_section_2_3(seed, kernel):
         detached = ours(logp, *rest, "detached")[2]
         moved_R = common.mean_by(gradient - detached, response_T)
         torch.testing.assert_close(moved_R, torch.zeros_like(moved_R), atol=1e-12, rtol=0)
+
+
+def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python, tmp_path):
+    """A step's gradient with truncated importance sampling is that of the whole loss in one row, by autograd."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for reward in ([1.0, 0.0, 0.0], [1.0, 1.0, 0.0]):
+        rollouts = []
+        for length in (1, 9, 5):
+            sampled = rng.normal(-5.6, 0.5, length).astype(np.float32)
+            rollouts.append(common.Rollout(rng.integers(0, 263, length), sampled, "", False))
+        groups.append(common.Group(common.Problem("", [1, 2], "0"), rollouts, reward_G=torch.tensor(reward).double()))
+    batch = common.Batch(groups)
+    limits = {"max_prompt_tokens": 8, "max_response_tokens": 16, "max_grad_norm": 1e9, "micro_batch_tokens": 24}
+    args = cwgrpo.Args(model=str(tiny), run_dir=str(tmp_path), group_size=3, kl_coef=0.0, tis_cap=1.2, lr=0.0, **limits)
+    world = common.init_world()
+    policy = common.load_policy(tiny, args, world)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0)
+    cwgrpo.learn(policy, None, optimizer, batch, 5, common.Record(args, "cwgrpo", world))
+    found = [parameter.grad.full_tensor().clone() for parameter in policy.parameters()]
+    policy.zero_grad()
+    logp_T, _ = policy(batch.pack(list(range(6)), world.device))
+    advantage_T = cwgrpo.advantages(batch.reward_PG).flatten()[batch.response_T]
+    group_T = batch.response_T // 3
+    w_T = cwgrpo.kernel_weights(cwgrpo.covariance(logp_T, advantage_T, batch.response_T, group_T), group_T)
+    truncated_T = (logp_T.detach() - batch.sampler_logp_T).exp().clamp(max=1.2)
+    ratio_T = (logp_T - logp_T.detach()).exp()
+    (-cwgrpo.token_weights(batch.length_R) * truncated_T * ratio_T * w_T * advantage_T).sum().backward()
+    for mine, parameter in zip(found, policy.parameters(), strict=True):
+        theirs = parameter.grad.full_tensor()
+        assert (mine - theirs).norm() < 1e-4 * theirs.norm()
 
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0, 3.0])

@@ -134,6 +134,14 @@ def test_a_later_update_of_clip_cov_starts_from_the_policy_that_the_first_one_le
     )
 
 
+def test_a_later_mask_of_clip_cov_is_of_the_policy_that_the_first_update_left(step):
+    """All tokens but those that PPO clips: none where the policy has not moved."""
+    args = {"reweight": "clip-cov", "clip_cov_share": 1.0, "clip_cov_low": -1e9, "clip_cov_high": 1e9}
+    args["updates_per_step"] = 3
+    moved, still = (step(1, "cwgrpo", args=args | {"lr": lr})["metrics"]["weight_removed"] for lr in (1e-2, 0.0))
+    assert moved < still == 1
+
+
 def test_the_logged_loss_of_cwgrpo_has_the_kernel_itself(step):
     """Whatever the gradient is of."""
     printed, detached = step(1, "cwgrpo"), step(1, "cwgrpo", args={"detach_kernel": True})
