@@ -3,7 +3,7 @@
 Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens, _T response
 tokens, _S segments, _V vocabulary, _H hidden. After sampling, every rank holds the whole step (token ids, rewards,
 log-probs): what a paper defines is a pure function of it, on any number of ranks. Only forward and backward are
-sharded. Types are not annotated: args, world, record, policy and batch are named after their classes.
+sharded. Functions have no annotations: args, world, record, policy and batch are named after their classes.
 """
 
 import ctypes
@@ -310,7 +310,7 @@ DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
 
 @dataclass(eq=False)
 class Picture:
-    """An encoded image; `token` is the id of each of its tokens, `grid` its height and width in them."""
+    """An encoded image; `token` is the id of its tokens, `grid` its height and width in them."""
 
     data: bytes
     processor: transformers.BaseImageProcessor
@@ -326,14 +326,14 @@ class Picture:
         return self.tokens * self.processor.merge_size**2
 
     def open(self):
-        """Return the image upright, on white where it is transparent: vLLM does so, transformers does not."""
+        """Return the image upright, on white where transparent: vLLM does so, transformers does not."""
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  some 10 MB each, one for a group
     def processed(self):
-        """Return what the vision tower takes: pixel_values, a row for each patch, and image_grid_thw."""
+        """Return the vision tower's pixel_values, a row for each patch, and image_grid_thw."""
         return self.processor(images=[self.open()], return_tensors="pt")
 
 
@@ -514,7 +514,7 @@ def problem_text(value):
 
 
 def prompt_of(problem, template, tokenizer):
-    """Return the prompt's text. Raises ValueError if the tokenizer lacks the chat format that it needs."""
+    """Return the prompt's text. Raises ValueError if the tokenizer lacks the chat format that a template needs."""
     if template not in PROMPTS:
         PROMPTS[template] = Path(template).read_text(encoding="utf-8")
     prompt = PROMPTS[template]
@@ -1019,7 +1019,7 @@ def valid(reward_PG):
 
 
 def mean_by(x, number):
-    """Return the mean of x for each number; 0 for a number not in use."""
+    """Return the mean of x for each number; 0 for one not in use."""
     counts = torch.bincount(number)
     sums = x.new_zeros(len(counts)).index_add(0, number, x)
     return sums / counts.clamp(min=1)
@@ -1088,8 +1088,8 @@ def image_inputs(problems, places):
 
 
 class Batch:
-    """The whole step, the same on every rank. Response r = p G + g; its token k is entry sum(length_R[:r]) + k of a *_T.
-    total_R counts its tokens with its prompt's and image patches."""
+    """The whole step, the same on every rank. Response r = p G + g; its token k is entry sum(length_R[:r]) + k of *_T.
+    total_R counts its tokens, its prompt's and image patches."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -1135,8 +1135,8 @@ class Batch:
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def pack(self, responses, device, inputs=None):
-        """Lay out a row of pieces, each group's prompt once, then the responses; cut a loss's inputs to them. A piece sees
-        itself and its prompt before it: key_N has these places, end to end."""
+        """Lay out a row of pieces, each group's prompt once, then the responses; cut a loss's inputs to them. A piece
+        sees itself and its prompt before it: key_N has these places, end to end."""
         prompts = sorted({self.group_R[r] for r in responses})
         if self.needed.isdisjoint(prompts):
             prompts.append(min(self.needed))
@@ -1204,7 +1204,7 @@ def packed_attention(
 
 
 transformers.AttentionInterface.register("packed", packed_attention)
-# With "flash" in the name transformers' vision towers tell where their sequences end.
+# With "flash" in the name, vision towers tell where their sequences end.
 transformers.AttentionInterface.register("packed_flash", packed_attention)
 transformers.AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
@@ -1320,10 +1320,10 @@ def load_policy(folder, args, world):
     for module in (*units, policy):  # gathered for each chunk, a head of its own deadlocks
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
     if world.device.type == "cpu":
-        policy.set_reshard_after_forward(False)  # memory has room, so the backward pass need not gather again
+        policy.set_reshard_after_forward(False)  # memory has room; the backward pass need not gather again
     policy.to_empty(device=world.device)
     for module in policy.modules():
-        if hasattr(module, "inv_freq"):  # buffers that are in no checkpoint
+        if hasattr(module, "inv_freq"):  # buffers in no checkpoint
             for name, buffer in type(module)(module.config).to(world.device).named_buffers():
                 module.register_buffer(name, buffer, persistent=False)
     weights = {hub_name(name): x for name, x in get_model_state_dict(policy).items()}
@@ -1362,7 +1362,7 @@ def score(policy, batch, micro_batches, record, phase, entropies=True):
 
 
 def truncated_ratio(logp_T, sampler_logp_T, cap):
-    """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
+    """Return truncated importance sampling's factor, min(exp(logp - sampler's), cap); 1 if cap is 0."""
     ratio_T = (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
     return ratio_T if cap else torch.ones_like(logp_T)
 
@@ -1450,7 +1450,7 @@ def digests(folder, world):
 
 
 def write_whole(file, text):
-    """Write a text file that is complete or not there."""
+    """Write a text file whole or not at all."""
     new = file.with_suffix(".new")
     new.write_text(text)
     new.rename(file)
@@ -1562,7 +1562,7 @@ def check_same_run(before, about, args):
 
 
 def open_run(folder, args, script, world):
-    """Make the folder and run.json, with a resumed run's as `before`. Raises ValueError if it holds another run."""
+    """Make the folder and run.json, with a resumed run's as `before`. Raises ValueError if the flags do not fit it."""
     file = folder / "run.json"
     exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
     about = {
@@ -1656,13 +1656,13 @@ class Record:
 
     @contextmanager
     def phase(self, name):
-        """Add a block's wall-clock seconds, GPU work included, to a phase of the step; note its memory."""
+        """Add a block's wall-clock seconds, GPU work included, to a phase; note its memory."""
         start = time.perf_counter()
         yield
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()  # torch's own counters do not see that the engine sleeps
+            free, total = torch.cuda.mem_get_info()  # torch's counters do not see the engine sleep
             used = total - free
         self.memory[name] = max(self.memory[name], used / 2**30)
         self.seconds[name] += time.perf_counter() - start
