@@ -1,9 +1,9 @@
-"""What the four scripts share and no paper defines, in the order in which a step uses it.
+"""What the four scripts share and no paper defines, in the order of a step.
 
 Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens, _T response
 tokens, _S segments, _V vocabulary, _H hidden. After sampling, every rank holds the whole step (token ids, rewards,
 log-probs): what a paper defines is a pure function of it, on any number of ranks. Only forward and backward are
-sharded. Functions carry no type annotations: names say the kind (args, world, record, policy, batch are classes).
+sharded. Functions have no annotations: args, world, record, policy and batch are named after their classes.
 """
 
 import ctypes
@@ -58,8 +58,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
-# ------------------------------------------------------------------------------------------------------------ arguments
-PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's own chat format
+# ------------------------------------------------ arguments
+PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's chat format
     "plain": "{problem}\n",
     "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
         "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
@@ -67,7 +67,7 @@ PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn 
     ),
     "chat": ("", "{problem}"),
     "chat-boxed": ("", "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."),
-    "open-rs": (  # CW-GRPO's Fig. 4; GPG's released R1 recipe, whose B.4 lacks the box, which the verifier reads
+    "open-rs": (  # CW-GRPO's Fig. 4 and GPG's released R1 recipe; GPG's B.4 lacks the box
         "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
         "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
         "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
@@ -81,7 +81,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass
 class Args:
-    """The flags of every script, with sspo.py's defaults (its docstring says which are ours). Types are also bounds."""
+    """The flags of every script, with sspo.py's defaults; its docstring says which are ours."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id or folder with config.json and *.safetensors.
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"  # run.sh fetches it
@@ -124,7 +124,7 @@ class Args:
     resume: bool = False  # Go on from --run-dir's last whole checkpoint; --steps may grow, at constant lr.
     micro_batch_tokens: PositiveInt = 16384  # Most tokens and patches in a pass: memory, speed.
     activation_checkpointing: bool = False  # Recompute decoder layers: less memory, more time.
-    track: str = ""  # Weights & Biases project that shows the curves, too (`pip install wandb`).
+    track: str = ""  # Weights & Biases project for the curves (`pip install wandb`).
     tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
     max_num_seqs: PositiveInt = 256  # Responses that an engine samples at a time: memory, speed.
     gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while it samples.
@@ -138,7 +138,7 @@ def need(holds, message):
 
 @contextmanager
 def naming(place, *kinds):
-    """Put `place` in front of what a ValueError says, and of an exception of one of these kinds, as a ValueError."""
+    """Put `place` in front of a ValueError; raise exceptions of these kinds as one, too."""
     try:
         yield
     except (ValueError, *kinds) as error:
@@ -147,13 +147,13 @@ def naming(place, *kinds):
 
 
 def longest_sequence(args):
-    """Return how many tokens a prompt and its response may have together."""
+    """Return how many tokens a prompt and its response may have."""
     most = args.max_prompt_tokens + args.max_response_tokens
     return min(most, args.max_total_tokens or most)
 
 
 def validate(args, world):
-    """Raise ValueError, naming the flag and its legal values, for a setting that cannot work."""
+    """Raise ValueError, naming flag and legal values, for a setting that cannot work."""
     try:
         TypeAdapter(type(args)).validate_python(asdict(args))
     except ValidationError as error:
@@ -181,7 +181,7 @@ def validate(args, world):
         need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
 
 
-# ------------------------------------------------------------------------------------------------------------ processes
+# ------------------------------------------------ processes
 @dataclass
 class World:
     """This process among the others. `mesh` shards inside a node and replicates across nodes."""
@@ -193,7 +193,7 @@ class World:
     mesh: dist.DeviceMesh
 
     def all_gather(self, thing):
-        """Return every rank's picklable `thing`, in rank order, on every rank."""
+        """Return every rank's picklable `thing`, in rank order."""
         things = [None] * self.size
         dist.all_gather_object(things, thing)
         return things
@@ -205,28 +205,28 @@ class World:
 
 
 def _report(kind, error, trace):
-    """Say a refused flag, a divergence or a lost rank in one line; leave it to torchrun, too, for its summary."""
+    """Say a refused flag, a divergence or a lost rank in one line, for torchrun's summary, too."""
     line = f"{Path(sys.argv[0]).name}: {error}"
     if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
         lost = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({error})"
-        print(f"\n{lost}\n", file=sys.stderr, flush=True)
-        return  # the summary should show the failure of the rank that is gone
+        print(f"\n{lost}\n", file=sys.stderr)
+        return  # the summary is for the failure of the rank that is gone
     if kind is not FloatingPointError and not str(error).startswith("--"):
         sys.__excepthook__(kind, error, trace)
     elif os.environ["LOCAL_RANK"] == "0":
-        print(f"\n{line}\n", file=sys.stderr, flush=True)
+        print(f"\n{line}\n", file=sys.stderr)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         message = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
 def init_world():
-    """Join the process group that torchrun describes, or make one of a single process for plain `python`."""
+    """Join torchrun's process group, or for plain `python` make one of a single process."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free
     else:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ranks end with a torchrun that is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ranks die with torchrun
         # it may be gone by now; joining would wait for it
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
@@ -240,8 +240,8 @@ def init_world():
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        backends = "cpu:gloo,cuda:nccl"  # by default there would be none for tensors of the CPU
-    dist.init_process_group(backends, timeout=timedelta(hours=4))  # hours for slow downloads
+        backends = "cpu:gloo,cuda:nccl"  # the default has none for CPU tensors
+    dist.init_process_group(backends, timeout=timedelta(hours=4))  # for slow downloads
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
         mesh = mesh["shard"]
@@ -249,7 +249,7 @@ def init_world():
 
 
 def seed_of(*parts):
-    """Return a 63-bit seed that is a hash of the parts: near neighbours share nothing, every process agrees."""
+    """Return a 63-bit hash of the parts, the same in every process; near neighbours share nothing."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
@@ -320,7 +320,7 @@ class Worker(subprocess.Popen):
             self.kill()
 
 
-# ----------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------- data
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ALIASES = {
     "problem": ["problem", "question", "prompt"],
@@ -336,7 +336,7 @@ DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
 
 @dataclass(eq=False)
 class Picture:
-    """An image as it was encoded; `token` is the id that stands for its tokens, `grid` its height and width in them."""
+    """An encoded image; `token` is the id of its tokens, `grid` its height and width in them."""
 
     data: bytes
     processor: transformers.BaseImageProcessor
@@ -352,20 +352,20 @@ class Picture:
         return self.tokens * self.processor.merge_size**2
 
     def open(self):
-        """Return the image upright, what is transparent on white: vLLM would do so, transformers would not."""
+        """Return the image upright, on white where transparent: vLLM does so, transformers does not."""
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  some 10 MB each, one for a group
     def processed(self):
-        """Return what the vision tower takes: pixel_values, a row for each patch, and image_grid_thw."""
+        """Return the vision tower's pixel_values, a row for each patch, and image_grid_thw."""
         return self.processor(images=[self.open()], return_tensors="pt")
 
 
 @dataclass
 class Problem:
-    """A problem: text, the prompt's token ids, the reference answer, and for a --reward of one's own the data's row."""
+    """A problem: text, prompt's token ids, reference answer and, for a --reward of one's own, the data's row."""
 
     text: str
     prompt_ids: list
@@ -375,11 +375,11 @@ class Problem:
 
     @property
     def cost(self):
-        """Number of the prompt's tokens and patches."""
+        """The prompt's tokens and patches."""
         return len(self.prompt_ids) + (self.image.patches if self.image else 0)
 
     def for_sampler(self):
-        """Return the prompt as vLLM takes it, with one placeholder for an image, which it multiplies itself."""
+        """Return the prompt as vLLM takes it, with one placeholder, which it multiplies, for an image."""
         if not self.image:
             return {"prompt_token_ids": self.prompt_ids}
         at = self.prompt_ids.index(self.image.token)
@@ -387,8 +387,7 @@ class Problem:
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
 
     def positions(self):
-        """Return the prompt's position_3N (time, height, width): an image's tokens have their place in it, and text
-        goes on behind the largest."""
+        """Return the prompt's position_3N (time, height, width); text behind an image goes on after the largest."""
         position_3N = torch.arange(len(self.prompt_ids)).repeat(3, 1)
         if self.image:
             at = self.prompt_ids.index(self.image.token)
@@ -400,16 +399,16 @@ class Problem:
 
 
 def load_data(args, tokenizer):
-    """Return the training problems of --dataset, or --subset of them, and the held-out ones of --eval by name."""
+    """Return --dataset's training problems, or --subset of them, and --eval's held-out ones by name."""
     sources = [source for source in args.eval.split(",") if source]
     names = [Path(source.replace(":", "-")).stem for source in sources]
-    need(len(set(names)) == len(names), f"--eval {args.eval}: two sets of one name; their metrics would mix")
+    need(len(set(names)) == len(names), f"--eval {args.eval}: two sets of one name would mix")
     sets = [load_problems(source, tokenizer, args, "--eval") for source in sources]
     held_out = dict(zip(names, sets, strict=True))
-    problems = []
-    if args.steps:
-        problems = load_problems(args.dataset, tokenizer, args, "--dataset")
-    if args.steps and args.subset:
+    if not args.steps:
+        return [], held_out
+    problems = load_problems(args.dataset, tokenizer, args, "--dataset")
+    if args.subset:
         usable = len(problems)
         need(args.subset <= usable, f"--subset {args.subset}: --dataset has {usable} usable rows")
         order = np.random.default_rng(seed_of(args.seed, "subset")).permutation(usable)
@@ -418,12 +417,12 @@ def load_data(args, tokenizer):
 
 
 def read_table(source, flag):
-    """Return the rows of a file, a `save_to_disk` folder or a hub id. Raises ValueError naming flag and source."""
+    """Return a file's, `save_to_disk` folder's or hub id's rows. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
     kind = FILES.get(Path(path).suffix)
-    kinds = "neither a .jsonl, .json or .parquet file nor a `save_to_disk` folder nor a hub id"
+    kinds = "a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id"
     unreadable = (OSError, StopIteration, datasets.exceptions.DatasetGenerationError)
-    with naming(f"{flag} {source}: cannot be read, {kinds}", *unreadable):
+    with naming(f"{flag} {source}: cannot be read as {kinds}", *unreadable):
         if kind:
             table = datasets.load_dataset(kind, data_files=path)
         elif Path(path).is_dir():
@@ -439,7 +438,7 @@ def read_table(source, flag):
 
 
 def choose_columns(table, args, flag):
-    """Return a table and the names of its columns of problem, answer and image. Raises ValueError without them."""
+    """Return the table and its columns' names by role. Raises ValueError if one is missing."""
     columns = {}
     for role, names in ALIASES.items():
         own = getattr(args, f"{role}_column")
@@ -456,8 +455,7 @@ def choose_columns(table, args, flag):
 
 
 def load_problems(source, tokenizer, args, flag):
-    """Read a problem set, apply the prompt template, print what was left out. Raises ValueError naming flag, source,
-    row and columns. In verl's layout a problem is kept once: DAPO-Math-17k has each a hundred times."""
+    """Return a set's problems and print what was left out. Raises ValueError naming flag, source, row and columns."""
     table = read_table(source, flag)
     with naming(f"{flag} {source}"):
         table, columns = choose_columns(table, args, flag)
@@ -475,7 +473,7 @@ def load_problems(source, tokenizer, args, flag):
             text = problem_text(row[columns["problem"]])
             need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
             if "reward_model" in row and not args.image_column and text in texts:
-                left_out["repeated"] += 1
+                left_out["repeated"] += 1  # in verl's layout: DAPO-Math-17k has each a hundred times
                 continue
             texts.add(text)
             image = None
@@ -502,7 +500,7 @@ def load_problems(source, tokenizer, args, flag):
 
 
 def prompt_tokens(text, image, template, tokenizer, config):
-    """Return a problem's prompt as token ids, an image's in front of the problem's text."""
+    """Return a prompt's token ids, an image's in front of the text."""
     tokens = image.tokens if image else 0
     if image:
         text = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}"
@@ -516,7 +514,7 @@ def prompt_tokens(text, image, template, tokenizer, config):
 
 
 def read_picture(value, processor, token, folder):
-    """Return the image of a row, bytes or a path below the data's folder. Raises ValueError if it cannot be taken."""
+    """Return a row's image, bytes or a path below the data's folder. Raises ValueError if it cannot be read."""
     with naming("its image cannot be read", OSError, SyntaxError, TypeError, Image.DecompressionBombError):
         if isinstance(value, str):
             value = {"path": value, "bytes": None}
@@ -533,15 +531,16 @@ def read_picture(value, processor, token, folder):
 
 
 def problem_text(value):
-    """Return the text of a problem, out of chat turns and without DAPO's instruction; empty where there is none."""
+    """Return a problem's text, out of chat turns and without DAPO's instruction; empty if there is none."""
     if isinstance(value, list):
-        value = next((turn["content"] for turn in value if turn["role"] == "user"), "")
-    text = value if isinstance(value, str) else ""
-    return text.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
+        value = next((turn["content"] for turn in value if turn["role"] == "user"), None)
+    if not isinstance(value, str):
+        return ""
+    return value.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
 
 
 def prompt_of(problem, template, tokenizer):
-    """Return the prompt's text. Raises ValueError where the template needs a chat format that the tokenizer lacks."""
+    """Return the prompt's text. Raises ValueError if the tokenizer lacks the chat format that a template needs."""
     if template not in PROMPTS:
         PROMPTS[template] = Path(template).read_text(encoding="utf-8")
     prompt = PROMPTS[template]
@@ -571,8 +570,7 @@ def reference_answer(value, column):
 
 
 def problems_from(problems, args, position):
-    """Return the P problems from a position on in endless passes over the data, each in its own order. Keys seed
-    samples."""
+    """Return P problems from a position on; every pass over the data has its own order. Their keys seed samples."""
     asked = {}
     for p in range(args.prompts_per_step):
         epoch, place = divmod(position + p, len(problems))
@@ -582,8 +580,8 @@ def problems_from(problems, args, position):
     return asked
 
 
-# -------------------------------------------------------------------------------------------------------------- sampler
-VLLM = {  # environment variables; what is set already stays
+# -------------------------------------------------- sampler
+VLLM = {  # environment variables, unless set
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -594,7 +592,7 @@ VLLM = {  # environment variables; what is set already stays
 
 @dataclass
 class Rollout:
-    """One response as it was sampled: token ids (the stop token included) and the sampler's log-probs, float32."""
+    """A response as sampled: token ids (with the stop token) and the sampler's log-probs, float32."""
 
     ids: np.ndarray
     logp: np.ndarray
@@ -604,7 +602,7 @@ class Rollout:
 
 @dataclass
 class Group:
-    """The responses to one problem; `verify` adds verdicts, what was right (float64), and rewards equal to that."""
+    """A problem's responses; `verify` adds verdicts, what was right (float64) and rewards equal to that."""
 
     problem: Problem
     rollouts: list[Rollout]
@@ -614,8 +612,7 @@ class Group:
 
 
 class Sampler:
-    """The only contact with vLLM: one engine in this process, or in --tensor-parallel ranks together. It starts asleep,
-    without weights: call `load` first. `dtype` is bf16 on a GPU, float32 on a CPU."""
+    """The only contact with vLLM: an engine for --tensor-parallel ranks. It has no weights before `load`."""
 
     def __init__(self, folder, tokenizer, args, world):
         for name, value in VLLM.items():
@@ -667,8 +664,7 @@ class Sampler:
 
     def sample(self, asked, n, temperature, args, top_p=1.0):
         """Sample n responses to each problem, top-k off; return the groups on every rank. A seed hashes --seed, the
-        problem's key in `asked` and the response's number: samples neither repeat across prompts nor depend on the
-        ranks. Raises FloatingPointError when no response has finite log-probs."""
+        problem's key and the response's number. Raises FloatingPointError when no response has finite log-probs."""
         from vllm import SamplingParams
 
         engines = self.world.size // args.tensor_parallel
@@ -707,8 +703,7 @@ class Sampler:
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
 
     def load(self, weights):
-        """Replace the engine's weights by a policy's, or by (name, tensor) pairs, and forget cached prefixes. Raises
-        RuntimeError when the names are not the model's: vLLM misses a layer without a word."""
+        """Load a policy or (name, tensor) pairs. Raises RuntimeError for wrong names: vLLM ignores a missing layer."""
         if isinstance(weights, Policy):
             weights = full_weights(weights, self.dtype)
         sent = set()
@@ -732,18 +727,18 @@ class Sampler:
         self.llm.llm_engine.reset_encoder_cache()
 
     def sleep(self):
-        """Give a GPU's memory back to the policy, until `load`; the host keeps its weights (`tools/bench.py fit`)."""
+        """Give a GPU's memory back until `load`; the host keeps the weights (`tools/bench.py fit`)."""
         if self.sleeps:
             self.llm.sleep(level=1)  # level 2 lost state in several vLLM releases
 
     def close(self):
-        """End the engine, and with it the process group, which vLLM destroys."""
+        """End the engine and the process group, which vLLM destroys with it."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
 def sampler_gap(logp_T, sampler_logp_T):
-    """Return how far trainer and sampler disagree on trained tokens: mean and max |difference| (nats), k3 estimate of
-    KL(sampler || trainer), effective share of samples under the ratio's weights (1: no gap)."""
+    """Return how far trainer and sampler differ on trained tokens: mean and max |difference| (nats), k3 estimate of
+    KL(sampler || trainer), effective share of samples under the ratios (1: no gap)."""
     difference = (logp_T - sampler_logp_T).double().numpy()
     ratio = np.exp(difference)
     return {
@@ -754,7 +749,7 @@ def sampler_gap(logp_T, sampler_logp_T):
     }
 
 
-# ------------------------------------------------------------------------------------------------------------- verifier
+# ------------------------------------------------- verifier
 def verify(verifier, groups):
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank."""
     world = verifier.world
@@ -1013,10 +1008,10 @@ class Verifier:
         return [score for score, _ in self.judge(*lists)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- batch
+# ---------------------------------------------------- batch
 def first_valid(drawn, valid_P, count, updates=1):
-    """Return `count` of the groups drawn: the first valid ones, filled up with invalid ones of the last `count`, both
-    dealt out evenly to the step's updates; a single draw as it came."""
+    """Return the first `count` valid groups, filled up with invalid ones of the last `count`, both dealt evenly to the
+    step's updates; a single draw as it came."""
     if len(drawn) == count:
         return drawn
     chosen = [p for p, each in enumerate(valid_P) if each]
@@ -1030,14 +1025,14 @@ def valid(reward_PG):
 
 
 def mean_by(x, number):
-    """Return the mean of x for each number; 0 for a number not in use."""
+    """Return the mean of x for each number; 0 for one not in use."""
     counts = torch.bincount(number)
     sums = x.new_zeros(len(counts)).index_add(0, number, x)
     return sums / counts.clamp(min=1)
 
 
 def drawn_metrics(groups, draws=1):
-    """Return what holds of everything drawn, trained on or not; docs/metrics.md says what each is."""
+    """Return metrics of everything drawn, trained on or not; docs/metrics.md explains each."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     reward_PG = np.stack([group.reward_G for group in groups])
     correct_PG = np.stack([group.correct_G for group in groups])
@@ -1064,8 +1059,8 @@ def drawn_metrics(groups, draws=1):
 
 @dataclass
 class MicroBatch:
-    """Sequences end to end: `row` is what the model takes; index_T the hidden state that predicts token target_T;
-    token_T where that stands in the step's vectors; `inputs` what the loss takes; `cost` its tokens and patches."""
+    """Sequences end to end: `row` goes to the model, `inputs` to the loss. Hidden states index_T predict target_T, the
+    step's tokens token_T. `cost` counts tokens and patches."""
 
     row: dict
     index_T: torch.Tensor
@@ -1076,7 +1071,7 @@ class MicroBatch:
 
 
 def cut(inputs, tokens, device="cpu"):
-    """Return a loss's inputs for some of the step's tokens (numbers or a mask): every *_T cut, tensors on `device`."""
+    """Return a loss's inputs for some of the step's tokens (numbers or a mask): *_T cut, tensors on `device`."""
     parts = {}
     for name, x in inputs.items():
         if name.endswith("_T"):
@@ -1086,7 +1081,7 @@ def cut(inputs, tokens, device="cpu"):
 
 
 def image_inputs(problems, places):
-    """Return what a row has besides for images; image_N is where their tokens are. `places` are those of prompts."""
+    """Return a row's inputs for images; image_N is where their tokens are. `places` are those of prompts."""
     image_N, pixels, grids = [], [], []
     for problem, place in zip(problems, places, strict=False):
         if problem.image:
@@ -1099,8 +1094,8 @@ def image_inputs(problems, places):
 
 
 class Batch:
-    """The whole step, the same on every rank. Response r = p G + g; entry t of a *_T is token k of response r, where t
-    is k + the sum of length_R[:r]. total_R counts a response with its prompt, tokens and image patches."""
+    """The whole step, the same on every rank. Response r = p G + g; its token k is entry sum(length_R[:r]) + k of *_T.
+    total_R counts its tokens, its prompt's and image patches."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -1116,10 +1111,9 @@ class Batch:
         self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
-        """Return this rank's micro-batches of the chosen responses, lists of their numbers, as many as on every rank,
-        some empty, none above `budget` (packed tokens). Responses of a group go in bundles, which compute its prompt
-        once; bundles of several are kept to an eighth of a rank's share, to balance the ranks."""
-        most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))
+        """Return this rank's micro-batches, lists of response numbers: as many on every rank, some empty, none above
+        `budget` (packed tokens). A bundle shares a prompt; one of several is at most an eighth of a rank's load."""
+        most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))  # for balance
         bundles = []
         costs = []
         for r in chosen_R.nonzero()[:, 0].tolist():
@@ -1147,8 +1141,8 @@ class Batch:
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def pack(self, responses, device, inputs=None):
-        """Lay responses out as one row of pieces, each group's prompt once, then the responses, and cut a loss's inputs
-        to them. A piece sees itself and its prompt before it: key_N has these places, end to end."""
+        """Lay out a row of pieces, each group's prompt once, then the responses; cut a loss's inputs to them. A piece
+        sees itself and its prompt before it: key_N has these places, end to end."""
         prompts = sorted({self.group_R[r] for r in responses})
         if self.needed.isdisjoint(prompts):
             prompts.append(min(self.needed))
@@ -1188,19 +1182,18 @@ class Batch:
         return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
 
 
-# --------------------------------------------------------------------------------------------------------------- policy
+# --------------------------------------------------- policy
 def packed_attention(
     module, query, key, value, *_, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **settings
 ):
-    """Attention inside each piece of a packed row, by transformers' interface. query (1, H, N, D), key and value (1,
-    H_kv, N, D) -> (1, N, H, D), None. key_N lists the places that each piece sees, end to end, its prompt's before its
-    own: the causal window ends with the keys. On a GPU one varlen kernel; a CPU has none."""
+    """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
+    key_N lists the places that each piece sees, its prompt's before its own: the causal window ends with the keys."""
     grouped = query.shape[1] != key.shape[1]
     if key_N is not None:  # with several threads key[:, :, key_N] would sum gradients in any order
         key = key.index_select(2, key_N)
         value = value.index_select(2, key_N)
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn  # half a second, which a CPU is spared
+        from torch.nn.attention.varlen import varlen_attn  # takes half a second
 
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
@@ -1217,7 +1210,7 @@ def packed_attention(
 
 
 transformers.AttentionInterface.register("packed", packed_attention)
-# With "flash" in the name transformers' vision towers tell where their sequences end.
+# With "flash" in the name, vision towers tell where their sequences end.
 transformers.AttentionInterface.register("packed_flash", packed_attention)
 transformers.AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
@@ -1226,8 +1219,7 @@ LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
 
 
 class Policy(torch.nn.Module):
-    """A decoder, perhaps with a vision tower, and its language head; gives log-probs and entropies, never logits. Its
-    parameters have transformers' names; tied weights are one parameter that serves twice."""
+    """A decoder, perhaps with a vision tower, and its head, by transformers' names. Gives log-probs, never logits."""
 
     def __init__(self, lm, temperature):
         super().__init__()
@@ -1236,8 +1228,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
         if hasattr(self.model, "visual"):
             self.model.visual.config._attn_implementation = "packed_flash"
-            # A product, since its stride is its kernel. torch 2.13's cuDNN 9.20 is reported to fail in bf16's gradient
-            # and to be up to 50,000 times slower.
+            # A product, as its stride is its kernel: cuDNN 9.20 is reported to fail in bf16's gradient or to crawl.
             conv = self.model.visual.patch_embed.proj
             conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
 
@@ -1253,11 +1244,11 @@ class Policy(torch.nn.Module):
 
     def forward(self, micro, entropies=True):
         """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient; or zeros), float32,
-        at the sampling temperature. The head sees response positions, in chunks that the backward pass repeats."""
+        at the sampling temperature. The backward pass repeats the head's chunks."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_NH = embeddings(row.pop("input_ids")[0])
-        if "image_N" in row:  # by place, not by token: a response may hold the placeholder, too, as a word
+        if "image_N" in row:  # by place: a response may hold the placeholder as a word
             image_N = row.pop("image_N")
             images = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
             features = torch.cat(images.pooler_output)[: len(image_N)].to(embedding_NH)
@@ -1272,7 +1263,7 @@ class Policy(torch.nn.Module):
 
 
 def empty_model(config, attention="eager", **settings):
-    """Return transformers' model of a config, without weights, never with the attention that a config.json names."""
+    """Return a config's model, without weights, never with the attention that a config.json names."""
     kind = transformers.AutoModelForCausalLM
     if hasattr(config, "vision_config"):
         kind = transformers.AutoModelForImageTextToText
@@ -1281,7 +1272,7 @@ def empty_model(config, attention="eager", **settings):
 
 
 def model_folder(args):
-    """Return the folder of --model, fetched if that is a hub id. Raises ValueError for a model that cannot train."""
+    """Return --model's folder, fetched if it is a hub id. Raises ValueError for a model that cannot train."""
     folder = Path(args.model)
     if not folder.is_dir():
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
@@ -1293,7 +1284,7 @@ def model_folder(args):
 
 
 def check_model(folder, args):
-    """Raise ValueError for what this project cannot train; run no code that lies in the folder."""
+    """Raise ValueError for what this project cannot train; run no code of the folder."""
     need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), "no config.json or weights")
     with naming("cannot be read, and no code in it is run"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -1309,16 +1300,14 @@ def check_model(folder, args):
     lm = empty_model(config)
     decoder = lm.model.language_model if sees else getattr(lm, "model", None)
     if not hasattr(decoder, "embed_tokens") or not hasattr(decoder, "layers") or lm.lm_head.bias is not None:
-        raise ValueError(
-            f"{type(lm).__name__} is not built as model.embed_tokens, model.layers and an unbiased lm_head"
-        )
+        raise ValueError(f"{type(lm).__name__} is not built as model.embed_tokens, model.layers, unbiased lm_head")
     longest = longest_sequence(args)
     limit = text.max_position_embeddings
     need(longest <= limit, f"context {limit}, and a prompt with its response may have {longest}")
 
 
 def hub_name(name):
-    """Return the name of a parameter in safetensors, where decoder and tower of models that see are a level higher."""
+    """Return a parameter's name in safetensors, where models that see have decoder and tower a level higher."""
     return name.replace(".language_model", "").replace("model.visual", "visual")
 
 
@@ -1337,10 +1326,10 @@ def load_policy(folder, args, world):
     for module in (*units, policy):  # gathered for each chunk, a head of its own deadlocks
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
     if world.device.type == "cpu":
-        policy.set_reshard_after_forward(False)  # memory has room, so the backward pass need not gather again
+        policy.set_reshard_after_forward(False)  # memory has room; the backward pass need not gather again
     policy.to_empty(device=world.device)
     for module in policy.modules():
-        if hasattr(module, "inv_freq"):  # buffers that are in no checkpoint
+        if hasattr(module, "inv_freq"):  # buffers in no checkpoint
             for name, buffer in type(module)(module.config).to(world.device).named_buffers():
                 module.register_buffer(name, buffer, persistent=False)
     weights = {hub_name(name): x for name, x in get_model_state_dict(policy).items()}
@@ -1379,7 +1368,7 @@ def score(policy, batch, micro_batches, record, phase, entropies=True):
 
 
 def truncated_ratio(logp_T, sampler_logp_T, cap):
-    """Return min(exp(logp - sampler's), cap), the factor of truncated importance sampling; 1 where cap is 0."""
+    """Return truncated importance sampling's factor, min(exp(logp - sampler's), cap); 1 if cap is 0."""
     ratio_T = (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
     return ratio_T if cap else torch.ones_like(logp_T)
 
@@ -1409,7 +1398,7 @@ def save_model(policy, folder, source, dtype, world):
     dist.barrier()
 
 
-# ----------------------------------------------------------------------------------------------------------- evaluation
+# ----------------------------------------------- evaluation
 def pass_at_k(correct_PN, k):
     """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
     correct = np.asarray(correct_PN)
@@ -1420,8 +1409,8 @@ def pass_at_k(correct_PN, k):
 
 
 def evaluate(held_out, sampler, verifier, record, step):
-    """Sample --eval-samples completions of every held-out problem, by the same seeds each time, all sets at once, so
-    that they share one tail; write them to samples/; return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
+    """Sample all held-out sets at once, which share one tail, by the same seeds each time; write samples/; return
+    avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
     if not held_out:
         return {}
     args = record.args
@@ -1445,19 +1434,19 @@ def evaluate(held_out, sampler, verifier, record, step):
 
 
 def keep_best(policy, source, dtype, metrics, record, step):
-    """With --keep-best write the model to best/ if the mean avg@n over the held-out sets is the highest so far."""
+    """With --keep-best write the model to best/ if the mean avg@n over held-out sets is the highest so far."""
     if not record.args.keep_best:
         return
     average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
     if average > record.best:
         record.best = average
         save_model(policy, record.folder / "best", source, dtype, record.world)
-        record.say(f"step {step}: the best average so far, {average:.3f}; its model is in {record.folder}/best")
+        record.say(f"step {step}: the best average so far, {average:.3f}; saved in {record.folder}/best")
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoint
+# ----------------------------------------------- checkpoint
 def digests(folder, world):
-    """Return the SHA-256 of every file of a checkpoint but its manifest; the files are dealt out over the ranks."""
+    """Return the SHA-256 of a checkpoint's files but its manifest; ranks share the work."""
     names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
     digest = {}
     for name in names[world.rank :: world.size]:
@@ -1467,7 +1456,7 @@ def digests(folder, world):
 
 
 def write_whole(file, text):
-    """Write a text file that is complete or not there."""
+    """Write a text file whole or not at all."""
     new = file.with_suffix(".new")
     new.write_text(text)
     new.rename(file)
@@ -1507,8 +1496,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
 
 
 def newest_checkpoint(record):
-    """Return the newest whole checkpoint and its manifest, or None; name and pass over damaged ones. Raises ValueError
-    if all are damaged."""
+    """Return the newest whole checkpoint and its manifest, or None and {}. Raises ValueError if all are damaged."""
     found = sorted((record.folder / "checkpoints").glob("step-*"), reverse=True)
     damaged = 0
     for folder in record.world.all_gather(found)[0]:
@@ -1530,14 +1518,13 @@ def resume(policy, optimizer, record):
     folder, manifest = newest_checkpoint(record)
     if not folder:
         record.rewind(0)
-        record.say("the run had not come to a checkpoint: it starts over")
+        record.say("the run has no checkpoint: it starts over")
         return 0, 0
     reader = dcp.HuggingFaceStorageReader(str(folder))
     dcp.load({"policy": get_model_state_dict(policy)}, storage_reader=reader)
     moments = get_optimizer_state_dict(policy, optimizer)
-    dcp.load(
-        {"optimizer": moments["state"]}, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
-    )
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
     set_optimizer_state_dict(policy, optimizer, moments)
     held = reader.read_metadata().state_dict_metadata
     for name, parameter in policy.named_parameters():
@@ -1550,7 +1537,7 @@ def resume(policy, optimizer, record):
     return manifest["step"], manifest["position"]
 
 
-# --------------------------------------------------------------------------------------------------------------- record
+# --------------------------------------------------- record
 MAY_CHANGE = {  # when a run is resumed
     "run_dir",
     "resume",
@@ -1568,7 +1555,7 @@ MAY_CHANGE = {  # when a run is resumed
 
 
 def check_same_run(before, about, args):
-    """Raise ValueError where a run.json is another script's, or has other values of flags that must not change."""
+    """Raise ValueError if a run.json is another script's or has other values of flags that must stay."""
     if before["script"] != about["script"]:
         raise ValueError(f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {about['script']}.py")
     must_stay = set(before["args"]) - MAY_CHANGE
@@ -1581,8 +1568,7 @@ def check_same_run(before, about, args):
 
 
 def open_run(folder, args, script, world):
-    """Make the run folder and run.json, where `before` is the run that this one resumes. Raises ValueError when the
-    folder holds another run, or with --resume none, or one with other flags."""
+    """Make the folder and run.json, with a resumed run's as `before`. Raises ValueError if the flags do not fit it."""
     file = folder / "run.json"
     exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
     about = {
@@ -1607,15 +1593,8 @@ def open_run(folder, args, script, world):
 
 
 SKIPS_IN_A_ROW = 5  # updates
-SHOWN = (  # in the line of a step
-    "reward",
-    "entropy",
-    "clip_fraction",
-    "response_length",
-    "grad_norm",
-    "irl/loss",
-    "tokens_per_second/update",
-)
+# in the line of a step
+SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "tokens_per_second/update")
 
 
 class Record:
@@ -1639,7 +1618,7 @@ class Record:
             wandb.init(project=args.track, name=self.folder.name, config=asdict(args), sync_tensorboard=True)
 
     def start_step(self):
-        """Set what is counted in each step back to nothing."""
+        """Reset what is counted in a step."""
         self.seconds = Counter()  # of phases
         self.tokens = Counter()
         self.memory = Counter()  # GiB
@@ -1658,7 +1637,7 @@ class Record:
         self.write("log.txt", text)
 
     def rewind(self, size):
-        """Cut off the metrics of steps after a checkpoint, which will be written again."""
+        """Cut off metrics of steps after a checkpoint, which come again."""
         file = self.folder / "metrics.jsonl"
         if self.world.rank == 0 and file.exists():
             write_whole(file, file.read_text()[:size])
@@ -1672,7 +1651,7 @@ class Record:
             raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
 
     def stop_requested(self):
-        """Say whether a file named `stop` lies in the run folder, and take it away."""
+        """Say whether the run folder has a file `stop`, and remove it."""
         file = self.folder / "stop"
         requested = self.world.all_gather(file.exists())[0]
         if requested:
@@ -1682,13 +1661,13 @@ class Record:
 
     @contextmanager
     def phase(self, name):
-        """Add a block's wall-clock seconds, GPU work included, to a phase of the step; note its memory."""
+        """Add a block's wall-clock seconds, GPU work included, to a phase; note its memory."""
         start = time.perf_counter()
         yield
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()  # torch's own counters do not see that the engine sleeps
+            free, total = torch.cuda.mem_get_info()  # torch's counters do not see the engine sleep
             used = total - free
         self.memory[name] = max(self.memory[name], used / 2**30)
         self.seconds[name] += time.perf_counter() - start
