@@ -58,8 +58,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
-# ------------------------------------------------ arguments
-PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn in the tokenizer's chat format
+# ---------------------------- arguments
+PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn for the chat format
     "plain": "{problem}\n",
     "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
         "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
@@ -181,7 +181,7 @@ def validate(args, world):
         need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
 
 
-# ------------------------------------------------ processes
+# ---------------------------- processes
 @dataclass
 class World:
     """This process among the others. `mesh` shards inside a node and replicates across nodes."""
@@ -224,7 +224,7 @@ def init_world():
     """Join torchrun's process group, or for plain `python` make one of a single process."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
     else:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ranks die with torchrun
         # it may be gone by now; joining would wait for it
@@ -320,7 +320,7 @@ class Worker(subprocess.Popen):
             self.kill()
 
 
-# ----------------------------------------------------- data
+# --------------------------------- data
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ALIASES = {
     "problem": ["problem", "question", "prompt"],
@@ -580,7 +580,7 @@ def problems_from(problems, args, position):
     return asked
 
 
-# -------------------------------------------------- sampler
+# ------------------------------ sampler
 VLLM = {  # environment variables, unless set
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -656,7 +656,7 @@ class Sampler:
             logprobs_mode="processed_logprobs",
             # a model's own top-p or repetition penalty would make the samples off-policy
             generation_config="vllm",
-            # reloading on a CPU, vLLM 0.32 leaves a tied head behind: the engine has a head of its own
+            # reloading on a CPU, vLLM 0.32 leaves a tied head behind
             hf_overrides={"tie_word_embeddings": False},
             **settings,
         )
@@ -664,7 +664,8 @@ class Sampler:
 
     def sample(self, asked, n, temperature, args, top_p=1.0):
         """Sample n responses to each problem, top-k off; return the groups on every rank. A seed hashes --seed, the
-        problem's key and the response's number. Raises FloatingPointError when no response has finite log-probs."""
+        problem's key and the response's number: samples do not depend on ranks. Raises FloatingPointError when no
+        response has finite log-probs."""
         from vllm import SamplingParams
 
         engines = self.world.size // args.tensor_parallel
@@ -749,7 +750,7 @@ def sampler_gap(logp_T, sampler_logp_T):
     }
 
 
-# ------------------------------------------------- verifier
+# ----------------------------- verifier
 def verify(verifier, groups):
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank."""
     world = verifier.world
@@ -1008,10 +1009,10 @@ class Verifier:
         return [score for score, _ in self.judge(*lists)]
 
 
-# ---------------------------------------------------- batch
+# -------------------------------- batch
 def first_valid(drawn, valid_P, count, updates=1):
     """Return the first `count` valid groups, filled up with invalid ones of the last `count`, both dealt evenly to the
-    step's updates; a single draw as it came."""
+    updates; a single draw as it came."""
     if len(drawn) == count:
         return drawn
     chosen = [p for p, each in enumerate(valid_P) if each]
@@ -1059,8 +1060,8 @@ def drawn_metrics(groups, draws=1):
 
 @dataclass
 class MicroBatch:
-    """Sequences end to end: `row` goes to the model, `inputs` to the loss. Hidden states index_T predict target_T, the
-    step's tokens token_T. `cost` counts tokens and patches."""
+    """Sequences end to end: `row` for the model, `inputs` for the loss. Hidden state index_T predicts target_T,
+    entry token_T of the step's vectors. `cost` counts tokens and patches."""
 
     row: dict
     index_T: torch.Tensor
@@ -1182,7 +1183,7 @@ class Batch:
         return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
 
 
-# --------------------------------------------------- policy
+# ------------------------------- policy
 def packed_attention(
     module, query, key, value, *_, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **settings
 ):
@@ -1193,7 +1194,7 @@ def packed_attention(
         key = key.index_select(2, key_N)
         value = value.index_select(2, key_N)
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn  # takes half a second
+        from torch.nn.attention.varlen import varlen_attn  # a CPU has none
 
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
@@ -1398,7 +1399,7 @@ def save_model(policy, folder, source, dtype, world):
     dist.barrier()
 
 
-# ----------------------------------------------- evaluation
+# --------------------------- evaluation
 def pass_at_k(correct_PN, k):
     """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
     correct = np.asarray(correct_PN)
@@ -1444,7 +1445,7 @@ def keep_best(policy, source, dtype, metrics, record, step):
         record.say(f"step {step}: the best average so far, {average:.3f}; saved in {record.folder}/best")
 
 
-# ----------------------------------------------- checkpoint
+# --------------------------- checkpoint
 def digests(folder, world):
     """Return the SHA-256 of a checkpoint's files but its manifest; ranks share the work."""
     names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
@@ -1537,7 +1538,7 @@ def resume(policy, optimizer, record):
     return manifest["step"], manifest["position"]
 
 
-# --------------------------------------------------- record
+# ------------------------------- record
 MAY_CHANGE = {  # when a run is resumed
     "run_dir",
     "resume",
@@ -1715,5 +1716,5 @@ class Record:
             line += f"  {seconds:.2f} s  left {left:.1f} min"
         self.say(line)
         if metrics.get("zero_advantage_share") == 1:
-            why = "too easy, too hard, or wrong --template, --max-response-tokens, --reward; see samples/"
+            why = "too easy, too hard, wrong --template, --max-response-tokens or --reward; see samples/"
             self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
