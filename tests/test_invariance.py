@@ -119,6 +119,16 @@ def test_an_update_of_clip_cov_knows_its_own_tokens_only(step):
     assert largest_difference(two["gradient"], one["gradient"]) < 1e-5
 
 
+def test_clip_cov_knows_nothing_of_groups_without_a_gradient(step):
+    """Without KL they only make the others' weights smaller."""
+    args = CLIP_COV | {"kl_coef": 0.0}
+    whole, valid = (step(1, "cwgrpo", args=args, dead=[0, 1, 2], only_valid=only) for only in (False, True))
+    share = whole["metrics"]["grad_norm"] / valid["metrics"]["grad_norm"]
+    assert share < 0.9
+    expected = {name: share * gradient for name, gradient in valid["gradient"].items()}
+    assert largest_difference(whole["gradient"], expected) < 1e-5
+
+
 def test_a_later_update_of_clip_cov_starts_from_the_policy_that_the_first_one_left(step):
     """Its covariances are those of that policy, on any number of processes; with learning rate 0 it is the old one."""
     args = CLIP_COV | {"updates_per_step": 3, "lr": 1e-2}
