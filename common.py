@@ -208,8 +208,8 @@ def _report(kind, error, trace):
     """Say a refused flag, a divergence or a lost rank in one line, for torchrun's summary, too."""
     line = f"{Path(sys.argv[0]).name}: {error}"
     if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
-        lost = f"rank {os.environ['RANK']}: another rank is gone; its output says why ({error})"
-        print(f"\n{lost}\n", file=sys.stderr)
+        line = f"{Path(sys.argv[0]).name}: rank {os.environ['RANK']}: another rank is gone; see its output: {error}"
+        print(f"\n{line}\n", file=sys.stderr)
         return  # the summary is for the failure of the rank that is gone
     if kind is not FloatingPointError and not str(error).startswith("--"):
         sys.__excepthook__(kind, error, trace)
