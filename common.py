@@ -241,7 +241,7 @@ def init_world():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         backends = "cpu:gloo,cuda:nccl"  # the default has none for CPU tensors
-    dist.init_process_group(backends, timeout=timedelta(hours=4))  # for slow downloads
+    dist.init_process_group(backends, timeout=timedelta(hours=4))  # slow downloads
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
         mesh = mesh["shard"]
@@ -357,7 +357,7 @@ class Picture:
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
 
-    @functools.lru_cache(maxsize=32)  # noqa: B019  some 10 MB each, one for a group
+    @functools.lru_cache(maxsize=32)  # noqa: B019  10 MB each, one for a group
     def processed(self):
         """Return the vision tower's pixel_values, a row for each patch, and image_grid_thw."""
         return self.processor(images=[self.open()], return_tensors="pt")
