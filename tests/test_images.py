@@ -199,7 +199,8 @@ def test_evaluation_shows_the_images(seeing, tmp_path):
         output = engine(script="eval", flags=flags)
         assert re.search(r"mIoU +not run +not run +0\.00 +0\.00\n +GPG.* 51\.3 +- +-\n", output)
         texts.append((file.parent / "samples" / "lisa-squares.txt").read_text())
-    assert texts[0] != texts[1]
+    if not KINDS[model.name]:  # with tied weights a random model repeats its last token, whatever it sees
+        assert texts[0] != texts[1]
 
 
 def test_answers_are_drawn(tmp_path, monkeypatch):
