@@ -10,6 +10,8 @@ import sps
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted(ROOT.glob("docs/*.md"))]
+# how a script's line says which equation it is; CW-GRPO's have no numbers
+EQUATION = re.compile("# (Eq[.]|C[.]1|L2TE|k3|loss$|covariance$|kernel$|normalisation$)")
 
 
 def headings(page) -> set[str]:
@@ -28,10 +30,24 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in headings(leads_to), (target, anchor)
 
 
-def test_the_readmes_lines_are_sspos():
-    (lines,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
-    loss = (ROOT / "sspo.py").read_text().partition("def policy_loss(")[2].partition("\ndef ")[0]
-    assert textwrap.indent(lines, "    ") in loss
+@pytest.mark.parametrize("script", ["sspo", "gpg", "cwgrpo", "sps", "README"])
+def test_excerpts_are_the_scripts_lines(script):
+    """A python block is lines of the page's script, or of common.py if it says so; a line `...` is a gap."""
+    page = README if script == "README" else ROOT / "docs" / f"{script}.md"
+    source = (ROOT / f"{script.replace('README', 'sspo')}.py").read_text()
+    shown = set()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+    assert blocks
+    for block in blocks:
+        lines = block.removeprefix("# common.py\n")
+        text = source if lines == block else (ROOT / "common.py").read_text()
+        for piece in re.split(r"^\.\.\.\n", lines, flags=re.M):
+            indented = [textwrap.indent(piece, " " * depth) for depth in range(0, 40, 4)]
+            assert any(f"\n{each}" in text for each in indented), piece
+        shown.update(line.strip() for line in lines.splitlines())
+    if page != README:
+        numbered = {line.strip() for line in source.splitlines() if EQUATION.search(line)}
+        assert not numbered - shown
 
 
 @pytest.mark.parametrize("problems, ends", [(3000, [188, 376, 564]), (5000, [313, 626]), (10_000, [625])])
