@@ -102,10 +102,10 @@ def update(
             metrics = module.learn_irl(policy, [batch] * repeat, record)
         for _ in range(0 if irl else repeat):
             if script == "sspo":
-                metrics = module.learn(policy, optimizer, batch, tokenizer, record)
+                metrics, _ = module.learn(policy, optimizer, batch, tokenizer, record)
             else:
                 seed = [5] if script == "cwgrpo" else []
-                metrics = module.learn(policy, reference, optimizer, batch, *seed, record)
+                metrics, _ = module.learn(policy, reference, optimizer, batch, *seed, record)
     except FloatingPointError as error:
         said = str(error)
     return {
