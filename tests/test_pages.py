@@ -47,7 +47,8 @@ def test_excerpts_are_the_scripts_lines(script):
         shown.update(line.strip() for line in lines.splitlines())
     if page != README:
         numbered = {line.strip() for line in source.splitlines() if EQUATION.search(line)}
-        assert not numbered - shown
+        missing = numbered - shown
+        assert not missing
 
 
 @pytest.mark.parametrize("problems, ends", [(3000, [188, 376, 564]), (5000, [313, 626]), (10_000, [625])])
