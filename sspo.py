@@ -73,7 +73,7 @@ class Args(common.Args):
     it should be 1 + alpha + segment_entropy, anywhere from p50 to p95, plus a small margin."""
     clip_low: NonNegativeFloat = 0.2
     """How far below 1 the ratio may fall with --clip fixed.
-    The paper gives no value for "+SIR"; 0.2 is the usual one of PPO (ours)."""
+    The paper gives no value for "+SIR" and GRPO; 0.2 is the usual one of PPO (ours; §6.2.3 names it)."""
     clip_high: NonNegativeFloat = 0.2  # How far above 1 it may rise. Table 1's clip-high has 0.28.
     scale_advantage: bool = True
     """Divide advantages by the standard deviation of the group's rewards (Eq. 8). Dr. GRPO does not."""
