@@ -22,8 +22,8 @@ of Table 1, is a setting of cwgrpo.py: ./run.sh sspo-clip-cov-1.5b.
 
 Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
 not say, and we chose.
-- We read "batch size 128" as 128 prompts in a rollout batch, which is used for one epoch. The paper does not give the
-  number of updates. Fig. 3b shows clipping, so there were several. We make 4, of 32 prompts each (ours; verl's GSPO
+- We read a "batch size" of 128 as 128 prompts in a rollout batch, which is used for one epoch. The paper does not give
+  the number of updates. Fig. 3b shows clipping, so there were several. We make 4, of 32 prompts each (ours; verl's GSPO
   example also makes 4).
 - The paper trains with verl and leaves these values out, so we take verl's defaults: learning rate 1e-6, constant and
   without warm-up, weight decay 0.01, AdamW's betas, gradient norm 1, and temperature 1.
