@@ -1071,16 +1071,6 @@ class MicroBatch:
     cost: int
 
 
-def cut(inputs, tokens, device="cpu"):
-    """Return a loss's inputs for some of the step's tokens (numbers or a mask): *_T cut, tensors on `device`."""
-    parts = {}
-    for name, x in inputs.items():
-        if name.endswith("_T"):
-            x = x[tokens]
-        parts[name] = x.to(device) if isinstance(x, torch.Tensor) else x
-    return parts
-
-
 def image_inputs(problems, places):
     """Return a row's inputs for images; image_N is where their tokens are. `places` are those of prompts."""
     image_N, pixels, grids = [], [], []
@@ -1142,8 +1132,8 @@ class Batch:
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def pack(self, responses, device, inputs=None):
-        """Lay out a row of pieces, each group's prompt once, then the responses; cut a loss's inputs to them. A piece
-        sees itself and its prompt before it: key_N has these places, end to end."""
+        """Lay out a row of pieces, each group's prompt once, then the responses; cut a loss's *_T to them. A piece sees
+        itself and its prompt before it: key_N has these places, end to end."""
         prompts = sorted({self.group_R[r] for r in responses})
         if self.needed.isdisjoint(prompts):
             prompts.append(min(self.needed))
@@ -1177,10 +1167,15 @@ class Batch:
         row["max_length_q"] = int(length_q.max())
         row["max_length_k"] = int(length_k.max())
         token_T = torch.cat(tokens)
+        parts = {}
+        for name, x in (inputs or {}).items():
+            if name.endswith("_T"):
+                x = x[token_T]
+            parts[name] = x.to(device) if isinstance(x, torch.Tensor) else x
         index_T = torch.cat(index).to(device)
         target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
         cost = len(place_N) + len(row.get("pixel_values", ()))
-        return MicroBatch(row, index_T, target_T, token_T, cut(inputs or {}, token_T, device), cost)
+        return MicroBatch(row, index_T, target_T, token_T, parts, cost)
 
 
 # ------------------------------- policy
@@ -1593,6 +1588,16 @@ def open_run(folder, args, script, world):
         write_whole(file, json.dumps(about, indent=2))
 
 
+def vectors_of(seen, places):
+    """Return the numbers that each *_T of `seen` has at these places: six digits, None for what is not finite."""
+    vectors = {}
+    for name, x in seen.items():
+        if name.endswith("_T"):
+            values = x[places].tolist()
+            vectors[name] = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+    return vectors
+
+
 SKIPS_IN_A_ROW = 5  # updates
 # in the line of a step
 SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "tokens_per_second/update")
@@ -1604,6 +1609,7 @@ class Record:
     def __init__(self, args, script, world):
         name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.args = args
+        self.script = script
         self.world = world
         self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
         self.started = time.time()
@@ -1686,6 +1692,41 @@ class Record:
                     about += ", cut off"
                 parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
         (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
+
+    def training(self, step, batch, seen, tokenizer, updates=1):
+        """Write samples/train-step<step>.txt, and as .json what the loss saw of each token (the *_T of `seen`): in each
+        update's first two groups with a gradient."""
+        name = f"train-step{step:05d}"
+        self.samples(name, batch.groups)
+        if self.world.rank:
+            return
+        trained_T = seen.pop("trained_T")
+        seen["sampler_logp_T"] = batch.sampler_logp_T
+        valid_P = valid(batch.reward_PG)
+        groups = []
+        for update, part in enumerate(torch.arange(len(valid_P)).chunk(updates)):
+            for p in part[valid_P[part]][:2].tolist():
+                group = batch.groups[p]
+                responses = []
+                for g, rollout in enumerate(group.rollouts):
+                    places = batch.place_R[p * len(group.rollouts) + g]
+                    response = {
+                        "reward": group.reward_G[g].item(),
+                        "truncated": rollout.truncated,
+                        "tokens": tokenizer.batch_decode(rollout.ids[:, None]),
+                        "vectors": vectors_of(seen, places) if trained_T[places].any() else {},
+                    }
+                    responses.append(response)
+                groups.append(
+                    {
+                        "update": update,
+                        "problem": group.problem.text,
+                        "answer": group.problem.answer,
+                        "responses": responses,
+                    }
+                )
+        about = {"script": self.script, "step": step, "groups": groups}
+        (self.folder / "samples" / f"{name}.json").write_text(json.dumps(about))
 
     def step(self, step, metrics):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""

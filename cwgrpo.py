@@ -199,10 +199,9 @@ def token_weights(length_R, normaliser: str = "response"):
 
 
 def policy_loss(logp_T, old_logp_T, advantage_T, factor_T, weight_T, kl_coef: float, ref_logp_T=None):
-    """Return the loss (section 2.3), summed over these tokens, and metrics. factor_T multiplies the advantage. Since it
-    may be negative, the sign of the product decides which bound of the ratio acts. Without ref_logp_T, the reference's
-    log-probs, the KL is 0.
-    Metrics: kl is the KL to the reference without its coefficient (k3, nats, weighted as in the loss)."""
+    """Return the loss (section 2.3), summed over these tokens, and what it saw of each: its ratio and its KL to the
+    reference (k3, nats), which is 0 without ref_logp_T, the reference's log-probs. factor_T multiplies the advantage.
+    Since it may be negative, the sign of the product decides which bound of the ratio acts."""
     if ref_logp_T is None:
         ref_logp_T = logp_T.detach()
     ratio_T = (logp_T - old_logp_T).exp()
@@ -212,7 +211,7 @@ def policy_loss(logp_T, old_logp_T, advantage_T, factor_T, weight_T, kl_coef: fl
     behind_T = ref_logp_T - logp_T
     kl_T = behind_T.exp() - behind_T - 1  # k3
     loss = (weight_T * (kl_coef * kl_T - surrogate_T)).sum()  # loss
-    return loss, {"kl": (weight_T * kl_T).sum().detach()}
+    return loss, {"ratio_T": ratio_T, "kl_T": kl_T}
 
 
 def format_reward(text: str) -> float:
@@ -245,7 +244,8 @@ def covariance_summary(c_T):
 
 # ------------------------------------------------------------------------------------------------------------ one step
 def learn(policy, reference, optimizer, batch, seed, record):
-    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
+    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics and, as *_T, what the loss
+    saw of each token, the same on every rank."""
     args = record.args
     world = record.world
 
@@ -342,12 +342,14 @@ def learn(policy, reference, optimizer, batch, seed, record):
     entropy_T = world.all_reduce(entropy_T)
     old_logp_T = inputs.setdefault("old_logp_T", logp_T)
     c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
+    inputs["logp_T"] = logp_T
+    inputs["advantage_T"] = advantage_T * common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+    seen = {**inputs, "covariance_T": c_T, "entropy_T": entropy_T, "trained_T": trained_T}
     if args.reweight == "kernel":  # the value of the loss has w~: k reproduces only its gradient
         inputs["factor_T"] = kernel_weights(c_T, group_T)
-    sampled_T = batch.sampler_logp_T[trained_T]
-    trained = common.cut(inputs, trained_T)
-    trained["advantage_T"] *= common.truncated_ratio(trained["old_logp_T"], sampled_T, args.tis_cap)
-    loss, means = policy_loss(logp_T[trained_T], **trained)
+        seen["kernel_T"] = inputs["factor_T"]
+    loss, by_token = policy_loss(**inputs)
+    seen.update(by_token)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
@@ -358,9 +360,9 @@ def learn(policy, reference, optimizer, batch, seed, record):
     valid_T = valid_P[group_T]
     metrics.update(covariance_summary(c_T[valid_T]))
     if reference is not None:
-        metrics["kl"] = means["kl"].item() / args.updates_per_step
+        metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
-        metrics.update(common.sampler_gap(trained["old_logp_T"], sampled_T))
+        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         entropy_R = common.mean_by(entropy_T.double(), batch.response_T)
         metrics["entropy_response"] = entropy_R[batch.response_T[trained_T].unique()].mean().item()  # section 2.2
@@ -370,7 +372,7 @@ def learn(policy, reference, optimizer, batch, seed, record):
         metrics["covariance/sigma"] = sigma_P.double().mean().item()
         metrics["weight_removed"] = (1 - w_T).clamp(min=0).double().mean().item()
         metrics["weight_below_half"] = (w_T < 0.5).double().mean().item()
-    return metrics
+    return metrics, seen
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -424,7 +426,8 @@ def main(args: Args) -> None:
         common.set_lr(optimizer, args, step)
         seed = common.seed_of(args.seed, "clip-cov", step)
         metrics = common.drawn_metrics(groups)
-        metrics.update(learn(policy, reference, optimizer, batch, seed, record))
+        learned, seen = learn(policy, reference, optimizer, batch, seed, record)
+        metrics.update(learned)
 
         # ---- sync
         with record.phase("sync"):
@@ -436,7 +439,7 @@ def main(args: Args) -> None:
             with record.phase("evaluate"):
                 metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
                 common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
-            record.samples(f"train-step{step:05d}", batch.groups)
+            record.training(step, batch, seen, tokenizer, args.updates_per_step)
         record.step(step, metrics)
         stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:

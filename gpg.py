@@ -139,26 +139,23 @@ def format_reward(text: str) -> float:
 
 
 def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.0, ref_logp_T=None):
-    """Return the loss, summed over these tokens, and metrics. The loss is Eq. 8; with ref_logp_T, the reference's
-    log-probs, kl_coef times the KL to the reference is added.
-    Metrics: kl is that KL (k3, nats, weighted as in the loss), if there is a reference. logp_positive and logp_negative
-    are the mean log-probs (nats) of tokens with A > 0 and with A < 0, if there are any."""
+    """Return the loss, summed over these tokens, and what it saw of each. The loss is Eq. 8; with ref_logp_T, the
+    reference's log-probs, kl_coef times the KL to the reference is added, and the KL of each token is returned (k3,
+    nats)."""
     loss = -alpha * (weight_T * logp_T * advantage_T).sum()  # Eq. 8
-    metrics = {}
+    seen = {}
     if ref_logp_T is not None:
         behind_T = ref_logp_T - logp_T
         kl_T = behind_T.exp() - behind_T - 1  # k3
-        metrics["kl"] = (weight_T * kl_T).sum()
-        loss = loss + kl_coef * metrics["kl"]
-    for name, chosen_T in (("logp_positive", advantage_T > 0), ("logp_negative", advantage_T < 0)):
-        if chosen_T.any():
-            metrics[name] = logp_T[chosen_T].mean()
-    return loss, {name: value.detach() for name, value in metrics.items()}
+        loss = loss + kl_coef * (weight_T * kl_T).sum()
+        seen["kl_T"] = kl_T
+    return loss, seen
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
 def learn(policy, reference, optimizer, batch, record):
-    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
+    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics and, as *_T, what the loss
+    saw of each token, the same on every rank."""
     args = record.args
     world = record.world
 
@@ -206,12 +203,11 @@ def learn(policy, reference, optimizer, batch, record):
                 record.skip_update(norm)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
-    logp_T = world.all_reduce(logp_T)[trained_T]
-    entropy_T = world.all_reduce(entropy_T)[trained_T]
-    sampled_T = batch.sampler_logp_T[trained_T]
-    trained = common.cut(inputs, trained_T)
-    trained["advantage_T"] *= common.truncated_ratio(logp_T, sampled_T, args.tis_cap)
-    loss, means = policy_loss(logp_T, **trained)
+    logp_T = world.all_reduce(logp_T)
+    entropy_T = world.all_reduce(entropy_T)
+    inputs["logp_T"] = logp_T
+    inputs["advantage_T"] *= common.truncated_ratio(logp_T, batch.sampler_logp_T, args.tis_cap)
+    loss, seen = policy_loss(**inputs)
     metrics = {
         "loss": loss.item(),
         "alpha": alpha(batch.reward_PG),
@@ -220,12 +216,15 @@ def learn(policy, reference, optimizer, batch, record):
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    for name, value in means.items():
-        metrics[name] = value.item()
+    if reference is not None:
+        metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item()
+    for name, chosen_T in (("logp_positive", inputs["advantage_T"] > 0), ("logp_negative", inputs["advantage_T"] < 0)):
+        if chosen_T.any():
+            metrics[name] = logp_T[chosen_T].mean().item()
     if trained_T.any():
-        metrics.update(common.sampler_gap(logp_T, sampled_T))
-        metrics["entropy"] = entropy_T.double().mean().item()
-    return metrics
+        metrics.update(common.sampler_gap(logp_T[trained_T], batch.sampler_logp_T[trained_T]))
+        metrics["entropy"] = entropy_T[trained_T].double().mean().item()
+    return metrics, {**inputs, **seen, "entropy_T": entropy_T, "trained_T": trained_T}
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -284,7 +283,8 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
-        metrics.update(learn(policy, reference, optimizer, batch, record))
+        learned, seen = learn(policy, reference, optimizer, batch, record)
+        metrics.update(learned)
 
         # ---- sync
         with record.phase("sync"):
@@ -296,7 +296,7 @@ def main(args: Args) -> None:
             with record.phase("evaluate"):
                 metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
                 common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
-            record.samples(f"train-step{step:05d}", batch.groups)
+            record.training(step, batch, seen, tokenizer)
         record.step(step, metrics)
         stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:

@@ -59,7 +59,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -131,9 +130,8 @@ def token_weights(length_R, normaliser: str = "response"):
 
 
 def policy_loss(logp_T, old_logp_T, advantage_T, weight_T, low: float, high: float, kl_coef: float, ref_logp_T=None):
-    """Return the RL loss (Eq. 23), summed over these tokens, and metrics. low and high bound the ratio. Without
-    ref_logp_T, the reference's log-probs, the KL is 0.
-    Metrics: kl is the KL to the reference without its coefficient (k3, nats, weighted as in the loss)."""
+    """Return the RL loss (Eq. 23), summed over these tokens, and what it saw of each: its ratio, whether low or high
+    clips it, and its KL to the reference (k3, nats), which is 0 without ref_logp_T, the reference's log-probs."""
     if ref_logp_T is None:
         ref_logp_T = logp_T.detach()
     ratio_T = (logp_T - old_logp_T).exp()
@@ -142,7 +140,7 @@ def policy_loss(logp_T, old_logp_T, advantage_T, weight_T, low: float, high: flo
     behind_T = ref_logp_T - logp_T
     kl_T = behind_T.exp() - behind_T - 1  # k3
     loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_T))).sum()  # Eq. 23
-    return loss, {"kl": (weight_T * kl_T).sum().detach()}
+    return loss, {"ratio_T": ratio_T, "clipped_T": clipped_T < free_T, "kl_T": kl_T}
 
 
 def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=None) -> list[tuple[int, int]]:
@@ -175,7 +173,8 @@ def irl_loss(logp_T, weight_T):
 
 # ------------------------------------------------------------------------------------------------------------ one step
 def learn(policy, reference, optimizer, batch, record):
-    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
+    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics and, as *_T, what the loss
+    saw of each token, the same on every rank."""
     args = record.args
     world = record.world
 
@@ -235,13 +234,12 @@ def learn(policy, reference, optimizer, batch, record):
                 record.skip_update(norm)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
-    logp_T = world.all_reduce(logp_T)[trained_T]
-    entropy_T = world.all_reduce(entropy_T)[trained_T]
-    sampled_T = batch.sampler_logp_T[trained_T]
-    trained = common.cut(inputs, trained_T)
-    old_logp_T = trained.setdefault("old_logp_T", logp_T)
-    trained["advantage_T"] *= common.truncated_ratio(old_logp_T, sampled_T, args.tis_cap)
-    loss, means = policy_loss(logp_T, **trained)
+    logp_T = world.all_reduce(logp_T)
+    entropy_T = world.all_reduce(entropy_T)
+    inputs["logp_T"] = logp_T
+    old_logp_T = inputs.setdefault("old_logp_T", logp_T)
+    inputs["advantage_T"] *= common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+    loss, seen = policy_loss(**inputs)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
@@ -250,11 +248,11 @@ def learn(policy, reference, optimizer, batch, record):
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
     if reference is not None:
-        metrics["kl"] = means["kl"].item() / args.updates_per_step
+        metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
-        metrics.update(common.sampler_gap(old_logp_T, sampled_T))
-        metrics["entropy"] = entropy_T.double().mean().item()
-    return metrics
+        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
+        metrics["entropy"] = entropy_T[trained_T].double().mean().item()
+    return metrics, {**inputs, **seen, "entropy_T": entropy_T, "trained_T": trained_T}
 
 
 def learn_irl(policy, batches, record):
@@ -318,34 +316,39 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float
 
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
-def keep_demonstrations(folder, step, groups, problems, args):
-    """Choose the demonstrations among the groups of an RL step and write them to step-<step>.pt: tensors, and the place
-    of each problem in the data, so that no code runs when the file is read."""
-    mean_logp = [[rollout.logp.mean(dtype=np.float64) for rollout in group.rollouts] for group in groups]
-    mean_logp_PG = torch.tensor(mean_logp, dtype=torch.float64)
-    reward_PG = torch.stack([group.reward_G for group in groups])
+def keep_demonstrations(folder, step, batch, problems, args):
+    """Choose the demonstrations among the rollouts of an RL step and write them to step-<step>.pt: tensors, and the
+    place of each problem in the data, so that no code runs when the file is read. Return, for each token, whether its
+    response was chosen, and the mean log-prob that decided."""
+    mean_logp_R = common.mean_by(batch.sampler_logp_T.double(), batch.response_T)
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "demonstrations", step))
     chosen = choose_demonstrations(
-        mean_logp_PG,
-        reward_PG,
+        mean_logp_R.view_as(batch.reward_PG),
+        batch.reward_PG,
         k=args.demonstrations,
         how=args.choose,
         generator=generator,
     )
     place_of = {id(problem): place for place, problem in enumerate(problems)}
     kept = []
+    chosen_PG = torch.zeros_like(batch.reward_PG)
     for p, g in chosen:
-        rollout = groups[p].rollouts[g]
+        group = batch.groups[p]
         demonstration = {
-            "problem": place_of[id(groups[p].problem)],
-            "ids": torch.from_numpy(rollout.ids),
-            "logp": torch.from_numpy(rollout.logp),
-            "reward_G": reward_PG[p, g : g + 1].clone(),
+            "problem": place_of[id(group.problem)],
+            "ids": torch.from_numpy(group.rollouts[g].ids),
+            "logp": torch.from_numpy(group.rollouts[g].logp),
+            "reward_G": group.reward_G[g : g + 1].clone(),
         }
         kept.append(demonstration)
+        chosen_PG[p, g] = 1
     folder.mkdir(exist_ok=True)
     torch.save(kept, folder / "partial")
     (folder / "partial").rename(folder / f"step-{step:05d}.pt")
+    return {
+        "demonstration_T": chosen_PG.flatten()[batch.response_T],
+        "mean_logp_T": mean_logp_R[batch.response_T],
+    }
 
 
 def stage_lengths(args, problems: int) -> tuple[int, int]:
@@ -437,13 +440,16 @@ def main(args: Args) -> None:
         sampler.sleep()
         batch = common.Batch(groups)
         kept = record.folder / "demonstrations"
+        chosen = {}
         if irl_steps and world.rank == 0:
-            keep_demonstrations(kept, step, groups, problems, args)
+            chosen = keep_demonstrations(kept, step, batch, problems, args)
 
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(groups)
-        metrics.update(learn(policy, reference, optimizer, batch, record))
+        learned, seen = learn(policy, reference, optimizer, batch, record)
+        metrics.update(learned)
+        seen.update(chosen)
 
         # ---- stage 2: the whole IRL stage belongs to one step, so that no checkpoint lies inside it
         if irl_steps and step % rl_steps == 0:
@@ -464,7 +470,7 @@ def main(args: Args) -> None:
             with record.phase("evaluate"):
                 metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
                 common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
-            record.samples(f"train-step{step:05d}", batch.groups)
+            record.training(step, batch, seen, tokenizer, args.updates_per_step)
         record.step(step, metrics)
         stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:

@@ -161,25 +161,18 @@ def overlong_penalty(length_R, max_length: int, buffer: int):
 
 
 def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weight_T):
-    """Return -J (Eq. 16), summed over these tokens, and metrics. segment_T indexes low_S and high_S, so its numbers are
-    unique over all responses, not only inside each. low_S and high_S are never cut, nor are segments: no response is.
-    Metrics: clipped_high and clipped_low count the tokens with A > 0 and with A < 0 whose clipped branch is strictly
-    the smaller one. ratio_min, ratio_mean and ratio_max are taken over the tokens."""
+    """Return -J (Eq. 16), summed over these tokens, and what it saw of each: its ratio, the ratio's bounds, and whether
+    it is clipped, which means that the clipped branch is strictly the smaller one. segment_T indexes low_S and high_S,
+    so its numbers are unique over all responses, not only inside each. low_S and high_S are never cut, nor are
+    segments: no response is."""
     ratio_S = segment_mean(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
     ratio_T = ratio_S[segment_T]
+    low_T = low_S[segment_T]
+    high_T = high_S[segment_T]
     free_T = ratio_T * advantage_T
-    clipped_T = ratio_T.clamp(low_S[segment_T], high_S[segment_T]) * advantage_T
+    clipped_T = ratio_T.clamp(low_T, high_T) * advantage_T
     loss = -(weight_T * torch.minimum(free_T, clipped_T)).sum()  # Eq. 16
-    binds_T = clipped_T < free_T
-    metrics = {
-        "clipped_high": binds_T[advantage_T > 0].sum(),
-        "clipped_low": binds_T[advantage_T < 0].sum(),
-    }
-    if len(ratio_T):
-        metrics["ratio_min"] = ratio_T.min()
-        metrics["ratio_mean"] = ratio_T.mean()
-        metrics["ratio_max"] = ratio_T.max()
-    return loss, {name: value.detach() for name, value in metrics.items()}
+    return loss, {"ratio_T": ratio_T, "low_T": low_T, "high_T": high_T, "clipped_T": clipped_T < free_T}
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
@@ -196,7 +189,8 @@ def step_segments(batch, trained_R, tokenizer, delimiter: str):
 
 
 def learn(policy, optimizer, batch, tokenizer, record):
-    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics, the same on every rank."""
+    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics and, as *_T, what the loss
+    saw of each token, the same on every rank."""
     args = record.args
     world = record.world
 
@@ -256,11 +250,11 @@ def learn(policy, optimizer, batch, tokenizer, record):
                 record.skip_update(norm)
 
     # ---- metrics: policy_loss on the whole step, since shares and extremes of micro-batches do not add up
-    logp_T = world.all_reduce(logp_T)[trained_T]
-    trained = common.cut(inputs, trained_T)
-    loss, ratios = policy_loss(logp_T, **trained)
-    high = ratios.pop("clipped_high").item() / len(trained_T)  # of all tokens, trained or not
-    low = ratios.pop("clipped_low").item() / len(trained_T)
+    inputs["logp_T"] = world.all_reduce(logp_T)
+    loss, seen = policy_loss(**inputs)
+    clipped_T = seen["clipped_T"]
+    high = (clipped_T & (inputs["advantage_T"] > 0)).double().mean().item()  # of all tokens, trained or not
+    low = (clipped_T & (inputs["advantage_T"] < 0)).double().mean().item()
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "clip_fraction": high + low,
@@ -271,16 +265,18 @@ def learn(policy, optimizer, batch, tokenizer, record):
         "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    for name, value in ratios.items():
-        metrics[name] = value.item()
     if trained_T.any():
+        ratio_T = seen["ratio_T"][trained_T]
+        metrics["ratio_min"] = ratio_T.min().item()
+        metrics["ratio_mean"] = ratio_T.mean().item()
+        metrics["ratio_max"] = ratio_T.max().item()
         metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
         trained_S = segment_T[trained_T].unique()
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         metrics["segments_per_response"] = len(trained_S) / trained_R.sum().item()
         if args.clip == "entropy":
             metrics.update(clip_summary(entropy_S[trained_S], args.alpha, args.beta, args.gamma))
-    return metrics
+    return metrics, {**inputs, **seen, "entropy_T": entropy_T, "trained_T": trained_T}
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -338,7 +334,8 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
-        metrics.update(learn(policy, optimizer, batch, tokenizer, record))
+        learned, seen = learn(policy, optimizer, batch, tokenizer, record)
+        metrics.update(learned)
 
         # ---- sync
         with record.phase("sync"):
@@ -350,7 +347,7 @@ def main(args: Args) -> None:
             with record.phase("evaluate"):
                 metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
                 common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
-            record.samples(f"train-step{step:05d}", batch.groups)
+            record.training(step, batch, seen, tokenizer, args.updates_per_step)
         record.step(step, metrics)
         stopping = record.stop_requested()
         if stopping or step % args.checkpoint_every == 0 or step == args.steps:

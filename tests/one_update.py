@@ -1,7 +1,7 @@
 """Run scripts' `learn` on fixed rollouts, one job after another: for test_invariance.py and test_images.py.
 
 A job is such as {"script": "sspo", "model": "tools/toy/model", "budget": 60, "dead": [2], "args": {}}; its result holds
-gradients, weights and metrics.
+gradients, weights, metrics and what the loss saw.
 """
 
 import importlib
@@ -96,22 +96,23 @@ def update(
         for parameter in reference.parameters():
             parameter.mul_(1.1)
     batch = common.Batch(groups)
-    said, metrics = "", {}
+    said, metrics, seen = "", {}, {}
     try:
         if irl:
             metrics = module.learn_irl(policy, [batch] * repeat, record)
         for _ in range(0 if irl else repeat):
             if script == "sspo":
-                metrics = module.learn(policy, optimizer, batch, tokenizer, record)
+                metrics, seen = module.learn(policy, optimizer, batch, tokenizer, record)
             else:
                 seed = [5] if script == "cwgrpo" else []
-                metrics = module.learn(policy, reference, optimizer, batch, *seed, record)
+                metrics, seen = module.learn(policy, reference, optimizer, batch, *seed, record)
     except FloatingPointError as error:
         said = str(error)
     return {
         "gradient": {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None},
         "moved": {name: p.full_tensor() - before[name] for name, p in policy.named_parameters()},
         "metrics": {name: float(value) for name, value in metrics.items()},
+        "seen": seen,
         "mesh": world.mesh.shape,
         "skipped": record.skipped,
         "phases": list(record.seconds),

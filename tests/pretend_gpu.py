@@ -294,12 +294,12 @@ def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
 
 
 def step(script: str, policy, reference, optimizer, batch, record) -> dict:
-    """Make a script's step, each with the arguments of its own."""
+    """Make a script's step, each with the arguments of its own, and return its metrics."""
     learn = importlib.import_module(script).learn
     if script == "sspo":
-        return learn(policy, optimizer, batch, AutoTokenizer.from_pretrained(record.args.model), record)
+        return learn(policy, optimizer, batch, AutoTokenizer.from_pretrained(record.args.model), record)[0]
     seed = [5] if script == "cwgrpo" else []
-    return learn(policy, reference, optimizer, batch, *seed, record)
+    return learn(policy, reference, optimizer, batch, *seed, record)[0]
 
 
 def learn(

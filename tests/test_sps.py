@@ -14,10 +14,10 @@ import sps
 
 
 def ours(logp, old, ref, reward, beta, low=0.8, high=1.2):
-    """The script's functions on the same numbers; returns the RL loss, its metrics and the gradient."""
+    """The script's functions on the same numbers; returns the RL loss, what it saw and the gradient."""
     length_R, response_T = literal.numbers(logp)
     leaf = flat(logp).requires_grad_()
-    loss, metrics = sps.policy_loss(
+    loss, seen = sps.policy_loss(
         leaf,
         old_logp_T=flat(old),
         ref_logp_T=flat(ref),
@@ -28,7 +28,7 @@ def ours(logp, old, ref, reward, beta, low=0.8, high=1.2):
         kl_coef=beta,
     )
     loss.backward()
-    return loss.item(), metrics, leaf.grad
+    return loss.item(), seen, leaf.grad
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -37,12 +37,12 @@ def test_rl_loss_and_gradient_equal_eq_23(seed):
     logp, old, ref, reward = literal.draw(seed, 1 + seed % 3, 2 + seed % 4, 1 if seed == 4 else 9)
     advantage = list(map(literal.advantages, reward))
     beta = [0.01, 0.0][seed == 3]
-    loss, metrics, gradient = ours(logp, old, ref, reward, beta)
+    loss, seen, gradient = ours(logp, old, ref, reward, beta)
 
     def expected():
         return literal.grpo(logp, old, advantage, 0.8, 1.2, ref, beta)
 
-    assert loss == pytest.approx(expected(), abs=1e-12) and metrics["kl"] > 0
+    assert loss == pytest.approx(expected(), abs=1e-12) and seen["kl_T"].sum() > 0
     literal.check_gradient(gradient, expected, logp)
 
 
@@ -135,7 +135,7 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path):
     rollouts = [common.Rollout(np.array([g]), np.zeros(1, np.float32), "", False) for g in range(4)]
     for step in range(1, 5):
         groups = [common.Group(problem, rollouts, reward_G, reward_G) for problem in problems[3 * step - 3 : 3 * step]]
-        sps.keep_demonstrations(tmp_path, step, groups, problems, args)
+        sps.keep_demonstrations(tmp_path, step, common.Batch(groups), problems, args)
         generator = torch.Generator().manual_seed(common.seed_of(3, "demonstrations", step))
         for p, g in sps.choose_demonstrations(torch.zeros(3, 4), torch.zeros(3, 4), 2, "uniform", generator):
             chosen[groups[p].problem.text, g] = [float(g)]
