@@ -48,9 +48,9 @@ not say, and we chose.
   for properly matched tags. The released 7B recipe rewards accuracy only, and so does ours.
 - A dead group is one whose rewards are all equal. With --kl-coef 0 it goes through no backward pass, but it still
   counts in the denominators.
-- The paper has one update a step, and so has the kernel here. With --updates-per-step above 1, Clip-Cov draws its mask
-  for each update among the update's own tokens, by the log-probs of the policy that the update starts from, and the
-  ratio is clipped to [0, 2]. Both are as its authors have them.
+- The released code makes one update a step, and so does the kernel here. With --updates-per-step above 1, Clip-Cov
+  draws its mask for each update among the update's own tokens, by the log-probs of the policy that the update starts
+  from, and the ratio is clipped to [0, 2]. Both are as its authors have them.
 - Clip-Cov's authors have no KL and leave out dead groups. So do we with --kl-coef 0. Our clip-cov-... has the KL and
   keeps them, because the methods that it is compared with do (ours).
 - The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
@@ -101,7 +101,7 @@ class Args(common.Args):
     checkpoints_kept: PositiveInt = 6
     """The newest checkpoints that stay. Table 3 needs those of steps 100, 150 and 200 of 300."""
     updates_per_step: PositiveInt = 1
-    """Optimiser steps on one rollout batch. Each has its own prompts. The paper has 1, and the kernel takes only 1."""
+    """Optimiser steps on one rollout batch. Each has its own prompts. The kernel takes only 1, as released."""
     reweight: Literal["kernel", "none", "clip-cov"] = "kernel"
     """What multiplies advantages. kernel: w~ of section 2.3. none: 1, which is GRPO. clip-cov: Clip-Cov's mask."""
     detach_kernel: bool = False

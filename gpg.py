@@ -46,10 +46,11 @@ not say, and we chose. docs/gpg.md compares the paper with its released code.
   prompts (ours).
 - The format reward is 1 for "<think>...</think> <answer>...</answer>" with nothing around it. The first tag may be
   missing, because chat templates put it at the end of the prompt (ours).
-- The multimodal runs (Tables 5 to 8) are gpg-geoqa to gpg-lisa of run.sh. They average the loss per response, as the
-  released code does.
-- The R1-distilled models are not evaluated while they train, because their evaluation has another prompt and samples
-  differently (./run.sh eval RUN --protocols open-rs).
+- The multimodal runs (Tables 5 to 8) are gpg-geoqa to gpg-lisa of run.sh. They average the loss per response and
+  reward the format, as the released code does; for gpg-lisa B.4 names the IoU alone.
+- The R1-distilled models train with the released code's prompt, open-rs, which asks for a box and for English. B.4
+  prints it without either. They are not evaluated while they train, because their evaluation has another prompt and
+  samples differently (./run.sh eval RUN --protocols open-rs).
 - The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
   advantage by min(pi / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
 """

@@ -184,9 +184,9 @@ method() {  # NAME WHAT FLAGS...: a recipe's flags come first, the method's last
 toys="toy image-toy ground-toy"
 methods_of sspo.py $toys 135m 0.5b 1.5b 7b
 method sspo "SSPO (Table 1)"
-method sir "\"+SIR\": SSPO's ratio, fixed clip 0.2 (Table 2; the \n\n row of Table 3)" --clip fixed
-method newline "segments end at \n, fixed clip (Table 3)" --clip fixed --delimiter '\n'
-method period "segments end at \".\", fixed clip (Table 3)" --clip fixed --delimiter .
+method sir "\"+SIR\": SSPO's ratio, fixed clip 0.2 (ours; Table 2; the \n\n row of Table 3)" --clip fixed
+method newline "segments end at \n, fixed clip (inferred; Table 3)" --clip fixed --delimiter '\n'
+method period "segments end at \".\", fixed clip (inferred; Table 3)" --clip fixed --delimiter .
 method grpo "one ratio per token, clip 0.2 (Table 1)" --clip fixed --delimiter token
 method clip-high "GRPO with upper clip 0.28 (Table 1)" --clip fixed --delimiter token --clip-high 0.28
 method gspo "one ratio per response, clip 3e-4 / 4e-4 (GSPO's own)" \

@@ -33,8 +33,8 @@ not say, and we chose.
 - Demonstrations are 3 of each prompt's 8 responses (section 5.1). l2te takes the wrong responses with the lowest mean
   log-prob of a token. Where these are too few, it fills up with the right ones of the lowest. The paper "preferentially
   samples" unlikely rollouts and augments each "batch with positive trajectories"; that the choice is deterministic, per
-  prompt and wrong ones first is ours. uniform is what section 4.1 says before L2TE. quantile is C.1: the lower 3/8 of a
-  step's responses. The log-prob is the sampler's, at sampling time (ours).
+  prompt and wrong ones first is ours. uniform is what section 4.1 says before L2TE. quantile is C.1: the lowest of a
+  step's responses, 3/8 of them (ours). The log-prob is the sampler's, at sampling time (ours).
 - 188 x 16 prompts give 9,024 demonstrations, and a stage uses 4 x 512 of them. They are drawn without replacement until
   all are used. More demonstrations of a prompt thus make a larger pool, not a longer stage, so the runs of Fig. 4 take
   whole passes.
@@ -103,7 +103,7 @@ class Args(common.Args):
     """Number of responses to each prompt that become demonstrations (section 5.1; Fig. 4 has 1 to 5)."""
     choose: Literal["l2te", "uniform", "quantile"] = "l2te"
     """Which responses. l2te: wrong and unlikely first (section 4.1). uniform: any (section 4.1).
-    quantile: the least likely of a step's (C.1)."""
+    quantile: the least likely of a step's (C.1), as many as l2te has (ours)."""
 
 
 CLIP = {"low": 0.8, "high": 1.2}

@@ -22,8 +22,8 @@ of Table 1, is a setting of cwgrpo.py: ./run.sh sspo-clip-cov-1.5b.
 
 Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
 not say, and we chose.
-- We read "batch size 128" as 128 prompts in a rollout batch, which is used for one epoch. The paper does not give the
-  number of updates. Fig. 3b shows clipping, so there were several. We make 4, of 32 prompts each (ours; verl's GSPO
+- We read a "batch size" of 128 as 128 prompts in a rollout batch, which is used for one epoch. The paper does not give
+  the number of updates. Fig. 3b shows clipping, so there were several. We make 4, of 32 prompts each (ours; verl's GSPO
   example also makes 4).
 - The paper trains with verl and leaves these values out, so we take verl's defaults: learning rate 1e-6, constant and
   without warm-up, weight decay 0.01, AdamW's betas, gradient norm 1, and temperature 1.
@@ -73,7 +73,7 @@ class Args(common.Args):
     it should be 1 + alpha + segment_entropy, anywhere from p50 to p95, plus a small margin."""
     clip_low: NonNegativeFloat = 0.2
     """How far below 1 the ratio may fall with --clip fixed.
-    The paper gives no value for "+SIR"; 0.2 is the usual one of PPO (ours)."""
+    The paper gives no value for "+SIR" and GRPO; 0.2 is the usual one of PPO (ours; §6.2.3 names it)."""
     clip_high: NonNegativeFloat = 0.2  # How far above 1 it may rise. Table 1's clip-high has 0.28.
     scale_advantage: bool = True
     """Divide advantages by the standard deviation of the group's rewards (Eq. 8). Dr. GRPO does not."""

@@ -6,6 +6,7 @@ import literal
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from literal import flat
 
 import common
@@ -184,6 +185,9 @@ def test_what_a_step_of_5e_10_does_to_a_weight():
     weights = torch.randn(100_000) * 0.02
     world = type("World", (), {"all_reduce": staticmethod(lambda x: x)})
     small = (weights.abs() < 2**-6).float().mean().item()
+    stuck = math.erfc(2**-6 / 0.02 / math.sqrt(2))
+    assert f"N(0, 0.02), {100 * stuck:.1f} % cannot move" in (ROOT / "docs" / "sps.md").read_text()
+    assert small == pytest.approx(1 - stuck, abs=0.005)
     assert sps.movable_share([weights], 5e-10, torch.float32, world) == pytest.approx(small, abs=0.002)
     assert sps.movable_share([weights], 5e-10, torch.bfloat16, world) < 1e-3
     assert sps.movable_share([weights], 5e-5, torch.float32, world) == 1
