@@ -146,7 +146,7 @@ def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.
     seen = {}
     if ref_logp_T is not None:
         behind_T = ref_logp_T - logp_T
-        kl_T = behind_T.exp() - behind_T - 1  # k3
+        kl_T = behind_T.exp() - behind_T - 1  # Eq. 27 (k3)
         loss = loss + kl_coef * (weight_T * kl_T).sum()
         seen["kl_T"] = kl_T
     return loss, seen
@@ -272,7 +272,7 @@ def main(args: Args) -> None:
             position += len(groups)
             reward_PG = torch.stack([group.reward_G for group in drawn])
             valid_P = common.valid(reward_PG)
-            if valid_P.sum().item() / args.prompts_per_step >= args.beta_th:
+            if valid_P.sum().item() / args.prompts_per_step >= args.beta_th:  # Algorithm 1
                 break
         else:
             record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")

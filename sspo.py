@@ -150,7 +150,7 @@ def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
     token: 1 / sum |y_i| (DAPO). This and the first sum to 1.
     constant: 1 / (R max_length) (Dr. GRPO)."""
     tokens = {"response": length_R, "token": length_R.double().mean(), "constant": max_length}[normaliser]
-    weight_R = torch.ones(len(length_R), dtype=torch.float64) / (len(length_R) * tokens)  # 1/G 1/|y_i| of Eq. 16
+    weight_R = torch.ones(len(length_R), dtype=torch.float64) / (len(length_R) * tokens)  # Eq. 16: 1/G 1/|y_i|
     return weight_R.repeat_interleave(length_R)
 
 

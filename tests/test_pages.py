@@ -11,7 +11,7 @@ import sps
 README = ROOT / "README.md"
 PAGES = [README, *sorted(ROOT.glob("docs/*.md"))]
 # how a script's line says which equation it is; CW-GRPO's have no numbers
-EQUATION = re.compile("# (Eq[.]|C[.]1|L2TE|k3|loss$|covariance$|kernel$|normalisation$)")
+EQUATION = re.compile("# (Eq[.]|C[.]1|L2TE|k3|Algorithm 1$|loss$|covariance$|kernel$|normalisation$)")
 
 
 def headings(page) -> set[str]:
