@@ -21,7 +21,7 @@ help() {
 ./run.sh EXPERIMENT [ARGS]   set up, then run EXPERIMENT; arguments go to the script, e.g. --seed 2 --steps 500
 ./run.sh check [MODEL]       check a new machine in ten minutes: a table of figures, bounds, ok or FAIL
 ./run.sh eval MODEL [ARGS]   a hub id, model folder or run folder by the papers' protocols (docs/evaluation.md)
-./run.sh plot RUN... [-o F]  draw the curves of run folders into one picture
+./run.sh plot RUN... [-o F]  draw the curves of run folders into one picture; --figure tokens: what the loss saw
 ./run.sh claims [NAME...]    run what docs/claims.md reports, five seeds each, or go on with it; tables and pictures
 CPU=1 ./run.sh ...           without GPUs, even where there are some
 DRY=1 ./run.sh EXPERIMENT    print the script and its flags, and do nothing
@@ -370,6 +370,7 @@ case $word in
     run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)
     (start sspo-toy --run-dir "$run")
     "$python" tools/plot.py "$run" -o "$run/curve.png"
+    "$python" tools/plot.py "$run" --figure tokens -o "$run/tokens.html"
     printf '%s\n' "samples  $run/samples/" "model    $run/model/" ;;
   *) if [ -n "${commands[$word]:-}" ]; then start "$word" "$@"; else unknown "$word"; fi ;;
 esac
