@@ -34,9 +34,7 @@ weight_T: normaliser in front of the token
 
 
 def visible(text, newline="↵\n"):
-    """Return a text with signs for what does not show: blanks alone, control and bidirectional characters."""
-    if not text.strip(" "):
-        return "·" * len(text)
+    """Return a text with signs for what does not show: control and bidirectional characters, newlines."""
     lines = []
     for line in text.split("\n"):
         shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
@@ -116,7 +114,8 @@ def fit(files):
         del step["groups"][count:]
     if count == every and len(steps) == len(files):
         return steps, ""
-    return steps, f"To stay under 2 MB, it has {len(steps)} of {len(files)} steps, and of each the first {count} groups."
+    remark = f"To stay under 2 MB, it has {len(steps)} of {len(files)} steps, and of each the first {count} groups."
+    return steps, remark
 
 
 def write_page(runs, out):
@@ -133,8 +132,7 @@ def write_page(runs, out):
     labels = {line.partition(":")[0]: line for line in LABELS.strip().split("\n")}
     labels = labels | {name: name for name in sorted(found.difference(labels))}
     data = {
-        "run": runs[0].resolve().name,
-        "remark": remark,
+        "about": f"{runs[0].resolve().name} {remark}",
         "labels": {name: label for name, label in labels.items() if name in found},
         "steps": steps,
     }
