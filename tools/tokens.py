@@ -76,8 +76,8 @@ def as_json(value):
 
 
 def read(file, most):
-    """Return a step as the page wants it, with the sizes of its groups in bytes; no more groups than may find room.
-    Those of the last update come first: in the first update every ratio is 1."""
+    """Return a step as the page wants it, with the sizes of its groups in bytes, but not more groups than can have
+    room. Those of the last update come first: in the first update every ratio is 1."""
     step = json.loads(file.read_text())
     ordered = sorted(step["groups"], key=lambda group: -group["update"])
     groups = []
@@ -93,7 +93,7 @@ def read(file, most):
         }
         groups.append(packed)
         sizes.append(len(as_json(packed)) + 9)
-    return {"step": step["step"], "groups": groups, "sizes": sizes}
+    return {"step": step["step"], "of": len(ordered), "groups": groups, "sizes": sizes}
 
 
 def fit(files):
@@ -101,7 +101,7 @@ def fit(files):
     between the first and the last, then the ends of responses."""
     most = 5000  # tokens of a response
     steps = [read(file, most) for file in files]
-    count = every = max(len(step["groups"]) for step in steps)
+    count = every = max(step["of"] for step in steps)
     while most and sum(sum(step["sizes"][:count]) for step in steps) > ROOM:
         if count > 1:
             count -= 1
@@ -114,8 +114,10 @@ def fit(files):
         del step["groups"][count:]
     if count == every and len(steps) == len(files):
         return steps, ""
-    remark = f"To stay under 2 MB, it has {len(steps)} of {len(files)} steps, and of each the first {count} groups."
-    return steps, remark
+    return (
+        steps,
+        f"To stay under 2 MB, it has {len(steps)} of {len(files)} steps and {count} of {every} groups of each.",
+    )
 
 
 def write_page(runs, out):
