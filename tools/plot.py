@@ -7,6 +7,7 @@ python tools/plot.py runs/A --figure covariance --until 50
 python tools/plot.py docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv --figure bands      (of run folders, too)
 python tools/plot.py runs/A runs/B --figure answers        (what was answered before and after)
 python tools/plot.py base.json runs/A/eval-best.json --figure accuracy    (or pass) of what tools/eval.py wrote
+python tools/plot.py runs/A --figure tokens -o tokens.html        (what the loss saw of each token, a page)
 
 Runs whose names differ only in a number at the end, their seed, share a colour; `bands` draws their mean and its
 standard error. Prints the picture's path and, for each run, the reward and every held-out accuracy before and after,
@@ -28,6 +29,7 @@ from typing import Annotated, Literal
 import matplotlib
 import numpy as np
 import tyro
+from tokens import write_page
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -363,9 +365,9 @@ class Args:
     """Run folders, csv files of tools/claims.py; for accuracy and pass JSON files of eval.py, or their folders."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("curve.png")
     """The picture."""
-    figure: Literal["curves", "bands", "accuracy", "pass", "covariance", "answers"] = "curves"
+    figure: Literal["curves", "bands", "accuracy", "pass", "covariance", "answers", "tokens"] = "curves"
     """curves of --panels, bands: over seeds; accuracy of each question; pass@k; shares of |c| (cwgrpo.py); answers
-    before and after."""
+    before and after; tokens: the page of what the loss saw."""
     panels: tuple[str, ...] = ()
     """Metrics, as named in metrics.jsonl."""
     until: float = math.inf
@@ -383,6 +385,8 @@ def main():
         draw_pass(answered(args.runs), args.out)
     elif args.figure == "answers":
         draw_answers(args.runs, args.out)
+    elif args.figure == "tokens":
+        write_page(args.runs, args.out)
     else:
         runs = {run.name.removesuffix(".csv"): read(run) for run in args.runs}
     if args.figure == "curves":

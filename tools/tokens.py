@@ -1,0 +1,142 @@
+"""Write the page "What the loss saw": a run's responses token by token, with the vectors that the loss used.
+
+tokens.html is its style and script. This file makes what samples/train-step*.json hold harmless and small enough for
+it. `plot.py RUN --figure tokens` calls `write_page`.
+"""
+
+import json
+import re
+from pathlib import Path
+
+ROOM = 1_980_000  # bytes for the steps, so that the page stays under 2 MB
+
+# the page begins with the first quantity that varies
+LABELS = """
+ratio_T: new probability over old
+factor_T: what multiplied the advantage
+entropy_T: how unsure the model was
+advantage_T: how much better than the group's mean
+kernel_T: the paper's weight, of mean 1 in a group
+covariance_T: how log-prob and advantage vary together
+clipped_T: 1 if clipped, and then without gradient
+low_T: lowest ratio that is not clipped
+high_T: highest ratio that is not clipped
+segment_T: the segment's number
+kl_T: estimate of the KL to the reference model
+logp_T: log-prob in this update
+old_logp_T: log-prob before the first update
+sampler_logp_T: log-prob when it was drawn
+ref_logp_T: log-prob of the reference model
+mean_logp_T: mean log-prob of the response
+demonstration_T: 1 if imitated as a demonstration
+weight_T: normaliser in front of the token
+"""
+
+
+def visible(text, newline="↵\n"):
+    """Return a text with signs for what does not show: control and bidirectional characters, newlines."""
+    lines = []
+    for line in text.split("\n"):
+        shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
+        lines.append("".join(shown))
+    return re.sub("\n(?=↵)", "", newline.join(lines))  # several newlines in a token break the line once
+
+
+def pack(response, most):
+    """Return a response as the page wants it: what stands beside it, and up to so many tokens and their vectors. A
+    constant vector becomes one number."""
+    tokens = response["tokens"]
+    vectors = {}
+    for name, vector in response["vectors"].items():
+        vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:most]
+    reward = response["reward"]
+    verdict = "✓ right" if reward >= 1 else "◐ partly right" if reward > 0 else "✗ wrong"
+    facts = [f"{verdict}, reward {reward:.3g}"]
+    advantage = vectors.get("advantage_T")
+    if isinstance(advantage, float):
+        facts.append(f"advantage {advantage:+.2f}")
+    if vectors.get("demonstration_T") == 1:
+        facts.append("became a demonstration")
+    if response["truncated"]:
+        facts.append("cut off")
+    if not vectors:
+        facts.append("no gradient")
+    if len(tokens) > most:
+        facts.append(f"{len(tokens) - most} more tokens")
+    return {
+        "facts": "\n".join(facts),
+        "tokens": [visible(token) for token in tokens[:most]],
+        "vectors": vectors,
+    }
+
+
+def as_json(value):
+    """Return JSON in ASCII that cannot end the script element that it stands in."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def read(file, most):
+    """Return a step as the page wants it, with the sizes of its groups in bytes, but not more groups than can have
+    room. Those of the last update come first: in the first update every ratio is 1."""
+    step = json.loads(file.read_text())
+    ordered = sorted(step["groups"], key=lambda group: -group["update"])
+    groups = []
+    sizes = []
+    for group in ordered:
+        if sum(sizes) > ROOM:
+            break
+        answer = visible(str(group["answer"]))
+        packed = {
+            "problem": visible(group["problem"][:2000], newline="\n"),
+            "about": f"answer {answer}, update {group['update'] + 1} of {ordered[0]['update'] + 1}",
+            "responses": [pack(response, most) for response in group["responses"]],
+        }
+        groups.append(packed)
+        sizes.append(len(as_json(packed)) + 9)
+    return {"step": step["step"], "of": len(ordered), "groups": groups, "sizes": sizes}
+
+
+def fit(files):
+    """Return the steps with all that there is room for, and a remark. Left out are later groups first, then steps
+    between the first and the last, then the ends of responses."""
+    most = 5000  # tokens of a response
+    steps = [read(file, most) for file in files]
+    count = every = max(step["of"] for step in steps)
+    while most and sum(sum(step["sizes"][:count]) for step in steps) > ROOM:
+        if count > 1:
+            count -= 1
+        elif len(steps) > 2:
+            steps = [*steps[:-1:2], steps[-1]]
+        else:
+            most = most * 3 // 4
+            steps = [read(file, most) for file in sorted({files[0], files[-1]})]
+    for step in steps:
+        del step["groups"][count:]
+    if count == every and len(steps) == len(files):
+        return steps, ""
+    return (
+        steps,
+        f"To stay under 2 MB, it has {len(steps)} of {len(files)} steps and {count} of {every} groups of each.",
+    )
+
+
+def write_page(runs, out):
+    """Write a run's page. Raises SystemExit for several runs, and for one that has no file with vectors."""
+    if len(runs) > 1:
+        raise SystemExit("--figure tokens draws one run")
+    samples = runs[0] / "samples"
+    files = sorted(samples.glob("train-step*.json"))
+    if not files:
+        raise SystemExit(f"{samples}: no train-step*.json; the scripts write them when they evaluate during training")
+    steps, remark = fit(files)
+    groups = [group for step in steps for group in step["groups"]]
+    found = {name for group in groups for response in group["responses"] for name in response["vectors"]}
+    labels = {line.partition(":")[0]: line for line in LABELS.strip().split("\n")}
+    labels = labels | {name: name for name in sorted(found.difference(labels))}
+    data = {
+        "about": f"{runs[0].resolve().name} {remark}",
+        "labels": {name: label for name, label in labels.items() if name in found},
+        "steps": steps,
+    }
+    page = Path(__file__).with_suffix(".html").read_text()
+    out.write_text(page.replace("DATA", as_json(data)))
