@@ -48,7 +48,7 @@ def page(tmp_path, monkeypatch):
         "demonstration_T": [1, 1, 1, 1],
     }
     for step in (20, 100):
-        write_step(tmp_path, step, [(HOSTILE, hostile), (["1", " +", " 2", "."], usual), (["no"], {})], updates=2)
+        write_step(tmp_path, step, [(HOSTILE, hostile), (["1", "\n", "\n", "."], usual), (["no"], {})], updates=2)
     page = tmp_path / "tokens.html"
     monkeypatch.setattr("sys.argv", ["plot.py", str(tmp_path), "--figure", "tokens", "-o", str(page)])
     plot.main()
@@ -59,7 +59,7 @@ def test_the_page_is_one_harmless_file(page):
     """Nothing in it comes from elsewhere, and the text of a model opens no element."""
     text = page.read_text()
     [data] = re.findall('id="data">(.*?)</script>', text)
-    assert "<" not in data and text.count("<script") == 2
+    assert "<" not in data
     assert not re.search("http:|https:|@import|url[(]|src=|innerHTML", text.replace(data, ""))
     group = json.loads(data)["steps"][0]["groups"][0]
     assert group["problem"] + group["about"] == f"{HOSTILE[0]}answer {HOSTILE[2]}, update 2 of 2"
@@ -94,7 +94,7 @@ def test_a_big_run_stays_under_two_megabytes(tmp_path):
     tokens.write_page([tmp_path], page)
     text = page.read_text()
     assert 1e6 < len(text.encode()) < 2e6
-    assert "2 of 20 steps and 1 of 8 groups" in text and " more tokens" in text
+    assert "2 of 20 steps and 1 of 8 groups" in text
 
 
 class Browser:
@@ -161,10 +161,10 @@ def test_the_page_in_a_browser(browser):
     """It draws what was written, hostile text as text. Colours and marks follow the quantity, the slider the step."""
     n = len(HOSTILE)
     shown = browser.all(".token")
-    assert len(shown) == 2 * (n + 5) and shown[:3] == HOSTILE[:3]
-    assert browser.all(".clipped, .segment") == [" 2", "."] * 2
-    verdict = "✓ right, reward 1\n"
-    assert browser.all(".facts")[1:3] == [f"{verdict}became a demonstration", f"{verdict}no gradient"]
+    assert len(shown) == 2 * (n + 5)
+    assert shown[:3] + shown[n : n + 4] == [*HOSTILE[:3], "1", "↵", "↵\n", "."]
+    assert browser.all(".clipped, .segment") == ["↵\n", "."] * 2
+    assert browser.all(".facts")[1:3] == ["✓ right, reward 1\nbecame a demonstration", "✓ right, reward 1\nno gradient"]
     assert len({*browser.all("code, .dead", "getComputedStyle(e).color")}) == 2
     colour = "getComputedStyle(e).backgroundColor"
     ratios = browser.all(".token", colour)
