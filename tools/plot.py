@@ -386,6 +386,7 @@ def main():
     elif args.figure == "answers":
         draw_answers(args.runs, args.out)
     elif args.figure == "tokens":
+        args.out = args.out.with_suffix(".html")
         write_page(args.runs, args.out)
     else:
         runs = {run.name.removesuffix(".csv"): read(run) for run in args.runs}
