@@ -102,7 +102,7 @@ class Browser:
 
     def __init__(self, chromium, folder, page):
         flags = ["--headless", "--no-sandbox", "--remote-debugging-pipe", f"--user-data-dir={folder}"]
-        start = ["bash", "-c", 'exec "$@" 3<&0 4>&1 >/dev/null', "bash", chromium, *flags]
+        start = ["bash", "-c", 'exec "$0" "$@" 3<&0 4>&1 >/dev/null', chromium, *flags]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(start, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         self.calls = 0
