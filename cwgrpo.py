@@ -32,8 +32,8 @@ not say, and we chose.
 - The gradient goes through w~, because the paper writes c with log pi_theta and the released code detaches nothing.
   This couples all tokens of a group; `effective_kernel` says how we compute it. --detach-kernel takes w~ as constant
   (ours).
-- sigma is the population std, and 1e-8 is added to it. std r is the unbiased one, and 1e-6 is added to it (released
-  code: 1e-4). N does not count padding (the released code counts it).
+- sigma is the population std over a group's tokens (our reading), and 1e-8 is added to it. std r is the unbiased one,
+  and 1e-6 is added to it (released code: 1e-4). N does not count padding (the released code counts it).
 - Section 2.1 writes GRPO with a ratio and a KL of whole responses, section 2.3 with those of tokens. We take the
   latter.
 - The KL is k3. Its weight beta, 0.04, weight decay 0, AdamW's betas and the gradient norm are TRL's defaults, as in the
@@ -220,9 +220,10 @@ def format_reward(text: str) -> float:
 
 
 def covariance_summary(c_T):
-    """Return what Table 1 and Fig. 3 report. For each sign, the tokens are sorted by |c|, largest first, and the mean c
-    is taken within each band of them: 0-0.01 %, 0.01-1 %, 1-20 %, 20-40 % and 40-100 %. A band's name has its end.
-    covariance/cumulative@p% is the share of sum |c| that the p % of tokens with the largest |c| make up."""
+    """Return what Table 1 and Fig. 3 report; `learn` leaves dead groups out (ours). For each sign, the tokens are sorted
+    by |c|, largest first, and the mean c is taken within each band of them: 0-0.01 %, 0.01-1 %, 1-20 %, 20-40 % and
+    40-100 %. A band's name has its end. covariance/cumulative@p% is the share of sum |c| that the p % of tokens with
+    the largest |c| make up."""
     summary = {}
     for sign, signed_T in (("positive", c_T[c_T > 0]), ("negative", c_T[c_T < 0])):
         order = signed_T.abs().argsort(descending=True)
