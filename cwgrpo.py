@@ -220,10 +220,10 @@ def format_reward(text: str) -> float:
 
 
 def covariance_summary(c_T):
-    """Return what Table 1 and Fig. 3 report; `learn` leaves dead groups out (ours). For each sign, the tokens are sorted
-    by |c|, largest first, and the mean c is taken within each band of them: 0-0.01 %, 0.01-1 %, 1-20 %, 20-40 % and
-    40-100 %. A band's name has its end. covariance/cumulative@p% is the share of sum |c| that the p % of tokens with
-    the largest |c| make up."""
+    """Return what Table 1 and Fig. 3 report; `learn` leaves dead groups out (ours). For each sign, the tokens are
+    sorted by |c|, largest first, and the mean c is taken within each band of them: 0-0.01 %, 0.01-1 %, 1-20 %, 20-40
+    % and 40-100 %. A band's name has its end. covariance/cumulative@p% is the share of sum |c| that the p % of tokens
+    with the largest |c| make up."""
     summary = {}
     for sign, signed_T in (("positive", c_T[c_T > 0]), ("negative", c_T[c_T < 0])):
         order = signed_T.abs().argsort(descending=True)
