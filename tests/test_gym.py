@@ -6,7 +6,7 @@ import gym
 import pytest
 import rewards
 import tyro
-from conftest import ROOT
+from conftest import ROOT, make_verifier
 
 import common
 
@@ -46,10 +46,10 @@ def test_the_reward_is_the_tasks_own_score_of_the_last_box(tmp_path):
         assert rewards.gym(answer, row) == rewards.gym(rf"\boxed{{{answer}", row) == 0, "no whole box"
     task = ("decimal_arithmetic", "--size", "1", "--set", "min_num_decimal_places=5", "max_num_decimal_places=5")
     row = make(tmp_path, *task)[0]
-    verifier = common.Verifier(common.Args(reward=f"{ROOT}/tools/rewards.py:gym"), common.World(0, 1, 1, None, None))
+    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:gym", 60)
     for error, right in (("0.000009", True), ("0.001", False)):  # a unit of the last digit counts as right
         answer = Decimal(row["answer"]) + Decimal(error)
-        assert (verifier.reward(rf"\boxed{{{answer}}}", row) == 1) is right, error
+        assert (verifier.ask((rf"\boxed{{{answer}}}", row)) == (1.0, "graded")) is right, error
     with pytest.raises(ValueError, match=r"^--reward tools/rewards.py:gym .* 'entry'; there are \['problem'\]"):
         rewards.gym("1", {"problem": "?"})
 

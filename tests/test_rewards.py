@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import rewards
-from conftest import ROOT
+from conftest import ROOT, make_verifier
 from PIL import Image
 
 import common
@@ -124,11 +124,16 @@ def test_boxes_that_are_none():
 
 def test_as_a_flag():
     """As a script reads it, the format beside it."""
-    world = common.World(0, 1, 1, None, None)
-    verifier = common.Verifier(common.Args(reward=f"{ROOT}/tools/rewards.py:iou"), world)
-    assert verifier.reward(answered("(0,0),(10,10)"), row("(0,0),(10,20)")) == 0.5 and not verifier.workers
-    with pytest.raises(ValueError, match=r"^--reward: .* column 'solution'; there are \['image', 'answer'\]"):
-        verifier.reward(answered("(0,0),(10,10)"), {"image": None, "answer": "(0,0),(10,20)"})
+    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:iou")
+    assert verifier.ask((answered("(0,0),(10,10)"), row("(0,0),(10,20)"))) == (0.5, "graded")
+    _, why = verifier.ask((answered("(0,0),(10,10)"), {"image": None, "answer": "(0,0),(10,20)"}))
+    assert "column 'solution'; there are ['image', 'answer']" in why
+
+
+def test_geometry_as_a_flag():
+    """Its worker starts one of math_verify."""
+    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:geoqa")
+    assert verifier.ask((answered(r"\sqrt{3}\cdot 2"), row("√(12)"))) == (1.0, "graded")
 
 
 def picture(color: tuple[int, int, int], size: tuple[int, int] = (20, 10), kind: str = "PNG") -> bytes:
