@@ -1,5 +1,6 @@
 """tools/gym.py and its reward: rows that a run reads, scores that are the task's own, errors that say what to do."""
 
+import re
 from decimal import Decimal
 
 import gym
@@ -59,6 +60,7 @@ def test_the_reward_is_the_tasks_own_score_of_the_last_box(tmp_path):
     "arguments, message",
     [
         (["chain_sums"], "chain_sums: no such task; these are: .* chain_sum,"),
+        *[([task], f"{task}: its scorer would run") for task in gym.EVALUATED],
         (["chain_sum", "--set", "terms=3"], "--set: .*'terms'; its settings are: min_terms, max_terms,"),
         (["chain_sum", "--set", "max_terms=0"], "--set: max_terms must be"),
         (["chain_sum", "--set", "max_terms=2", "max_digits=1", "--size", "500"], "only 200 problems among 5000"),
@@ -77,6 +79,20 @@ def test_without_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(rewards, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^--reward tools/rewards\.py:gym: needs `pip install reasoning-gym=="):
         rewards.scorer.__wrapped__("chain_sum", "{}")
+
+
+@needs_library
+def test_no_other_scorer_evaluates():
+    """Of the library's own text: wherever it evaluates anything in a scorer, the task is refused."""
+    import inspect
+
+    from reasoning_gym.factory import DATASETS
+
+    found = set()
+    for name, (task, _) in DATASETS.items():
+        if re.search(r"\b(eval|exec|parse_expr|sympify)\(.*answer(?!\"\])", inspect.getsource(task.score_answer)):
+            found.add(name)
+    assert found == gym.EVALUATED - {"composite"}
 
 
 def test_values_of_settings():

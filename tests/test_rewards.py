@@ -189,3 +189,36 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     assert "instruction: one Output the thinking process" in first["problem"] and "two" in second["problem"]
     assert rewards.box_of(first["solution"]) == rewards.box_of(second["solution"]) == (100, 100, 450, 500)
     assert [one["problem"] for one in made["lisa-test"]] == [first["problem"]]
+
+
+TESTS = ["import math", "assert area(1) == math.pi", "assert area(2) == 4 * math.pi", "assert area(0) == 1"]
+
+
+@pytest.mark.parametrize(
+    "block, share",
+    [
+        ("import math\ndef area(r): return math.pi * r**2", 2 / 3),
+        (
+            "import math\ndef area(r):\n  while r == 2: pass\n  return math.pi",
+            1 / 3,
+        ),  # what passes before it hangs counts
+        ("import os, sys\ndef area(r): os._exit(0)", 0),
+        ("print = id; area = int; 1 / 0", 0),
+        ("def area(r): open('here', 'w'); return input()", 0),
+        ("def area(", 0),
+    ],
+)
+def test_code_is_scored_by_the_asserts_that_pass(block, share, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = f"```python\ndef area(r): return 1\n``` no, rather:\n```python\n{block}\n```."
+    tests = "\n".join(TESTS) if share > 0.5 else TESTS
+    assert rewards.code(text, {"tests": tests}) == pytest.approx(share)
+    assert not list(tmp_path.iterdir())
+
+
+def test_code_needs_a_block_and_asserts():
+    for text in ("area = abs", "```python\narea = abs"):
+        assert rewards.code(text, {"tests": "assert area(1) == 1"}) == 0, text
+    for tests, error in (("1 == 1", ZeroDivisionError), ("assert", SyntaxError)):
+        with pytest.raises(error):
+            rewards.code("```python\n1\n```", {"tests": tests})
