@@ -117,7 +117,7 @@ def test_answers_are_never_run_as_code(verifier, tmp_path):
 
 
 OWN = """
-import os, stat, subprocess, sys, time
+import csv, os, stat, subprocess, sys, time
 import helper
 
 def score(completion, row):
@@ -140,7 +140,7 @@ def own(tmp_path):
     """own(name): a verifier with one worker and a limit of two seconds that scores by a function of a file."""
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "helper.py").write_text("ONE = 1.0")
-    (tmp_path / "json.py").write_text("1 / 0")  # what stands beside a reward shadows nothing
+    (tmp_path / "csv.py").write_text("1 / 0")  # what stands beside a reward shadows nothing
     return lambda name: make_verifier(1, f"{tmp_path}/mine.py:{name}", 2)
 
 

@@ -281,10 +281,9 @@ def verifier():
     workers as a training script has them."""
     world = common.init_world()
     made = common.Verifier(common.Args(), world)
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as own:
-        own.write("def score(completion, row):\n    return row['score']\n")
-        own.flush()
-        rewards = common.Verifier(common.Args(reward=f"{own.name}:score"), world)
+    own = Path(tempfile.mkdtemp(), "own.py")
+    own.write_text("def score(completion, row):\n    return row['score']\n")
+    rewards = common.Verifier(common.Args(reward=f"{own}:score"), world)
     ordinary = []
     for n in range(1, 1025):  # Three of four are numbers, as in MATH-500; the others go to math_verify.
         root = "" if n % 4 else "\\sqrt{2}"
