@@ -273,8 +273,11 @@ def cores(folder="/sys/fs/cgroup"):
     """Return how many cores this process may use; a container's quota is often less than the cores that it sees."""
     seen = len(os.sched_getaffinity(0))
     files = "cpu.max cpu/cpu.cfs_quota_us cpu/cpu.cfs_period_us"  # the first of cgroup v2, the others of v1
-    quota, period, *_ = f"{subprocess.getoutput(f'cd {folder}; cat {files} 2>/dev/null')} max 1".split()
-    return max(1, min(seen, int(quota) // int(period))) if quota.isdigit() else seen
+    found = subprocess.getoutput(f"cd {folder}; cat {files} 2>/dev/null")
+    quota, period, *_ = [*found.split(), "none", "none"]
+    if not quota.isdigit():
+        return seen
+    return max(1, min(seen, int(quota) // int(period)))
 
 
 def _serve(pipe, make, given, memory):
@@ -1017,7 +1020,7 @@ class Verifier:
         self.limit = self.seconds + 9  # a loaded machine may give a worker a tenth of a core
         self.start = functools.partial(Worker, _verifier_worker, (self.seconds,), subprocess.DEVNULL)
         if self.reward:
-            self.limit = args.reward_seconds
+            self.limit = args.reward_seconds  # on the clock: a reward may wait for a process or a server
             self.start = functools.partial(Worker, _reward_worker, (args.reward, *sys.path))
             with naming(f"--reward {args.reward}: neither math nor FILE.py:FUNCTION", TimeoutError):
                 self.workers[-1] = self.start()
