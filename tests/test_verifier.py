@@ -40,6 +40,10 @@ def verifier():
     return make_verifier(seconds=1.0)
 
 
+def pids_of(verifier):
+    return {worker.pid for worker in filter(None, verifier.workers)}
+
+
 def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     """Every hostile answer ends within its deadlines, scores 0, and the good answers among them are graded."""
     completions, golds, wanted = [], [], []
@@ -59,9 +63,10 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
 
 def test_a_soft_timeout_keeps_the_worker(verifier):
     """Most hostile answers are interrupted inside Python: no second is lost to a new worker's imports."""
-    before = {worker.pid for worker in verifier.workers}
+    verifier.workers[-1] = verifier.workers[-1] or verifier.start()
+    before = pids_of(verifier)
     assert verifier.judge([f"\\boxed{{{HOSTILE['power tower']}}}"], [r"\sqrt{5}+\sqrt{7}"]) == [(0.0, "timeout")]
-    assert {worker.pid for worker in verifier.workers} == before
+    assert pids_of(verifier) == before
 
 
 @pytest.mark.parametrize(("sent", "verdict"), [(signal.SIGSTOP, "timeout"), (signal.SIGSEGV, "crash")])
@@ -69,13 +74,13 @@ def test_a_worker_that_hangs_or_dies_is_replaced(verifier, sent, verdict):
     """A stopped process stands for C code that never comes back to Python. It costs the one answer it was given."""
     golds = [rf"\frac{{x}}{{{n}}}" for n in range(2, 10)]
     answers = [rf"\boxed{{\frac{{2x}}{{{2 * n}}}}}" for n in range(2, 10)]
-    assert verifier.grade(answers[:2], golds[:2]) == [1.0, 1.0]
-    old = [worker.pid for worker in verifier.workers]
+    verifier.workers = [worker or verifier.start() for worker in verifier.workers]
+    old = pids_of(verifier)
     for pid in old:
         os.kill(pid, sent)
     counts = Counter(verifier.judge(answers, golds))
     assert counts[1.0, "graded"] >= 6 and counts[0.0, verdict] >= 1 and len(counts) == 2
-    assert not set(old) & {worker.pid for worker in verifier.workers}
+    assert not old & pids_of(verifier)
     assert verifier.grade(answers, golds) == [1.0] * 8
 
 
@@ -104,6 +109,14 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used(files, cores, tmp_p
         (tmp_path / name).write_text(text + "\n")
     assert common.cores(tmp_path) == cores
     assert make_verifier(5).workers == [None] * 5
+
+
+def test_orphaned_workers_end():
+    """When a trainer is killed its end of a pipe closes, whatever a worker does then."""
+    lone = make_verifier(1)
+    assert lone.grade([r"\boxed{1+x}"], ["x+1"]) == [1.0]
+    lone.workers[0].stdin.close()
+    assert lone.workers[0].wait(timeout=30) == -signal.SIGKILL
 
 
 def test_answers_are_never_run_as_code(verifier, tmp_path):
