@@ -16,10 +16,10 @@ import json
 import logging
 import math
 import os
+import pickle
 import re
 import resource
 import runpy
-import select
 import shlex
 import shutil
 import signal
@@ -27,10 +27,11 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections import ChainMap, Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from fractions import Fraction
@@ -107,6 +108,7 @@ class Args:
     max_total_tokens: NonNegativeInt = 0  # Bound of prompt and response together. 0: none.
     reward: str = "math"
     r"""The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row)."""
+    reward_seconds: PositiveFloat = 10.0  # A response for which FUNCTION takes longer scores 0.
     temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
@@ -204,11 +206,25 @@ class World:
         return x
 
 
+GRACE = 60  # seconds by which ranks that wait for another may give up after the first of them
+
+
+def _absent():
+    """Return the ranks that have not given up waiting, as this one has, when the grace is over."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"waited {dist.get_rank()}", "")
+    time.sleep(GRACE)
+    return [rank for rank in range(dist.get_world_size()) if not store.check([f"waited {rank}"])]
+
+
 def _report(kind, error, trace):
     """Say a refused flag, a divergence or a lost rank in one line, for torchrun's summary, too."""
     line = f"{Path(sys.argv[0]).name}: {error}"
     if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
-        line = f"{Path(sys.argv[0]).name}: rank {os.environ['RANK']}: another rank is gone; see its output: {error}"
+        why = "another rank is gone, or waited for this one in vain; see its output"
+        if "Timed out waiting" in line:
+            why = f"a collective timed out; ranks that did not come: {_absent()}"
+        line = f"{Path(sys.argv[0]).name}: rank {os.environ['RANK']}: {why}: {error}"
         print(f"\n{line}\n", file=sys.stderr)
         return  # the summary is for the failure of the rank that is gone
     if kind is not FloatingPointError and not str(error).startswith("--"):
@@ -253,71 +269,85 @@ def seed_of(*parts):
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
-def _serve(make, seconds, memory):
-    """Answer each line of JSON with a line [score, verdict]; the score is what the function that `make` returns says.
-    `seconds` of processor time interrupt Python, one more ends C code; `memory` is in bytes."""
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    replies = sys.stdout
-    sys.stdout = sys.stderr  # for what libraries print
-    function = make()
-    signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
-    print("ready", file=replies, flush=True)
-    for line in sys.stdin:
+def cores(folder="/sys/fs/cgroup"):
+    """Return how many cores this process may use; a container's quota is often less than the cores that it sees."""
+    seen = len(os.sched_getaffinity(0))
+    files = "cpu.max cpu/cpu.cfs_quota_us cpu/cpu.cfs_period_us"  # the first of cgroup v2, the others of v1
+    found = subprocess.getoutput(f"cd {folder}; cat {files} 2>/dev/null")
+    quota, period, *_ = [*found.split(), "none", "none"]
+    if not quota.isdigit():
+        return seen
+    return max(1, min(seen, int(quota) // int(period)))
+
+
+def _serve(pipe, make, given, memory):
+    """Answer each pickled task with a line of JSON, [score, verdict]: what the function that `make` returns says of it;
+    the verdict on an exception is its traceback. `memory` is in bytes, beside those of what has been loaded."""
+    if os.fork() == 0:  # when the run ends, so does whatever the function has started
+        os.close(pipe)
+        sys.stdin.read()
+        os.killpg(0, signal.SIGKILL)
+    os.set_inheritable(pipe, False)
+    tasks = os.fdopen(pipe, "rb")
+    replies = os.fdopen(pipe, "w", 1)
+    function = make(*given)
+    with open("/proc/self/statm") as pages:
+        memory += int(pages.read().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    print("ready", file=replies)
+    while tasks.peek(1):
+        task = pickle.load(tasks)
         try:
-            try:
-                signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
-                signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-                reply = float(function(*json.loads(line))), "graded"
-            finally:
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            score = float(function(*task))
+            if not math.isfinite(score):
+                raise ValueError(f"{score} is not a finite number")
+            reply = score, "graded"
         except KeyboardInterrupt:
             reply = 0.0, "timeout"
         except MemoryError:
             reply = 0.0, "memory"
         except Exception:
-            reply = 0.0, "error"
-        print(json.dumps(reply), file=replies, flush=True)
+            reply = 0.0, traceback.format_exc()
+        print(json.dumps(reply), file=replies)
 
 
 class Worker(subprocess.Popen):
-    """A bare interpreter that serves what `make` returns, a function of its own imports; it may die or be late."""
+    """A bare interpreter that serves what `make` returns, a function of its own imports; it may die or be late. Raises
+    ValueError when it does not start. `output` takes what is printed: it is no reply."""
 
-    def __init__(self, make, seconds, memory):
-        imports = "import functools, json, re, resource, signal, sys"
-        source = f"{imports}\n{inspect.getsource(_serve)}\n{inspect.getsource(make)}"
-        command = [sys.executable, "-P", "-c", f"{source}\n_serve({make.__name__}, {seconds}, {memory})"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        super().__init__(command, text=True, bufsize=1, **pipes)
+    memory = 1 << 29  # bytes
 
-    def line(self, seconds):
-        """Return the next line: "" when the process died, None when it is late."""
-        waiting = select.poll()
-        waiting.register(self.stdout, select.POLLIN)
-        return self.stdout.readline() if waiting.poll(seconds * 1000) else None
-
-    @functools.cached_property
-    def ready(self):
-        """Whether the process has started."""
-        return self.line(120) == "ready\n"
+    def __init__(self, make, given, output=2):
+        self.socket, its = socket.socketpair()
+        self.replies = self.socket.makefile("rb")
+        imports = "import functools, json, math, os, pickle, re, resource, runpy, signal, sys, traceback"
+        call = f"_serve({its.fileno()}, {make.__name__}, {given}, {self.memory})"
+        source = "\n".join((imports, inspect.getsource(_serve), inspect.getsource(make), call))
+        with its:
+            super().__init__(
+                [sys.executable, "-u", "-P", "-c", source],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=[its.fileno()],
+                start_new_session=True,
+            )
+        self.socket.settimeout(600)
+        why = f"a worker does not start: see above, or try {sys.executable} -c 'import math_verify'"
+        need(self.replies.readline() == b"ready\n", why)
 
     def ask(self, task, seconds):
-        """Return the reply to a task. Raises TimeoutError when it is late or its time limit ended the process,
-        ChildProcessError when the process died (then it is to be replaced), RuntimeError when it does not start."""
-        if not self.ready:
-            raise RuntimeError(f"a worker does not start; try: {sys.executable} -c 'import math_verify'")
-        with suppress(BrokenPipeError):
-            self.stdin.write(json.dumps(task) + "\n")
-        line = self.line(seconds)
-        if line:
-            return json.loads(line)
-        late = line is None or self.wait() == -signal.SIGPROF
-        self.end()
-        raise TimeoutError if late else ChildProcessError
+        """Return the reply to a task. Raises TimeoutError when it is late, whole or in part, another OSError or a
+        ValueError when the process died."""
+        self.socket.settimeout(seconds)
+        self.socket.sendall(pickle.dumps(task))
+        return json.loads(self.replies.readline())
 
     def end(self):
-        """Kill the process."""
-        with suppress(BrokenPipeError), self:  # its last question may still be in the buffer
-            self.kill()
+        """Kill the process and what it has started."""
+        os.killpg(self.pid, signal.SIGKILL)
+        self.socket.close()
+        self.wait()
 
 
 # --------------------------------- data
@@ -372,6 +402,7 @@ class Problem:
     answer: str
     row: dict | None = None
     image: Picture | None = None
+    place: str = ""
 
     @property
     def cost(self):
@@ -469,7 +500,8 @@ def load_problems(source, tokenizer, args, flag):
     texts = set()
     for number, row in enumerate(table.with_format("arrow")):  # decoding might fetch what a row names
         row = row.to_pylist()[0]
-        with naming(f"{flag} {source}, row {number}"):
+        place = f"{flag} {source}, row {number}"
+        with naming(place):
             text = problem_text(row[columns["problem"]])
             need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
             if "reward_model" in row and not args.image_column and text in texts:
@@ -491,7 +523,7 @@ def load_problems(source, tokenizer, args, flag):
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(text, prompt_ids, answer, row, image))
+            problems.append(Problem(text, prompt_ids, answer, row, image, place))
     need(problems, f"{flag} {source}: no usable row among {len(table)}; left out: {dict(left_out)}")
     if os.environ.get("RANK", "0") == "0":
         prompt = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
@@ -752,20 +784,21 @@ def sampler_gap(logp_T, sampler_logp_T):
 
 # ----------------------------- verifier
 def verify(verifier, groups):
-    """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank."""
+    """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank. Raises
+    ValueError, on every rank, where a reward of one's own does."""
     world = verifier.world
     asked = [(rollout.text, group.problem) for group in groups for rollout in group.rollouts]
     mine = asked[world.rank :: world.size]
     if verifier.reward:
-        grades = [(float(verifier.reward(text, problem.row)), "") for text, problem in mine]
+        grades = [*verifier.pool.map(verifier.ask, [(text, problem.row) for text, problem in mine])]
     else:
         golds = [problem.answer for _, problem in mine]
         grades = verifier.judge([text for text, _ in mine], golds, [problem.text for _, problem in mine])
     everyone = [None] * len(asked)
     for rank, part in enumerate(world.all_gather(grades)):
         everyone[rank :: world.size] = part
-    for (text, problem), (grade, _) in zip(asked, everyone, strict=True):
-        need(math.isfinite(grade), f"--reward: {grade} for row {problem.row}, completion {text!r}")
+    for (text, problem), (_, verdict) in zip(asked, everyone, strict=True):
+        need(verdict in VERDICTS, f"--reward: {problem.place}, completion {text[:500]!r}: {verdict}")
     graded = iter(everyone)
     for group in groups:
         scores, group.verdicts = zip(*(next(graded) for _ in group.rollouts), strict=True)
@@ -938,8 +971,9 @@ def compare(answer, gold, problem=""):
     return for_parser(answer), for_parser(gold)
 
 
-def _verifier_worker():
-    """Return a function that says whether an answer equals the gold one, for an interpreter of its own."""
+def _verifier_worker(seconds):
+    """Return a function that says whether an answer equals the gold one, for an interpreter of its own. `seconds` of
+    processor time interrupt Python, one more ends C code."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -952,32 +986,60 @@ def _verifier_worker():
         return parse(rf"\boxed{{{text}}}", boxes, "no_fallback", "first_match", None)
 
     def equal(answer, gold):
-        return verify(read(gold), read(answer), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
+        try:
+            signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+            return verify(read(gold), read(answer), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
+    signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
     equal(r"x+\sqrt{12}", r"2\sqrt{3}+x")  # the first use of all is slow
     return equal
 
 
+def _reward_worker(reward, *folders):
+    """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
+    path, _, name = reward.rpartition(":")
+    sys.path += [*folders, os.path.dirname(path)]  # last: they shadow nothing
+    return runpy.run_path(path)[name]
+
+
 class Verifier:
-    """math_verify in processes that can be killed: no answer hangs or ends a run. The rules: docs/evaluation.md."""
+    """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. The
+    rules: docs/evaluation.md."""
 
     seconds = 1.0  # of processor time
-    memory = 1 << 29  # bytes of a worker
     longest = 2000  # characters
 
     def __init__(self, args, world):
         self.world = world
-        self.reward = None
-        if args.reward != "math":
-            path, _, name = args.reward.rpartition(":")
-            need(Path(path).is_file(), f"--reward {args.reward}: neither math nor FILE.py:FUNCTION with a file there")
-            self.reward = runpy.run_path(path).get(name)
-            need(callable(self.reward), f"--reward {args.reward}: no function {name!r} in {path}")
-        count = 0 if self.reward else max(1, len(os.sched_getaffinity(0)) // world.local_size)
-        self.workers = [Worker(_verifier_worker, self.seconds, self.memory) for _ in range(count)]
+        self.reward = args.reward != "math"
+        self.workers = [None] * max(1, cores() // world.local_size)  # None: starts at first use
+        self.pool = ThreadPoolExecutor(len(self.workers))
+        self.limit = self.seconds + 9  # a loaded machine may give a worker a tenth of a core
+        self.start = functools.partial(Worker, _verifier_worker, (self.seconds,), subprocess.DEVNULL)
+        if self.reward:
+            self.limit = args.reward_seconds  # on the clock: a reward may wait for a process or a server
+            self.start = functools.partial(Worker, _reward_worker, (args.reward, *sys.path))
+            with naming(f"--reward {args.reward}: neither math nor FILE.py:FUNCTION", TimeoutError):
+                self.workers[-1] = self.start()
+
+    def ask(self, task):
+        """Return a worker's score and verdict. One that died or is late is replaced."""
+        worker = self.workers.pop() or self.start()  # there are no more threads than workers
+        try:
+            return tuple(worker.ask(task, self.limit))
+        except (OSError, ValueError) as error:
+            worker.end()
+            late = isinstance(error, TimeoutError) or worker.returncode == -signal.SIGPROF
+            worker = None
+            return 0.0, "timeout" if late else "crash"
+        finally:
+            self.workers.append(worker)
 
     def _verdict(self, case):
-        """Return the score and verdict of (answer, gold, problem); a worker that died or is late is replaced."""
+        """Return the score and verdict of (answer, gold, problem)."""
         answer, gold, _ = case
         if max(len(answer), len(gold)) > self.longest:
             return 0.0, "too long"
@@ -986,22 +1048,15 @@ class Verifier:
         equal = compare(*case)
         if isinstance(equal, bool):
             return float(equal), "graded"
-        worker = self.workers.pop()  # there are no more threads than workers
-        try:
-            return tuple(worker.ask(equal, self.seconds + 9))  # a loaded machine may give a worker a tenth of a core
-        except OSError as error:
-            worker = Worker(_verifier_worker, self.seconds, self.memory)
-            return 0.0, "timeout" if isinstance(error, TimeoutError) else "crash"
-        finally:
-            self.workers.append(worker)
+        score, verdict = self.ask(equal)
+        return score, verdict if verdict in VERDICTS else "error"
 
     def judge(self, completions, golds, problems=()):
         """Return for each completion a score, 1.0 if its last box equals the gold answer, else 0.0, and a verdict."""
         answers = [(last_boxed(completion) or "").strip() for completion in completions]
         cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
         unique = list(set(cases))
-        with ThreadPoolExecutor(len(self.workers)) as pool:
-            verdicts = dict(zip(unique, pool.map(self._verdict, unique), strict=True))
+        verdicts = dict(zip(unique, self.pool.map(self._verdict, unique), strict=True))
         return [verdicts[case] for case in cases]
 
     def grade(self, *lists):

@@ -137,15 +137,16 @@ def sps_run(engine, tmp_path_factory) -> Run:
     return run_on(engine, tmp_path_factory, "sps")
 
 
-def make_verifier(workers: int = 2, **options):
+def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, **options):
     """Start a verifier with this many workers, whatever the machine."""
-    from common import Verifier
+    import common
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", lambda process: range(workers))
+        patch.setattr(common, "cores", lambda: workers)
         for name, value in options.items():
-            patch.setattr(Verifier, name, value)
-        verifier = Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=1))
+            patch.setattr(common.Verifier, name, value)
+        one = common.World(0, 1, 1, None, None)
+        verifier = common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), one)
     vars(verifier).update(options)
     return verifier
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TOY
+from conftest import ROOT, TOY, make_verifier
 from transformers import AutoTokenizer
 
 import common
@@ -293,25 +293,16 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
 
 
 def test_reward_functions(tmp_path, tokenizer):
-    code = "def length(completion, row):\n    return len(completion) / row['goal']\n"
-    (tmp_path / "mine.py").write_text(code + "def nan(completion, row):\n    return float('nan')\n")
+    (tmp_path / "mine.py").write_text("def length(completion, row):\n    return len(completion) / row['goal']\n")
     source = write(tmp_path / "a.jsonl", [{"prompt": "say", "goal": 4}])
     (problem,) = load(source, tokenizer, reward="x")
     assert problem.row == {"prompt": "say", "goal": 4}
-    world = SimpleNamespace(rank=0, size=1, local_size=1, all_gather=lambda mine: [mine])
-
-    def verifier(name):
-        return common.Verifier(common.Args(reward=f"{tmp_path}/{name}"), world)
-
+    assert problem.place == f"--dataset {source}, row 0"
     group = common.Group(problem, [common.Rollout(None, None, text, False) for text in ("ab", "abcd")])
-    assert verifier("mine.py:length").workers == []
-    common.verify(verifier("mine.py:length"), [group])
-    assert group.correct_G.tolist() == group.reward_G.tolist() == [0.5, 1.0] and "graded" not in group.verdicts
-    with pytest.raises(ValueError, match=r"^--reward: nan for row .*'goal': 4.*, completion 'ab'$"):
-        common.verify(verifier("mine.py:nan"), [group])
-    for name, message in (("nowhere.py:f", "neither math nor"), ("mine.py:g", "no function 'g'")):
-        with pytest.raises(ValueError, match=f"--reward .*{name}: {message}"):
-            verifier(name)
+    verifier = make_verifier(1, f"{tmp_path}/mine.py:length")
+    verifier.world = SimpleNamespace(rank=0, size=1, all_gather=lambda mine: [mine])
+    common.verify(verifier, [group])
+    assert group.correct_G.tolist() == group.reward_G.tolist() == [0.5, 1.0] and group.verdicts == ("graded",) * 2
 
 
 def test_templates(tokenizer, tmp_path):

@@ -1,12 +1,13 @@
 """tools/gym.py and its reward: rows that a run reads, scores that are the task's own, errors that say what to do."""
 
+import re
 from decimal import Decimal
 
 import gym
 import pytest
 import rewards
 import tyro
-from conftest import ROOT
+from conftest import ROOT, make_verifier
 
 import common
 
@@ -46,10 +47,10 @@ def test_the_reward_is_the_tasks_own_score_of_the_last_box(tmp_path):
         assert rewards.gym(answer, row) == rewards.gym(rf"\boxed{{{answer}", row) == 0, "no whole box"
     task = ("decimal_arithmetic", "--size", "1", "--set", "min_num_decimal_places=5", "max_num_decimal_places=5")
     row = make(tmp_path, *task)[0]
-    verifier = common.Verifier(common.Args(reward=f"{ROOT}/tools/rewards.py:gym"), common.World(0, 1, 1, None, None))
+    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:gym", 60)
     for error, right in (("0.000009", True), ("0.001", False)):  # a unit of the last digit counts as right
         answer = Decimal(row["answer"]) + Decimal(error)
-        assert (verifier.reward(rf"\boxed{{{answer}}}", row) == 1) is right, error
+        assert (verifier.ask((rf"\boxed{{{answer}}}", row)) == (1.0, "graded")) is right, error
     with pytest.raises(ValueError, match=r"^--reward tools/rewards.py:gym .* 'entry'; there are \['problem'\]"):
         rewards.gym("1", {"problem": "?"})
 
@@ -59,6 +60,7 @@ def test_the_reward_is_the_tasks_own_score_of_the_last_box(tmp_path):
     "arguments, message",
     [
         (["chain_sums"], "chain_sums: no such task; these are: .* chain_sum,"),
+        *[([task], f"{task}: its scorer would run") for task in gym.EVALUATED],
         (["chain_sum", "--set", "terms=3"], "--set: .*'terms'; its settings are: min_terms, max_terms,"),
         (["chain_sum", "--set", "max_terms=0"], "--set: max_terms must be"),
         (["chain_sum", "--set", "max_terms=2", "max_digits=1", "--size", "500"], "only 200 problems among 5000"),
@@ -77,6 +79,20 @@ def test_without_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(rewards, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^--reward tools/rewards\.py:gym: needs `pip install reasoning-gym=="):
         rewards.scorer.__wrapped__("chain_sum", "{}")
+
+
+@needs_library
+def test_no_other_scorer_evaluates():
+    """Of the library's own text: wherever it evaluates anything in a scorer, the task is refused."""
+    import inspect
+
+    from reasoning_gym.factory import DATASETS
+
+    found = set()
+    for name, (task, _) in DATASETS.items():
+        if re.search(r"\b(eval|exec|parse_expr|sympify)\(.*answer(?!\"\])", inspect.getsource(task.score_answer)):
+            found.add(name)
+    assert found == gym.EVALUATED - {"composite"}
 
 
 def test_values_of_settings():

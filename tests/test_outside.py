@@ -48,8 +48,6 @@ def test_workers_import_nothing_from_the_folder_where_a_run_is_started(mark, tmp
     verifier = make_verifier(1)
     assert verifier.grade([r"\boxed{1+x}"], ["x+1"]) == [1.0]
     assert judge_unboxed(["it is 4"], ["4"]) == [(1.0, "graded")]
-    for worker in verifier.workers:
-        worker.end()
 
 
 def test_what_a_run_leaves_is_no_pickle(sspo_run, sps_run):

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import rewards
-from conftest import ROOT
+from conftest import ROOT, make_verifier
 from PIL import Image
 
 import common
@@ -124,11 +124,16 @@ def test_boxes_that_are_none():
 
 def test_as_a_flag():
     """As a script reads it, the format beside it."""
-    world = common.World(0, 1, 1, None, None)
-    verifier = common.Verifier(common.Args(reward=f"{ROOT}/tools/rewards.py:iou"), world)
-    assert verifier.reward(answered("(0,0),(10,10)"), row("(0,0),(10,20)")) == 0.5 and not verifier.workers
-    with pytest.raises(ValueError, match=r"^--reward: .* column 'solution'; there are \['image', 'answer'\]"):
-        verifier.reward(answered("(0,0),(10,10)"), {"image": None, "answer": "(0,0),(10,20)"})
+    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:iou")
+    assert verifier.ask((answered("(0,0),(10,10)"), row("(0,0),(10,20)"))) == (0.5, "graded")
+    _, why = verifier.ask((answered("(0,0),(10,10)"), {"image": None, "answer": "(0,0),(10,20)"}))
+    assert "column 'solution'; there are ['image', 'answer']" in why
+
+
+def test_geometry_as_a_flag():
+    """Its worker starts one of math_verify."""
+    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:geoqa")
+    assert verifier.ask((answered(r"\sqrt{3}\cdot 2"), row("√(12)"))) == (1.0, "graded")
 
 
 def picture(color: tuple[int, int, int], size: tuple[int, int] = (20, 10), kind: str = "PNG") -> bytes:
@@ -184,3 +189,36 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     assert "instruction: one Output the thinking process" in first["problem"] and "two" in second["problem"]
     assert rewards.box_of(first["solution"]) == rewards.box_of(second["solution"]) == (100, 100, 450, 500)
     assert [one["problem"] for one in made["lisa-test"]] == [first["problem"]]
+
+
+TESTS = ["import math", "assert area(1) == math.pi", "assert area(2) == 4 * math.pi", "assert area(0) == 1"]
+
+
+@pytest.mark.parametrize(
+    "block, share",
+    [
+        ("import math\ndef area(r): return math.pi * r**2", 2 / 3),
+        (
+            "import math\ndef area(r):\n  while r == 2: pass\n  return math.pi",
+            1 / 3,
+        ),  # what passes before it hangs counts
+        ("import os, sys\ndef area(r): os._exit(0)", 0),
+        ("print = id; area = int; 1 / 0", 0),
+        ("def area(r): open('here', 'w'); return input()", 0),
+        ("def area(", 0),
+    ],
+)
+def test_code_is_scored_by_the_asserts_that_pass(block, share, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = f"```python\ndef area(r): return 1\n``` no, rather:\n```python\n{block}\n```."
+    tests = "\n".join(TESTS) if share > 0.5 else TESTS
+    assert rewards.code(text, {"tests": tests}) == pytest.approx(share)
+    assert not list(tmp_path.iterdir())
+
+
+def test_code_needs_a_block_and_asserts():
+    for text in ("area = abs", "```python\narea = abs"):
+        assert rewards.code(text, {"tests": "assert area(1) == 1"}) == 0, text
+    for tests, error in (("1 == 1", ZeroDivisionError), ("assert", SyntaxError)):
+        with pytest.raises(error):
+            rewards.code("```python\n1\n```", {"tests": tests})

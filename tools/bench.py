@@ -277,23 +277,35 @@ def boxed(answer, gold):
 
 
 def verifier():
-    """Print answers/s of ordinary answers, and with 20 hostile ones; workers as a training script has them."""
+    """Print answers/s of ordinary answers, with 20 hostile ones, and of a reward of one's own that takes a microsecond;
+    workers as a training script has them."""
     world = common.init_world()
     made = common.Verifier(common.Args(), world)
+    own = Path(tempfile.mkdtemp(), "own.py")
+    own.write_text("def score(completion, row):\n    return row['score']\n")
+    rewards = common.Verifier(common.Args(reward=f"{own}:score"), world)
     ordinary = []
     for n in range(1, 1025):  # Three of four are numbers, as in MATH-500; the others go to math_verify.
         root = "" if n % 4 else "\\sqrt{2}"
         gold = f"\\frac{{{2 * n}{root}}}{{{2 * n + 2 + n // 4 % 2}}}"
         ordinary.append(boxed(f"\\frac{{{n}{root}}}{{{n + 1}}}", gold))
+    instant = [boxed(n, "") for n in range(1000)]
+    for group in instant:
+        group.problem.row = {"score": 1}
     towers = [boxed(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", "\\sqrt{7}+\\sqrt{5}") for n in range(9, 29)]
     common.verify(made, ordinary[-64:])  # This starts the workers.
     if world.rank == 0:
         print(f"{world.size} processes with {len(made.workers)} workers each; {hardware()}")
-    sets = {"1,024 ordinary answers": ordinary, "20 power towers among them": ordinary[20:] + towers}
-    for name, groups in sets.items():
+    common.verify(rewards, instant[-64:])
+    sets = {
+        "1,024 ordinary answers": (made, ordinary),
+        "20 power towers among them": (made, ordinary[20:] + towers),
+        "1,000 rewards of one's own": (rewards, instant),
+    }
+    for name, (grader, groups) in sets.items():
         world.all_gather(None)
         start = time.perf_counter()
-        common.verify(made, groups)
+        common.verify(grader, groups)
         seconds = time.perf_counter() - start
         right = int(sum(group.correct_G for group in groups))
         if world.rank == 0:

@@ -7,9 +7,9 @@ python tools/gym.py chain_sum data/chain-sum-test.jsonl --set max_terms=2 max_di
 ./run.sh sspo-135m --dataset data/chain-sum.jsonl --eval data/chain-sum-test.jsonl --reward tools/rewards.py:gym
 
 A row is {problem, answer, entry}: `entry`, JSON, is what the task's scorer reads, with the settings. --set gives these;
-an unknown one is an error that lists them. Another seed may draw a problem again: rows of --not FILE are left out. The
-scorers run in the run's own process, without a time limit, and some evaluate a model's text as code (countdown).
-arc_agi and rearc cannot be used: their scorers want what JSON does not keep.
+an unknown one is an error that lists them. Another seed may draw a problem again: rows of --not FILE are left out.
+Tasks whose scorers run an answer as code are refused. arc_agi and rearc cannot be used: their scorers want what JSON
+does not keep.
 """
 
 import json
@@ -19,6 +19,19 @@ from typing import Annotated
 
 import tyro
 import yaml
+
+EVALUATED = {  # by eval or sympy's parse_expr, in version 0.1.25
+    "binary_matrix",
+    "composite",  # of any tasks
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+}
 
 
 def setting(text):
@@ -35,6 +48,8 @@ def problems(task, size, seed, settings, taken):
 
     if task not in DATASETS:
         raise SystemExit(f"tools/gym.py {task}: no such task; these are: {', '.join(sorted(DATASETS))}")
+    if task in EVALUATED:
+        raise SystemExit(f"tools/gym.py {task}: its scorer would run what the model answers as code")
     try:
         # problem n of the library has the seed plus n: neighbouring seeds would be one set, shifted
         drawn = reasoning_gym.create_dataset(task, size=10 * size, seed=seed * 10**6, **settings)

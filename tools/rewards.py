@@ -1,15 +1,20 @@
-"""Rewards of GPG's multimodal runs and Reasoning Gym's: --reward tools/rewards.py:NAME, a float of (completion, row).
+"""Rewards of GPG's multimodal runs, Reasoning Gym and programs: --reward tools/rewards.py:NAME of (completion, row).
 
-`gym` is for the rows of tools/gym.py. For the others the row's `solution` is "<answer> … </answer>", as in
-leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tools/images.py prepares has it, too. The format's reward
-is gpg.py's --format-reward: with it in here `accuracy` and evaluation would count format alone as right. docs/gpg.md
-says what the released rewards do otherwise.
+`gym` is for the rows of tools/gym.py, `code` for rows of tests. For the others the row's `solution` is "<answer> …
+</answer>", as in leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tools/images.py prepares has it, too. The
+format's reward is gpg.py's --format-reward: with it in here `accuracy` and evaluation would count format alone as
+right. docs/gpg.md says what the released rewards do otherwise.
 """
 
+import ast
 import functools
 import json
 import os
 import re
+import secrets
+import subprocess
+import sys
+import tempfile
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -152,3 +157,37 @@ def gym(completion, row):
     if answer is None:
         return 0.0
     return float(score(answer.strip(), entry))
+
+
+# --------------------------------------------------------------------------------------------- programs (rows of tests)
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+PASSES = """
+try:
+    {check}
+    __import__("os").write(1, b"{mark}\\n")
+except Exception:
+    pass
+"""
+
+
+def code(completion, row):
+    """Return the share of the asserts of the row's `tests`, a string or a list, which pass after the last ```python
+    block in a bare interpreter within 5 seconds. This limits time and memory and is no sandbox; a container without
+    network and with nothing of yours in it would be one."""
+    tests = row["tests"] if isinstance(row["tests"], str) else "\n".join(row["tests"])
+    program = BLOCK.findall(completion)[-1:]
+    marks = []
+    for statement in ast.parse(tests).body:
+        text = ast.unparse(statement)
+        if isinstance(statement, ast.Assert):
+            marks.append(secrets.token_hex())  # which the block cannot know
+            text = PASSES.format(check=text, mark=marks[-1])
+        program.append(text)
+    source = "\n".join(program).encode(errors="replace")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run = [sys.executable, "-I", "-"]
+            output = subprocess.run(run, input=source, cwd=folder, capture_output=True, timeout=5).stdout
+        except subprocess.TimeoutExpired as late:
+            output = late.stdout or b""
+    return sum(mark.encode() in output for mark in marks) / len(marks)
