@@ -321,12 +321,13 @@ class Worker(subprocess.Popen):
 
 
 # --------------------------------- data
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ALIASES = {
     "problem": ["problem", "question", "prompt"],
     "answer": ["answer", "ground_truth", "final_answer", "solution", "reward_model"],
     "image": [],
 }
+IMAGES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL hands others to programs, as EPS to Ghostscript
+Image.MAX_IMAGE_PIXELS = 25_000_000  # it refuses twice as many, before it decodes them
 DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n",
@@ -353,7 +354,8 @@ class Picture:
 
     def open(self):
         """Return the image upright, on white where transparent: vLLM does so, transformers does not."""
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
+        image = Image.open(io.BytesIO(self.data), formats=IMAGES)
+        image = ImageOps.exif_transpose(image).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
 
@@ -392,19 +394,18 @@ class Problem:
         if self.image:
             at = self.prompt_ids.index(self.image.token)
             end = at + self.image.tokens
-            place_3N = torch.cartesian_prod(torch.arange(1), *map(torch.arange, self.image.grid)).T
-            position_3N[:, at:end] = place_3N + at
+            position_3N[:, at:end] = torch.ones(1, *self.image.grid).nonzero().T + at
             position_3N[:, end:] += max(self.image.grid) - self.image.tokens
         return position_3N
 
 
 def load_data(args, tokenizer):
     """Return --dataset's training problems, or --subset of them, and --eval's held-out ones by name."""
-    sources = [source for source in args.eval.split(",") if source]
-    names = [Path(source.replace(":", "-")).stem for source in sources]
-    need(len(set(names)) == len(names), f"--eval {args.eval}: two sets of one name would mix")
-    sets = [load_problems(source, tokenizer, args, "--eval") for source in sources]
-    held_out = dict(zip(names, sets, strict=True))
+    held_out = {}
+    for source in filter(None, args.eval.split(",")):
+        name = Path(source.replace(":", "-")).stem
+        need(name not in held_out, f"--eval {args.eval}: two sets of one name would mix")
+        held_out[name] = load_problems(source, tokenizer, args, "--eval")
     if not args.steps:
         return [], held_out
     problems = load_problems(args.dataset, tokenizer, args, "--dataset")
@@ -416,29 +417,46 @@ def load_data(args, tokenizer):
     return problems, held_out
 
 
-def read_table(source, flag):
-    """Return a file's, `save_to_disk` folder's or hub id's rows. Raises ValueError naming flag and source."""
+def read_rows(path, number):
+    """Return the rows of a .json or .jsonl file as they are: Arrow would guess a type for a column. `number` makes
+    numbers of their text, None makes Python's."""
+    rows = []
+    with open(path, "rb") as file:
+        lines = [file.read()] if file.peek().lstrip()[:1] == b"[" else file
+        for line in filter(bytes.strip, lines):
+            with naming(f"row {len(rows)}", RecursionError, TypeError):
+                value = json.loads(line, parse_float=number, parse_int=number)
+                rows += map(dict, value if isinstance(value, list) else [value])
+    return rows
+
+
+def read_table(source, flag, number=None):
+    """Return a file's, `save_to_disk` folder's or hub id's rows: of JSON a list, else a datasets.Dataset. Raises
+    ValueError naming flag and source."""
     path, *names = source.split(":")
-    kind = FILES.get(Path(path).suffix)
     kinds = "a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id"
     unreadable = (OSError, StopIteration, datasets.exceptions.DatasetGenerationError)
     with naming(f"{flag} {source}: cannot be read as {kinds}", *unreadable):
-        if kind:
-            table = datasets.load_dataset(kind, data_files=path)
-        elif Path(path).is_dir():
+        if path.endswith((".json", ".jsonl")):
+            return read_rows(path, number)
+        if path.endswith(".parquet"):
+            return datasets.Dataset.from_parquet(path)
+        if Path(path).is_dir():
             table = datasets.load_from_disk(path)
         else:
             table = datasets.load_dataset(path, *names[:-1])
     if isinstance(table, datasets.DatasetDict):
-        split = (names or list(table))[-1]
-        named = split in table and (names or len(table) == 1)
-        need(named, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
-        table = table[split]
+        splits = names[-1:] or list(table)
+        only = len(splits) == 1 and splits[0] in table
+        need(only, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
+        table = table[splits[0]]
     return table
 
 
 def choose_columns(table, args, flag):
-    """Return the table and its columns' names by role. Raises ValueError if one is missing."""
+    """Return the table's rows and its columns' names by role. Raises ValueError if one is missing."""
+    rows = isinstance(table, list)
+    saw = list(ChainMap(*table)) if rows else table.column_names
     columns = {}
     for role, names in ALIASES.items():
         own = getattr(args, f"{role}_column")
@@ -446,19 +464,28 @@ def choose_columns(table, args, flag):
             names = [own]
         if not names or (role == "answer" and args.reward != "math"):
             continue
-        found = [name for name in names if name in table.column_names]
-        need(found, f"no {role} column; looked for {names}, saw {table.column_names}; --{role}-column names another")
+        found = [name for name in names if name in saw]
+        need(found, f"no {role} column; looked for {names}, saw {saw}; --{role}-column names another")
         columns[role] = found[0]
+    if rows:
+        return table, columns
     if "answer" in columns:  # other columns may hold gigabytes of worked solutions
         table = table.select_columns(list(columns.values()))
-    return table, columns
+    # decoding might fetch what a row names
+    return (row.to_pylist()[0] for row in table.with_format("arrow")), columns
 
 
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems and print what was left out. Raises ValueError naming flag, source, row and columns."""
-    table = read_table(source, flag)
+    table = read_table(source, flag, str if args.reward == "math" else None)  # an answer has the file's digits
     with naming(f"{flag} {source}"):
-        table, columns = choose_columns(table, args, flag)
+        rows, columns = choose_columns(table, args, flag)
+    images = Path(source.partition(":")[0])
+    if images.is_file():
+        images = images.parent
+    empty = prompt_of("", args.template, tokenizer)
+    added = tokenizer.added_tokens_decoder.values()
+    control = [token.content for token in added if token.special or token.content in empty]  # <think>, <|im_end|>
     folder = tokenizer.name_or_path
     config = AutoConfig.from_pretrained(folder)
     processor = None
@@ -467,25 +494,28 @@ def load_problems(source, tokenizer, args, flag):
     problems = []
     left_out = Counter()
     texts = set()
-    for number, row in enumerate(table.with_format("arrow")):  # decoding might fetch what a row names
-        row = row.to_pylist()[0]
-        with naming(f"{flag} {source}, row {number}"):
-            text = problem_text(row[columns["problem"]])
-            need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
+    for number, row in enumerate(rows):
+        with naming(f"{flag} {source}, row {number}", AttributeError, KeyError, TypeError):
+            text = problem_text(row.get(columns["problem"]))
+            need(text.strip(), f"column {columns['problem']!r} holds no text: {row.get(columns['problem'])!r}")
+            if spelled := [token for token in control if token in text]:
+                left_out[f"spells {spelled[0]}"] += 1
+                continue
             if "reward_model" in row and not args.image_column and text in texts:
                 left_out["repeated"] += 1  # in verl's layout: DAPO-Math-17k has each a hundred times
                 continue
             texts.add(text)
             image = None
             if value := row.pop(args.image_column, None):
-                image = read_picture(value, processor, config.image_token_id, Path(source).parent)
+                image = read_picture(value, processor, config.image_token_id, images)
                 cost = longest_sequence(args) + image.patches
                 need(cost <= args.micro_batch_tokens, f"--micro-batch-tokens: it needs {cost} with image patches")
+            answer = "(graded by --reward)"
+            if "answer" in columns:
+                answer = reference_answer(row.get(columns["answer"]), columns["answer"])
+                row = None
+            (text + answer).encode()  # half a surrogate pair would end the run where samples are written
             prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config)
-        answer = "(graded by --reward)"
-        if "answer" in columns:
-            answer = reference_answer(row[columns["answer"]], columns["answer"])
-            row = None
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
@@ -522,7 +552,7 @@ def read_picture(value, processor, token, folder):
         if not data:
             file = (folder / value["path"]).resolve()
             need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
-            need(file.stat().st_size <= 1 << 26, "more than 64 MiB")
+            need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
             data = file.read_bytes()
         image = Picture(data, processor, token)
         _, height, width = image.processed()["image_grid_thw"][0].tolist()
@@ -533,7 +563,7 @@ def read_picture(value, processor, token, folder):
 def problem_text(value):
     """Return a problem's text, out of chat turns and without DAPO's instruction; empty if there is none."""
     if isinstance(value, list):
-        value = next((turn["content"] for turn in value if turn["role"] == "user"), None)
+        value = next((turn["content"] for turn in value if turn.get("role") == "user"), None)
     if not isinstance(value, str):
         return ""
     return value.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
@@ -556,7 +586,7 @@ def prompt_of(problem, template, tokenizer):
 
 def reference_answer(value, column):
     """Return the bare reference: out of a list, out of $…$, out of a worked solution's last box."""
-    if column == "reward_model":
+    if column == "reward_model" and value:
         value = value["ground_truth"]
     if isinstance(value, list):
         value = ", ".join(map(str, value))
@@ -587,6 +617,7 @@ VLLM = {  # environment variables, unless set
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "PYTHONSAFEPATH": "1",  # vLLM starts a `python -m`, which would import from the current folder
 }
 
 

@@ -137,6 +137,75 @@ def test_unusable_files(tokenizer, tmp_path, rows, message):
         load(write(tmp_path / "a.jsonl", rows), tokenizer)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
+    """An answer has the file's digits; a reward of one's own is given Python's numbers."""
+    written = [
+        '"2020-01-02"',
+        "123456789012345678901234567890",
+        "9007199254740993",
+        "0.5",
+        "0.10",
+        '["1", 2]',
+        "7" * 5000,
+    ]
+    rows = [f'{{"problem": "{n} \u2028?", "answer": {answer}}}' for n, answer in enumerate(written)]
+    text = "\n\n".join([*rows, ""]) if name == "a.jsonl" else f" [{','.join(rows)}]"
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    expected = ["2020-01-02", *written[1:5], "1, 2", "7" * 5000]
+    assert [problem.answer for problem in load(tmp_path / name, tokenizer)] == expected
+    (tmp_path / name).write_text(text.replace("7" * 5000, "null"), encoding="utf-8")
+    own = [problem.row["answer"] for problem in load(tmp_path / name, tokenizer, reward="x")]
+    assert own == ["2020-01-02", 123456789012345678901234567890, 9007199254740993, 0.5, 0.1, ["1", 2], None]
+
+
+def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, capsys):
+    """Special ones and what the chat format has, as R1's <think>; not every word that was added to a vocabulary."""
+    config = json.loads((TOY / "model" / "config.json").read_text()) | {"vocab_size": 999}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    chat = copy.deepcopy(tokenizer)
+    chat.name_or_path = str(tmp_path)
+    chat.add_tokens(["<think>", "dog"])
+    chat.chat_template = "{% for turn in messages %}{{ turn.content }}<|endoftext|>{% endfor %}<think>"
+    texts = ["1?", "1?<|endoftext|>\n<think>2!", "1?<think>", "a dog?"]
+    source = write(tmp_path / "a.jsonl", [{"problem": text, "answer": "1"} for text in texts])
+    data = common.load_problems(source, chat, common.Args(template="chat"), "--dataset")
+    assert [problem.text for problem in data] == ["1?", "a dog?"]
+    assert chat.convert_ids_to_tokens(data[1].prompt_ids)[-4:] == ["dog", "?", "<|endoftext|>", "<think>"]
+    assert "2 problems; left out: {'spells <|endoftext|>': 1, 'spells <think>': 1}" in capsys.readouterr().out
+    assert [problem.text for problem in load(source, chat)] == ["1?", "1?<think>", "a dog?"]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, "row 1: column 'problem' holds no text"),
+        ({"problem": ["1?"], "answer": "1"}, "row 1: AttributeError"),
+        ({"problem": "1?", "answer": "\ud800"}, "row 1: UnicodeEncodeError"),
+        (["1?", "1"], "cannot be read as .*: row 1: "),
+        (5, "cannot be read as .*: row 1: "),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
+    with pytest.raises(ValueError, match=rf"^--dataset \S+a\.jsonl(,|:) {message}.*$"):
+        load(write(tmp_path / "a.jsonl", [{"problem": "0?", "answer": "1"}, row]), tokenizer)
+
+
+@pytest.mark.parametrize("line", ['{"problem": ', "[" * 10**5, '{"problem": "\xff"}'])
+def test_a_line_that_is_no_json_is_named(tokenizer, tmp_path, line):
+    (tmp_path / "a.jsonl").write_text(f'{{"problem": "1?", "answer": "1"}}\n{line}\n', encoding="latin1")
+    with pytest.raises(ValueError, match=r"cannot be read as .*: row 1: \w+Error.*$"):
+        load(tmp_path / "a.jsonl", tokenizer)
+
+
+def test_a_null_in_the_layout_of_verl_is_no_answer(tokenizer, tmp_path, capsys):
+    rows = [{"prompt": "1?", "reward_model": {"ground_truth": "1"}}, {"prompt": "2?", "reward_model": None}]
+    assert len(load(write(tmp_path / "a.jsonl", rows), tokenizer)) == 1
+    assert "left out: {'no answer': 1}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="row 1: TypeError"):
+        load(write(tmp_path / "a.jsonl", [rows[0], rows[1] | {"reward_model": "1"}]), tokenizer)
+
+
 def test_missing_sources(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"--dataset .*b\.jsonl: cannot be read"):
         load(tmp_path / "b.jsonl", tokenizer)

@@ -158,7 +158,7 @@ def test_an_image_is_a_file_below_the_data_sets_folder(seeing, tmp_path):
             load(rows_with(tmp_path, path), seeing)
     with open(file.parent / "images" / "a.png", "ab") as grown:
         grown.truncate((1 << 26) + 1)  # takes no room on a disk
-    with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image cannot be read.*more than 64 MiB"):
+    with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image cannot be read.*no file of at most 64 MiB"):
         load(rows_with(tmp_path, "images/a.png"), seeing)
 
 
