@@ -421,11 +421,13 @@ def read_rows(path, number):
     """Return the rows of a .json or .jsonl file as they are: Arrow would guess a type for a column. `number` makes
     numbers of their text, None makes Python's."""
     rows = []
-    with open(path, "rb") as file:
-        lines = [file.read()] if file.peek().lstrip()[:1] == b"[" else file
-        for line in filter(bytes.strip, lines):
+    decode = json.JSONDecoder(parse_float=number, parse_int=number).decode
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+        whole = file.read(99).lstrip().startswith("[")
+        file.seek(0)
+        for line in filter(str.strip, [file.read()] if whole else file):
             with naming(f"row {len(rows)}", RecursionError, TypeError):
-                value = json.loads(line, parse_float=number, parse_int=number)
+                value = decode(line)
                 rows += map(dict, value if isinstance(value, list) else [value])
     return rows
 

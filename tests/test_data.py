@@ -182,18 +182,21 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
         ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, "row 1: column 'problem' holds no text"),
         ({"problem": ["1?"], "answer": "1"}, "row 1: AttributeError"),
         ({"problem": "1?", "answer": "\ud800"}, "row 1: UnicodeEncodeError"),
+        ({"problem": "1?", "answer": "byte 255"}, "row 1: UnicodeEncodeError"),
         (["1?", "1"], "cannot be read as .*: row 1: "),
         (5, "cannot be read as .*: row 1: "),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
+    source = write(tmp_path / "a.jsonl", [{"problem": "0?", "answer": "1"}, row])
+    Path(source).write_bytes(Path(source).read_bytes().replace(b"byte 255", b"\xff"))
     with pytest.raises(ValueError, match=rf"^--dataset \S+a\.jsonl(,|:) {message}.*$"):
-        load(write(tmp_path / "a.jsonl", [{"problem": "0?", "answer": "1"}, row]), tokenizer)
+        load(source, tokenizer)
 
 
-@pytest.mark.parametrize("line", ['{"problem": ', "[" * 10**5, '{"problem": "\xff"}'])
+@pytest.mark.parametrize("line", ['{"problem": ', "[" * 10**5])
 def test_a_line_that_is_no_json_is_named(tokenizer, tmp_path, line):
-    (tmp_path / "a.jsonl").write_text(f'{{"problem": "1?", "answer": "1"}}\n{line}\n', encoding="latin1")
+    (tmp_path / "a.jsonl").write_text(f'{{"problem": "1?", "answer": "1"}}\n{line}\n')
     with pytest.raises(ValueError, match=r"cannot be read as .*: row 1: \w+Error.*$"):
         load(tmp_path / "a.jsonl", tokenizer)
 
