@@ -428,7 +428,7 @@ def read_rows(path, number):
         for line in filter(str.strip, [file.read()] if whole else file):
             with naming(f"row {len(rows)}", RecursionError, TypeError):
                 value = decode(line)
-                rows += map(dict, value if isinstance(value, list) else [value])
+                rows += map(dict, value if whole else [value])
     return rows
 
 
