@@ -206,24 +206,13 @@ class World:
         return x
 
 
-GRACE = 60  # seconds by which ranks that wait for another may give up after the first of them
-
-
-def _absent():
-    """Return the ranks that have not given up waiting, as this one has, when the grace is over."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"waited {dist.get_rank()}", "")
-    time.sleep(GRACE)
-    return [rank for rank in range(dist.get_world_size()) if not store.check([f"waited {rank}"])]
-
-
 def _report(kind, error, trace):
     """Say a refused flag, a divergence or a lost rank in one line, for torchrun's summary, too."""
     line = f"{Path(sys.argv[0]).name}: {error}"
     if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
         why = "another rank is gone, or waited for this one in vain; see its output"
         if "Timed out waiting" in line:
-            why = f"a collective timed out; ranks that did not come: {_absent()}"
+            why = "a collective timed out; a rank that does not say this did not come"
         line = f"{Path(sys.argv[0]).name}: rank {os.environ['RANK']}: {why}: {error}"
         print(f"\n{line}\n", file=sys.stderr)
         return  # the summary is for the failure of the rank that is gone
@@ -269,15 +258,11 @@ def seed_of(*parts):
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
-def cores(folder="/sys/fs/cgroup"):
+def cores(file="/sys/fs/cgroup/cpu.max"):
     """Return how many cores this process may use; a container's quota is often less than the cores that it sees."""
-    seen = len(os.sched_getaffinity(0))
-    files = "cpu.max cpu/cpu.cfs_quota_us cpu/cpu.cfs_period_us"  # the first of cgroup v2, the others of v1
-    found = subprocess.getoutput(f"cd {folder}; cat {files} 2>/dev/null")
-    quota, period, *_ = [*found.split(), "none", "none"]
-    if not quota.isdigit():
-        return seen
-    return max(1, min(seen, int(quota) // int(period)))
+    said = subprocess.getoutput(f"cat {file} 2>/dev/null || echo max 1")
+    quota, period = map(float, said.replace("max", "inf").split())
+    return int(max(1, min(len(os.sched_getaffinity(0)), quota // period)))
 
 
 def _serve(pipe, make, given, memory):
@@ -333,8 +318,8 @@ class Worker(subprocess.Popen):
                 start_new_session=True,
             )
         self.socket.settimeout(600)
-        why = f"a worker does not start: see above, or try {sys.executable} -c 'import math_verify'"
-        need(self.replies.readline() == b"ready\n", why)
+        ready = self.replies.readline()
+        need(ready, f"a worker does not start: see above, or try {sys.executable} -c 'import math_verify'")
 
     def ask(self, task, seconds):
         """Return the reply to a task. Raises TimeoutError when it is late, whole or in part, another OSError or a
@@ -351,12 +336,12 @@ class Worker(subprocess.Popen):
 
 
 # --------------------------------- data
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ALIASES = {
     "problem": ["problem", "question", "prompt"],
     "answer": ["answer", "ground_truth", "final_answer", "solution", "reward_model"],
     "image": [],
 }
+Image.MAX_IMAGE_PIXELS = 25_000_000  # it refuses twice as many, before it decodes them
 DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n",
@@ -383,7 +368,8 @@ class Picture:
 
     def open(self):
         """Return the image upright, on white where transparent: vLLM does so, transformers does not."""
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
+        safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL hands others to programs, as EPS to Ghostscript
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data), formats=safe)).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
 
@@ -423,19 +409,18 @@ class Problem:
         if self.image:
             at = self.prompt_ids.index(self.image.token)
             end = at + self.image.tokens
-            place_3N = torch.cartesian_prod(torch.arange(1), *map(torch.arange, self.image.grid)).T
-            position_3N[:, at:end] = place_3N + at
+            position_3N[:, at:end] = torch.ones(1, *self.image.grid).nonzero().T + at
             position_3N[:, end:] += max(self.image.grid) - self.image.tokens
         return position_3N
 
 
 def load_data(args, tokenizer):
     """Return --dataset's training problems, or --subset of them, and --eval's held-out ones by name."""
-    sources = [source for source in args.eval.split(",") if source]
-    names = [Path(source.replace(":", "-")).stem for source in sources]
-    need(len(set(names)) == len(names), f"--eval {args.eval}: two sets of one name would mix")
-    sets = [load_problems(source, tokenizer, args, "--eval") for source in sources]
-    held_out = dict(zip(names, sets, strict=True))
+    held_out = {}
+    for source in filter(None, args.eval.split(",")):
+        name = Path(source.replace(":", "-")).stem
+        need(name not in held_out, f"--eval {args.eval}: two sets of one name would mix")
+        held_out[name] = load_problems(source, tokenizer, args, "--eval")
     if not args.steps:
         return [], held_out
     problems = load_problems(args.dataset, tokenizer, args, "--dataset")
@@ -447,24 +432,37 @@ def load_data(args, tokenizer):
     return problems, held_out
 
 
-def read_table(source, flag):
+def read_rows(path, number):
+    """Return the rows of a .json or .jsonl file with every value as it stands there, where `datasets` would make dates
+    of text. `number` makes numbers of their text, None makes Python's."""
+    text = Path(path).read_text()
+    rows = []
+    for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
+        with naming(f"row {len(rows)}"):
+            value = json.loads(line or "[]", parse_float=number, parse_int=number)
+        rows += value if isinstance(value, list) else [value]
+    return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in ChainMap(*rows)})
+
+
+def read_table(source, flag, number=None):
     """Return a file's, `save_to_disk` folder's or hub id's rows. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
-    kind = FILES.get(Path(path).suffix)
     kinds = "a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id"
-    unreadable = (OSError, StopIteration, datasets.exceptions.DatasetGenerationError)
+    unreadable = (AttributeError, OSError, StopIteration, TypeError, datasets.exceptions.DatasetGenerationError)
     with naming(f"{flag} {source}: cannot be read as {kinds}", *unreadable):
-        if kind:
-            table = datasets.load_dataset(kind, data_files=path)
-        elif Path(path).is_dir():
+        if path.endswith((".json", ".jsonl")):
+            return read_rows(path, number)
+        if path.endswith(".parquet"):
+            return datasets.Dataset.from_parquet(path)
+        if Path(path).is_dir():
             table = datasets.load_from_disk(path)
         else:
             table = datasets.load_dataset(path, *names[:-1])
     if isinstance(table, datasets.DatasetDict):
-        split = (names or list(table))[-1]
-        named = split in table and (names or len(table) == 1)
-        need(named, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
-        table = table[split]
+        splits = names[-1:] or list(table)
+        only = len(splits) == 1 and splits[0] in table
+        need(only, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
+        table = table[splits[0]]
     return table
 
 
@@ -487,9 +485,13 @@ def choose_columns(table, args, flag):
 
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems and print what was left out. Raises ValueError naming flag, source, row and columns."""
-    table = read_table(source, flag)
+    table = read_table(source, flag, str if args.reward == "math" else None)  # an answer has the file's digits
     with naming(f"{flag} {source}"):
         table, columns = choose_columns(table, args, flag)
+    images = Path(source.partition(":")[0])
+    if images.is_file():
+        images = images.parent
+    control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     folder = tokenizer.name_or_path
     config = AutoConfig.from_pretrained(folder)
     processor = None
@@ -501,23 +503,27 @@ def load_problems(source, tokenizer, args, flag):
     for number, row in enumerate(table.with_format("arrow")):  # decoding might fetch what a row names
         row = row.to_pylist()[0]
         place = f"{flag} {source}, row {number}"
-        with naming(place):
+        with naming(place, AttributeError, KeyError, TypeError):
             text = problem_text(row[columns["problem"]])
             need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
+            spelled = [token for token in control if token in text]
+            if spelled:
+                left_out[f"spells {spelled[0]}"] += 1
+                continue
             if "reward_model" in row and not args.image_column and text in texts:
                 left_out["repeated"] += 1  # in verl's layout: DAPO-Math-17k has each a hundred times
                 continue
             texts.add(text)
             image = None
             if value := row.pop(args.image_column, None):
-                image = read_picture(value, processor, config.image_token_id, Path(source).parent)
+                image = read_picture(value, processor, config.image_token_id, images)
                 cost = longest_sequence(args) + image.patches
                 need(cost <= args.micro_batch_tokens, f"--micro-batch-tokens: it needs {cost} with image patches")
+            answer = "(graded by --reward)"
+            if "answer" in columns:
+                answer = reference_answer(row[columns["answer"]], columns["answer"])
+                row = None
             prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config)
-        answer = "(graded by --reward)"
-        if "answer" in columns:
-            answer = reference_answer(row[columns["answer"]], columns["answer"])
-            row = None
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
@@ -554,7 +560,7 @@ def read_picture(value, processor, token, folder):
         if not data:
             file = (folder / value["path"]).resolve()
             need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
-            need(file.stat().st_size <= 1 << 26, "more than 64 MiB")
+            need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
             data = file.read_bytes()
         image = Picture(data, processor, token)
         _, height, width = image.processed()["image_grid_thw"][0].tolist()
@@ -588,7 +594,7 @@ def prompt_of(problem, template, tokenizer):
 
 def reference_answer(value, column):
     """Return the bare reference: out of a list, out of $…$, out of a worked solution's last box."""
-    if column == "reward_model":
+    if column == "reward_model" and value:
         value = value["ground_truth"]
     if isinstance(value, list):
         value = ", ".join(map(str, value))
@@ -619,6 +625,7 @@ VLLM = {  # environment variables, unless set
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "PYTHONSAFEPATH": "1",  # vLLM starts a `python -m`, which would import from the current folder
 }
 
 
@@ -1664,7 +1671,6 @@ class Record:
     def __init__(self, args, script, world):
         name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.args = args
-        self.script = script
         self.world = world
         self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
         self.started = time.time()
@@ -1780,8 +1786,8 @@ class Record:
                         "responses": responses,
                     }
                 )
-        about = {"script": self.script, "step": step, "groups": groups}
-        (self.folder / "samples" / f"{name}.json").write_text(json.dumps(about))
+        text = json.dumps({"step": step, "groups": groups})
+        (self.folder / "samples" / f"{name}.json").write_text(text)
 
     def step(self, step, metrics):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""

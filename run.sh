@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up in .venv, and holds the exact command of every experiment: script, recipe's flags, method's flags.
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$(readlink -f "$0")")"
 if [ "${1:-}" = test ]; then CPU=1; fi  # the tests are exact in float32: they are of the path without GPUs
 gpus=no
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then gpus=yes; fi
@@ -267,11 +267,19 @@ for k in 1 2 3 4 5; do
 done
 
 # --------------------------------------------------------------------------------------------------------------- set-up
+once() {  # FILE COMMAND...: make what is not there, or wait for another run.sh that makes it
+  if [ -e "$1" ]; then return; fi
+  (
+    flock --nonblock 9 || { echo "another run.sh is setting up: waiting for it"; flock 9; }
+    if [ ! -e "$1" ]; then "${@:2}"; fi
+  ) 9<.
+}
+
 setup() {
   local requirements=requirements-cpu.txt
   if [ $gpus = yes ]; then requirements=requirements-gpu.txt; fi
   local ready; ready=$venv/ready-$(cksum <"$requirements" | cut -d' ' -f1)
-  if [ ! -f "$ready" ]; then install "$requirements" "$ready"; fi
+  once "$ready" install "$requirements" "$ready"
   check_gpus
 }
 
@@ -328,8 +336,14 @@ launch() {  # all GPUs if there are some, otherwise 2 CPU processes; instead of 
 }
 
 data() {  # MATH levels 3-5 as Dr. GRPO and SSPO used it
-  local repository=understand-r1-zero
-  if [ ! -d data/$repository ]; then git clone --depth 1 https://github.com/sail-sg/$repository data/$repository; fi
+  once data/understand-r1-zero/datasets/train/math_lvl3to5_8k fetch understand-r1-zero
+}
+
+fetch() {  # a repository of Dr. GRPO's authors, whole or not at all
+  rm -rf "data/$1.partial"
+  git clone --depth 1 "https://github.com/sail-sg/$1" "data/$1.partial"
+  rm -rf "data/$1"  # an interrupted clone
+  mv "data/$1.partial" "data/$1"
 }
 
 start() {  # EXPERIMENT ARGS...
@@ -338,11 +352,10 @@ start() {  # EXPERIMENT ARGS...
   if [ -n "${DRY:-}" ]; then printf '%q ' "${words[@]}"; echo; exit; fi
   if [[ ${words[*]} == *" data/understand-r1-zero/"* ]]; then data; fi
   setup
-  if [[ ${words[*]} == *" $images/model "* && ! -f $images/model/model.safetensors ]]; then
-    "$python" tools/toy_images.py
-  elif [[ ${words[*]} == *" tools/smollm/model "* && ! -f tools/smollm/model/model.safetensors ]]; then
-    "$python" tools/smollm.py
-  fi
+  case " ${words[*]} " in
+    *" $images/model "*) once $images/model/model.safetensors "$python" tools/toy_images.py ;;
+    *" tools/smollm/model "*) once tools/smollm/model/model.safetensors "$python" tools/smollm.py ;;
+  esac
   launch "${words[@]}"
 }
 
@@ -368,6 +381,7 @@ case $word in
   default)
     if [ -n "${DRY:-}" ]; then start sspo-toy; fi
     run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)
+    mkdir -p runs && mkdir "$run" 2>/dev/null || run+=-$$  # another started in this second
     (start sspo-toy --run-dir "$run")
     "$python" tools/plot.py "$run" -o "$run/curve.png"
     "$python" tools/plot.py "$run" --figure tokens -o "$run/tokens.html"

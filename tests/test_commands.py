@@ -174,6 +174,26 @@ def test_gpus_that_pytorch_cannot_use_are_an_error_that_says_what_to_do(tmp_path
     assert subprocess.run(["./run.sh", "setup"], env=environment | {"CPU": "1"}, **pipes).returncode == 0
 
 
+def test_two_first_uses_at_once_set_up_once(tmp_path):
+    """The second waits, and says so; through a link, too. No package is installed: the interpreters only take notes."""
+    environment = machine(tmp_path, "exit 0") | {"CPU": "1"}
+    for ready in tmp_path.glob(".venv*/ready-*"):
+        ready.unlink()
+    notes = tmp_path / "notes"
+    note = f'case "$*" in *pip*|*venv*) echo "$*" >>{shlex.quote(str(notes))}; sleep 1 ;; esac'
+    for python in (tmp_path / "bin" / "python3", *tmp_path.glob(".venv*/bin/python")):
+        executable(python, note)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "link").symlink_to(tmp_path / "run.sh")
+    pipes = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    starts = [subprocess.Popen([tmp_path / name, "setup"], **pipes) for name in ("run.sh", "elsewhere/link")]
+    said = [start.communicate()[0] for start in starts]
+    assert [start.returncode for start in starts] == [0, 0], said
+    assert len(notes.read_text().splitlines()) == 3, "a venv, and pip twice"
+    assert sorted("waiting for it" in text for text in said) == [False, True], said
+    assert sorted("setting up .venv" in text for text in said) == [False, True], said
+
+
 def test_an_experiment_fetches_what_it_needs_at_first_use(tmp_path):
     """From a repository of this name on this machine: git is told to take it instead of GitHub's. The copy of run.sh
     has no scripts beside it."""
@@ -197,6 +217,10 @@ def test_an_experiment_fetches_what_it_needs_at_first_use(tmp_path):
         assert run(name, DRY="1").returncode == 0 and not (here / "data").exists()
         said = run(name, "--help").stderr
         assert "can't open file" in said and file in said
+    assert (here / "data" / origin.name / problems).exists()
+    shutil.rmtree(here / "data" / origin.name / "datasets")  # as an interrupted clone leaves it
+    (here / "data" / f"{origin.name}.partial" / ".git").mkdir(parents=True)
+    assert run("data").returncode == 0 and os.listdir(here / "data") == [origin.name]
     assert (here / "data" / origin.name / problems).exists()
     shutil.rmtree(origin)
     ran = run("data")  # without asking the repository again

@@ -137,6 +137,61 @@ def test_unusable_files(tokenizer, tmp_path, rows, message):
         load(write(tmp_path / "a.jsonl", rows), tokenizer)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
+    """An answer has the file's digits; a reward of one's own is given Python's values."""
+    written = ['"2020-01-02"', "123456789012345678901234567890", "9007199254740993", "0.5", "0.10", "7" * 5000]
+    rows = [f'{{"problem": "{n} \u2028?", "answer": {answer}}}' for n, answer in enumerate(written)]
+    text = "\n\n".join([*rows, ""]) if name == "a.jsonl" else f" [{','.join(rows)}]"
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert [problem.answer for problem in load(tmp_path / name, tokenizer)] == ["2020-01-02", *written[1:]]
+    row = {"problem": "1?", "day": "2020-01-02", "goal": 9007199254740993, "share": 0.5, "all": [1, 2], "no": None}
+    (tmp_path / name).write_text(json.dumps([row] if name == "a.json" else row))
+    assert load(tmp_path / name, tokenizer, reward="x")[0].row == row
+
+
+def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, capsys):
+    """Those of the chat format itself stay."""
+    chat = copy.deepcopy(tokenizer)
+    chat.chat_template = "{% for turn in messages %}{{ turn.content }}<|endoftext|>{% endfor %}"
+    source = write(tmp_path / "a.jsonl", [{"problem": text, "answer": "1"} for text in ("1?", "1?<|endoftext|>\n2!")])
+    (kept,) = common.load_problems(source, chat, common.Args(template="chat"), "--dataset")
+    assert kept.text == "1?" and chat.convert_ids_to_tokens(kept.prompt_ids)[-1] == "<|endoftext|>"
+    assert "1 problems; left out: {'spells <|endoftext|>': 1}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, "row 0: KeyError.'role'.$"),
+        ({"problem": [["1?"]], "answer": "1"}, "row 0: TypeError"),
+        ({"problem": "1?", "answer": "\ud800"}, "cannot be read as .*surrogates"),
+        ({"problem": "1?", "answer": "byte 255"}, "cannot be read as .*invalid start byte"),
+        (["1?", "1"], "cannot be read as .*no attribute 'get'"),
+        (5, "cannot be read as .*no attribute 'get'"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
+    source = write(tmp_path / "a.jsonl", [row])
+    Path(source).write_bytes(Path(source).read_bytes().replace(b"byte 255", b"\xff"))
+    with pytest.raises(ValueError, match=rf"^--dataset \S+a\.jsonl(,|:) {message}.*$"):
+        load(source, tokenizer)
+
+
+def test_a_line_that_is_no_json_is_named(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"problem": "1?", "answer": "1"}\n{"problem": \n')
+    with pytest.raises(ValueError, match=r"cannot be read as .*: row 1: \w+Error.*$"):
+        load(tmp_path / "a.jsonl", tokenizer)
+
+
+def test_a_null_in_the_layout_of_verl_is_no_answer(tokenizer, tmp_path, capsys):
+    rows = [{"prompt": "1?", "reward_model": {"ground_truth": "1"}}, {"prompt": "2?", "reward_model": None}]
+    assert len(load(write(tmp_path / "a.jsonl", rows), tokenizer)) == 1
+    assert "left out: {'no answer': 1}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="row 0: TypeError"):
+        load(write(tmp_path / "a.jsonl", [row | {"reward_model": "1"} for row in rows]), tokenizer)
+
+
 def test_missing_sources(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"--dataset .*b\.jsonl: cannot be read"):
         load(tmp_path / "b.jsonl", tokenizer)

