@@ -275,6 +275,6 @@ def test_a_collective_that_times_out_says_so(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", tmp_path / "run.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, text=True, stderr=subprocess.PIPE, timeout=120)
-    said = "run.py: rank 0: a collective timed out; a rank that does not say this did not come: "
+    said = "run.py: rank 0: a collective timed out; a rank that does not say so did not come: "
     assert said in done.stderr and "rank 1: a collective" not in done.stderr, done.stderr
     assert "another rank is gone" not in done.stderr
