@@ -42,7 +42,7 @@ def kill(script: str, folder: Path, how: str, moment) -> None:
     command = faults.torchrun(script, *flags_of(script, folder))
     running = faults.Launch(command, folder.with_suffix(".log"))
     wait_for(moment, lambda: running.process.poll() is None, running.log)
-    assert {"agent", "trainer", "worker"} <= set(running.processes().values())
+    assert {"agent", "trainer"} <= set(running.processes().values())
     faults.kill(running, how, random.Random(0))
     try:
         assert running.gone_within(60) is not None, running.processes()
