@@ -260,8 +260,8 @@ def seed_of(*parts):
 
 def cores(file="/sys/fs/cgroup/cpu.max"):
     """Return how many cores this process may use; a container's quota is often less than the cores that it sees."""
-    said = subprocess.getoutput(f"cat {file} 2>/dev/null || echo max 1")
-    quota, period = map(float, said.replace("max", "inf").split())
+    said = subprocess.getoutput(f"cat {file} 2>/dev/null || echo max 1").replace("max", "inf")
+    quota, period = map(float, said.split())
     return int(max(1, min(len(os.sched_getaffinity(0)), quota // period)))
 
 
@@ -300,13 +300,11 @@ class Worker(subprocess.Popen):
     """A bare interpreter that serves what `make` returns, a function of its own imports; it may die or be late. Raises
     ValueError when it does not start. `output` takes what is printed: it is no reply."""
 
-    memory = 1 << 29  # bytes
-
     def __init__(self, make, given, output=2):
         self.socket, its = socket.socketpair()
         self.replies = self.socket.makefile("rb")
         imports = "import functools, json, math, os, pickle, re, resource, runpy, signal, sys, traceback"
-        call = f"_serve({its.fileno()}, {make.__name__}, {given}, {self.memory})"
+        call = f"_serve({its.fileno()}, {make.__name__}, {given}, memory={1 << 29})"
         source = "\n".join((imports, inspect.getsource(_serve), inspect.getsource(make), call))
         with its:
             super().__init__(
@@ -318,8 +316,8 @@ class Worker(subprocess.Popen):
                 start_new_session=True,
             )
         self.socket.settimeout(600)
-        ready = self.replies.readline()
-        need(ready, f"a worker does not start: see above, or try {sys.executable} -c 'import math_verify'")
+        reason = f"a worker does not start: see above, or try {sys.executable} -c 'import math_verify'"
+        need(self.replies.readline(), reason)
 
     def ask(self, task, seconds):
         """Return the reply to a task. Raises TimeoutError when it is late, whole or in part, another OSError or a
@@ -447,9 +445,9 @@ def read_rows(path, number):
 def read_table(source, flag, number=None):
     """Return a file's, `save_to_disk` folder's or hub id's rows. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
-    kinds = "a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id"
     unreadable = (AttributeError, OSError, StopIteration, TypeError, datasets.exceptions.DatasetGenerationError)
-    with naming(f"{flag} {source}: cannot be read as {kinds}", *unreadable):
+    place = f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id"
+    with naming(place, *unreadable):
         if path.endswith((".json", ".jsonl")):
             return read_rows(path, number)
         if path.endswith(".parquet"):
@@ -1017,7 +1015,6 @@ class Verifier:
     rules: docs/evaluation.md."""
 
     seconds = 1.0  # of processor time
-    longest = 2000  # characters
 
     def __init__(self, args, world):
         self.world = world
@@ -1048,7 +1045,7 @@ class Verifier:
     def _verdict(self, case):
         """Return the score and verdict of (answer, gold, problem)."""
         answer, gold, _ = case
-        if max(len(answer), len(gold)) > self.longest:
+        if max(len(answer), len(gold)) > 2000:  # characters
             return 0.0, "too long"
         if not spell(answer)[0]:
             return 0.0, "no answer"
