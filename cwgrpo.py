@@ -199,9 +199,9 @@ def token_weights(length_R, normaliser: str = "response"):
 
 
 def policy_loss(logp_T, old_logp_T, advantage_T, factor_T, weight_T, kl_coef: float, ref_logp_T=None):
-    """Return the loss (section 2.3), summed over these tokens, and what it saw of each: its ratio and its KL to the
-    reference (k3, nats), which is 0 without ref_logp_T, the reference's log-probs. factor_T multiplies the advantage.
-    Since it may be negative, the sign of the product decides which bound of the ratio acts."""
+    """Return the loss (section 2.3), summed over these tokens, and what it saw of each: its ratio, whether a bound
+    clips it, and its KL to the reference (k3, nats), which is 0 without ref_logp_T, the reference's log-probs. factor_T
+    multiplies the advantage. Since it may be negative, the sign of the product decides which bound acts."""
     if ref_logp_T is None:
         ref_logp_T = logp_T.detach()
     ratio_T = (logp_T - old_logp_T).exp()
@@ -211,7 +211,7 @@ def policy_loss(logp_T, old_logp_T, advantage_T, factor_T, weight_T, kl_coef: fl
     behind_T = ref_logp_T - logp_T
     kl_T = behind_T.exp() - behind_T - 1  # k3
     loss = (weight_T * (kl_coef * kl_T - surrogate_T)).sum()  # loss
-    return loss, {"ratio_T": ratio_T, "kl_T": kl_T}
+    return loss, {"ratio_T": ratio_T, "clipped_T": clipped_T * gain_T < ratio_T * gain_T, "kl_T": kl_T}
 
 
 def format_reward(text: str) -> float:

@@ -142,12 +142,13 @@ def test_which_ratios_are_clipped(ratio):
     advantage_T, factor_T = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
     zero_T = torch.zeros_like(factor_T)
     leaf = torch.full_like(zero_T, math.log(ratio)).requires_grad_()
-    loss, _ = cwgrpo.policy_loss(leaf, zero_T, advantage_T, factor_T, weight_T=zero_T + 1, kl_coef=0.0)
+    loss, seen = cwgrpo.policy_loss(leaf, zero_T, advantage_T, factor_T, weight_T=zero_T + 1, kl_coef=0.0)
     loss.backward()
     assert loss.item() == pytest.approx(-sum(literal.surrogate(ratio, a * f, LOW, HIGH) for a, f in pairs))
     clipped = min(max(ratio, LOW), HIGH)
     slopes = [-ratio * a * f if clipped * a * f >= ratio * a * f else 0 for a, f in pairs]
     assert leaf.grad.tolist() == pytest.approx(slopes)
+    assert seen["clipped_T"].tolist() == [clipped * a * f < ratio * a * f for a, f in pairs]
 
 
 def test_covariance_and_weights():

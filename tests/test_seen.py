@@ -17,7 +17,7 @@ ALWAYS = {"advantage_T", "weight_T", "logp_T", "entropy_T"}
 OWN = {
     "sspo": {"old_logp_T", "segment_T", "ratio_T", "low_T", "high_T", "clipped_T"},
     "gpg": {"ref_logp_T", "kl_T"},
-    "cwgrpo": {"old_logp_T", "ref_logp_T", "ratio_T", "factor_T", "covariance_T", "kernel_T", "kl_T"},
+    "cwgrpo": {"old_logp_T", "ref_logp_T", "ratio_T", "clipped_T", "factor_T", "covariance_T", "kernel_T", "kl_T"},
     "sps": {"old_logp_T", "ref_logp_T", "ratio_T", "clipped_T", "kl_T"},
 }
 
