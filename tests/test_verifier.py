@@ -265,7 +265,7 @@ def test_a_collective_that_times_out_says_so(tmp_path):
         import datetime, time
         import common
 
-        common.timedelta = lambda hours: datetime.timedelta(seconds=5)
+        common.timedelta = lambda hours: datetime.timedelta(seconds=10)
         world = common.init_world()
         if world.rank == 1:
             time.sleep(60)
