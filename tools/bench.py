@@ -282,7 +282,7 @@ def verifier():
     world = common.init_world()
     made = common.Verifier(common.Args(), world)
     own = Path(tempfile.mkdtemp(), "own.py")
-    own.write_text("def score(completion, row):\n    return row['score']\n")
+    own.write_text("def score(completion, row):\n    return 1\n")
     rewards = common.Verifier(common.Args(reward=f"{own}:score"), world)
     ordinary = []
     for n in range(1, 1025):  # Three of four are numbers, as in MATH-500; the others go to math_verify.
@@ -290,8 +290,6 @@ def verifier():
         gold = f"\\frac{{{2 * n}{root}}}{{{2 * n + 2 + n // 4 % 2}}}"
         ordinary.append(boxed(f"\\frac{{{n}{root}}}{{{n + 1}}}", gold))
     instant = [boxed(n, "") for n in range(1000)]
-    for group in instant:
-        group.problem.row = {"score": 1}
     towers = [boxed(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", "\\sqrt{7}+\\sqrt{5}") for n in range(9, 29)]
     common.verify(made, ordinary[-64:])  # This starts the workers.
     if world.rank == 0:

@@ -97,8 +97,8 @@ def write_problems(folder, seed):
 # ----------------------------------------------------------------------------------------------------------- the model
 def pip(command, *packages):
     """Let pip install or download. Raises SystemExit naming what could not be fetched."""
-    line = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check"]
-    line += ["--only-binary=:all:", *packages]  # making a wheel of a source would run its code before it is checked
+    wheels = "--only-binary=:all:"  # making a wheel of a source would run its code before it is checked
+    line = [sys.executable, "-m", "pip", command, wheels, "--quiet", "--disable-pip-version-check", *packages]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2]
