@@ -260,9 +260,11 @@ def seed_of(*parts):
 
 def cores(file="/sys/fs/cgroup/cpu.max"):
     """Return how many cores this process may use; a container's quota is often less than the cores that it sees."""
-    said = subprocess.getoutput(f"cat {file} 2>/dev/null || echo max 1").replace("max", "inf")
-    quota, period = map(float, said.split())
-    return int(max(1, min(len(os.sched_getaffinity(0)), quota // period)))
+    seen = len(os.sched_getaffinity(0))
+    if not os.path.exists(file):
+        return seen
+    quota, period = Path(file).read_text().split()
+    return seen if quota == "max" else max(1, min(seen, int(quota) // int(period)))
 
 
 def _serve(pipe, make, given, memory):
@@ -433,11 +435,11 @@ def load_data(args, tokenizer):
 def read_rows(path, number):
     """Return the rows of a .json or .jsonl file with every value as it stands there, where `datasets` would make dates
     of text. `number` makes numbers of their text, None makes Python's."""
-    text = Path(path).read_text()
+    text = Path(path).read_text(encoding="utf-8-sig")
     rows = []
     for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
         with naming(f"row {len(rows)}"):
-            value = json.loads(line or "[]", parse_float=number, parse_int=number)
+            value = json.loads(line.strip() or "[]", parse_float=number, parse_int=number)
         rows += value if isinstance(value, list) else [value]
     return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in ChainMap(*rows)})
 

@@ -142,8 +142,8 @@ def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
     """An answer has the file's digits; a reward of one's own is given Python's values."""
     written = ['"2020-01-02"', "123456789012345678901234567890", "9007199254740993", "0.5", "0.10", "7" * 5000]
     rows = [f'{{"problem": "{n} \u2028?", "answer": {answer}}}' for n, answer in enumerate(written)]
-    text = "\n\n".join([*rows, ""]) if name == "a.jsonl" else f" [{','.join(rows)}]"
-    (tmp_path / name).write_text(text, encoding="utf-8")
+    text = "\n \n".join([*rows, ""]) if name == "a.jsonl" else f" [{','.join(rows)}]"
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
     assert [problem.answer for problem in load(tmp_path / name, tokenizer)] == ["2020-01-02", *written[1:]]
     row = {"problem": "1?", "day": "2020-01-02", "goal": 9007199254740993, "share": 0.5, "all": [1, 2], "no": None}
     (tmp_path / name).write_text(json.dumps([row] if name == "a.json" else row))
