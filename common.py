@@ -7,6 +7,7 @@ sharded. Functions have no annotations: args, world, record, policy and batch ar
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -31,9 +32,9 @@ import traceback
 import warnings
 from collections import ChainMap, Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
@@ -1495,28 +1496,46 @@ def keep_best(policy, source, dtype, metrics, record, step):
     if not record.args.keep_best:
         return
     average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
-    if average > record.best:
-        record.best = average
-        save_model(policy, record.folder / "best", source, dtype, record.world)
-        record.say(f"step {step}: the best average so far, {average:.3f}; saved in {record.folder}/best")
+    best = record.folder / "best"
+    about = best / "best.json"  # a killed run's, too: it may have written the model after its last checkpoint
+    highest = json.loads(about.read_text())["average"] if about.exists() else -math.inf
+    if record.world.all_gather(average > highest)[0]:
+        partial = best.with_suffix(".partial")
+        save_model(policy, partial, source, dtype, record.world)
+        if record.world.rank == 0:
+            (partial / "best.json").write_text(json.dumps({"step": step, "average": average}))
+            shutil.rmtree(best, ignore_errors=True)
+            partial.rename(best)
+        record.say(f"step {step}: the best average so far, {average:.3f}; saved in {best}")
 
 
 # --------------------------- checkpoint
+def sha256(file):
+    """Return the SHA-256 of a file."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def digests(folder, world):
     """Return the SHA-256 of a checkpoint's files but its manifest; ranks share the work."""
     names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
-    digest = {}
-    for name in names[world.rank :: world.size]:
-        with open(folder / name, "rb") as opened:
-            digest[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    digest = {name: sha256(folder / name) for name in names[world.rank :: world.size]}
     return dict(ChainMap(*world.all_gather(digest)))
 
 
 def write_whole(file, text):
-    """Write a text file whole or not at all."""
+    """Write a text file whole or not at all, also when the machine loses its power."""
     new = file.with_suffix(".new")
-    new.write_text(text)
+    with open(new, "w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
     new.rename(file)
+
+
+def checkpoints_of(folder):
+    """Return {step: checkpoint} of a folder, without what was half-written or copied aside."""
+    return {int(path.name[5:]): path for path in folder.glob("step-*/") if path.name[5:].isdecimal()}
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
@@ -1539,32 +1558,31 @@ def save_checkpoint(policy, optimizer, step, position, record):
             "step": step,
             "ranks": world.size,
             "position": position,
-            "best": record.best,
             "seconds": time.time() - record.started,
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
             "files": files,
         }
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
+        write_whole(partial / "manifest.json", json.dumps(manifest, indent=2))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        for old in sorted(final.parent.glob("step-?????"))[: -record.args.checkpoints_kept]:
-            shutil.rmtree(old)
+        found = checkpoints_of(final.parent)
+        written = sorted(number for number in found if number <= step)  # a later one is damaged, or of other steps
+        for number in written[: -record.args.checkpoints_kept]:
+            shutil.rmtree(found[number])
     dist.barrier()
 
 
 def newest_checkpoint(record):
     """Return the newest whole checkpoint and its manifest, or None and {}. Raises ValueError if all are damaged."""
-    found = sorted((record.folder / "checkpoints").glob("step-*"), reverse=True)
-    damaged = 0
-    for folder in record.world.all_gather(found)[0]:
-        file = folder / "manifest.json"
-        if folder.suffix != ".partial":
-            manifest = json.loads(file.read_text()) if file.is_file() else {"files": None}
-            if digests(folder, record.world) == manifest["files"]:
-                return folder, manifest
-            damaged += 1
-        record.say(f"{folder}: half-written or damaged; passed over")
-    need(not damaged, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
+    found = record.world.all_gather(checkpoints_of(record.folder / "checkpoints"))[0]
+    for step in sorted(found, reverse=True):
+        manifest = {}
+        with suppress(OSError, ValueError):
+            manifest = json.loads((found[step] / "manifest.json").read_text())
+        if manifest.get("files") == digests(found[step], record.world):
+            return found[step], manifest
+        record.say(f"{found[step]}: damaged; passed over")
+    need(not found, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
     return None, {}
 
 
@@ -1588,7 +1606,6 @@ def resume(policy, optimizer, record):
         if f"optimizer.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
             optimizer.state.pop(parameter, None)
     record.rewind(manifest["metrics"])
-    record.best = manifest["best"]
     record.started -= manifest["seconds"]
     record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
     return manifest["step"], manifest["position"]
@@ -1622,16 +1639,31 @@ def check_same_run(before, about, args):
         old = before["args"][name]
         new = about["args"].get(name)
         need(new == old, f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}")
+    for name, old in before.get("inputs", {}).items():
+        need(about["inputs"].get(name) == old, f"--resume: {name} has changed since the run was started")
+
+
+def inputs_of(args):
+    """Return the SHA-256 of the files that flags name, and the sizes of the model's."""
+    found = {str(file): file.stat().st_size for file in Path(args.model).glob("*.safetensors")}
+    for source in filter(None, [args.template, args.reward, args.dataset, *args.eval.split(",")]):
+        path = Path(source.partition(":")[0])
+        for file in [path, *path.glob("**/*.arrow")]:
+            if file.is_file():
+                found[str(file)] = sha256(file)
+    return found
 
 
 def open_run(folder, args, script, world):
-    """Make the folder and run.json, with a resumed run's as `before`. Raises ValueError if the flags do not fit it."""
+    """Make the folder and run.json, with a resumed run's as `before`; return the file by which rank 0 locks the folder
+    until its process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
     file = folder / "run.json"
     exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
     about = {
         "script": script,
         "command": shlex.join(sys.argv),
         "args": json.loads(json.dumps(asdict(args))),
+        "inputs": inputs_of(args),
         "ranks": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
@@ -1644,9 +1676,14 @@ def open_run(folder, args, script, world):
         check_same_run(about["before"], about, args)
     else:
         need(not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
-    if world.rank == 0:
-        (folder / "samples").mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(about, indent=2))
+    if world.rank:
+        return None
+    (folder / "samples").mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "w")  # noqa: SIM115
+    with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks", OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    write_whole(file, json.dumps(about, indent=2))
+    return lock
 
 
 def vectors_of(seen, places):
@@ -1668,16 +1705,15 @@ class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
     def __init__(self, args, script, world):
-        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.args = args
         self.world = world
         self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
         self.started = time.time()
         self.start_step()
-        self.best = -math.inf  # average of an evaluation
         self.skips_in_a_row = 0
         self.board = None
-        open_run(self.folder, args, script, world)
+        self.lock = open_run(self.folder, args, script, world)
         self.say(f"run folder {self.folder}")
         if args.track and world.rank == 0:
             import wandb

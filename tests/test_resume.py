@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import faults
 import pytest
 import torch
@@ -133,8 +134,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(engine, cwgrpo
     shutil.copytree(checkpoints / "step-00002", checkpoints / "step-00005.partial")
     (checkpoints / "step-00005.partial" / "manifest.json").unlink()
     output = engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
-    assert "step-00005.partial: half-written or damaged" in output
-    assert "step-00004: half-written or damaged" in output and "step-00002, written by 2 ranks" in output
+    assert "step-00004: damaged; passed over" in output and "step-00002, written by 2 ranks" in output
     check_resumed(folder, cwgrpo_run)
 
     shutil.rmtree(checkpoints / "step-00004")
@@ -144,36 +144,126 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(engine, cwgrpo
     assert differences(folder, cwgrpo_run.folder) == []
 
 
-def test_a_checkpoint_of_other_parameters_is_refused(tiny, plain_python, tmp_path):
-    """Whole by its digests, a layer under another name: what is not there must not stay as --model has it."""
-    world, folder = common.init_world(), tmp_path / "checkpoints" / "step-00002"
-    args = common.Args(model=str(tiny), run_dir=str(tmp_path), resume=True, max_prompt_tokens=8, max_response_tokens=8)
-    policy = common.load_policy(tiny, args, world)
-    weights = {name.replace("layers.1.", "layers.7."): x.detach() for name, x in policy.named_parameters()}
-    dcp.save({"policy": weights}, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    manifest = {"files": common.digests(folder, world), "step": 2, "ranks": 1, "position": 0, "best": 0}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    record = SimpleNamespace(args=args, world=world, folder=tmp_path, say=print)
-    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: policy\.model\.layers\.1\."):
-        common.resume(policy, torch.optim.AdamW(policy.parameters()), record)
-
-
-def test_a_record_goes_on_from_its_checkpoint(tiny, plain_python, tmp_path):
-    """With the metrics up to there, the seconds, and the average that the best model has to beat."""
+@pytest.fixture
+def run(tiny, plain_python, tmp_path):
+    """A run of a small model in this process."""
     world = common.init_world()
-    args = common.Args(model=str(tiny), run_dir=str(tmp_path), max_prompt_tokens=8, max_response_tokens=8)
+    limits = {"max_prompt_tokens": 8, "max_response_tokens": 8, "checkpoints_kept": 1}
+    args = common.Args(model=str(tiny), run_dir=str(tmp_path), eval="held-out", keep_best=True, **limits)
     policy = common.load_policy(tiny, args, world)
-    optimizer = torch.optim.AdamW(policy.parameters())
     record = common.Record(args, "sspo", world)
-    record.best = 0.5
-    record.started -= 100
     record.write("metrics.jsonl", "before")
-    common.save_checkpoint(policy, optimizer, 1, 2, record)
-    record.write("metrics.jsonl", "after")
-    again = common.Record(replace(args, resume=True), "sspo", world)
-    assert common.resume(policy, optimizer, again) == (1, 2)
+    return SimpleNamespace(policy=policy, optimizer=torch.optim.AdamW(policy.parameters()), record=record)
+
+
+def save(run, step: int) -> list[int]:
+    """Save a checkpoint; return which there are then."""
+    common.save_checkpoint(run.policy, run.optimizer, step, 2, run.record)
+    return sorted(int(path.name[5:]) for path in (run.record.folder / "checkpoints").iterdir())
+
+
+def go_on(run, **changes) -> tuple[int, int]:
+    """Let another record go on with the run; return its step and position."""
+    run.record.lock.close()
+    run.record = common.Record(replace(run.record.args, resume=True, **changes), "sspo", run.record.world)
+    return common.resume(run.policy, run.optimizer, run.record)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(run, tmp_path):
+    """Whole by its digests, a layer under another name: what is not there must not stay as --model has it."""
+    folder, world = tmp_path / "checkpoints" / "step-00002", run.record.world
+    weights = {name.replace("layers.1.", "layers.7."): x.detach() for name, x in run.policy.named_parameters()}
+    dcp.save({"policy": weights}, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    manifest = {"files": common.digests(folder, world), "step": 2, "ranks": 1, "position": 0}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: policy\.model\.layers\.1\."):
+        go_on(run)
+
+
+def test_a_record_goes_on_from_its_checkpoint(run, tmp_path):
+    """With the metrics up to there and the seconds."""
+    run.record.started -= 100
+    save(run, 1)
+    run.record.write("metrics.jsonl", "after")
+    assert go_on(run) == (1, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == "before\n"
-    assert again.best == 0.5 and time.time() - again.started >= 100
+    assert time.time() - run.record.started >= 100
+
+
+@pytest.mark.parametrize("damage", ["", '{"step": 7, "fi', "\0" * 300, "{}", "a folder"])
+def test_a_damaged_manifest_is_passed_over_and_named(run, tmp_path, capsys, damage):
+    run.record.args.checkpoints_kept = 2
+    save(run, 6)
+    assert save(run, 7) == [6, 7]
+    manifest = tmp_path / "checkpoints" / "step-00007" / "manifest.json"
+    manifest.unlink()
+    if damage == "a folder":
+        manifest.mkdir()
+    else:
+        manifest.write_text(damage)
+    assert go_on(run) == (6, 2)
+    assert f"{manifest.parent}: damaged; passed over" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00006")
+    with pytest.raises(ValueError, match=r"--resume: every checkpoint of .* is damaged"):
+        go_on(run)
+
+
+def test_only_older_checkpoints_are_pruned(run, tmp_path):
+    run.record.args.checkpoints_kept = 2
+    save(run, 50)
+    save(run, 60)
+    for shard in (tmp_path / "checkpoints" / "step-00060").glob("*.safetensors"):
+        shard.write_bytes(b"damaged")
+    assert go_on(run, checkpoints_kept=1) == (50, 2)
+    assert save(run, 55) == [55, 60]
+    assert go_on(run) == (55, 2)
+    assert save(run, 60) == [60]
+
+
+def test_steps_have_more_than_five_digits(run, tmp_path):
+    run.record.args.checkpoints_kept = 2
+    assert [save(run, step) for step in (9950, 99_950, 100_000)][-1] == [99_950, 100_000]
+    shutil.copytree(tmp_path / "checkpoints" / "step-99950", tmp_path / "checkpoints" / "step-99950-of-mine")
+    assert go_on(run) == (100_000, 2)
+
+
+def test_a_manifest_is_on_disk_before_its_checkpoint_has_a_name(run, tmp_path, monkeypatch):
+    """Else a loss of power may leave an empty one."""
+    seen = []
+    fsync = os.fsync
+
+    def noted(number):
+        named = (tmp_path / "checkpoints" / "step-00001").exists()
+        seen.append((named, Path(f"/proc/self/fd/{number}").read_bytes()))
+        fsync(number)
+
+    monkeypatch.setattr("os.fsync", noted)
+    save(run, 1)
+    assert seen[-1] == (False, (tmp_path / "checkpoints" / "step-00001" / "manifest.json").read_bytes())
+
+
+def test_the_best_model_is_one_that_the_run_knows(run, tiny, tmp_path, monkeypatch):
+    """It was written after the last checkpoint; then came a kill. The resumed run evaluates at other steps."""
+
+    def evaluate(step: int, average: float) -> dict:
+        common.keep_best(run.policy, tiny, torch.float32, {"eval/held-out/avg@1": average}, run.record, step)
+        return json.loads((tmp_path / "best" / "best.json").read_text())
+
+    evaluate(2, 0.5)
+    save(run, 2)
+    best = evaluate(3, 0.7)
+    assert best == {"step": 3, "average": 0.7}
+    assert go_on(run, eval_every=2) == (2, 2)
+    assert evaluate(4, 0.6) == best, "a worse model took its place"
+    weights = (tmp_path / "best" / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        next(run.policy.parameters()).zero_()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("shutil.rmtree", lambda *_, **__: 1 / 0)  # a kill when the new one is written
+        evaluate(6, 0.8)
+    assert (tmp_path / "best" / "model.safetensors").read_bytes() == weights
+    go_on(run)
+    assert evaluate(6, 0.8) == {"step": 6, "average": 0.8}
 
 
 @pytest.mark.slow
@@ -238,3 +328,54 @@ def test_what_the_best_model_is_compared_by_stays(sspo_run):
     about["adam_betas"] = tuple(about["adam_betas"])
     with pytest.raises(ValueError, match="--resume with --eval x: the run was started with"):
         common.Record(sspo.Args(**about), "sspo", ALONE)
+
+
+OPEN = """
+import sys, time, common
+args = common.Args(run_dir=sys.argv[1], resume=len(sys.argv) > 2)
+record = common.Record(args, "sspo", common.init_world())
+time.sleep(600)
+"""
+
+
+def test_a_run_keeps_others_out_of_its_folder_until_it_is_gone(tmp_path):
+    """A kill with SIGKILL leaves no lock behind."""
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", OPEN, str(tmp_path)]
+    first = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True)
+    assert "run folder" in first.stdout.readline()
+    about = (tmp_path / "run.json").read_bytes()
+    second = subprocess.run([*command, "--resume"], env=own, capture_output=True, text=True)
+    first.kill()
+    first.communicate()
+    assert f"--run-dir {tmp_path}: a run that is alive writes there" in second.stderr
+    assert (tmp_path / "run.json").read_bytes() == about
+    common.Record(common.Args(run_dir=str(tmp_path), resume=True), "sspo", ALONE)
+
+
+def test_two_starts_in_one_second_get_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = {common.Record(common.Args(seed=4), "sspo", ALONE).folder for _ in range(3)}
+    assert folders == set(Path("runs").glob("sspo-Qwen2.5-Math-1.5B-seed4-*")) and len(folders) == 3
+
+
+def test_inputs_that_changed_are_refused_by_name(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "model")
+    table = datasets.Dataset.from_dict({"problem": ["1+1"], "answer": ["2"]})
+    datasets.DatasetDict(test=table).save_to_disk(tmp_path / "set")
+    template, reward, train = (tmp_path / name for name in ("mine.txt", "reward.py", "train.jsonl"))
+    table = next((tmp_path / "set" / "test").glob("*.arrow"))
+    files = [template, reward, train, table, tmp_path / "model" / "model.safetensors"]
+    settings = {"model": f"{tmp_path}/model", "template": str(template), "reward": f"{reward}:score"}
+    settings |= {"dataset": str(train), "eval": f"{tmp_path}/set:test,some/set", "run_dir": f"{tmp_path}/run"}
+    for file in (template, reward, train):
+        file.write_text("{}")
+    common.Record(common.Args(**settings), "sspo", ALONE)
+    (tmp_path / "model" / "eval.json").write_text("tools/eval.py writes it")
+    common.Record(common.Args(**settings, resume=True), "sspo", ALONE)
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content + b" ")
+        with pytest.raises(ValueError, match=f"--resume: {file} has changed since the run was started"):
+            common.Record(common.Args(**settings, resume=True), "sspo", ALONE)
+        file.write_bytes(content)

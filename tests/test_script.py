@@ -114,12 +114,13 @@ def test_the_best_model_is_said(sspo_run):
 def test_which_model_is_the_best(tmp_path, monkeypatch):
     """By the mean of avg@n over the sets; the first of equals."""
     saved = []
-    monkeypatch.setattr(common, "save_model", lambda policy, folder, *_: saved.append((policy, folder.name)))
-    record = SimpleNamespace(args=common.Args(keep_best=True), best=-1.0, folder=tmp_path, world=None, say=print)
+    monkeypatch.setattr(common, "save_model", lambda policy, folder, *_: (folder.mkdir(), saved.append(policy)))
+    world = SimpleNamespace(rank=0, all_gather=lambda thing: [thing])
+    record = SimpleNamespace(args=common.Args(keep_best=True), folder=tmp_path, world=world, say=print)
     for step, (a, b) in enumerate([(0.2, 0.2), (0.5, 0.1), (0.1, 0.3), (0.1, 0.5), (0.4, 0.3)]):
         metrics = {"eval/a/avg@2": a, "eval/b/avg@2": b, "eval/a/pass@2": 1 - step / 9, "reward": 1.0}
         common.keep_best(step, tmp_path, torch.float32, metrics, record, step)
-    assert saved == [(0, "best"), (1, "best"), (4, "best")]
+    assert saved == [0, 1, 4]
 
 
 def test_the_saved_model_is_what_was_evaluated_last(sspo_run, engine, tmp_path):

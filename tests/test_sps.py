@@ -154,16 +154,17 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path):
         taken(1)
 
 
-def test_demonstrations_are_forgotten_when_no_checkpoint_needs_them(tmp_path):
+@pytest.mark.parametrize("before", [0, 100_000])
+def test_demonstrations_are_forgotten_when_no_checkpoint_needs_them(tmp_path, before):
     """Stages of 4 steps, checkpoints of steps 7 and 12: what is left begins with the stage of step 7."""
     folder, checkpoints = tmp_path / "demonstrations", tmp_path / "checkpoints"
     folder.mkdir()
     for step in (1, 4, 5, 8, 9, 12):
-        (folder / f"step-{step:05d}.pt").touch()
+        (folder / f"step-{before + step:05d}.pt").touch()
     for step in (7, 12):
-        (checkpoints / f"step-{step:05d}").mkdir(parents=True)
+        (checkpoints / f"step-{before + step:05d}").mkdir(parents=True)
     sps.forget_demonstrations(folder, checkpoints, 4)
-    assert sorted(int(file.stem[5:]) for file in folder.iterdir()) == [5, 8, 9, 12]
+    assert sorted(int(file.stem[5:]) - before for file in folder.iterdir()) == [5, 8, 9, 12]
 
 
 def test_what_a_step_of_5e_10_does_to_a_weight():
