@@ -1629,9 +1629,9 @@ MAY_CHANGE = {  # when a run is resumed
 
 
 def check_same_run(before, about, args):
-    """Raise ValueError if a run.json is another script's or has other values of flags that must stay."""
-    if before["script"] != about["script"]:
-        raise ValueError(f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {about['script']}.py")
+    """Raise ValueError if a run.json is another script's, or has other values of flags or of files that must stay."""
+    script = before["script"]
+    need(script == about["script"], f"--resume: {args.run_dir} holds a run of {script}.py, not of {about['script']}.py")
     must_stay = set(before["args"]) - MAY_CHANGE
     if args.lr_warmup or args.lr_floor < 1:
         must_stay.add("steps")  # the schedule would bend
@@ -1655,10 +1655,9 @@ def inputs_of(args):
 
 
 def open_run(folder, args, script, world):
-    """Make the folder and run.json, with a resumed run's as `before`; return the file by which rank 0 locks the folder
-    until its process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
+    """Make the folder and run.json, with a resumed run's as `before`; return a file that is locked until this process
+    ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
     file = folder / "run.json"
-    exists = world.all_gather(file.exists())[0]  # rank 0 writes it only after every rank has asked
     about = {
         "script": script,
         "command": shlex.join(sys.argv),
@@ -1671,13 +1670,11 @@ def open_run(folder, args, script, world):
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     if args.resume:
-        need(exists, f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
+        need(file.exists(), f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
         about["before"] = json.loads(file.read_text())
         check_same_run(about["before"], about, args)
     else:
-        need(not exists, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
-    if world.rank:
-        return None
+        need(not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115
     with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks", OSError):
@@ -1713,7 +1710,8 @@ class Record:
         self.start_step()
         self.skips_in_a_row = 0
         self.board = None
-        self.lock = open_run(self.folder, args, script, world)
+        if world.rank == 0:
+            self.lock = open_run(self.folder, args, script, world)
         self.say(f"run folder {self.folder}")
         if args.track and world.rank == 0:
             import wandb

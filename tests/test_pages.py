@@ -30,6 +30,12 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in headings(leads_to), (target, anchor)
 
 
+def test_the_tests_that_reliability_names_exist():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
+    defined = re.findall(r"^def (test_\w+)", "".join(file.read_text() for file in ROOT.glob("tests/*.py")), re.M)
+    assert len(named) > 25 and named <= set(defined)
+
+
 @pytest.mark.parametrize("script", ["sspo", "gpg", "cwgrpo", "sps", "README"])
 def test_excerpts_are_the_scripts_lines(script):
     """A python block is lines of the page's script, or of common.py if it says so; a line `...` is a gap."""
