@@ -1741,7 +1741,7 @@ class Record:
         """Cut off metrics of steps after a checkpoint, which come again."""
         file = self.folder / "metrics.jsonl"
         if self.world.rank == 0 and file.exists():
-            write_whole(file, file.read_text()[:size])
+            os.truncate(file, size)
 
     def skip_update(self, norm):
         """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""

@@ -334,7 +334,8 @@ OPEN = """
 import sys, time, common
 args = common.Args(run_dir=sys.argv[1], resume=len(sys.argv) > 2)
 record = common.Record(args, "sspo", common.init_world())
-time.sleep(600)
+if not args.resume:
+    time.sleep(600)
 """
 
 
