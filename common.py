@@ -1517,8 +1517,8 @@ def sha256(file):
 
 
 def digests(folder, world):
-    """Return the SHA-256 of a checkpoint's files but its manifest; ranks share the work."""
-    names = world.all_gather(sorted(file.name for file in folder.iterdir() if file.name != "manifest.json"))[0]
+    """Return the SHA-256 of a checkpoint's files of tensors; ranks share the work."""
+    names = world.all_gather([file.name for file in folder.glob("*.safetensors")])[0]
     digest = {name: sha256(folder / name) for name in names[world.rank :: world.size]}
     return dict(ChainMap(*world.all_gather(digest)))
 
@@ -1534,8 +1534,8 @@ def write_whole(file, text):
 
 
 def checkpoints_of(folder):
-    """Return {step: checkpoint} of a folder, without what was half-written or copied aside."""
-    return {int(path.name[5:]): path for path in folder.glob("step-*/") if path.name[5:].isdecimal()}
+    """Return the checkpoints in a folder, oldest first, without what was half-written or copied aside."""
+    return sorted(folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
@@ -1566,22 +1566,22 @@ def save_checkpoint(policy, optimizer, step, position, record):
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         found = checkpoints_of(final.parent)
-        written = sorted(number for number in found if number <= step)  # a later one is damaged, or of other steps
-        for number in written[: -record.args.checkpoints_kept]:
-            shutil.rmtree(found[number])
+        written = found[: found.index(final) + 1]  # a later one is damaged
+        for old in written[: -record.args.checkpoints_kept]:
+            shutil.rmtree(old)
     dist.barrier()
 
 
 def newest_checkpoint(record):
     """Return the newest whole checkpoint and its manifest, or None and {}. Raises ValueError if all are damaged."""
     found = record.world.all_gather(checkpoints_of(record.folder / "checkpoints"))[0]
-    for step in sorted(found, reverse=True):
+    for folder in reversed(found):
         manifest = {}
         with suppress(OSError, ValueError):
-            manifest = json.loads((found[step] / "manifest.json").read_text())
-        if manifest.get("files") == digests(found[step], record.world):
-            return found[step], manifest
-        record.say(f"{found[step]}: damaged; passed over")
+            manifest = json.loads((folder / "manifest.json").read_text())
+        if manifest.get("files") == digests(folder, record.world):
+            return folder, manifest
+        record.say(f"{folder}: damaged; passed over")
     need(not found, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
     return None, {}
 

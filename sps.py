@@ -380,7 +380,7 @@ def demonstrations(folder, steps, problems, count, seed):
 
 def forget_demonstrations(folder, checkpoints, rl_steps):
     """Delete the demonstrations of stages that were over at the oldest checkpoint, since no resumed run needs them."""
-    oldest = min(common.checkpoints_of(checkpoints))
+    oldest = int(common.checkpoints_of(checkpoints)[0].name[5:])
     for file in folder.glob("step-*.pt"):
         if int(file.stem[5:]) <= oldest // rl_steps * rl_steps:
             file.unlink()
