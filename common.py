@@ -1132,19 +1132,6 @@ class MicroBatch:
     cost: int
 
 
-def image_inputs(problems, places):
-    """Return a row's inputs for images; image_N is where their tokens are. `places` are those of prompts."""
-    image_N, pixels, grids = [], [], []
-    for problem, place in zip(problems, places, strict=False):
-        if problem.image:
-            first = problem.prompt_ids.index(problem.image.token)
-            image_N.append(place[first : first + problem.image.tokens])
-            processed = problem.image.processed()
-            pixels.append(processed["pixel_values"])
-            grids.append(processed["image_grid_thw"])
-    return {"image_N": torch.cat(image_N), "pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
-
-
 class Batch:
     """The whole step, the same on every rank. Response r = p G + g; its token k is entry sum(length_R[:r]) + k of *_T.
     total_R counts its tokens, its prompt's and image patches."""
@@ -1205,14 +1192,11 @@ class Batch:
         length_q = torch.tensor([len(piece) for piece in ids])
         keys = list(place_N.split(length_q.tolist()))
         positions = [problem.positions() for problem in problems]
-        index = [place_N[:0]]
-        tokens = [place_N[:0]]
         for n, r in enumerate(responses, len(prompts)):
             prompt = prompts.index(self.group_R[r])
             keys[n] = torch.cat([keys[prompt], keys[n]])
             positions.append(torch.arange(len(ids[n])).expand(3, -1) + positions[prompt].max() + 1)
-            index.append(keys[n][-len(ids[n]) - 1 : -1])
-            tokens.append(self.place_R[r])
+        key_N = torch.cat(keys)
         length_k = torch.tensor([len(piece) for piece in keys])
         position_3N = torch.cat(positions, 1)
         row = {
@@ -1220,21 +1204,27 @@ class Batch:
             "position_ids": position_3N[:1],
             "cu_seq_lens_q": F.pad(length_q.cumsum(0), (1, 0)).int(),
             "cu_seq_lens_k": F.pad(length_k.cumsum(0), (1, 0)).int(),
-            "key_N": torch.cat(keys),
+            "key_N": key_N,
         }
-        if any(problem.image for problem in problems):
-            row.update(image_inputs(problems, keys), position_ids=position_3N[:, None])
+        token_T = torch.cat([self.place_R[r] for r in responses] or [place_N[:0]])
+        first = len(place_N) - len(token_T)  # of the responses' places
+        images = [problem.image for problem in problems if problem.image]
+        if images:
+            row["position_ids"] = position_3N[:, None]
+            row["image_N"] = place_N[:first][input_ids_N[:first] == images[0].token]
+            processed = [image.processed() for image in images]
+            for name in ("pixel_values", "image_grid_thw"):
+                row[name] = torch.cat([each[name] for each in processed])
         row = {name: x.to(device) for name, x in row.items()}
         row["max_length_q"] = int(length_q.max())
         row["max_length_k"] = int(length_k.max())
-        token_T = torch.cat(tokens)
         parts = {}
         for name, x in (inputs or {}).items():
             if name.endswith("_T"):
                 x = x[token_T]
             parts[name] = x.to(device) if isinstance(x, torch.Tensor) else x
-        index_T = torch.cat(index).to(device)
-        target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
+        index_T = key_N[:-1][key_N[1:] >= first].to(device)  # a response's token sees before itself what predicts it
+        target_T = input_ids_N[first:].to(device)
         cost = len(place_N) + len(row.get("pixel_values", ()))
         return MicroBatch(row, index_T, target_T, token_T, parts, cost)
 
