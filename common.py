@@ -1045,8 +1045,8 @@ class Verifier:
             self.workers.append(worker)
 
     def _verdict(self, case):
-        """Return the score and verdict of (answer, gold, problem)."""
-        answer, gold, _ = case
+        """Return the score and verdict of a case: answer, gold and perhaps problem."""
+        answer, gold, *_ = case
         if max(len(answer), len(gold)) > 2000:  # characters
             return 0.0, "too long"
         if not spell(answer)[0]:
@@ -1057,10 +1057,10 @@ class Verifier:
         score, verdict = self.ask(equal)
         return score, verdict if verdict in VERDICTS else "error"
 
-    def judge(self, completions, golds, problems=()):
-        """Return for each completion a score, 1.0 if its last box equals the gold answer, else 0.0, and a verdict."""
-        answers = [(last_boxed(completion) or "").strip() for completion in completions]
-        cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
+    def judge(self, *lists):
+        """Return for each completion a score, 1.0 if its last box equals the gold answer, else 0.0, and a verdict. The
+        lists: completions, gold answers, and perhaps the problems' texts."""
+        cases = [((last_boxed(text) or "").strip(), *rest) for text, *rest in zip(*lists, strict=True)]
         unique = list(set(cases))
         verdicts = dict(zip(unique, self.pool.map(self._verdict, unique), strict=True))
         return [verdicts[case] for case in cases]
