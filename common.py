@@ -459,10 +459,10 @@ def read_table(source, flag, number=None):
         else:
             table = datasets.load_dataset(path, *names[:-1])
     if isinstance(table, datasets.DatasetDict):
-        splits = names[-1:] or list(table)
-        only = len(splits) == 1 and splits[0] in table
-        need(only, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
-        table = table[splits[0]]
+        split, *others = names[-1:] or table
+        one = split in table and not others
+        need(one, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
+        table = table[split]
     return table
 
 
