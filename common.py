@@ -60,22 +60,22 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 # ---------------------------- arguments
-PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn for the chat format
+PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat format
     "plain": "{problem}\n",
     "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
         "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
         "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
     ),
-    "chat": ("", "{problem}"),
-    "chat-boxed": ("", "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."),
-    "open-rs": (  # CW-GRPO's Fig. 4 and GPG's released R1 recipe; GPG's B.4 lacks the box
-        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
-        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
-        "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
-        "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
-        "answer here </answer>. Note that respond by English, NOT use other languages.",
-        "{problem}",
-    ),
+    "chat": {"user": "{problem}"},
+    "chat-boxed": {"user": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."},
+    "open-rs": {  # CW-GRPO's Fig. 4 and GPG's released R1 recipe; GPG's B.4 lacks the box
+        "system": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
+        "The assistant first thinks about the reasoning process in the mind and then provides the user with the "
+        "answer, and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within "
+        "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
+        "<answer> answer here </answer>. Note that respond by English, NOT use other languages.",
+        "user": "{problem}",
+    },
 }
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -585,10 +585,7 @@ def prompt_of(problem, template, tokenizer):
     if isinstance(prompt, str):
         return prompt.replace("{problem}", problem)
     need(tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template")
-    system, user = prompt
-    turns = [{"role": "user", "content": user.replace("{problem}", problem)}]
-    if system:
-        turns.insert(0, {"role": "system", "content": system})
+    turns = [{"role": role, "content": text.replace("{problem}", problem)} for role, text in prompt.items()]
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
