@@ -447,9 +447,8 @@ def read_rows(path, number):
 def read_table(source, flag, number=None):
     """Return a file's, `save_to_disk` folder's or hub id's rows. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
-    unreadable = (AttributeError, OSError, StopIteration, TypeError, datasets.exceptions.DatasetGenerationError)
     place = f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id"
-    with naming(place, *unreadable):
+    with naming(place, Exception):  # `datasets` raises many kinds
         if path.endswith((".json", ".jsonl")):
             return read_rows(path, number)
         if path.endswith(".parquet"):
@@ -553,7 +552,7 @@ def prompt_tokens(text, image, template, tokenizer, config):
 
 def read_picture(value, processor, token, folder):
     """Return a row's image, bytes or a path below the data's folder. Raises ValueError if it cannot be read."""
-    with naming("its image cannot be read", OSError, SyntaxError, TypeError, Image.DecompressionBombError):
+    with naming("its image cannot be read", Exception):  # each decoder raises its own kinds
         if isinstance(value, str):
             value = {"path": value, "bytes": None}
         data = value["bytes"]
