@@ -261,10 +261,11 @@ def seed_of(*parts):
 def cores(file="/sys/fs/cgroup/cpu.max"):
     """Return how many cores this process may use; a container's quota is often less than the cores that it sees."""
     seen = len(os.sched_getaffinity(0))
-    if not os.path.exists(file):
+    try:
+        quota, period = map(int, Path(file).read_text().split())
+    except (OSError, ValueError):  # no such file, or it says max
         return seen
-    quota, period = Path(file).read_text().split()
-    return seen if quota == "max" else max(1, min(seen, int(quota) // int(period)))
+    return max(1, min(seen, quota // period))
 
 
 def _serve(pipe, make, given, memory):
