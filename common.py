@@ -281,7 +281,7 @@ def _serve(pipe, make, given, memory):
     function = make(*given)
     with open("/proc/self/statm") as pages:
         memory += int(pages.read().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     print("ready", file=replies)
     while tasks.peek(1):
         task = pickle.load(tasks)
