@@ -227,9 +227,9 @@ def _report(kind, error, trace):
 
 def init_world():
     """Join torchrun's process group, or for plain `python` make one of a single process."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
     else:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ranks die with torchrun
         # it may be gone by now; joining would wait for it
@@ -238,8 +238,7 @@ def init_world():
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     sys.excepthook = _report
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in alone)
     device = torch.device("cpu")
     backends = "gloo"
     if torch.cuda.is_available():
