@@ -1163,16 +1163,16 @@ class Batch:
         need(longest <= budget, f"a response of {longest} tokens exceeds --micro-batch-tokens {budget}")
         rounds = math.ceil(sum(costs) / (world.size * budget))
         while True:
-            loads = [0] * (rounds * world.size)
+            loads = np.zeros(rounds * world.size, int)
             bins = [[] for _ in loads]
-            for n in sorted(range(len(costs)), key=lambda n: -costs[n]):  # longest first, into the emptiest
-                number = loads.index(min(loads))
+            for n in np.argsort([-cost for cost in costs], kind="stable"):  # longest first, into the emptiest
+                number = loads.argmin()
                 bins[number] += bundles[n]
                 loads[number] += costs[n]
-            if max(loads, default=0) <= budget:
+            if loads.max(initial=0) <= budget:
                 break
             rounds += 1
-        fullest = sorted(range(len(loads)), key=lambda number: -loads[number])  # those of a round cost about the same
+        fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def pack(self, responses, device, inputs=None):
