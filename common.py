@@ -562,8 +562,8 @@ def read_picture(value, processor, token, folder):
             need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
             data = file.read_bytes()
         image = Picture(data, processor, token)
-        _, height, width = image.processed()["image_grid_thw"][0].tolist()
-    image.grid = (height // processor.merge_size, width // processor.merge_size)
+        height_width = image.processed()["image_grid_thw"][0, 1:] // processor.merge_size
+    image.grid = tuple(height_width.tolist())
     return image
 
 
