@@ -1183,7 +1183,7 @@ class Batch:
             prompts.append(min(self.needed))
         problems = [self.groups[p].problem for p in prompts]
         ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
-        input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        input_ids_N = torch.from_numpy(np.concatenate(ids))
         place_N = torch.arange(len(input_ids_N))
         length_q = torch.tensor([len(piece) for piece in ids])
         keys = list(place_N.split(length_q.tolist()))
