@@ -1185,23 +1185,15 @@ class Batch:
         ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
         input_ids_N = torch.from_numpy(np.concatenate(ids))
         place_N = torch.arange(len(input_ids_N))
-        length_q = torch.tensor([len(piece) for piece in ids])
-        keys = list(place_N.split(length_q.tolist()))
+        keys = list(place_N.split([len(piece) for piece in ids]))
         positions = [problem.positions() for problem in problems]
         for n, r in enumerate(responses, len(prompts)):
             prompt = prompts.index(self.group_R[r])
             keys[n] = torch.cat([keys[prompt], keys[n]])
             positions.append(torch.arange(len(ids[n])).expand(3, -1) + positions[prompt].max() + 1)
         key_N = torch.cat(keys)
-        length_k = torch.tensor([len(piece) for piece in keys])
         position_3N = torch.cat(positions, 1)
-        row = {
-            "input_ids": input_ids_N[None],
-            "position_ids": position_3N[:1],
-            "cu_seq_lens_q": F.pad(length_q.cumsum(0), (1, 0)).int(),
-            "cu_seq_lens_k": F.pad(length_k.cumsum(0), (1, 0)).int(),
-            "key_N": key_N,
-        }
+        row = {"input_ids": input_ids_N[None], "position_ids": position_3N[:1], "key_N": key_N}
         token_T = torch.cat([self.place_R[r] for r in responses] or [place_N[:0]])
         first = len(place_N) - len(token_T)  # of the responses' places
         images = [problem.image for problem in problems if problem.image]
@@ -1212,8 +1204,10 @@ class Batch:
             for name in ("pixel_values", "image_grid_thw"):
                 row[name] = torch.cat([each[name] for each in processed])
         row = {name: x.to(device) for name, x in row.items()}
-        row["max_length_q"] = int(length_q.max())
-        row["max_length_k"] = int(length_k.max())
+        for side, pieces in (("q", ids), ("k", keys)):  # queries, keys
+            lengths = torch.tensor([len(piece) for piece in pieces])
+            row[f"cu_seq_lens_{side}"] = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+            row[f"max_length_{side}"] = int(lengths.max())
         parts = {}
         for name, x in (inputs or {}).items():
             if name.endswith("_T"):
