@@ -538,15 +538,12 @@ def load_problems(source, tokenizer, args, flag):
 
 def prompt_tokens(text, image, template, tokenizer, config):
     """Return a prompt's token ids, an image's in front of the text."""
-    tokens = image.tokens if image else 0
     if image:
-        text = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}"
+        text = f"<|vision_start|>{'<|image_pad|>' * image.tokens}<|vision_end|>{text}"
     prompt_ids = tokenizer.encode(prompt_of(text, template, tokenizer), add_special_tokens=False)
     size = config.get_text_config().vocab_size
     unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= size])
     need(prompt_ids and not unknown, f"no tokens, or not of the model's {size}: {unknown}")
-    places = prompt_ids.count(getattr(config, "image_token_id", None))
-    need(places == tokens, f"the prompt holds {places} <|image_pad|>, its image takes {tokens}: {text!r}")
     return prompt_ids
 
 
