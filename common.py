@@ -139,11 +139,11 @@ def need(holds, message):
 
 
 @contextmanager
-def naming(place, *kinds):
-    """Put `place` in front of a ValueError; raise exceptions of these kinds as one, too."""
+def naming(place):
+    """Put `place` in front of a ValueError; raise any other exception as one, too."""
     try:
         yield
-    except (ValueError, *kinds) as error:
+    except Exception as error:
         reason = error if type(error) is ValueError else repr(error.__cause__ or error)
         raise ValueError(f"{place}: {reason}") from error
 
@@ -448,7 +448,7 @@ def read_table(source, flag, number=None):
     """Return a file's, `save_to_disk` folder's or hub id's rows. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
     place = f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id"
-    with naming(place, Exception):  # `datasets` raises many kinds
+    with naming(place):
         if path.endswith((".json", ".jsonl")):
             return read_rows(path, number)
         if path.endswith(".parquet"):
@@ -502,7 +502,7 @@ def load_problems(source, tokenizer, args, flag):
     for number, row in enumerate(table.with_format("arrow")):  # decoding might fetch what a row names
         row = row.to_pylist()[0]
         place = f"{flag} {source}, row {number}"
-        with naming(place, AttributeError, KeyError, TypeError):
+        with naming(place):
             text = problem_text(row[columns["problem"]])
             need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
             spelled = [token for token in control if token in text]
@@ -549,7 +549,7 @@ def prompt_tokens(text, image, template, tokenizer, config):
 
 def read_picture(value, processor, token, folder):
     """Return a row's image, bytes or a path below the data's folder. Raises ValueError if it cannot be read."""
-    with naming("its image cannot be read", Exception):  # each decoder raises its own kinds
+    with naming("its image cannot be read"):
         if isinstance(value, str):
             value = {"path": value, "bytes": None}
         data = value["bytes"]
@@ -1021,7 +1021,7 @@ class Verifier:
         if self.reward:
             self.limit = args.reward_seconds  # on the clock: a reward may wait for a process or a server
             self.start = functools.partial(Worker, _reward_worker, (args.reward, *sys.path))
-            with naming(f"--reward {args.reward}: neither math nor FILE.py:FUNCTION", TimeoutError):
+            with naming(f"--reward {args.reward}: neither math nor FILE.py:FUNCTION"):
                 self.workers[-1] = self.start()
 
     def ask(self, task):
@@ -1310,7 +1310,7 @@ def model_folder(args):
     folder = Path(args.model)
     if not folder.is_dir():
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        with naming(f"--model {args.model}: neither a folder here nor a model of the hub", OSError):
+        with naming(f"--model {args.model}: neither a folder here nor a model of the hub"):
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # a node's other ranks wait for one
     with naming(f"--model {args.model}"):
         check_model(folder, args)
