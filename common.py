@@ -61,22 +61,22 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 # ---------------------------- arguments
-PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn for the chat format
+PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat format
     "plain": "{problem}\n",
     "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
         "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
         "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
     ),
-    "chat": ("", "{problem}"),
-    "chat-boxed": ("", "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."),
-    "open-rs": (  # CW-GRPO's Fig. 4 and GPG's released R1 recipe; GPG's B.4 lacks the box
-        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
-        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer, "
-        "and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within <think> "
-        "</think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
-        "answer here </answer>. Note that respond by English, NOT use other languages.",
-        "{problem}",
-    ),
+    "chat": {"user": "{problem}"},
+    "chat-boxed": {"user": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."},
+    "open-rs": {  # CW-GRPO's Fig. 4 and GPG's released R1 recipe; GPG's B.4 lacks the box
+        "system": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
+        "The assistant first thinks about the reasoning process in the mind and then provides the user with the "
+        "answer, and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within "
+        "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
+        "<answer> answer here </answer>. Note that respond by English, NOT use other languages.",
+        "user": "{problem}",
+    },
 }
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -140,11 +140,11 @@ def need(holds, message):
 
 
 @contextmanager
-def naming(place, *kinds):
-    """Put `place` in front of a ValueError; raise exceptions of these kinds as one, too."""
+def naming(place):
+    """Put `place` in front of a ValueError; raise any other exception as one, too."""
     try:
         yield
-    except (ValueError, *kinds) as error:
+    except Exception as error:
         reason = error if type(error) is ValueError else repr(error.__cause__ or error)
         raise ValueError(f"{place}: {reason}") from error
 
@@ -228,9 +228,9 @@ def _report(kind, error, trace):
 
 def init_world():
     """Join torchrun's process group, or for plain `python` make one of a single process."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
     else:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ranks die with torchrun
         # it may be gone by now; joining would wait for it
@@ -239,8 +239,7 @@ def init_world():
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     sys.excepthook = _report
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in alone)
     device = torch.device("cpu")
     backends = "gloo"
     if torch.cuda.is_available():
@@ -262,10 +261,11 @@ def seed_of(*parts):
 def cores(file="/sys/fs/cgroup/cpu.max"):
     """Return how many cores this process may use; a container's quota is often less than the cores that it sees."""
     seen = len(os.sched_getaffinity(0))
-    if not os.path.exists(file):
+    try:
+        quota, period = map(int, Path(file).read_text().split())
+    except (OSError, ValueError):  # no such file, or it says max
         return seen
-    quota, period = Path(file).read_text().split()
-    return seen if quota == "max" else max(1, min(seen, int(quota) // int(period)))
+    return max(1, min(seen, quota // period))
 
 
 def _serve(pipe, make, given, memory):
@@ -281,7 +281,7 @@ def _serve(pipe, make, given, memory):
     function = make(*given)
     with open("/proc/self/statm") as pages:
         memory += int(pages.read().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     print("ready", file=replies)
     while tasks.peek(1):
         task = pickle.load(tasks)
@@ -448,9 +448,8 @@ def read_rows(path, number):
 def read_table(source, flag, number=None):
     """Return a file's, `save_to_disk` folder's or hub id's rows. Raises ValueError naming flag and source."""
     path, *names = source.split(":")
-    unreadable = (AttributeError, OSError, StopIteration, TypeError, datasets.exceptions.DatasetGenerationError)
     place = f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id"
-    with naming(place, *unreadable):
+    with naming(place):
         if path.endswith((".json", ".jsonl")):
             return read_rows(path, number)
         if path.endswith(".parquet"):
@@ -460,10 +459,10 @@ def read_table(source, flag, number=None):
         else:
             table = datasets.load_dataset(path, *names[:-1])
     if isinstance(table, datasets.DatasetDict):
-        splits = names[-1:] or list(table)
-        only = len(splits) == 1 and splits[0] in table
-        need(only, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
-        table = table[splits[0]]
+        split, *others = names[-1:] or table
+        one = split in table and not others
+        need(one, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
+        table = table[split]
     return table
 
 
@@ -504,7 +503,7 @@ def load_problems(source, tokenizer, args, flag):
     for number, row in enumerate(table.with_format("arrow")):  # decoding might fetch what a row names
         row = row.to_pylist()[0]
         place = f"{flag} {source}, row {number}"
-        with naming(place, AttributeError, KeyError, TypeError):
+        with naming(place):
             text = problem_text(row[columns["problem"]])
             need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
             spelled = [token for token in control if token in text]
@@ -540,21 +539,18 @@ def load_problems(source, tokenizer, args, flag):
 
 def prompt_tokens(text, image, template, tokenizer, config):
     """Return a prompt's token ids, an image's in front of the text."""
-    tokens = image.tokens if image else 0
     if image:
-        text = f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>{text}"
+        text = f"<|vision_start|>{'<|image_pad|>' * image.tokens}<|vision_end|>{text}"
     prompt_ids = tokenizer.encode(prompt_of(text, template, tokenizer), add_special_tokens=False)
     size = config.get_text_config().vocab_size
     unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= size])
     need(prompt_ids and not unknown, f"no tokens, or not of the model's {size}: {unknown}")
-    places = prompt_ids.count(getattr(config, "image_token_id", None))
-    need(places == tokens, f"the prompt holds {places} <|image_pad|>, its image takes {tokens}: {text!r}")
     return prompt_ids
 
 
 def read_picture(value, processor, token, folder):
     """Return a row's image, bytes or a path below the data's folder. Raises ValueError if it cannot be read."""
-    with naming("its image cannot be read", OSError, SyntaxError, TypeError, Image.DecompressionBombError):
+    with naming("its image cannot be read"):
         if isinstance(value, str):
             value = {"path": value, "bytes": None}
         data = value["bytes"]
@@ -564,8 +560,8 @@ def read_picture(value, processor, token, folder):
             need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
             data = file.read_bytes()
         image = Picture(data, processor, token)
-        _, height, width = image.processed()["image_grid_thw"][0].tolist()
-    image.grid = (height // processor.merge_size, width // processor.merge_size)
+        height_width = image.processed()["image_grid_thw"][0, 1:] // processor.merge_size
+    image.grid = tuple(height_width.tolist())
     return image
 
 
@@ -586,10 +582,7 @@ def prompt_of(problem, template, tokenizer):
     if isinstance(prompt, str):
         return prompt.replace("{problem}", problem)
     need(tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template")
-    system, user = prompt
-    turns = [{"role": "user", "content": user.replace("{problem}", problem)}]
-    if system:
-        turns.insert(0, {"role": "system", "content": system})
+    turns = [{"role": role, "content": text.replace("{problem}", problem)} for role, text in prompt.items()]
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
@@ -1029,7 +1022,7 @@ class Verifier:
         if self.reward:
             self.limit = args.reward_seconds  # on the clock: a reward may wait for a process or a server
             self.start = functools.partial(Worker, _reward_worker, (args.reward, *sys.path))
-            with naming(f"--reward {args.reward}: neither math nor FILE.py:FUNCTION", TimeoutError):
+            with naming(f"--reward {args.reward}: neither math nor FILE.py:FUNCTION"):
                 self.workers[-1] = self.start()
 
     def ask(self, task):
@@ -1046,8 +1039,8 @@ class Verifier:
             self.workers.append(worker)
 
     def _verdict(self, case):
-        """Return the score and verdict of (answer, gold, problem)."""
-        answer, gold, _ = case
+        """Return the score and verdict of a case: answer, gold and perhaps problem."""
+        answer, gold, *_ = case
         if max(len(answer), len(gold)) > 2000:  # characters
             return 0.0, "too long"
         if not spell(answer)[0]:
@@ -1058,10 +1051,10 @@ class Verifier:
         score, verdict = self.ask(equal)
         return score, verdict if verdict in VERDICTS else "error"
 
-    def judge(self, completions, golds, problems=()):
-        """Return for each completion a score, 1.0 if its last box equals the gold answer, else 0.0, and a verdict."""
-        answers = [(last_boxed(completion) or "").strip() for completion in completions]
-        cases = list(zip(answers, golds, problems or [""] * len(golds), strict=True))
+    def judge(self, *lists):
+        """Return for each completion a score, 1.0 if its last box equals the gold answer, else 0.0, and a verdict. The
+        lists: completions, gold answers, and perhaps the problems' texts."""
+        cases = [((last_boxed(text) or "").strip(), *rest) for text, *rest in zip(*lists, strict=True)]
         unique = list(set(cases))
         verdicts = dict(zip(unique, self.pool.map(self._verdict, unique), strict=True))
         return [verdicts[case] for case in cases]
@@ -1133,19 +1126,6 @@ class MicroBatch:
     cost: int
 
 
-def image_inputs(problems, places):
-    """Return a row's inputs for images; image_N is where their tokens are. `places` are those of prompts."""
-    image_N, pixels, grids = [], [], []
-    for problem, place in zip(problems, places, strict=False):
-        if problem.image:
-            first = problem.prompt_ids.index(problem.image.token)
-            image_N.append(place[first : first + problem.image.tokens])
-            processed = problem.image.processed()
-            pixels.append(processed["pixel_values"])
-            grids.append(processed["image_grid_thw"])
-    return {"image_N": torch.cat(image_N), "pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
-
-
 class Batch:
     """The whole step, the same on every rank. Response r = p G + g; its token k is entry sum(length_R[:r]) + k of *_T.
     total_R counts its tokens, its prompt's and image patches."""
@@ -1181,16 +1161,16 @@ class Batch:
         need(longest <= budget, f"a response of {longest} tokens exceeds --micro-batch-tokens {budget}")
         rounds = math.ceil(sum(costs) / (world.size * budget))
         while True:
-            loads = [0] * (rounds * world.size)
+            loads = np.zeros(rounds * world.size, int)
             bins = [[] for _ in loads]
-            for n in sorted(range(len(costs)), key=lambda n: -costs[n]):  # longest first, into the emptiest
-                number = loads.index(min(loads))
+            for n in np.argsort([-cost for cost in costs], kind="stable"):  # longest first, into the emptiest
+                number = loads.argmin()
                 bins[number] += bundles[n]
                 loads[number] += costs[n]
-            if max(loads, default=0) <= budget:
+            if loads.max(initial=0) <= budget:
                 break
             rounds += 1
-        fullest = sorted(range(len(loads)), key=lambda number: -loads[number])  # those of a round cost about the same
+        fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def pack(self, responses, device, inputs=None):
@@ -1201,41 +1181,38 @@ class Batch:
             prompts.append(min(self.needed))
         problems = [self.groups[p].problem for p in prompts]
         ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
-        input_ids_N = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        input_ids_N = torch.from_numpy(np.concatenate(ids))
         place_N = torch.arange(len(input_ids_N))
-        length_q = torch.tensor([len(piece) for piece in ids])
-        keys = list(place_N.split(length_q.tolist()))
+        keys = list(place_N.split([len(piece) for piece in ids]))
         positions = [problem.positions() for problem in problems]
-        index = [place_N[:0]]
-        tokens = [place_N[:0]]
         for n, r in enumerate(responses, len(prompts)):
             prompt = prompts.index(self.group_R[r])
             keys[n] = torch.cat([keys[prompt], keys[n]])
             positions.append(torch.arange(len(ids[n])).expand(3, -1) + positions[prompt].max() + 1)
-            index.append(keys[n][-len(ids[n]) - 1 : -1])
-            tokens.append(self.place_R[r])
-        length_k = torch.tensor([len(piece) for piece in keys])
+        key_N = torch.cat(keys)
         position_3N = torch.cat(positions, 1)
-        row = {
-            "input_ids": input_ids_N[None],
-            "position_ids": position_3N[:1],
-            "cu_seq_lens_q": F.pad(length_q.cumsum(0), (1, 0)).int(),
-            "cu_seq_lens_k": F.pad(length_k.cumsum(0), (1, 0)).int(),
-            "key_N": torch.cat(keys),
-        }
-        if any(problem.image for problem in problems):
-            row.update(image_inputs(problems, keys), position_ids=position_3N[:, None])
+        row = {"input_ids": input_ids_N[None], "position_ids": position_3N[:1], "key_N": key_N}
+        token_T = torch.cat([self.place_R[r] for r in responses] or [place_N[:0]])
+        first = len(place_N) - len(token_T)  # of the responses' places
+        images = [problem.image for problem in problems if problem.image]
+        if images:
+            row["position_ids"] = position_3N[:, None]
+            row["image_N"] = place_N[:first][input_ids_N[:first] == images[0].token]
+            processed = [image.processed() for image in images]
+            for name in ("pixel_values", "image_grid_thw"):
+                row[name] = torch.cat([each[name] for each in processed])
         row = {name: x.to(device) for name, x in row.items()}
-        row["max_length_q"] = int(length_q.max())
-        row["max_length_k"] = int(length_k.max())
-        token_T = torch.cat(tokens)
+        for side, pieces in (("q", ids), ("k", keys)):  # queries, keys
+            lengths = torch.tensor([len(piece) for piece in pieces])
+            row[f"cu_seq_lens_{side}"] = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+            row[f"max_length_{side}"] = int(lengths.max())
         parts = {}
         for name, x in (inputs or {}).items():
             if name.endswith("_T"):
                 x = x[token_T]
             parts[name] = x.to(device) if isinstance(x, torch.Tensor) else x
-        index_T = torch.cat(index).to(device)
-        target_T = input_ids_N[len(place_N) - len(token_T) :].to(device)
+        index_T = key_N[:-1][key_N[1:] >= first].to(device)  # a response's token sees before itself what predicts it
+        target_T = input_ids_N[first:].to(device)
         cost = len(place_N) + len(row.get("pixel_values", ()))
         return MicroBatch(row, index_T, target_T, token_T, parts, cost)
 
@@ -1334,7 +1311,7 @@ def model_folder(args):
     folder = Path(args.model)
     if not folder.is_dir():
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        with naming(f"--model {args.model}: neither a folder here nor a model of the hub", OSError):
+        with naming(f"--model {args.model}: neither a folder here nor a model of the hub"):
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # a node's other ranks wait for one
     with naming(f"--model {args.model}"):
         check_model(folder, args)

@@ -64,13 +64,12 @@ HERE = Path(__file__).parent
 for name in ("geoqa", "sat"):
     common.PROMPTS[name] = (HERE / f"{name}.txt").read_text(encoding="utf-8")
 # It is LightEval's. 2504.02546 (Fig. 4) and Open-RS evaluate R1-distilled models with it.
-common.PROMPTS["r1-eval"] = (
-    "",
-    "Solve the following math problem efficiently and clearly.  The last line of your response should be of the "
-    "following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without quotes) "
+common.PROMPTS["r1-eval"] = {
+    "user": "Solve the following math problem efficiently and clearly.  The last line of your response should be of "
+    "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without quotes) "
     "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
     "answering.\n\n{problem}",
-)
+}
 SETS = {  # The hub has a set under this id.
     "aime24": "HuggingFaceH4/aime_2024",
     "aime25": "math-ai/aime25",
@@ -334,7 +333,7 @@ def obstacle(settings, config, tokenizer):
         return f"prompt and response may have {longest} tokens, the model's context holds {context}"
     if longest <= settings.max_prompt_tokens:
         return f"prompt and response may have {longest} tokens, and so may a prompt alone (--max-prompt-tokens)"
-    if isinstance(common.PROMPTS.get(settings.template), tuple) and not tokenizer.chat_template:
+    if isinstance(common.PROMPTS.get(settings.template), dict) and not tokenizer.chat_template:
         return f"prompt {settings.template} needs a chat template, and the model's tokenizer has none"
     return ""
 
