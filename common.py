@@ -260,12 +260,11 @@ def seed_of(*parts):
 
 def cores(file="/sys/fs/cgroup/cpu.max"):
     """Return how many cores this process may use; a container's quota is often less than the cores that it sees."""
-    seen = len(os.sched_getaffinity(0))
-    try:
+    count = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no such file, or it says max
         quota, period = map(int, Path(file).read_text().split())
-    except (OSError, ValueError):  # no such file, or it says max
-        return seen
-    return max(1, min(seen, quota // period))
+        count = min(count, quota // period)
+    return max(1, count)
 
 
 def _serve(pipe, make, given, memory):
@@ -467,7 +466,7 @@ def read_table(source, flag, number=None):
 
 
 def choose_columns(table, args, flag):
-    """Return the table and its columns' names by role. Raises ValueError if one is missing."""
+    """Return the names of the table's columns by role. Raises ValueError if one is missing."""
     columns = {}
     for role, names in ALIASES.items():
         own = getattr(args, f"{role}_column")
@@ -478,16 +477,14 @@ def choose_columns(table, args, flag):
         found = [name for name in names if name in table.column_names]
         need(found, f"no {role} column; looked for {names}, saw {table.column_names}; --{role}-column names another")
         columns[role] = found[0]
-    if "answer" in columns:  # other columns may hold gigabytes of worked solutions
-        table = table.select_columns(list(columns.values()))
-    return table, columns
+    return columns
 
 
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems and print what was left out. Raises ValueError naming flag, source, row and columns."""
     table = read_table(source, flag, str if args.reward == "math" else None)  # an answer has the file's digits
     with naming(f"{flag} {source}"):
-        table, columns = choose_columns(table, args, flag)
+        columns = choose_columns(table, args, flag)
     images = Path(source.partition(":")[0])
     if images.is_file():
         images = images.parent
@@ -793,8 +790,8 @@ def verify(verifier, groups):
     if verifier.reward:
         grades = [*verifier.pool.map(verifier.ask, [(text, problem.row) for text, problem in mine])]
     else:
-        golds = [problem.answer for _, problem in mine]
-        grades = verifier.judge([text for text, _ in mine], golds, [problem.text for _, problem in mine])
+        cases = [(text, problem.answer, problem.text) for text, problem in mine]
+        grades = verifier.judge(*zip(*cases, strict=True))
     everyone = [None] * len(asked)
     for rank, part in enumerate(world.all_gather(grades)):
         everyone[rank :: world.size] = part
@@ -807,7 +804,7 @@ def verify(verifier, groups):
         group.reward_G = group.correct_G.clone()
 
 
-VERDICTS = ("graded", "no answer", "too long", "timeout", "memory", "error", "crash")
+VERDICTS = ("graded", "no_answer", "too_long", "timeout", "memory", "error", "crash")
 
 
 def last_boxed(text):
@@ -1042,9 +1039,9 @@ class Verifier:
         """Return the score and verdict of a case: answer, gold and perhaps problem."""
         answer, gold, *_ = case
         if max(len(answer), len(gold)) > 2000:  # characters
-            return 0.0, "too long"
+            return 0.0, "too_long"
         if not spell(answer)[0]:
-            return 0.0, "no answer"
+            return 0.0, "no_answer"
         equal = compare(*case)
         if isinstance(equal, bool):
             return float(equal), "graded"
@@ -1070,7 +1067,7 @@ def first_valid(drawn, valid_P, count, updates=1):
     updates; a single draw as it came."""
     if len(drawn) == count:
         return drawn
-    chosen = [p for p, each in enumerate(valid_P) if each]
+    chosen = np.flatnonzero(valid_P).tolist()
     chosen += [p for p in range(len(drawn) - count, len(drawn)) if p not in chosen]
     return [drawn[p] for update in range(updates) for p in chosen[:count][update::updates]]
 
@@ -1109,7 +1106,7 @@ def drawn_metrics(groups, draws=1):
         "sampler_nll": -logp / tokens,
     }
     for verdict in VERDICTS:
-        metrics[f"verifier/{verdict.replace(' ', '_')}"] = verdicts[verdict]
+        metrics[f"verifier/{verdict}"] = verdicts[verdict]
     return metrics
 
 
@@ -1286,7 +1283,7 @@ class Policy(torch.nn.Module):
         if "image_N" in row:  # by place: a response may hold the placeholder as a word
             image_N = row.pop("image_N")
             images = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
-            features = torch.cat(images.pooler_output)[: len(image_N)].to(embedding_NH)
+            features = torch.cat(images.pooler_output).to(embedding_NH)
             embedding_NH = embedding_NH.index_copy(0, image_N, features)
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
@@ -1309,11 +1306,10 @@ def empty_model(config, attention="eager", **settings):
 def model_folder(args):
     """Return --model's folder, fetched if it is a hub id. Raises ValueError for a model that cannot train."""
     folder = Path(args.model)
-    if not folder.is_dir():
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        with naming(f"--model {args.model}: neither a folder here nor a model of the hub"):
+    with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
+        if not folder.is_dir():
+            patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # a node's other ranks wait for one
-    with naming(f"--model {args.model}"):
         check_model(folder, args)
     return folder
 
@@ -1321,9 +1317,8 @@ def model_folder(args):
 def check_model(folder, args):
     """Raise ValueError for what this project cannot train; run no code of the folder."""
     need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), "no config.json or weights")
-    with naming("cannot be read, and no code in it is run"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     sees = hasattr(config, "vision_config")
     need(sees or not args.image_column, f"has no vision tower for --image-column {args.image_column}")
     if sees and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
@@ -1337,8 +1332,8 @@ def check_model(folder, args):
     if not hasattr(decoder, "embed_tokens") or not hasattr(decoder, "layers") or lm.lm_head.bias is not None:
         raise ValueError(f"{type(lm).__name__} is not built as model.embed_tokens, model.layers, unbiased lm_head")
     longest = longest_sequence(args)
-    limit = text.max_position_embeddings
-    need(longest <= limit, f"context {limit}, and a prompt with its response may have {longest}")
+    fits = longest <= text.max_position_embeddings
+    need(fits, f"context {text.max_position_embeddings}, and a prompt with its response may have {longest}")
 
 
 def hub_name(name):
@@ -1424,7 +1419,7 @@ def save_model(policy, folder, source, dtype, world):
     weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
     if world.rank == 0:
         lm = empty_model(AutoConfig.from_pretrained(source), dtype=dtype)
-        if (source / "generation_config.json").is_file():
+        with suppress(OSError):  # not every model has one
             lm.generation_config = transformers.GenerationConfig.from_pretrained(source)
         lm.save_pretrained(folder, state_dict=weights)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
@@ -1474,13 +1469,13 @@ def keep_best(policy, source, dtype, metrics, record, step):
         return
     average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
     best = record.folder / "best"
-    about = best / "best.json"  # a killed run's, too: it may have written the model after its last checkpoint
-    highest = json.loads(about.read_text())["average"] if about.exists() else -math.inf
+    about = best / "average.txt"  # a killed run's, too: it may have written the model after its last checkpoint
+    highest = float(about.read_text().split()[0]) if about.exists() else -math.inf
     if record.world.all_gather(average > highest)[0]:
         partial = best.with_suffix(".partial")
         save_model(policy, partial, source, dtype, record.world)
         if record.world.rank == 0:
-            (partial / "best.json").write_text(json.dumps({"step": step, "average": average}))
+            (partial / about.name).write_text(f"{average} at step {step}\n")
             shutil.rmtree(best, ignore_errors=True)
             partial.rename(best)
         record.say(f"step {step}: the best average so far, {average:.3f}; saved in {best}")
@@ -1539,7 +1534,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
             "files": files,
         }
-        write_whole(partial / "manifest.json", json.dumps(manifest, indent=2))
+        write_whole(partial / "manifest.json", json.dumps(manifest))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         found = checkpoints_of(final.parent)
@@ -1568,8 +1563,10 @@ def resume(policy, optimizer, record):
     if not record.args.resume:
         return 0, 0
     folder, manifest = newest_checkpoint(record)
+    metrics = record.folder / "metrics.jsonl"
+    if record.world.rank == 0 and metrics.exists():
+        os.truncate(metrics, manifest.get("metrics", 0))  # later steps come again
     if not folder:
-        record.rewind(0)
         record.say("the run has no checkpoint: it starts over")
         return 0, 0
     reader = dcp.HuggingFaceStorageReader(str(folder))
@@ -1582,7 +1579,6 @@ def resume(policy, optimizer, record):
     for name, parameter in policy.named_parameters():
         if f"optimizer.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
             optimizer.state.pop(parameter, None)
-    record.rewind(manifest["metrics"])
     record.started -= manifest["seconds"]
     record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
     return manifest["step"], manifest["position"]
@@ -1603,21 +1599,6 @@ MAY_CHANGE = {  # when a run is resumed
     "tensor_parallel",
     "track",
 }
-
-
-def check_same_run(before, about, args):
-    """Raise ValueError if a run.json is another script's, or has other values of flags or of files that must stay."""
-    script = before["script"]
-    need(script == about["script"], f"--resume: {args.run_dir} holds a run of {script}.py, not of {about['script']}.py")
-    must_stay = set(before["args"]) - MAY_CHANGE
-    if args.lr_warmup or args.lr_floor < 1:
-        must_stay.add("steps")  # the schedule would bend
-    for name in sorted(must_stay):
-        old = before["args"][name]
-        new = about["args"].get(name)
-        need(new == old, f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}")
-    for name, old in before.get("inputs", {}).items():
-        need(about["inputs"].get(name) == old, f"--resume: {name} has changed since the run was started")
 
 
 def inputs_of(args):
@@ -1648,26 +1629,27 @@ def open_run(folder, args, script, world):
     }
     if args.resume:
         need(file.exists(), f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
-        about["before"] = json.loads(file.read_text())
-        check_same_run(about["before"], about, args)
+        before = json.loads(file.read_text())
+        about["before"] = before
+        name = before["script"]
+        need(name == script, f"--resume: {args.run_dir} holds a run of {name}.py, not of {script}.py")
+        must_stay = set(before["args"]) - MAY_CHANGE
+        if args.lr_warmup or args.lr_floor < 1:
+            must_stay.add("steps")  # the schedule would bend
+        for name in sorted(must_stay):
+            old = before["args"][name]
+            new = about["args"].get(name)
+            need(new == old, f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}")
+        for name, old in before.get("inputs", {}).items():
+            need(about["inputs"].get(name) == old, f"--resume: {name} has changed since the run was started")
     else:
         need(not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115
-    with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks", OSError):
+    with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     write_whole(file, json.dumps(about, indent=2))
     return lock
-
-
-def vectors_of(seen, places):
-    """Return the numbers that each *_T of `seen` has at these places: six digits, None for what is not finite."""
-    vectors = {}
-    for name, x in seen.items():
-        if name.endswith("_T"):
-            values = x[places].tolist()
-            vectors[name] = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-    return vectors
 
 
 SKIPS_IN_A_ROW = 5  # updates
@@ -1713,12 +1695,6 @@ class Record:
         if self.world.rank == 0:
             print(text, flush=True)
         self.write("log.txt", text)
-
-    def rewind(self, size):
-        """Cut off metrics of steps after a checkpoint, which come again."""
-        file = self.folder / "metrics.jsonl"
-        if self.world.rank == 0 and file.exists():
-            os.truncate(file, size)
 
     def skip_update(self, norm):
         """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
@@ -1767,12 +1743,13 @@ class Record:
     def training(self, step, batch, seen, tokenizer, updates=1):
         """Write samples/train-step<step>.txt, and as .json what the loss saw of each token (the *_T of `seen`): in each
         update's first two groups with a gradient."""
-        name = f"train-step{step:05d}"
-        self.samples(name, batch.groups)
+        file = f"train-step{step:05d}"
+        self.samples(file, batch.groups)
         if self.world.rank:
             return
         trained_T = seen.pop("trained_T")
         seen["sampler_logp_T"] = batch.sampler_logp_T
+        names = [name for name in seen if name.endswith("_T")]
         valid_P = valid(batch.reward_PG)
         groups = []
         for update, part in enumerate(torch.arange(len(valid_P)).chunk(updates)):
@@ -1781,13 +1758,19 @@ class Record:
                 responses = []
                 for g, rollout in enumerate(group.rollouts):
                     places = batch.place_R[p * len(group.rollouts) + g]
-                    response = {
-                        "reward": group.reward_G[g].item(),
-                        "truncated": rollout.truncated,
-                        "tokens": tokenizer.batch_decode(rollout.ids[:, None]),
-                        "vectors": vectors_of(seen, places) if trained_T[places].any() else {},
-                    }
-                    responses.append(response)
+                    vectors = {}
+                    if trained_T[places].any():
+                        for name in names:
+                            values = seen[name][places].tolist()
+                            vectors[name] = [float(f"{x:.6g}") if math.isfinite(x) else None for x in values]
+                    responses.append(
+                        {
+                            "reward": group.reward_G[g].item(),
+                            "truncated": rollout.truncated,
+                            "tokens": tokenizer.batch_decode(rollout.ids[:, None]),
+                            "vectors": vectors,
+                        }
+                    )
                 groups.append(
                     {
                         "update": update,
@@ -1797,7 +1780,7 @@ class Record:
                     }
                 )
         text = json.dumps({"step": step, "groups": groups})
-        (self.folder / "samples" / f"{name}.json").write_text(text)
+        (self.folder / "samples" / f"{file}.json").write_text(text)
 
     def step(self, step, metrics):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""

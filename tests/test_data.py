@@ -57,7 +57,7 @@ def test_code_in_a_model_folder_is_not_run(tmp_path, model_type, readable):
         assert common.model_folder(args) == folder
         AutoTokenizer.from_pretrained(folder)  # as the scripts do
     else:
-        with pytest.raises(ValueError, match=r"--model .*: cannot be read, and no code in it is run"):
+        with pytest.raises(ValueError, match=r"--model .*, of which no code is run: "):
             common.model_folder(args)
     assert not (tmp_path / "run").exists()
 
@@ -338,7 +338,9 @@ def test_models_that_cannot_work(tiny, tmp_path, change, message):
 
 def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="--model no/such: neither a folder here nor a model of the hub"):
+    with pytest.raises(
+        ValueError, match="--model no/such, a folder or the id of a model of the hub, of which no code is run: "
+    ):
         common.model_folder(common.Args(model="no/such"))
     with pytest.raises(ValueError, match=r"no config\.json"):
         common.model_folder(common.Args(model=str(tmp_path)))

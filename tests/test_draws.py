@@ -20,7 +20,7 @@ def group(name: str, rewards: list[float]) -> common.Group:
     """Return a group of two, of two and of three tokens, the second one cut off."""
     rollouts = [common.Rollout(np.zeros(2 + g), np.array([-1.0] * (2 + g)), f"{name}{g}", g == 1) for g in range(2)]
     correct_G = torch.tensor(rewards, dtype=torch.float64)
-    return common.Group(name, rollouts, correct_G, correct_G - 0.5, ["graded", "no answer"])
+    return common.Group(name, rollouts, correct_G, correct_G - 0.5, ["graded", "no_answer"])
 
 
 @pytest.mark.parametrize(

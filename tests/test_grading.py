@@ -578,7 +578,7 @@ def test_tables(verifier, table, score):
     golds, answers = zip(*(line.split("  ?  ") for line in table.strip().splitlines()), strict=True)
     verdicts = verifier.judge(boxed(answers), golds)
     assert [case for case in zip(golds, answers, verdicts, strict=True) if case[2][0] != score] == []
-    assert {verdict for _, verdict in verdicts} <= {"graded", "no answer"}
+    assert {verdict for _, verdict in verdicts} <= {"graded", "no_answer"}
 
 
 def test_every_rule_has_an_example_that_needs_it():

@@ -87,7 +87,7 @@ def test_a_hostile_table_of_contents_is_not_read(mark, tiny, plain_python, tmp_p
     policy = common.load_policy(tiny, args, world)
     optimizer = torch.optim.AdamW(policy.parameters())
     (tmp_path / "metrics.jsonl").touch()
-    record = SimpleNamespace(args=args, world=world, folder=tmp_path, say=print, rewind=print, started=0.0)
+    record = SimpleNamespace(args=args, world=world, folder=tmp_path, say=print, started=0.0)
     common.save_checkpoint(policy, optimizer, 1, 2, record)
     folder = tmp_path / "checkpoints" / "step-00001"
     (folder / ".metadata").write_bytes(pickle.dumps(Hostile(mark)))

@@ -245,14 +245,14 @@ def test_a_manifest_is_on_disk_before_its_checkpoint_has_a_name(run, tmp_path, m
 def test_the_best_model_is_one_that_the_run_knows(run, tiny, tmp_path, monkeypatch):
     """It was written after the last checkpoint; then came a kill. The resumed run evaluates at other steps."""
 
-    def evaluate(step: int, average: float) -> dict:
+    def evaluate(step: int, average: float) -> str:
         common.keep_best(run.policy, tiny, torch.float32, {"eval/held-out/avg@1": average}, run.record, step)
-        return json.loads((tmp_path / "best" / "best.json").read_text())
+        return (tmp_path / "best" / "average.txt").read_text()
 
     evaluate(2, 0.5)
     save(run, 2)
     best = evaluate(3, 0.7)
-    assert best == {"step": 3, "average": 0.7}
+    assert best == "0.7 at step 3\n"
     assert go_on(run, eval_every=2) == (2, 2)
     assert evaluate(4, 0.6) == best, "a worse model took its place"
     weights = (tmp_path / "best" / "model.safetensors").read_bytes()
@@ -263,7 +263,7 @@ def test_the_best_model_is_one_that_the_run_knows(run, tiny, tmp_path, monkeypat
         evaluate(6, 0.8)
     assert (tmp_path / "best" / "model.safetensors").read_bytes() == weights
     go_on(run)
-    assert evaluate(6, 0.8) == {"step": 6, "average": 0.8}
+    assert evaluate(6, 0.8) == "0.8 at step 6\n"
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     judged = verifier.judge(completions, golds)
     assert [score for score, _ in judged] == wanted
     counts = Counter(verdict for _, verdict in judged)
-    assert counts["timeout"] >= 1 and counts["too long"] >= 1, counts
+    assert counts["timeout"] >= 1 and counts["too_long"] >= 1, counts
     assert all(worker.poll() is None for worker in filter(None, verifier.workers))
 
 
