@@ -213,7 +213,7 @@ def _report(kind, error, trace):
     if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
         why = "another rank is gone, or waited for this one in vain; see its output"
         if "Timed out waiting" in line:
-            why = "a collective timed out; a rank that does not say so did not come"
+            why = "a collective timed out; the rank that says nothing did not come"
         line = f"{Path(sys.argv[0]).name}: rank {os.environ['RANK']}: {why}: {error}"
         print(f"\n{line}\n", file=sys.stderr)
         return  # the summary is for the failure of the rank that is gone

@@ -2,6 +2,7 @@
 tests/test_grading.py."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -272,9 +273,8 @@ def test_a_collective_that_times_out_says_so(tmp_path):
         world.all_gather(0)
     """
     (tmp_path / "run.py").write_text(textwrap.dedent(script))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", tmp_path / "run.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", tmp_path / "run.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, text=True, stderr=subprocess.PIPE, timeout=120)
-    said = "run.py: rank 0: a collective timed out; a rank that does not say so did not come: "
-    assert said in done.stderr and "rank 1: a collective" not in done.stderr, done.stderr
-    assert "another rank is gone" not in done.stderr
+    assert "a collective timed out; the rank that says nothing did not come: " in done.stderr
+    assert set(re.findall(r"run\.py: rank (\d): ", done.stderr)) == {"0", "2"}, done.stderr
