@@ -78,6 +78,7 @@ PROMPTS = {  # a whole prompt; or a system turn (none if empty) and a user turn 
     ),
 }
 Share = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass
@@ -109,8 +110,8 @@ class Args:
     reward: str = "math"
     r"""The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row)."""
     reward_seconds: PositiveFloat = 10.0  # A response for which FUNCTION takes longer scores 0.
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """In sampler and trainer; weights, logits and gradients' sums are float32. auto (ours): bfloat16 on GPUs only."""
+    compute_dtype: Dtype = "auto"
+    """Of sampler and trainer; weights, logits and gradients' sums are float32. auto (ours): bfloat16 on GPUs only."""
     temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
@@ -1298,7 +1299,7 @@ class Policy(torch.nn.Module):
             conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
 
     def _head(self, hidden_TH, target_T, weight_VH, entropies):
-        # bf16 would round logits, those above 8 to 0.06. The weights' copy lives for a chunk; torch.mm's out_dtype would
+        # bf16 would round logits above 8 to 0.06. The copy of the weights lives for a chunk; torch.mm's out_dtype would
         # make none, but has no derivative and is not for CPUs
         logits_TV = F.linear(hidden_TH.float(), weight_VH.float()).div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)

@@ -125,15 +125,15 @@ def random_model(shape, folder):
 
 
 @functools.cache
-def matmul_rate(device):
-    """Return FLOP/s of a large matrix product in the dtype of compute, of which MFU is a share. It is measured once."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
+def matmul_rate(device, dtype):
+    """Return FLOP/s of a large matrix product, of which MFU is a share. It is measured once."""
+    size = 8192 if device.type == "cuda" else 2048
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
     return 2 * size**3 / timer.timeit(5).mean
 
 
-def mfu(policy, batch, tokens, seconds, world):
+def mfu(policy, batch, tokens, seconds, world, dtype):
     """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward. A token takes 6
     FLOP for each weight, those of the head only if it is a response token, and 6 for each layer, channel and
     position, since causal attention skips half of the positions."""
@@ -144,10 +144,10 @@ def mfu(policy, batch, tokens, seconds, world):
     flop_R = body * batch.total_R + head * batch.length_R + width * batch.total_R.double().square()
     flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
     rate = tokens * flop / max(seconds, 1e-9)
-    return rate / world.size / matmul_rate(world.device)
+    return rate / world.size / matmul_rate(world.device, dtype)
 
 
-def train(policy, length, tokens, world, repeats=1):
+def train(policy, length, tokens, world, dtype, repeats=1):
     """Return a rank's tokens/s, its share of `matmul_rate`, and the GiB that it holds in forward and backward over a
     micro-batch of so many tokens in sequences of this length: the fastest pass but the first, with AdamW's moments
     beside it. On a CPU the GiB are the most that the process has held so far."""
@@ -171,7 +171,7 @@ def train(policy, length, tokens, world, repeats=1):
         free, whole = torch.cuda.mem_get_info()
         held = whole - free
     slowest, most = (max(world.all_gather(mine)) for mine in (min(seconds[1:]), held))
-    share = mfu(policy, batch, count * length * world.size, slowest, world)
+    share = mfu(policy, batch, count * length * world.size, slowest, world, dtype)
     return count * length / slowest, share, most / GIB
 
 
@@ -181,6 +181,7 @@ def policy(
     tokens: int = 16_384,
     repeats: int = 3,
     activation_checkpointing: bool = False,
+    compute_dtype: common.Dtype = "auto",
 ):
     """Print tokens/s per process, share of the measured matrix rate, and memory of FSDP forward and backward.
 
@@ -192,13 +193,14 @@ def policy(
     if world.rank == 0:
         random_model(SHAPES[shape], folder)
     world.all_gather(None)
-    settings = common.Args(model=str(folder), activation_checkpointing=activation_checkpointing)
+    settings = common.Args(activation_checkpointing=activation_checkpointing, compute_dtype=compute_dtype)
     model = common.load_policy(folder, settings, world)
-    rate = matmul_rate(world.device) / 1e12
+    dtype = common.compute_dtype(settings, world)
+    rate = matmul_rate(world.device, dtype) / 1e12
     if world.rank == 0:
         print(f"{shape}, {world.size} processes; {hardware()}; a large matrix product: {rate:.3f} TFLOP/s")
     for length in lengths:
-        speed, share, gib = train(model, length, tokens, world, repeats)
+        speed, share, gib = train(model, length, tokens, world, dtype, repeats)
         if world.rank == 0:
             print(f"length {length:6d}: {speed:9.0f} tokens/s  {share:4.0%}  {gib:.2f} GiB", flush=True)
     torch.distributed.destroy_process_group()
@@ -209,18 +211,20 @@ def training_bytes(shape, gpus, tokens, recompute):
 
     16 bytes a weight (float32 weight, gradient and two moments) over the GPUs; embedding and head gathered in bf16; of
     each layer its input where activations are recomputed, else all that its backward pass reads. Beside these lies
-    either a chunk of the head's logits, four times in float32, or in the backward pass the head's gradient, what the
-    last layer reads and makes, and weights and gradients of two layers. At the end it is the gradient of embedding and
-    head instead, in float32 with a copy in bf16 or its float32 sum. Counted on a trace (tests/pretend_gpu.py).
+    either a chunk of the head's logits, in float32 four times or once with weights and gradient of the head, or in the
+    backward pass the head's gradient, what the last layer reads and makes, and weights and gradients of two layers. At
+    the end it is the gradient of embedding and head instead, in float32 with a copy in bf16 or its float32 sum. Counted
+    on a trace (tests/pretend_gpu.py).
     """
     hidden = 2 * tokens * shape.hidden
     intermediate = 2 * tokens * shape.intermediate
     layer = hidden
     if not recompute:
         layer = 10 * hidden + 4 * intermediate + 4 * tokens * shape.kv_width
+    head = shape.vocabulary * shape.hidden
     chunk = min(common.LOGITS_AT_ONCE["cuda"], tokens * shape.vocabulary)
-    logits = 8 * hidden + 2 * shape.layer + 4 * 4 * chunk
-    backward = 2 * shape.vocabulary * shape.hidden + 11 * hidden + 8 * intermediate + 10 * shape.layer
+    logits = 8 * hidden + 2 * shape.layer + 4 * chunk + max(12 * chunk + 2 * head, 10 * head)
+    backward = 2 * head + 11 * hidden + 8 * intermediate + 10 * shape.layer
     end = 2 * shape.root + max(2 * shape.root, 4 * shape.root // gpus) + 11 * hidden
     held = 16 * shape.weights // gpus + 2 * shape.root
     return held + max(shape.layers * layer + max(logits, backward), end)

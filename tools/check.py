@@ -1,9 +1,10 @@
 """Check a machine: what is sampled is what is trained, however packed and sharded; measure its memory and speed.
 
-    ./run.sh check [MODEL]     a hub id or a folder whose context holds 256 tokens; otherwise the embedded model
+    ./run.sh check [MODEL] [--compute-dtype ...]     a hub id or a folder whose context holds 256 tokens; otherwise the
+                                                     embedded model
 
 On GPUs it then measures untrained models of Qwen2.5's shapes, those that `bench.py fit` says fit. A line has its
-figure, the bound for this device if there is one, and `ok` or `FAIL`; the exit code is 1 if a line failed. After ten
+figure, the bound for this dtype if there is one, and `ok` or `FAIL`; the exit code is 1 if a line failed. After ten
 minutes what runs is cut off. Every GPU must hold MODEL whole with its gradient, 8 bytes a weight, and the folder for
 temporary files a checkpoint, 12 bytes a weight; on GPUs it must hold the weights of 7B, 15 GB.
 """
@@ -29,7 +30,7 @@ import common
 
 TOY = str(Path(__file__).parent / "toy" / "model")
 LIMITS = {  # A bound holds for this statistic: nats for log-probs and entropies, a relative L2 norm for gradients.
-    "cpu": {
+    torch.float32: {
         "statistic": "max",
         "gap": ("≤", 1e-4),
         "stale": ("≥", 1e-2),
@@ -38,7 +39,7 @@ LIMITS = {  # A bound holds for this statistic: nats for log-probs and entropies
     },
     # On a CPU bf16 moves the embedded model's log-probs by 0.009 in the mean and its gradients by 0.09. Stale weights
     # move log-probs by 0.3.
-    "cuda": {
+    torch.bfloat16: {
         "statistic": "mean",
         "gap": ("≤", 0.03),
         "stale": ("≥", 0.1),
@@ -92,9 +93,9 @@ class Check:
         self.world = world
         self.folder = common.model_folder(args)
         self.record = common.Record(args, "check", world)
-        self.limits = LIMITS[world.device.type]
         tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.sampler = common.Sampler(self.folder, tokenizer, args, world)
+        self.limits = LIMITS[self.sampler.dtype]
         self.policy = common.load_policy(self.folder, args, world)
 
     def note(self, *line):
@@ -112,7 +113,7 @@ class Check:
         return self.sampler.sample(asked, n, self.args.temperature, self.args)
 
     def compare(self, what, differences, unit, limit):
-        """Note the statistic of differences for which this device has limits."""
+        """Note the statistic of differences for which this dtype has limits."""
         statistic = self.limits["statistic"]
         figure = getattr(differences, statistic)().item()
         self.note(f"{what}, {statistic}", figure, unit, *self.limits[limit])
@@ -209,8 +210,9 @@ class Check:
     def training(self, name, length, *bound):
         """Measure a forward and backward pass over a micro-batch of sequences of this length. Check the memory against
         the bound."""
-        speed, share, gib = bench.train(self.policy, length, self.args.micro_batch_tokens, self.world)
-        rate = bench.matmul_rate(self.world.device) / 1e12
+        dtype = self.sampler.dtype
+        speed, share, gib = bench.train(self.policy, length, self.args.micro_batch_tokens, self.world, dtype)
+        rate = bench.matmul_rate(self.world.device, dtype) / 1e12
         self.note(f"training, {name}", speed, f"tokens/s a rank, MFU {share:.1%} of {rate:.3g} TFLOP/s")
         self.note(f"memory of a rank, training, {name}", gib, "GiB", *bound)
 
@@ -221,7 +223,7 @@ def fits(name, ranks):
     return bench.trains_in(bench.SHAPES[name], ranks, gib)
 
 
-def part(what, folder):
+def part(what, folder, dtype):
     """Check the model `what`, or measure an untrained one if that is the name of a shape, which must train in as many
     GiB as `bench.py fit` says. This runs in one process of many."""
     world = common.init_world()
@@ -249,6 +251,7 @@ def part(what, folder):
         max_response_tokens=response,
         micro_batch_tokens=tokens,
         activation_checkpointing=bool(shape),
+        compute_dtype=dtype,
         temperature=1.3,  # Both sides must divide by it, which 1 would not show.
     )
     check = Check(args, world)
@@ -263,14 +266,15 @@ def part(what, folder):
     check.sampler.close()
 
 
-def run_part(what, ranks, seconds):
+def run_part(what, ranks, seconds, dtype):
     """Run `part` in one process for each rank, for so many seconds at most. Return its lines and one more for the exit
     code."""
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home) / "run"
         command = ["timeout", "--foreground", str(max(1, seconds))]
         command += [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        code = subprocess.run([*command, __file__, what, "--part-in", str(folder)]).returncode
+        command += [__file__, what, "--part-in", str(folder), "--compute-dtype", dtype]
+        code = subprocess.run(command).returncode
         table = folder / "table.md"
         rows = table.read_text().splitlines() if table.is_file() else []
     last = row(f"{Path(what).name}, exit code", code, "", "≤", 0)
@@ -279,15 +283,16 @@ def run_part(what, ranks, seconds):
     return [*rows, last]
 
 
-def main(model: tyro.conf.Positional[str] = TOY, part_in: str = ""):
+def main(model: tyro.conf.Positional[str] = TOY, part_in: str = "", compute_dtype: common.Dtype = "auto"):
     """Check this machine with a model.
 
     Args:
         model: a hub id or a folder
+        compute_dtype: auto is bfloat16 on GPUs, else float32
         part_in: the run folder of one part; the whole check starts its processes so
     """
     if part_in:
-        part(model, Path(part_in))
+        part(model, Path(part_in), compute_dtype)
         return 0
     ranks = torch.cuda.device_count() or 2
     threads = math.ceil(len(os.sched_getaffinity(0)) / ranks)
@@ -300,7 +305,7 @@ def main(model: tyro.conf.Positional[str] = TOY, part_in: str = ""):
     end = time.monotonic() + 600
     rows = []
     for what in parts:  # If one breaks, the others still run.
-        rows += run_part(what, ranks, end - time.monotonic())
+        rows += run_part(what, ranks, end - time.monotonic(), compute_dtype)
     failed = sum(each.endswith("FAIL |") for each in rows)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"\n{bench.hardware()}, {ranks} ranks, {versions}\n")
