@@ -22,8 +22,6 @@ import bench  # It lets Python find common.py, too.
 import torch
 import transformers
 import tyro
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 import common
@@ -37,14 +35,14 @@ LIMITS = {  # A bound holds for this statistic: nats for log-probs and entropies
         "packed": ("≤", 3e-5),  # Packing moves an entropy of SmolLM2-135M, of 30 layers and 49,152 words, by 1.2e-5.
         "gradient": ("≤", 1e-5),
     },
-    # On a CPU bf16 moves the embedded model's log-probs by 0.009 in the mean and its gradients by 0.09. Stale weights
-    # move log-probs by 0.3.
+    # On a CPU the gap is 0.003 for the embedded model, 0.009 where it reads random text, and 0.035 for SmolLM2-135M; a
+    # gradient differs by 0.004; stale weights move log-probs by 0.2. Packing changes nothing there, as it may on a GPU.
     torch.bfloat16: {
         "statistic": "mean",
-        "gap": ("≤", 0.03),
+        "gap": ("≤", 0.06),
         "stale": ("≥", 0.1),
-        "packed": ("≤", 0.03),
-        "gradient": ("≤", 0.2),
+        "packed": ("≤", 0.06),
+        "gradient": ("≤", 0.05),
     },
 }
 
@@ -80,9 +78,8 @@ def shards(policy, optimizer):
     """Return this rank's part of every weight and of AdamW's state for it."""
     held = []
     for parameter in policy.parameters():
-        state = optimizer.state[parameter]
-        held += [parameter, state["step"], state["exp_avg"], state["exp_avg_sq"]]
-    return [x.to_local() if isinstance(x, DTensor) else x for x in held]
+        held += [parameter, *optimizer.state[parameter].values()]
+    return [x.to_local() if hasattr(x, "to_local") else x for x in held]
 
 
 class Check:
@@ -146,7 +143,7 @@ class Check:
         synced("sleep, wake, unchanged sync")
         for parameter in self.policy.parameters():
             mine = parameter.to_local()
-            mine.mul_(1 + 0.1 * torch.randn_like(mine))  # The weights are as large as before, but another model's.
+            mine.mul_(1 + 0.3 * torch.randn_like(mine))  # The weights are as large as before, but another model's.
         self.gap("stale weights, which must differ", first, "stale")
         synced("changed sync")
         self.policy = common.load_policy(self.folder, self.args, self.world)
@@ -157,8 +154,9 @@ class Check:
         against those of a rank that has all weights and takes all responses one at a time. The policy keeps its
         gradient."""
         world = self.world
-        names = ("replicate", "shard")
-        mesh = init_device_mesh(world.device.type, (world.size, 1), mesh_dim_names=names)
+        mesh = torch.distributed.init_device_mesh(
+            world.device.type, (world.size, 1), mesh_dim_names=("replicate", "shard")
+        )
         whole = common.load_policy(self.folder, self.args, replace(world, mesh=mesh))
         alone = [[r] for r in range(len(batch.rollout_R))]
         packed = forward_backward(self.policy, batch, self.dealt(batch), world.device)
@@ -210,10 +208,9 @@ class Check:
     def training(self, name, length, *bound):
         """Measure a forward and backward pass over a micro-batch of sequences of this length. Check the memory against
         the bound."""
-        dtype = self.sampler.dtype
-        speed, share, gib = bench.train(self.policy, length, self.args.micro_batch_tokens, self.world, dtype)
-        rate = bench.matmul_rate(self.world.device, dtype) / 1e12
-        self.note(f"training, {name}", speed, f"tokens/s a rank, MFU {share:.1%} of {rate:.3g} TFLOP/s")
+        how = (self.args.micro_batch_tokens, self.world, self.sampler.dtype)
+        speed, share, rate, gib = bench.train(self.policy, length, *how)
+        self.note(f"training, {name}", speed, f"tokens/s a rank, MFU {share:.1%} of {rate / 1e12:.3g} TFLOP/s")
         self.note(f"memory of a rank, training, {name}", gib, "GiB", *bound)
 
 
@@ -295,7 +292,7 @@ def main(model: tyro.conf.Positional[str] = TOY, part_in: str = "", compute_dtyp
         part(model, Path(part_in), compute_dtype)
         return 0
     ranks = torch.cuda.device_count() or 2
-    threads = math.ceil(len(os.sched_getaffinity(0)) / ranks)
+    threads = math.ceil(common.cores() / ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     parts = [model]
@@ -307,8 +304,7 @@ def main(model: tyro.conf.Positional[str] = TOY, part_in: str = "", compute_dtyp
     for what in parts:  # If one breaks, the others still run.
         rows += run_part(what, ranks, end - time.monotonic(), compute_dtype)
     failed = sum(each.endswith("FAIL |") for each in rows)
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"\n{bench.hardware()}, {ranks} ranks, {versions}\n")
+    print(f"\n{bench.hardware()}, {ranks} ranks, torch {torch.__version__}, transformers {transformers.__version__}\n")
     print("| check | figure | bound | |", "|---|---|---|---|", *rows, sep="\n")
     print(f"\n{failed} of {len(rows)} lines failed")
     return int(failed > 0)
