@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import datasets
 import numpy as np
@@ -79,6 +79,7 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
     },
 }
 Share = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass
@@ -110,6 +111,8 @@ class Args:
     reward: str = "math"
     r"""The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row)."""
     reward_seconds: PositiveFloat = 10.0  # A response for which FUNCTION takes longer scores 0.
+    compute_dtype: Dtype = "auto"
+    """Of sampler and trainer; weights, logits and gradients' sums are float32. auto (ours): bfloat16 on GPUs only."""
     temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
@@ -641,6 +644,12 @@ class Group:
     verdicts: tuple = ()
 
 
+def compute_dtype(args, world):
+    """Return what --compute-dtype means on this device."""
+    auto = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    return getattr(torch, args.compute_dtype, auto)  # there is no torch.auto
+
+
 class Sampler:
     """The only contact with vLLM: an engine for --tensor-parallel ranks. It has no weights before `load`."""
 
@@ -656,7 +665,7 @@ class Sampler:
 
         self.world = world
         self.sleeps = cuda
-        self.dtype = torch.bfloat16 if cuda else torch.float32
+        self.dtype = compute_dtype(args, world)
         self.tokenizer = tokenizer
         self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}  # vLLM adds the model's
         config = AutoConfig.from_pretrained(folder)
@@ -672,7 +681,7 @@ class Sampler:
             }
         self.llm = LLM(
             model=str(folder),
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=self.dtype,
             max_model_len=longest_sequence(args),
             max_num_seqs=args.max_num_seqs,
             gpu_memory_utilization=args.gpu_memory_utilization,
@@ -686,8 +695,8 @@ class Sampler:
             logprobs_mode="processed_logprobs",
             # a model's own top-p or repetition penalty would make the samples off-policy
             generation_config="vllm",
-            # reloading on a CPU, vLLM 0.32 leaves a tied head behind
-            hf_overrides={"tie_word_embeddings": False},
+            # reloading on a CPU, vLLM 0.32 leaves a tied head behind; logits as the policy's
+            hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
             **settings,
         )
         self.sleep()
@@ -1224,8 +1233,8 @@ def packed_attention(
     if key_N is not None:  # with several threads key[:, :, key_N] would sum gradients in any order
         key = key.index_select(2, key_N)
         value = value.index_select(2, key_N)
-    if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn  # a CPU has none
+    if query.is_cuda and query.dtype == torch.bfloat16:
+        from torch.nn.attention.varlen import varlen_attn  # neither a CPU nor float32 has it
 
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
@@ -1265,7 +1274,9 @@ class Policy(torch.nn.Module):
             conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
 
     def _head(self, hidden_TH, target_T, weight_VH, entropies):
-        logits_TV = F.linear(hidden_TH, weight_VH).float().div_(self.temperature)
+        # bf16 would round logits above 8 to 0.06. The copy of the weights lives for a chunk; torch.mm's out_dtype would
+        # make none, but has no derivative and is not for CPUs
+        logits_TV = F.linear(hidden_TH.float(), weight_VH.float()).div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)
         logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
         entropy_T = torch.zeros_like(logp_T)
@@ -1342,7 +1353,7 @@ def hub_name(name):
 
 
 def load_policy(folder, args, world):
-    """Return the policy, sharded; each rank reads its part: float32; on a GPU bf16 compute, float32 reductions."""
+    """Return the policy, sharded; each rank reads its part. Weights and reductions are float32."""
     config = AutoConfig.from_pretrained(folder)
     lm = empty_model(config, "packed", dtype=torch.float32)
     if args.activation_checkpointing:
@@ -1352,9 +1363,11 @@ def load_policy(folder, args, world):
         units += lm.model.visual.blocks
         lm.model.visual.requires_grad_(bool(args.image_column))
     policy = Policy(lm, args.temperature).train()  # else activations are never recomputed
-    dtypes = (torch.bfloat16, torch.float32) if world.device.type == "cuda" else ()  # of compute, of reductions
+    dtype = compute_dtype(args, world)
+    if dtype == torch.bfloat16:  # the head's product, the only one in float32, as TF32, which holds bf16 exactly
+        torch.set_float32_matmul_precision("high")
     for module in (*units, policy):  # gathered for each chunk, a head of its own deadlocks
-        fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+        fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     if world.device.type == "cpu":
         policy.set_reshard_after_forward(False)  # memory has room; the backward pass need not gather again
     policy.to_empty(device=world.device)

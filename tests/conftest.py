@@ -47,7 +47,7 @@ def plain_python(monkeypatch):
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory) -> Jobs:
     """Two processes, each with one vLLM engine, that run scripts with flags one after another."""
-    jobs = Jobs("runs.py", tmp_path_factory.mktemp("engine"), TOY / "model", ranks=2)
+    jobs = Jobs("runs.py", tmp_path_factory.mktemp("engine"), TOY / "model", "float32", ranks=2)
     yield jobs
     jobs.end()
 

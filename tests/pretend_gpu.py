@@ -256,6 +256,24 @@ def checked_attention(windows: set) -> Callable:
     return checked
 
 
+def lower_right(queries: int, keys: int) -> torch.Tensor:
+    """Return the mask that torch's causal_lower_right stands for, a tensor of a class that no mode can see."""
+    return torch.ones(queries, keys, device="cuda").tril(keys - queries).bool()
+
+
+def noted_linear(logits: set) -> Callable:
+    """Return F.linear that notes the dtypes of logits, which have a column for each of the 263 words."""
+    linear = torch.nn.functional.linear
+
+    def noted(*operands):
+        out = linear(*operands)
+        if out.shape[-1] == 263:
+            logits.add(str(out.dtype))
+        return out
+
+    return noted
+
+
 def checked_score(gpu: Gpu, scored: set) -> Callable:
     """Return `common.score` that checks that a reference waits on the host, and that nothing stays on the GPU. It notes
     of each model whether it trains."""
@@ -321,9 +339,12 @@ def learn(
     args = module.Args(model=model, run_dir=str(folder / "run"), group_size=4, template="plain", **limits | flags)
     windows = set()
     scored = set()
+    logits = set()
     with world_of(ranks, local or ranks) as world, Gpu(scalar) as gpu, contextlib.ExitStack() as watching:
         watching.enter_context(mock.patch.object(varlen, "varlen_attn", checked_attention(windows)))
         watching.enter_context(mock.patch.object(common, "score", checked_score(gpu, scored)))
+        watching.enter_context(mock.patch.object(common.F, "linear", noted_linear(logits)))
+        watching.enter_context(mock.patch.object(common, "causal_lower_right", lower_right))
         problems = None
         if images:
             problems = common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
@@ -354,6 +375,7 @@ def learn(
             "windows": windows,
             "scored": scored,
             "moments": described(moments),
+            "logits": logits,
         }
 
 

@@ -1,8 +1,8 @@
 """Run whole scripts on one vLLM engine in each process: a job is {"script": "sspo", "flags": ["--steps", "3", ...]}.
 
-The process group and the engine, whose model is the first argument, stay; everything else is each run's own, the
-weights in the engine included. test_script.py holds the numbers of a run here against those of one that was started by
-itself.
+The process group and the engine, whose model and dtype are the first arguments, stay; everything else is each run's
+own, the weights in the engine included. test_script.py holds the numbers of a run here against those of one that was
+started by itself.
 """
 
 import contextlib
@@ -23,14 +23,15 @@ for name in ("sspo", "gpg", "cwgrpo", "sps"):
 assert not {"vllm", "math_verify"} & sys.modules.keys(), "--help and refusals would wait for them"
 model = Path(sys.argv[1])
 world = common.init_world()
-args = common.Args(model=str(model), max_prompt_tokens=160, max_response_tokens=96)
+args = common.Args(model=str(model), max_prompt_tokens=160, max_response_tokens=96, compute_dtype=sys.argv[2])
 llm = common.Sampler(model, AutoTokenizer.from_pretrained(model), args, world).llm
 llm.llm_engine.engine_core.shutdown = lambda: None
 
 
 def same_engine(**settings):
     """Stand in for the constructor of vllm.LLM; the scheduler ends responses where an engine of one's own would."""
-    assert settings["max_model_len"] <= llm.llm_engine.model_config.max_model_len
+    config = llm.llm_engine.model_config
+    assert settings["max_model_len"] <= config.max_model_len and settings["dtype"] == config.dtype
     llm.llm_engine.engine_core.engine_core.scheduler.max_model_len = settings["max_model_len"]
     return llm
 

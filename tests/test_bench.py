@@ -35,7 +35,9 @@ def test_the_speed_of_the_policy(plain_python, capsys):
     bench.policy(lengths=(32, 64), tokens=256, repeats=1)
     output = capsys.readouterr().out
     for length in (32, 64):
-        speed, share, gib = re.search(rf"length +{length}: +(\d+) tokens/s +(\d+)% +([\d.]+) GiB", output).groups()
+        speed, share, gib = re.search(
+            rf"length +{length}: +(\d+) tokens/s +(\d+)% of [\d.]+ TFLOP/s +([\d.]+) GiB", output
+        ).groups()
         assert int(speed) > 0 and 0 < int(share) < 100 and float(gib) > 0.1
 
 

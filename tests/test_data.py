@@ -267,6 +267,7 @@ def test_order_of_the_data():
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
         ({"tensor_parallel": 2}, "--tensor-parallel 2: legal: 1, or on GPUs"),
         ({"checkpoint_every": 0}, "--checkpoint-every 0: Input should be greater than 0"),
+        ({"compute_dtype": "half"}, "--compute-dtype half: Input should be 'auto', 'float32' or 'bfloat16'"),
         ({"max_total_tokens": 1024}, "--max-total-tokens 1024: no room for a response"),
         ({"max_total_tokens": 4000, "micro_batch_tokens": 3999}, "--micro-batch-tokens 3999: .* 4000 tokens"),
         ({"micro_batch_tokens": 4000}, "--micro-batch-tokens 4000: .* 4024"),

@@ -152,7 +152,7 @@ def test_an_update_that_is_not_finite_is_left_out(step):
 def seeing(request, models, tmp_path_factory):
     """A process with a vLLM engine of a model that sees, which runs scripts; and that model."""
     model = models[request.param]
-    jobs = Jobs("runs.py", tmp_path_factory.mktemp("seeing-engine"), model)
+    jobs = Jobs("runs.py", tmp_path_factory.mktemp("seeing-engine"), model, "float32")
     yield jobs, model
     jobs.end()
 

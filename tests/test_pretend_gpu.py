@@ -24,6 +24,7 @@ def traced(tmp_path_factory) -> Jobs:
 def check_learn(traced, script: str, ranks: int, local: int, **flags) -> None:
     done = traced(name="learn", script=script, ranks=ranks, local=local, **flags)
     assert done["windows"] == {CAUSAL} and done["moments"] == ["torch.float32 on cuda"]
+    assert done["logits"] == {"torch.float32"}
     assert done["optimizer_steps"] == flags.get("updates_per_step", 1)
     assert (False in done["scored"]) == (flags.get("kl_coef", 0) > 0), "a reference was scored"
 
@@ -37,6 +38,10 @@ def test_learn(traced, tiny, script):
     if script != "sspo":
         beside["kl_coef"] = 0.1
     check_learn(traced, script, 16, 8, model=tiny, **OWN[script], **beside)
+
+
+def test_float32_does_without_the_kernel_for_bf16(traced, tiny):
+    assert traced(name="learn", script="gpg", model=tiny, compute_dtype="float32")["windows"] == set()
 
 
 def test_learn_irl(traced, tiny):

@@ -125,32 +125,30 @@ def random_model(shape, folder):
 
 
 @functools.cache
-def matmul_rate(device):
-    """Return FLOP/s of a large matrix product in the dtype of compute, of which MFU is a share. It is measured once."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
+def matmul_rate(device, dtype):
+    """Return FLOP/s of a large matrix product, of which MFU is a share. It is measured once."""
+    size = 8192 if device.type == "cuda" else 2048
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
     return 2 * size**3 / timer.timeit(5).mean
 
 
-def mfu(policy, batch, tokens, seconds, world):
-    """Return the share of `matmul_rate` at which tokens like the batch's went forward and backward. A token takes 6
-    FLOP for each weight, those of the head only if it is a response token, and 6 for each layer, channel and
-    position, since causal attention skips half of the positions."""
+def flop_rate(policy, batch, speed):
+    """Return FLOP/s at which tokens like the batch's go forward and backward at this speed. A token takes 6 FLOP for
+    each weight, those of the head only if it is a response token, and 6 for each layer, channel and position, since
+    causal attention skips half of the positions."""
     decoder = policy.model.get_decoder()
     head = decoder.embed_tokens.weight.numel()
     body = sum(parameter.numel() for parameter in decoder.parameters()) - head
     width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
     flop_R = body * batch.total_R + head * batch.length_R + width * batch.total_R.double().square()
-    flop = 6 * (flop_R.sum() / batch.total_R.sum()).item()
-    rate = tokens * flop / max(seconds, 1e-9)
-    return rate / world.size / matmul_rate(world.device)
+    return 6 * speed * (flop_R.sum() / batch.total_R.sum()).item()
 
 
-def train(policy, length, tokens, world, repeats=1):
-    """Return a rank's tokens/s, its share of `matmul_rate`, and the GiB that it holds in forward and backward over a
-    micro-batch of so many tokens in sequences of this length: the fastest pass but the first, with AdamW's moments
-    beside it. On a CPU the GiB are the most that the process has held so far."""
+def train(policy, length, tokens, world, dtype, repeats=1):
+    """Return a rank's tokens/s, its share of `matmul_rate` (MFU), that rate, and the GiB that it holds in forward and
+    backward over a micro-batch of so many tokens in sequences of this length: the fastest pass but the first, with
+    AdamW's moments beside it. On a CPU the GiB are the most that the process has held so far."""
     count = max(1, tokens // length)
     batch = random_batch(policy.model.config.vocab_size, length // 8, length - length // 8, count)
     micro = batch.pack(list(range(count)), world.device)
@@ -171,8 +169,9 @@ def train(policy, length, tokens, world, repeats=1):
         free, whole = torch.cuda.mem_get_info()
         held = whole - free
     slowest, most = (max(world.all_gather(mine)) for mine in (min(seconds[1:]), held))
-    share = mfu(policy, batch, count * length * world.size, slowest, world)
-    return count * length / slowest, share, most / GIB
+    speed = count * length / slowest
+    rate = matmul_rate(world.device, dtype)
+    return speed, flop_rate(policy, batch, speed) / rate, rate, most / GIB
 
 
 def policy(
@@ -181,8 +180,10 @@ def policy(
     tokens: int = 16_384,
     repeats: int = 3,
     activation_checkpointing: bool = False,
+    compute_dtype: common.Dtype = "auto",
 ):
-    """Print tokens/s per process, share of the measured matrix rate, and memory of FSDP forward and backward.
+    """Print tokens/s per process, share of the measured rate of a large matrix product, and memory of FSDP forward and
+    backward.
 
     Args:
         tokens: packed tokens of a process in one forward and backward
@@ -192,15 +193,16 @@ def policy(
     if world.rank == 0:
         random_model(SHAPES[shape], folder)
     world.all_gather(None)
-    settings = common.Args(model=str(folder), activation_checkpointing=activation_checkpointing)
+    settings = common.Args(activation_checkpointing=activation_checkpointing, compute_dtype=compute_dtype)
     model = common.load_policy(folder, settings, world)
-    rate = matmul_rate(world.device) / 1e12
+    dtype = common.compute_dtype(settings, world)
     if world.rank == 0:
-        print(f"{shape}, {world.size} processes; {hardware()}; a large matrix product: {rate:.3f} TFLOP/s")
+        print(f"{shape}, {dtype}, {world.size} processes; {hardware()}")
     for length in lengths:
-        speed, share, gib = train(model, length, tokens, world, repeats)
+        speed, share, rate, gib = train(model, length, tokens, world, dtype, repeats)
         if world.rank == 0:
-            print(f"length {length:6d}: {speed:9.0f} tokens/s  {share:4.0%}  {gib:.2f} GiB", flush=True)
+            of = f"{share:4.0%} of {rate / 1e12:.3f} TFLOP/s"
+            print(f"length {length:6d}: {speed:9.0f} tokens/s  {of}  {gib:.2f} GiB", flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -209,18 +211,20 @@ def training_bytes(shape, gpus, tokens, recompute):
 
     16 bytes a weight (float32 weight, gradient and two moments) over the GPUs; embedding and head gathered in bf16; of
     each layer its input where activations are recomputed, else all that its backward pass reads. Beside these lies
-    either a chunk of the head's logits, four times in float32, or in the backward pass the head's gradient, what the
-    last layer reads and makes, and weights and gradients of two layers. At the end it is the gradient of embedding and
-    head instead, in float32 with a copy in bf16 or its float32 sum. Counted on a trace (tests/pretend_gpu.py).
+    either a chunk of the head's logits, in float32 four times or once with weights and gradient of the head, or in the
+    backward pass the head's gradient, what the last layer reads and makes, and weights and gradients of two layers. At
+    the end it is the gradient of embedding and head instead, in float32 with a copy in bf16 or its float32 sum. Counted
+    on a trace (tests/pretend_gpu.py).
     """
     hidden = 2 * tokens * shape.hidden
     intermediate = 2 * tokens * shape.intermediate
     layer = hidden
     if not recompute:
         layer = 10 * hidden + 4 * intermediate + 4 * tokens * shape.kv_width
+    head = shape.vocabulary * shape.hidden
     chunk = min(common.LOGITS_AT_ONCE["cuda"], tokens * shape.vocabulary)
-    logits = 8 * hidden + 2 * shape.layer + 4 * 4 * chunk
-    backward = 2 * shape.vocabulary * shape.hidden + 11 * hidden + 8 * intermediate + 10 * shape.layer
+    logits = 8 * hidden + 2 * shape.layer + 4 * chunk + max(12 * chunk + 2 * head, 10 * head)
+    backward = 2 * head + 11 * hidden + 8 * intermediate + 10 * shape.layer
     end = 2 * shape.root + max(2 * shape.root, 4 * shape.root // gpus) + 11 * hidden
     held = 16 * shape.weights // gpus + 2 * shape.root
     return held + max(shape.layers * layer + max(logits, backward), end)
@@ -361,7 +365,7 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
         sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
     if torch.cuda.is_available():
         sys.exit("this compares on the CPU: CPU=1 ./run.sh setup, then CUDA_VISIBLE_DEVICES= .venv-cpu/bin/python …")
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    threads = str(max(1, common.cores() // 2))
     env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--steps", "25", "--eval", ""]
     its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trl.scripts.grpo"]

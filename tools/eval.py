@@ -278,6 +278,8 @@ class Args:
     """Instead of the protocol's bounds."""
     max_prompt_tokens: int = 1024
     """Longer prompts are left out and counted."""
+    compute_dtype: common.Dtype = "auto"
+    """auto: bfloat16 on GPUs, else float32."""
     tensor_parallel: int = 1
     """Ranks that share one vLLM engine."""
     gpu_memory_utilization: float = 0.9
@@ -314,6 +316,7 @@ def settings_of(protocol, args):
         max_prompt_tokens=args.max_prompt_tokens,
         max_response_tokens=protocol.max_response_tokens,
         max_total_tokens=protocol.max_total_tokens,
+        compute_dtype=args.compute_dtype,
         tensor_parallel=args.tensor_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
