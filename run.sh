@@ -19,8 +19,7 @@ help() {
 ./run.sh setup               set up only
 ./run.sh data                fetch the training problems that sspo.py has by default, without setting up
 ./run.sh EXPERIMENT [ARGS]   set up, then run EXPERIMENT; arguments go to the script, e.g. --seed 2 --steps 500
-./run.sh check [MODEL]       check a new machine in ten minutes: a table of figures, bounds, ok or FAIL; on a CPU it
-                             rehearses a GPU's numbers with --compute-dtype bfloat16
+./run.sh check [MODEL]       check a new machine in ten minutes: a table of figures, bounds, ok or FAIL
 ./run.sh eval MODEL [ARGS]   a hub id, model folder or run folder by the papers' protocols (docs/evaluation.md)
 ./run.sh plot RUN... [-o F]  draw the curves of run folders into one picture; --figure tokens: what the loss saw
 ./run.sh claims [NAME...]    run what docs/claims.md reports, five seeds each, or go on with it; tables and pictures
