@@ -6,11 +6,12 @@
 ./run.sh claims --jobs 4             four runs at a time
 ./run.sh claims --jobs 0             no runs: tables and pictures of what there is
 
-A run is one process with one thread. Seed 1 of a claim's arms comes first, then seed 2; an arm of several claims runs
-once. What a run logged for its claims becomes docs/data/ARM-seedS.csv. While that file is there the run is not
-repeated; one that was cut off begins again. Delete a csv to run it again, for instance when a claim asks for a metric
-that it lacks. runs/claims/ has what runs printed and wrote but weights. Tables are printed as the pages have them, to
-be pasted there.
+A run is one process with one thread; with the pretrained model of docs/real.md it has an equal share of the cores.
+Seed 1 of a claim's arms comes first, then seed 2; an arm of several claims runs once. What a run logged for its claims
+becomes docs/data/ARM-seedS.csv, for the claim `plateau` at every evaluation. A run is not repeated while its csv is
+there and it was not cut off; one that was goes on from its last checkpoint, or begins again where it has none. Delete a
+csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/ has what runs printed and
+wrote but weights; of `plateau` the last model, too. Tables are printed as the pages have them, to be pasted there.
 
 On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8 minutes. One of the claim `real`,
 whose model ./run.sh sspo-135m makes, takes 9 to 31 minutes and up to 13 GiB. Runs end with this program, however it
@@ -22,6 +23,7 @@ import ctypes
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -29,7 +31,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -56,12 +60,14 @@ class Arm:
 @dataclass(frozen=True)
 class Claim:
     """Arms, of which the first is the one that differences are taken to; metrics to draw, if any; the rows of its
-    table, each a metric and of which steps it is the mean (`chosen`); the paper's figures, a row as it stands."""
+    table, each a metric and of which steps it is the mean (`chosen`); the paper's figures, a row as it stands. Arms of
+    which there are too few seeds to compare are `apart`: a row each, without differences."""
 
     arms: tuple[str, ...]
     panels: tuple[str, ...]
     figures: tuple[str, ...]
     paper: str = ""
+    apart: bool = False
 
 
 HOT = "--lr 3e-4 --updates-per-step 8"  # GRPO clips 1 % in the first steps, and learns; at 6e-4 nothing does
@@ -71,6 +77,9 @@ EVAL = (
 )
 STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
 REAL = tuple(f"{name}-135m" for name in ("grpo", "sspo", "gpg", "cwgrpo", "gspo", "grpo-kl", "sps-grpo", "sps"))
+PLATEAU = tuple(f"{name}-135m" for name in ("grpo", "sspo", "gpg", "sps", "cwgrpo", "sps-grpo"))
+SYSTEMS = tuple(f"{name}-135m" for name in ("clip-high", "drgrpo", "sir", "gspo-0.2", "dapo", "clip-cov"))
+LONG = "--steps 48 --eval-every 8 --checkpoint-every 8"
 ARMS = {
     **{name: Arm(f"{name}-toy") for name in ("sspo", "sir", "grpo", "gspo-0.2", "grpo-kl", "cwgrpo", "clip-cov")},
     **{name: Arm(f"{name}-toy") for name in ("gpg-a", "gpg-b", "gpg-c", "gpg", "gpg-batch", "gpg-beta0.8")},
@@ -96,7 +105,8 @@ ARMS = {
     "grpo-u2": Arm("grpo-toy", "--updates-per-step 2"),
     "grpo-u8": Arm("grpo-toy", "--updates-per-step 8"),
     "grpo-tis": Arm("grpo-toy", "--tis-cap 2"),
-    **{name: Arm(name) for name in REAL},
+    **{name: Arm(name) for name in (*REAL, *SYSTEMS)},
+    **{f"{name}-48": Arm(name, LONG) for name in PLATEAU},
 }
 
 LATE = "reward, steps 111–120"
@@ -118,6 +128,8 @@ TOPS = ("covariance/positive@0.01%", "covariance/negative@0.01%")
 COVARIANCE = tuple(
     top.replace("0.01%", f"{share}, steps 1–50") for top in TOPS for share in ("0.01%", "1%", "20%", "40%", "100%")
 )
+ACCURACIES = ("eval/heldout/avg@8", "eval/heldout/pass@8", "eval/harder/pass@8", "eval/harder/avg@8")
+POLICY = ("reward", "entropy", "response_length")
 SSPO_PANELS = ("reward", "entropy", "clip_fraction", "eval/heldout/avg@8")
 GPG_PANELS = ("reward", "sampler_nll", "eval/heldout/avg@8")
 SPS_PANELS = ("reward", *EXPLORED[:4])
@@ -213,7 +225,29 @@ CLAIMS = {
             "prompts_drawn, mean",
         ),
     ),
+    "plateau": Claim(
+        tuple(f"{name}-48" for name in PLATEAU),
+        ("reward", "eval/heldout/avg@8", "eval/heldout/pass@8", "entropy", "response_length"),
+        (
+            "step, end",
+            *(f"{metric}, {when}" for metric in ACCURACIES for when in ("step 0", "step 8", "step 24", "end")),
+            *(f"{metric}, {when}" for metric in POLICY for when in ("steps 1–4", "steps 9–12", "steps 41–48")),
+            "clip_fraction, mean",
+            "prompts_drawn, mean",
+        ),
+    ),
+    "systems": Claim(
+        SYSTEMS,
+        (),
+        (
+            *(f"{metric}, {when}" for metric in ACCURACIES[:3] for when in ("step 0", "end")),
+            "reward, steps 1–4",
+            "reward, steps 9–12",
+        ),
+        apart=True,
+    ),
 }
+PRETRAINED = {"real", "plateau", "systems"}
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -225,16 +259,23 @@ def end_with_parent():
     LIBC.prctl(1, signal.SIGKILL)
 
 
-def launch(command, log):
-    """Run a script of this folder in one thread. Raises CalledProcessError."""
-    subprocess.run(
-        ["env", "OMP_NUM_THREADS=1", sys.executable, *command],
+def launch(command, log, threads=1, folder=None):
+    """Run a script of this folder; write the csv of a run's folder whenever its last step was evaluated. Raises
+    CalledProcessError."""
+    process = subprocess.Popen(
+        ["env", f"OMP_NUM_THREADS={threads}", sys.executable, *command],
         cwd=ROOT,
         stdout=log,
         stderr=subprocess.STDOUT,
-        check=True,
         preexec_fn=end_with_parent,
     )
+    while process.poll() is None:
+        time.sleep(1)
+        with suppress(SystemExit, ValueError):  # no line, or half a line
+            if folder and plot.metrics_of(plot.read(folder)[-1:], "eval/"):
+                write(folder.stem, folder)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def evaluate(folder, step, seed, log):
@@ -278,24 +319,33 @@ def write(name, folder):
     partial.rename(file)
 
 
-def run(name):
-    """Run ARM-seedS from its beginning, write its csv, delete its weights. Its folder has its name once it is whole."""
+def run(name, jobs=1):
+    """Run ARM-seedS beside others, or go on with it; write its csv, delete its weights. Its folder has its name once it
+    is whole."""
     arm, _, seed = name.rpartition("-seed")
+    experiment = ARMS[arm].experiment
+    stops = ARMS[arm].stops
+    long = LONG in ARMS[arm].flags
     folder = RUNS / f"{name}.partial"
-    shutil.rmtree(folder, ignore_errors=True)
+    if not long or not (folder / "checkpoints").exists():
+        shutil.rmtree(folder, ignore_errors=True)
     RUNS.mkdir(parents=True, exist_ok=True)
-    dry = ["env", "DRY=1", "./run.sh", ARMS[arm].experiment, *shlex.split(ARMS[arm].flags)]
-    command = shlex.split(subprocess.check_output(dry, cwd=ROOT, text=True))
-    command += ["--eval-every=60", "--checkpoint-every=1000", f"--seed={seed}", f"--run-dir={folder}"]
-    with (RUNS / f"{name}.txt").open("w") as log:
-        if not ARMS[arm].stops:
-            launch(command, log)
-        for stop in ARMS[arm].stops:
+    dry = ["env", "DRY=1", "./run.sh", experiment, "--eval-every=60", "--checkpoint-every=1000"]
+    command = shlex.split(subprocess.check_output([*dry, *shlex.split(ARMS[arm].flags)], cwd=ROOT, text=True))
+    command += [f"--seed={seed}", f"--run-dir={folder}"]
+    threads = max(1, os.cpu_count() // jobs) if "135m" in name else 1
+    with (RUNS / f"{name}.txt").open("a") as log:
+        for stop in stops or [None]:
             resume = ["--resume"] if folder.exists() else []
-            launch([*command, f"--steps={stop}", *resume], log)
-            evaluate(folder, stop, seed, log)
+            if stops:
+                launch([*command, f"--steps={stop}", *resume], log)
+                evaluate(folder, stop, seed, log)
+            else:
+                launch([*command, *resume], log, threads, folder if long else None)
     write(name, folder)
-    for weights in ("checkpoints", "model", "demonstrations"):
+    if not long:
+        shutil.rmtree(folder / "model", ignore_errors=True)
+    for weights in ("checkpoints", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
     shutil.rmtree(RUNS / name, ignore_errors=True)
     folder.rename(RUNS / name)
@@ -305,7 +355,7 @@ def run_all(names, jobs):
     """Run these, so many at a time; return how many failed."""
     failed = 0
     with ThreadPoolExecutor(jobs) as pool:
-        runs = {pool.submit(run, name): name for name in names}
+        runs = {pool.submit(run, name, jobs): name for name in names}
         for number, done in enumerate(as_completed(runs), 1):
             name = runs[done]
             error = done.exception()
@@ -362,8 +412,9 @@ def with_error(values, sign=""):
 
 
 def row_of(figure, runs, base):
-    """Return a row of a table: of the arm `base` mean and standard error over seeds; of the others the mean and, in
-    brackets, the difference to it, seed by seed; a dash where a seed has no value."""
+    """Return the cells of a row of a table: of the arm `base`, or of all without one, mean and standard error over seeds;
+    of the others the mean and, in brackets, the difference to it, seed by seed; a dash where a seed has no value; of
+    steps each seed's."""
     metric, how = figure.split(", ", 1)
     cells = [f"`{metric}`, {how}"]
     first = {}
@@ -372,25 +423,29 @@ def row_of(figure, runs, base):
         apart = [values[seed] - first[seed] for seed in values if seed in first]
         if any(map(math.isnan, values.values())):
             cells.append("–")
-        elif arm == base:
+        elif metric == "step":
+            cells.append(", ".join(f"{step:g}" for step in values.values()))
+        elif base in (arm, None):
             first = values
             cells.append(with_error([*values.values()]))
         else:
             difference = f" ({with_error(apart, '+')})" if apart else ""
             cells.append(f"{statistics.fmean(values.values()):.3g}{difference}")
-    return " | ".join(cells)
+    return cells
 
 
 def table(claim, runs):
     """Return a claim's figures of {arm: {seed: rows}} as Markdown."""
-    heads = [f"{arm} ({len(seeds)})" for arm, seeds in runs.items()]
-    rows = [" | ".join(["", *heads])]
-    rows += [row_of(figure, runs, claim.arms[0]) for figure in claim.figures]
+    base = None if claim.apart else claim.arms[0]
+    rows = [["", *(f"{arm} ({len(seeds)})" for arm, seeds in runs.items())]]
+    rows += [row_of(figure, runs, base) for figure in claim.figures]
+    if claim.apart:
+        rows = [*zip(*rows, strict=True)]
+    lines = [" | ".join(row) for row in rows]
     if claim.paper:
-        rows.append(claim.paper)
-    lines = [f"| {row} |" for row in rows]
-    lines.insert(1, "|---" * (1 + len(heads)) + "|")
-    return "\n".join(lines)
+        lines.append(claim.paper)
+    lines.insert(1, "|".join(["---"] * len(rows[0])))
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def read_runs(claim):
@@ -415,7 +470,7 @@ def report(name):
     runs = read_runs(CLAIMS[name])
     curves = {f"{arm}-seed{seed}": rows for arm, seeds in runs.items() for seed, rows in seeds.items()}
     if curves and panels:
-        plot.draw_bands(curves, panels, ROOT / "docs" / f"claims-{name}.png")
+        plot.draw_bands(curves, panels, ROOT / "docs" / f"claims-{name}.png", band=name != "plateau")
         print(f"\n![{name}](claims-{name}.png)")
     print(f"\n{block(name, runs)}")
 
@@ -428,13 +483,13 @@ def main(
     """Run what claims need, then print their tables and draw their pictures.
 
     Args:
-        names: and NAME-…; none: all but real, whose model is large
+        names: and NAME-…; none: all but those of docs/real.md, whose model is large
         jobs: runs at a time; 0: none, only report
     """
-    asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - {"real"})
+    asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - PRETRAINED)
     claims = [name for name in CLAIMS if f"{name}-".startswith(asked)]
     wanted = dict.fromkeys(f"{arm}-seed{seed}" for name in claims for seed in seeds for arm in CLAIMS[name].arms)
-    todo = [name for name in wanted if not (DATA / f"{name}.csv").exists()]
+    todo = [name for name in wanted if not (DATA / f"{name}.csv").exists() or (RUNS / f"{name}.partial").exists()]
     failed = run_all(todo, jobs) if jobs else 0
     for claim in claims:
         report(claim)

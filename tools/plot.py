@@ -10,8 +10,8 @@ python tools/plot.py base.json runs/A/eval-best.json --figure accuracy    (or pa
 python tools/plot.py runs/A --figure tokens -o tokens.html        (what the loss saw of each token, a page)
 
 Runs whose names differ only in a number at the end, their seed, share a colour; `bands` draws their mean and its
-standard error. Prints the picture's path and, for each run, the reward and every held-out accuracy before and after,
-and where the time went.
+standard error, `seeds` their mean and, thin, each of them. Prints the picture's path and, for each run, the reward and
+every held-out accuracy before and after, and where the time went.
 """
 
 import csv
@@ -115,23 +115,28 @@ def finish(axis, names, path):
     axis.figure.savefig(path)
 
 
+def draw_metric(axis, rows, metric, style, across="step", **more):
+    """Draw what a run logged of a metric, across steps or seconds since its first row."""
+    logged = [row for row in rows if metric in row]
+    places = [row[across] - rows[0][across] for row in logged]
+    axis.plot(places, [row[metric] for row in logged], style, **more)
+
+
 def draw_curves(runs, panels, path):
     """A column for each metric; steps (RL steps for SPS) above, seconds since the first evaluation below."""
     axes = grid_of(2, len(panels), 4, 3.25, sharey="col")
     for across, label, row in zip(("step", "time"), ("step", "seconds"), axes, strict=True):
         for metric, axis in zip(panels, row, strict=True):
             for name, colour in colours(runs).items():
-                begin = runs[name][0][across]
-                logged = [row for row in runs[name] if metric in row]
-                places = [row[across] - begin for row in logged]
-                axis.plot(places, [row[metric] for row in logged], colour)
+                draw_metric(axis, runs[name], metric, colour, across)
             axis.set(title=metric, xlabel=label)
             axis.set_ylim(bottom=0)
     finish(axes[0, 0], runs, path)
 
 
-def draw_band(axis, seeds, metric, colour):
-    """Draw a metric's mean over seeds and a band of its standard error; a gap where no seed has a finite value."""
+def draw_band(axis, seeds, metric, colour, band):
+    """Draw a metric's mean over seeds and a band of its standard error, or every seed, thin; a gap where no seed has a
+    finite value."""
     steps = sorted({row["step"] for rows in seeds for row in rows if metric in row})
     means = []
     errors = []
@@ -142,24 +147,23 @@ def draw_band(axis, seeds, metric, colour):
         errors.append(np.std(values) / max(1, len(values) - 1) ** 0.5)
     line = "-" if len(steps) > 20 else "o-"
     axis.plot(steps, means, f"{colour}{line}")
-    axis.fill_between(
-        steps,
-        np.subtract(means, errors),
-        np.add(means, errors),
-        color=colour,
-        alpha=0.2,
-        linewidth=0,
-    )
+    if band:
+        low = np.subtract(means, errors)
+        high = np.add(means, errors)
+        axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+        return
+    for rows in seeds:
+        draw_metric(axis, rows, metric, f"{colour}:", linewidth=0.6)
 
 
-def draw_bands(runs, panels, path):
-    """A panel for each metric: mean over the runs of one stem and, with several, a band of its standard error."""
+def draw_bands(runs, panels, path, band=True):
+    """A panel for each metric: mean over the runs of one stem and a band of its standard error, or each run, thin."""
     axes = grid_of(1, len(panels), 4, 3.5)
     colour_of = {stem(name): colour for name, colour in colours(runs).items()}
     for axis, metric in zip(axes[0], panels, strict=True):
         for name, colour in colour_of.items():
             seeds = [rows for run, rows in runs.items() if stem(run) == name]
-            draw_band(axis, seeds, metric, colour)
+            draw_band(axis, seeds, metric, colour, band)
         axis.set(title=metric, xlabel="step")
         if metric == "clip_fraction":  # methods differ by a factor of a hundred, and some steps clip nothing
             axis.set_yscale("symlog", linthresh=1e-3)
@@ -365,9 +369,9 @@ class Args:
     """Run folders, csv files of tools/claims.py; for accuracy and pass JSON files of eval.py, or their folders."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("curve.png")
     """The picture."""
-    figure: Literal["curves", "bands", "accuracy", "pass", "covariance", "answers", "tokens"] = "curves"
-    """curves of --panels, bands: over seeds; accuracy of each question; pass@k; shares of |c| (cwgrpo.py); answers
-    before and after; tokens: the page of what the loss saw."""
+    figure: Literal["curves", "bands", "seeds", "accuracy", "pass", "covariance", "answers", "tokens"] = "curves"
+    """curves of --panels; bands, seeds: mean over seeds and its error, or each seed; accuracy of each question; pass@k;
+    shares of |c| (cwgrpo.py); answers before and after; tokens: the page of what the loss saw."""
     panels: tuple[str, ...] = ()
     """Metrics, as named in metrics.jsonl."""
     until: float = math.inf
@@ -392,8 +396,8 @@ def main():
         runs = {run.name.removesuffix(".csv"): read(run) for run in args.runs}
     if args.figure == "curves":
         draw_curves(runs, panels_of(runs, args.panels), args.out)
-    elif args.figure == "bands":
-        draw_bands(runs, panels_of(runs, args.panels), args.out)
+    elif args.figure in ("bands", "seeds"):
+        draw_bands(runs, panels_of(runs, args.panels), args.out, band=args.figure == "bands")
     elif args.figure == "covariance":
         counted = {name: [row for row in rows if row["step"] <= args.until] for name, rows in runs.items()}
         draw_covariance(counted, args.out)
