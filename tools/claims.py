@@ -6,15 +6,15 @@
 ./run.sh claims --jobs 4             four runs at a time
 ./run.sh claims --jobs 0             no runs: tables and pictures of what there is
 
-A run is one process with one thread; with the pretrained model of docs/real.md it has an equal share of the cores.
-Seed 1 of a claim's arms comes first, then seed 2; an arm of several claims runs once. What a run logged for its claims
-becomes docs/data/ARM-seedS.csv, for the claim `plateau` at every evaluation. A run is not repeated while its csv is
-there and it was not cut off; one that was goes on from its last checkpoint, or begins again where it has none. Delete a
-csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/ has what runs printed and
-wrote but weights; of `plateau` the last model, too. Tables are printed as the pages have them, to be pasted there.
+A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
+several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv at every evaluation. A run is
+not repeated while its csv is there and it was not cut off; one that was goes on from its checkpoint, or begins again if
+it has none. Delete a csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/ has
+what runs printed and wrote but weights. Tables are printed as the pages have them, to be pasted there.
 
 On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8 minutes. One of the claim `real`,
-whose model ./run.sh sspo-135m makes, takes 9 to 31 minutes and up to 13 GiB. Runs end with this program, however it
+whose model ./run.sh sspo-135m makes, takes 9 to 31 minutes and up to 13 GiB. One of `plateau` has four
+times its steps. Runs end with this program, however it
 ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
@@ -32,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,14 +60,12 @@ class Arm:
 @dataclass(frozen=True)
 class Claim:
     """Arms, of which the first is the one that differences are taken to; metrics to draw, if any; the rows of its
-    table, each a metric and of which steps it is the mean (`chosen`); the paper's figures, a row as it stands. Arms of
-    which there are too few seeds to compare are `apart`: a row each, without differences."""
+    table, each a metric and of which steps it is the mean (`chosen`); the paper's figures, a row as it stands."""
 
     arms: tuple[str, ...]
     panels: tuple[str, ...]
     figures: tuple[str, ...]
     paper: str = ""
-    apart: bool = False
 
 
 HOT = "--lr 3e-4 --updates-per-step 8"  # GRPO clips 1 % in the first steps, and learns; at 6e-4 nothing does
@@ -76,37 +74,45 @@ EVAL = (
     "--max-prompt-tokens 32 --max-response-tokens 96"
 )
 STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
-REAL = tuple(f"{name}-135m" for name in ("grpo", "sspo", "gpg", "cwgrpo", "gspo", "grpo-kl", "sps-grpo", "sps"))
-PLATEAU = tuple(f"{name}-135m" for name in ("grpo", "sspo", "gpg", "sps", "cwgrpo", "sps-grpo"))
-SYSTEMS = tuple(f"{name}-135m" for name in ("clip-high", "drgrpo", "sir", "gspo-0.2", "dapo", "clip-cov"))
+REAL = (
+    "grpo-135m",
+    "sspo-135m",
+    "gpg-135m",
+    "cwgrpo-135m",
+    "gspo-135m",
+    "grpo-kl-135m",
+    "sps-grpo-135m",
+    "sps-135m",
+)
+PLATEAU = ("grpo-135m-48", "sspo-135m-48", "gpg-135m-48", "sps-135m-48", "cwgrpo-135m-48", "sps-grpo-135m-48")
+SYSTEMS = ("clip-high-135m", "drgrpo-135m", "sir-135m", "gspo-0.2-135m", "clip-cov-135m", "dapo-135m")
 LONG = "--steps 48 --eval-every 8 --checkpoint-every 8"
+SPS_K = ("sps-k1", "sps-k2", "sps-k3", "sps-k4", "sps-k5")
+TOYS = (
+    *("sspo", "sir", "grpo", "gspo-0.2", "grpo-kl", "cwgrpo", "clip-cov"),
+    *("gpg-a", "gpg-b", "gpg-c", "gpg", "gpg-batch", "gpg-beta0.8"),
+)
 ARMS = {
-    **{name: Arm(f"{name}-toy") for name in ("sspo", "sir", "grpo", "gspo-0.2", "grpo-kl", "cwgrpo", "clip-cov")},
-    **{name: Arm(f"{name}-toy") for name in ("gpg-a", "gpg-b", "gpg-c", "gpg", "gpg-batch", "gpg-beta0.8")},
-    **{name: Arm(f"{name}-toy", stops=(120,)) for name in ("gspo", "dapo", "sps", "sps-uniform", "sps-quantile")},
-    **{f"sps-k{k}": Arm(f"sps-k{k}-toy", stops=(120,)) for k in range(1, 6)},
-    "sspo-hot": Arm("sspo-toy", HOT),
-    "sir-hot": Arm("sir-toy", HOT),
-    "grpo-hot": Arm("grpo-toy", HOT),
-    "gspo-0.2-hot": Arm("gspo-0.2-toy", HOT),
+    **{name: Arm(f"{name}-toy") for name in TOYS},
+    **{
+        name: Arm(f"{name}-toy", stops=(120,))
+        for name in ("gspo", "dapo", "sps", "sps-uniform", "sps-quantile", *SPS_K)
+    },
+    **{f"{name}-hot": Arm(f"{name}-toy", HOT) for name in ("sspo", "sir", "grpo", "gspo-0.2")},
     "sspo-alpha0.2": Arm("sspo-toy", f"{HOT} --alpha 0.2"),
     "sspo-beta0.7": Arm("sspo-toy", f"{HOT} --beta 0.7"),
     "sspo-beta0.9": Arm("sspo-toy", f"{HOT} --beta 0.9"),
     "sspo-gamma1.5": Arm("sspo-toy", f"{HOT} --gamma 1.5"),
-    "gpg-g2": Arm("gpg-g2-toy", "--prompts-per-step 128"),
-    "gpg-g4": Arm("gpg-g4-toy", "--prompts-per-step 64"),
-    "gpg-g16": Arm("gpg-g16-toy", "--prompts-per-step 16"),
+    **{f"gpg-g{group}": Arm(f"gpg-g{group}-toy", f"--prompts-per-step {256 // group}") for group in (2, 4, 16)},
     "cwgrpo-detached": Arm("cwgrpo-toy", "--detach-kernel"),
     "clip-cov-50": Arm("clip-cov-toy", "--clip-cov-share 0.01"),  # some fifty tokens a step, as the default masks one
     "before": Arm("sps-grpo-toy", "--steps 0", stops=(0,)),
     "sps-grpo": Arm("sps-grpo-toy", stops=STAGES),
     "sps-act": Arm("sps-act-toy", stops=STAGES),
-    "grpo-u1": Arm("grpo-toy", "--updates-per-step 1"),
-    "grpo-u2": Arm("grpo-toy", "--updates-per-step 2"),
-    "grpo-u8": Arm("grpo-toy", "--updates-per-step 8"),
+    **{f"grpo-u{updates}": Arm("grpo-toy", f"--updates-per-step {updates}") for updates in (1, 2, 8)},
     "grpo-tis": Arm("grpo-toy", "--tis-cap 2"),
     **{name: Arm(name) for name in (*REAL, *SYSTEMS)},
-    **{f"{name}-48": Arm(name, LONG) for name in PLATEAU},
+    **{name: Arm(name.removesuffix("-48"), LONG) for name in PLATEAU},
 }
 
 LATE = "reward, steps 111–120"
@@ -128,8 +134,15 @@ TOPS = ("covariance/positive@0.01%", "covariance/negative@0.01%")
 COVARIANCE = tuple(
     top.replace("0.01%", f"{share}, steps 1–50") for top in TOPS for share in ("0.01%", "1%", "20%", "40%", "100%")
 )
-ACCURACIES = ("eval/heldout/avg@8", "eval/heldout/pass@8", "eval/harder/pass@8", "eval/harder/avg@8")
-POLICY = ("reward", "entropy", "response_length")
+BEFORE_AND_AFTER = (
+    "eval/heldout/avg@8, step 0",
+    "eval/heldout/avg@8, end",
+    "eval/heldout/pass@8, step 0",
+    "eval/heldout/pass@8, end",
+    "eval/harder/pass@8, step 0",
+    "eval/harder/pass@8, end",
+    "reward, mean",
+)
 SSPO_PANELS = ("reward", "entropy", "clip_fraction", "eval/heldout/avg@8")
 GPG_PANELS = ("reward", "sampler_nll", "eval/heldout/avg@8")
 SPS_PANELS = ("reward", *EXPLORED[:4])
@@ -200,7 +213,7 @@ CLAIMS = {
     ),
     "sps-stages": Claim(("sps-grpo", "sps-act"), (), (*BY_STAGE, "reward, steps 41–50", LATE)),
     "sps-choice": Claim(("sps-act", "sps-uniform", "sps-quantile"), SPS_PANELS, AT_THE_END),
-    "sps-k": Claim(tuple(f"sps-k{k}" for k in range(1, 6)), SPS_PANELS, AT_THE_END),
+    "sps-k": Claim(SPS_K, SPS_PANELS, AT_THE_END),
     "updates": Claim(
         ("grpo", "grpo-u1", "grpo-u2", "grpo-u8", "grpo-tis"),
         SSPO_PANELS,
@@ -210,13 +223,7 @@ CLAIMS = {
         REAL,
         ("reward", "sampler_nll", "eval/heldout/avg@8", "eval/harder/avg@8"),
         (
-            "eval/heldout/avg@8, step 0",
-            "eval/heldout/avg@8, end",
-            "eval/heldout/pass@8, step 0",
-            "eval/heldout/pass@8, end",
-            "eval/harder/pass@8, step 0",
-            "eval/harder/pass@8, end",
-            "reward, mean",
+            *BEFORE_AND_AFTER,
             "sampler_nll, steps 1–5",
             "sampler_nll, steps 8–12",
             "response_length, steps 1–5",
@@ -226,28 +233,23 @@ CLAIMS = {
         ),
     ),
     "plateau": Claim(
-        tuple(f"{name}-48" for name in PLATEAU),
+        PLATEAU,
         ("reward", "eval/heldout/avg@8", "eval/heldout/pass@8", "entropy", "response_length"),
         (
             "step, end",
-            *(f"{metric}, {when}" for metric in ACCURACIES for when in ("step 0", "step 8", "step 24", "end")),
-            *(f"{metric}, {when}" for metric in POLICY for when in ("steps 1–4", "steps 9–12", "steps 41–48")),
+            *BEFORE_AND_AFTER,
+            "eval/heldout/avg@8, step 8",
+            "eval/heldout/avg@8, step 32",
+            "reward, steps 9–12",
+            "reward, steps 41–48",
+            "entropy, steps 9–12",
+            "entropy, steps 41–48",
             "clip_fraction, mean",
             "prompts_drawn, mean",
         ),
     ),
-    "systems": Claim(
-        SYSTEMS,
-        (),
-        (
-            *(f"{metric}, {when}" for metric in ACCURACIES[:3] for when in ("step 0", "end")),
-            "reward, steps 1–4",
-            "reward, steps 9–12",
-        ),
-        apart=True,
-    ),
+    "systems": Claim(SYSTEMS, (), BEFORE_AND_AFTER),
 }
-PRETRAINED = {"real", "plateau", "systems"}
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -259,11 +261,11 @@ def end_with_parent():
     LIBC.prctl(1, signal.SIGKILL)
 
 
-def launch(command, log, threads=1, folder=None):
+def launch(command, log, folder=None):
     """Run a script of this folder; write the csv of a run's folder whenever its last step was evaluated. Raises
-    CalledProcessError."""
+    ChildProcessError."""
     process = subprocess.Popen(
-        ["env", f"OMP_NUM_THREADS={threads}", sys.executable, *command],
+        [sys.executable, *command],
         cwd=ROOT,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -275,7 +277,7 @@ def launch(command, log, threads=1, folder=None):
             if folder and plot.metrics_of(plot.read(folder)[-1:], "eval/"):
                 write(folder.stem, folder)
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, process.args)
+        raise ChildProcessError(process.returncode)
 
 
 def evaluate(folder, step, seed, log):
@@ -319,52 +321,43 @@ def write(name, folder):
     partial.rename(file)
 
 
-def run(name, jobs=1):
-    """Run ARM-seedS beside others, or go on with it; write its csv, delete its weights. Its folder has its name once it
-    is whole."""
+def run(name):
+    """Run ARM-seedS from its last checkpoint or its beginning, write its csv, delete its weights. Its folder has its
+    name once it is whole."""
     arm, _, seed = name.rpartition("-seed")
-    experiment = ARMS[arm].experiment
     stops = ARMS[arm].stops
-    long = LONG in ARMS[arm].flags
     folder = RUNS / f"{name}.partial"
-    if not long or not (folder / "checkpoints").exists():
-        shutil.rmtree(folder, ignore_errors=True)
     RUNS.mkdir(parents=True, exist_ok=True)
-    dry = ["env", "DRY=1", "./run.sh", experiment, "--eval-every=60", "--checkpoint-every=1000"]
+    dry = ["env", "DRY=1", "./run.sh", ARMS[arm].experiment, "--eval-every=60", "--checkpoint-every=1000"]
     command = shlex.split(subprocess.check_output([*dry, *shlex.split(ARMS[arm].flags)], cwd=ROOT, text=True))
     command += [f"--seed={seed}", f"--run-dir={folder}"]
-    threads = max(1, os.cpu_count() // jobs) if "135m" in name else 1
+    if (folder / "checkpoints").exists() and not stops:
+        command.append("--resume")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
     with (RUNS / f"{name}.txt").open("a") as log:
-        for stop in stops or [None]:
-            resume = ["--resume"] if folder.exists() else []
-            if stops:
-                launch([*command, f"--steps={stop}", *resume], log)
-                evaluate(folder, stop, seed, log)
-            else:
-                launch([*command, *resume], log, threads, folder if long else None)
+        if not stops:
+            launch(command, log, folder)
+        for stop in stops:
+            launch([*command, f"--steps={stop}"], log)
+            evaluate(folder, stop, seed, log)
+            command.append("--resume")
     write(name, folder)
-    if not long:
-        shutil.rmtree(folder / "model", ignore_errors=True)
-    for weights in ("checkpoints", "demonstrations"):
+    for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
     shutil.rmtree(RUNS / name, ignore_errors=True)
     folder.rename(RUNS / name)
 
 
-def run_all(names, jobs):
-    """Run these, so many at a time; return how many failed."""
-    failed = 0
-    with ThreadPoolExecutor(jobs) as pool:
-        runs = {pool.submit(run, name, jobs): name for name in names}
-        for number, done in enumerate(as_completed(runs), 1):
-            name = runs[done]
-            error = done.exception()
-            what = "done"
-            if error:
-                failed += 1
-                what = f"FAILED, see {RUNS / name}.txt: {error}"
-            print(f"{number}/{len(names)}  {name}  {what}", flush=True)
-    return failed
+def attempt(name):
+    """Run this, say how it went, and return whether it failed."""
+    try:
+        run(name)
+    except Exception as error:
+        print(f"{name}  FAILED, see {RUNS / name}.txt: {error}", flush=True)
+        return True
+    print(f"{name}  done", flush=True)
+    return False
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -412,9 +405,8 @@ def with_error(values, sign=""):
 
 
 def row_of(figure, runs, base):
-    """Return the cells of a row of a table: of the arm `base`, or of all without one, mean and standard error over seeds;
-    of the others the mean and, in brackets, the difference to it, seed by seed; a dash where a seed has no value; of
-    steps each seed's."""
+    """Return a row of a table: of the arm `base` mean and standard error over seeds; of the others the mean and, in
+    brackets, the difference to it, seed by seed, which takes two; a dash where a seed has no value; of steps all."""
     metric, how = figure.split(", ", 1)
     cells = [f"`{metric}`, {how}"]
     first = {}
@@ -425,36 +417,34 @@ def row_of(figure, runs, base):
             cells.append("–")
         elif metric == "step":
             cells.append(", ".join(f"{step:g}" for step in values.values()))
-        elif base in (arm, None):
+        elif arm == base:
             first = values
             cells.append(with_error([*values.values()]))
         else:
-            difference = f" ({with_error(apart, '+')})" if apart else ""
+            difference = f" ({with_error(apart, '+')})" if len(apart) > 1 else ""
             cells.append(f"{statistics.fmean(values.values()):.3g}{difference}")
-    return cells
+    return " | ".join(cells)
 
 
 def table(claim, runs):
     """Return a claim's figures of {arm: {seed: rows}} as Markdown."""
-    base = None if claim.apart else claim.arms[0]
-    rows = [["", *(f"{arm} ({len(seeds)})" for arm, seeds in runs.items())]]
-    rows += [row_of(figure, runs, base) for figure in claim.figures]
-    if claim.apart:
-        rows = [*zip(*rows, strict=True)]
-    lines = [" | ".join(row) for row in rows]
+    heads = [f"{arm} ({len(seeds)})" for arm, seeds in runs.items()]
+    rows = [" | ".join(["", *heads])]
+    rows += [row_of(figure, runs, claim.arms[0]) for figure in claim.figures]
     if claim.paper:
-        lines.append(claim.paper)
-    lines.insert(1, "|".join(["---"] * len(rows[0])))
-    return "\n".join(f"| {line} |" for line in lines)
+        rows.append(claim.paper)
+    lines = [f"| {row} |" for row in rows]
+    lines.insert(1, "|---" * (1 + len(heads)) + "|")
+    return "\n".join(lines)
 
 
 def read_runs(claim):
     """Return {arm: {seed: rows}} of the csv files that there are."""
     runs = {}
     for arm in claim.arms:
-        files = sorted(DATA.glob(f"{arm}-seed*.csv"))
-        if files:
-            runs[arm] = {file.stem.rpartition("-seed")[2]: plot.read(file) for file in files}
+        for file in sorted(DATA.glob(f"{arm}-seed*.csv")):
+            _, _, seed = file.stem.rpartition("-seed")
+            runs.setdefault(arm, {})[seed] = plot.read(file)
     return runs
 
 
@@ -466,11 +456,11 @@ def block(name, runs):
 
 def report(name):
     """Print a claim's table and draw its picture, of the runs that there are."""
-    panels = list(CLAIMS[name].panels)
+    panels = CLAIMS[name].panels
     runs = read_runs(CLAIMS[name])
     curves = {f"{arm}-seed{seed}": rows for arm, seeds in runs.items() for seed, rows in seeds.items()}
     if curves and panels:
-        plot.draw_bands(curves, panels, ROOT / "docs" / f"claims-{name}.png", band=name != "plateau")
+        plot.draw_bands(curves, panels, ROOT / "docs" / f"claims-{name}.png", "seeds" if name == "plateau" else "bands")
         print(f"\n![{name}](claims-{name}.png)")
     print(f"\n{block(name, runs)}")
 
@@ -486,16 +476,19 @@ def main(
         names: and NAME-…; none: all but those of docs/real.md, whose model is large
         jobs: runs at a time; 0: none, only report
     """
-    asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - PRETRAINED)
+    asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - {"real", "plateau", "systems"})
     claims = [name for name in CLAIMS if f"{name}-".startswith(asked)]
     wanted = dict.fromkeys(f"{arm}-seed{seed}" for name in claims for seed in seeds for arm in CLAIMS[name].arms)
-    todo = [name for name in wanted if not (DATA / f"{name}.csv").exists() or (RUNS / f"{name}.partial").exists()]
-    failed = run_all(todo, jobs) if jobs else 0
+    there = [name for name in wanted if (DATA / f"{name}.csv").exists() and not (RUNS / f"{name}.partial").exists()]
+    todo = [name for name in wanted if jobs and name not in there]
+    with ThreadPoolExecutor(jobs or 1) as pool:
+        failed = [*pool.map(attempt, todo)]
     for claim in claims:
         report(claim)
-    return int(failed > 0)
+    return int(any(failed))
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
     sys.exit(tyro.cli(main, description=__doc__))

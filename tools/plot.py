@@ -115,55 +115,46 @@ def finish(axis, names, path):
     axis.figure.savefig(path)
 
 
-def draw_metric(axis, rows, metric, style, across="step", **more):
-    """Draw what a run logged of a metric, across steps or seconds since its first row."""
-    logged = [row for row in rows if metric in row]
-    places = [row[across] - rows[0][across] for row in logged]
-    axis.plot(places, [row[metric] for row in logged], style, **more)
-
-
 def draw_curves(runs, panels, path):
     """A column for each metric; steps (RL steps for SPS) above, seconds since the first evaluation below."""
     axes = grid_of(2, len(panels), 4, 3.25, sharey="col")
     for across, label, row in zip(("step", "time"), ("step", "seconds"), axes, strict=True):
         for metric, axis in zip(panels, row, strict=True):
             for name, colour in colours(runs).items():
-                draw_metric(axis, runs[name], metric, colour, across)
+                begin = runs[name][0][across]
+                logged = [row for row in runs[name] if metric in row]
+                places = [row[across] - begin for row in logged]
+                axis.plot(places, [row[metric] for row in logged], colour)
             axis.set(title=metric, xlabel=label)
             axis.set_ylim(bottom=0)
     finish(axes[0, 0], runs, path)
 
 
-def draw_band(axis, seeds, metric, colour, band):
-    """Draw a metric's mean over seeds and a band of its standard error, or every seed, thin; a gap where no seed has a
-    finite value."""
-    steps = sorted({row["step"] for rows in seeds for row in rows if metric in row})
-    means = []
-    errors = []
-    for step in steps:
-        rows = [row for rows in seeds for row in rows if row["step"] == step]
-        values = values_of(rows, metric) or [math.nan]
-        means.append(np.mean(values))
-        errors.append(np.std(values) / max(1, len(values) - 1) ** 0.5)
+def draw_band(axis, seeds, metric, colour, figure):
+    """Draw a metric's mean over seeds and, for the figure `bands`, a band of its standard error, else each seed; a gap
+    where no seed has a finite value."""
+    logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds]
+    steps = sorted(set().union(*logged))
+    values = np.array([[seed.get(step, math.nan) for step in steps] for seed in logged])
+    finite = np.ma.masked_invalid(values)
+    means = finite.mean(0).filled(math.nan)
+    errors = finite.std(0) / np.maximum(1, finite.count(0) - 1) ** 0.5
     line = "-" if len(steps) > 20 else "o-"
     axis.plot(steps, means, f"{colour}{line}")
-    if band:
-        low = np.subtract(means, errors)
-        high = np.add(means, errors)
-        axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
-        return
-    for rows in seeds:
-        draw_metric(axis, rows, metric, f"{colour}:", linewidth=0.6)
+    if figure == "bands":
+        axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
+    else:
+        axis.plot(steps, values.T, colour, linewidth=0.4)
 
 
-def draw_bands(runs, panels, path, band=True):
+def draw_bands(runs, panels, path, figure="bands"):
     """A panel for each metric: mean over the runs of one stem and a band of its standard error, or each run, thin."""
     axes = grid_of(1, len(panels), 4, 3.5)
     colour_of = {stem(name): colour for name, colour in colours(runs).items()}
     for axis, metric in zip(axes[0], panels, strict=True):
         for name, colour in colour_of.items():
             seeds = [rows for run, rows in runs.items() if stem(run) == name]
-            draw_band(axis, seeds, metric, colour, band)
+            draw_band(axis, seeds, metric, colour, figure)
         axis.set(title=metric, xlabel="step")
         if metric == "clip_fraction":  # methods differ by a factor of a hundred, and some steps clip nothing
             axis.set_yscale("symlog", linthresh=1e-3)
@@ -397,7 +388,7 @@ def main():
     if args.figure == "curves":
         draw_curves(runs, panels_of(runs, args.panels), args.out)
     elif args.figure in ("bands", "seeds"):
-        draw_bands(runs, panels_of(runs, args.panels), args.out, band=args.figure == "bands")
+        draw_bands(runs, panels_of(runs, args.panels), args.out, args.figure)
     elif args.figure == "covariance":
         counted = {name: [row for row in rows if row["step"] <= args.until] for name, rows in runs.items()}
         draw_covariance(counted, args.out)
