@@ -140,8 +140,7 @@ folder = Path(sys.argv[-1 - ("--resume" in sys.argv)].removeprefix("--run-dir=")
 step = 16 if "--resume" in sys.argv else 8
 with (folder / "metrics.jsonl").open("a") as file:
     file.write('{"step": %d, "time": 1, "reward": 0.5, "eval/heldout/avg@8": 0.25}\\n' % step)
-while step == 8 and not Path("grpo-135m-48-seed1.csv").exists():
-    time.sleep(0.1)
+time.sleep(3 if step == 8 else 0)
 sys.exit(step == 8)
 """
 
@@ -151,9 +150,10 @@ def test_a_run_leaves_its_csv_at_an_evaluation_and_goes_on_where_it_was_cut_off(
     monkeypatch.setitem(claims.CLAIMS, "plateau", claims.Claim(("grpo-135m-48",), (), ("step, end", "reward, mean")))
     executable(data / "run.sh", "echo script.py")
     (data / "script.py").write_text(CUT_OFF)
+    (data / "grpo-135m-48-seed2.csv").write_text("step,reward\n4,1\n")
     for failed, last in ((1, "8"), (0, "16"), (0, "16")):
         assert claims.main(("plateau",), seeds=(1,)) == failed
-        assert f"| `step`, end | {last} |" in capsys.readouterr().out
+        assert f"| `step`, end | {last}, 4 |" in capsys.readouterr().out
     assert len(plot.read(data / "grpo-135m-48-seed1.csv")) == 2
     assert os.listdir(data / "runs" / "grpo-135m-48-seed1") == ["metrics.jsonl"]
 
