@@ -377,7 +377,7 @@ case $word in
   eval) setup; launch tools/eval.py "$@" ;;
   check) setup; exec "$python" tools/check.py "$@" ;;
   plot) setup; exec "$python" tools/plot.py "$@" ;;
-  claims) setup; exec "$python" tools/claims.py "$@" ;;
+  claims) setup; OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" tools/claims.py "$@" ;;
   default)
     if [ -n "${DRY:-}" ]; then start sspo-toy; fi
     run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)

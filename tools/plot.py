@@ -150,11 +150,12 @@ def draw_band(axis, seeds, metric, colour, figure):
 def draw_bands(runs, panels, path, figure="bands"):
     """A panel for each metric: mean over the runs of one stem and a band of its standard error, or each run, thin."""
     axes = grid_of(1, len(panels), 4, 3.5)
-    colour_of = {stem(name): colour for name, colour in colours(runs).items()}
+    seeds = {}
+    for name, colour in colours(runs).items():
+        seeds.setdefault(colour, []).append(runs[name])
     for axis, metric in zip(axes[0], panels, strict=True):
-        for name, colour in colour_of.items():
-            seeds = [rows for run, rows in runs.items() if stem(run) == name]
-            draw_band(axis, seeds, metric, colour, figure)
+        for colour in seeds:
+            draw_band(axis, seeds[colour], metric, colour, figure)
         axis.set(title=metric, xlabel="step")
         if metric == "clip_fraction":  # methods differ by a factor of a hundred, and some steps clip nothing
             axis.set_yscale("symlog", linthresh=1e-3)
