@@ -7,15 +7,15 @@
 ./run.sh claims --jobs 0             no runs: tables and pictures of what there is
 
 A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
-several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv at every evaluation. A run is
-not repeated while its csv is there and it was not cut off; one that was goes on from its checkpoint, or begins again if
-it has none. Delete a csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/ has
-what runs printed and wrote but weights. Tables are printed as the pages have them, to be pasted there.
+several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv at every evaluation (with
+`stops` at the end). A run is not repeated while its csv is there and it was not cut off; one that was goes on from its
+checkpoint, or begins again if it has none. Delete a csv to run it again, for instance when a claim asks for a metric
+that it lacks. runs/claims/ has what runs printed and wrote but weights. Tables are printed as the pages have them, to
+be pasted there.
 
 On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8 minutes. One of the claim `real`,
-whose model ./run.sh sspo-135m makes, takes 9 to 31 minutes and up to 13 GiB. One of `plateau` has four
-times its steps. Runs end with this program, however it
-ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
+whose model ./run.sh sspo-135m makes, takes 9 to 31 minutes and up to 13 GiB; one of `plateau` has four times its steps.
+Runs end with this program, however it ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
 import csv
