@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 if [ "${1:-}" = test ]; then CPU=1; fi  # the tests are exact in float32: they are of the path without GPUs
-gpus=no
+gpus=no processes=2  # where there are no GPUs
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then gpus=yes; fi
 venv=.venv
 if [ -n "${CPU:-}" ]; then
@@ -73,15 +73,16 @@ toys_of cwgrpo.py --no-format-reward --group-size 8 --temperature 1 \
 toys_of sps.py --rl-steps 40 --irl-batch 256 --subset 0  # three rounds
 recipe sps.py image-toy ${recipes[sps.py image-toy]} --rl-steps 20  # three rounds of its 60 steps
 
-# ours: a pretrained model and a recipe for two CPU cores; the prompt shows examples of an answer
+# ours: a pretrained model on two CPU cores, in one process, since two reduce 540 MB of gradients for each micro-batch;
+# the prompt shows examples of an answer
 smollm="--model tools/smollm/model --template tools/smollm.txt --dataset tools/smollm/train.jsonl
   --eval tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 100
   --prompts-per-step 8 --group-size 8 --max-prompt-tokens 256 --max-response-tokens 48 --steps 12
-  --micro-batch-tokens 512 --temperature 1 --lr 1e-5 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
+  --micro-batch-tokens 1024 --temperature 1 --lr 1e-5 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
 recipe sspo.py 135m $smollm --updates-per-step 2
 recipe gpg.py 135m $smollm
 recipe cwgrpo.py 135m $smollm --no-format-reward
-recipe sps.py 135m $smollm --subset 0 --rl-steps 5 --irl-batch 32  # two rounds, and two steps more
+recipe sps.py 135m $smollm --subset 0 --rl-steps 5 --irl-batch 32 --irl-lr 3e-6  # two rounds, and two steps more
 
 # ours, untried; the reward reads a box, so the chat prompt asks for one; 116 draws of 64 are an epoch
 gsm8k="--activation-checkpointing --gpu-memory-utilization 0.5
@@ -204,6 +205,8 @@ method dapo "clip-high, token mean, groups all right or wrong drawn again, penal
   $dapo --overlong-buffer 2048
 methods_of sspo.py $toys
 method dapo "the same, over the last 32 of 96" $dapo --overlong-buffer 32
+methods_of sspo.py 135m
+method dapo "the same, over the last 10 of 48" $dapo --overlong-buffer 10
 methods_of sspo.py 0.5b
 method dapo "the same, over the last 205 of 1,024" $dapo --overlong-buffer 205
 methods_of sspo.py zero  # 10 draws and the penalty over a fifth of the length are those of verl's DAPO
@@ -242,11 +245,8 @@ method gpg "as released: threshold 0.4, loss per response" --beta-th 0.4
 method grpo "its baseline: row A per response with GRPO's KL, which for one update a step is GRPO's gradient" \
   $row_a --kl-coef 0.04
 
-methods_of sps.py $toys 0.5b $sps_sizes
-method sps "as printed; the IRL stage's learning rate of 5e-10 hardly moves a weight"
-method sps-grpo "without IRL stages" --irl-steps 0
-methods_of sps.py 135m
-method sps "with an IRL learning rate at which the stage acts (ours): 3e-6" --irl-lr 3e-6
+methods_of sps.py $toys 135m 0.5b $sps_sizes
+method sps "as printed; the IRL stage's learning rate of 5e-10 hardly moves a weight (135m: 3e-6, ours, does)"
 method sps-grpo "without IRL stages" --irl-steps 0
 passes="--irl-steps 0 --irl-passes 1"
 methods_of sps.py $toys
@@ -325,8 +325,8 @@ END
   exit 1
 }
 
-launch() {  # all GPUs if there are some, otherwise 2 CPU processes; instead of this shell, so that signals reach torchrun
-  local ranks; ranks=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')
+launch() {  # a rank for each GPU, else CPU processes that share the cores; no shell stays, so that signals reach it
+  local ranks; ranks=$("$python" -c "import torch; print(torch.cuda.device_count() or $processes)")
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((ranks - 1 + $(nproc)) / ranks))} TORCH_CPP_LOG_LEVEL=ERROR
   case " $* " in *" --help "*) exec "$python" "$1" --help ;; esac
   printf 'torchrun --nproc-per-node %s' "$ranks"
@@ -354,7 +354,7 @@ start() {  # EXPERIMENT ARGS...
   setup
   case " ${words[*]} " in
     *" $images/model "*) once $images/model/model.safetensors "$python" tools/toy_images.py ;;
-    *" tools/smollm/model "*) once tools/smollm/model/model.safetensors "$python" tools/smollm.py ;;
+    *" tools/smollm/model "*) processes=1; once tools/smollm/model/model.safetensors "$python" tools/smollm.py ;;
   esac
   launch "${words[@]}"
 }
@@ -377,7 +377,7 @@ case $word in
   eval) setup; launch tools/eval.py "$@" ;;
   check) setup; exec "$python" tools/check.py "$@" ;;
   plot) setup; exec "$python" tools/plot.py "$@" ;;
-  claims) setup; exec "$python" tools/claims.py "$@" ;;
+  claims) setup; OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" tools/claims.py "$@" ;;
   default)
     if [ -n "${DRY:-}" ]; then start sspo-toy; fi
     run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)

@@ -218,6 +218,11 @@ def test_an_experiment_fetches_what_it_needs_at_first_use(tmp_path):
         said = run(name, "--help").stderr
         assert "can't open file" in said and file in said
     assert (here / "data" / origin.name / problems).exists()
+    weights = here / "tools" / "smollm" / "model" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.touch()
+    assert "torchrun --nproc-per-node 1 gpg.py" in run("gpg-135m").stdout
+    assert "torchrun --nproc-per-node 2 gpg.py" in run("gpg-toy").stdout
     shutil.rmtree(here / "data" / origin.name / "datasets")  # as an interrupted clone leaves it
     (here / "data" / f"{origin.name}.partial" / ".git").mkdir(parents=True)
     assert run("data").returncode == 0 and os.listdir(here / "data") == [origin.name]

@@ -6,15 +6,16 @@
 ./run.sh claims --jobs 4             four runs at a time
 ./run.sh claims --jobs 0             no runs: tables and pictures of what there is
 
-A run is one process with one thread. Seed 1 of a claim's arms comes first, then seed 2; an arm of several claims runs
-once. What a run logged for its claims becomes docs/data/ARM-seedS.csv. While that file is there the run is not
-repeated; one that was cut off begins again. Delete a csv to run it again, for instance when a claim asks for a metric
+A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
+several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv at every evaluation (with
+`stops` at the end). A run is not repeated while its csv is there and it was not cut off; one that was goes on from its
+checkpoint, or begins again if it has none. Delete a csv to run it again, for instance when a claim asks for a metric
 that it lacks. runs/claims/ has what runs printed and wrote but weights. Tables are printed as the pages have them, to
 be pasted there.
 
 On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8 minutes. One of the claim `real`,
-whose model ./run.sh sspo-135m makes, takes 9 to 31 minutes and up to 13 GiB. Runs end with this program, however it
-ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
+whose model ./run.sh sspo-135m makes, takes 9 to 31 minutes and up to 13 GiB; one of `plateau` has four times its steps.
+Runs end with this program, however it ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
 import csv
@@ -29,7 +30,9 @@ import signal
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -70,33 +73,56 @@ EVAL = (
     "--max-prompt-tokens 32 --max-response-tokens 96"
 )
 STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
-REAL = tuple(f"{name}-135m" for name in ("grpo", "sspo", "gpg", "cwgrpo", "gspo", "grpo-kl", "sps-grpo", "sps"))
+REAL = (
+    "grpo-135m",
+    "sspo-135m",
+    "gpg-135m",
+    "cwgrpo-135m",
+    "gspo-135m",
+    "grpo-kl-135m",
+    "sps-grpo-135m",
+    "sps-135m",
+)
+PLATEAU = ("grpo-135m-48", "sspo-135m-48", "gpg-135m-48", "sps-135m-48", "cwgrpo-135m-48", "sps-grpo-135m-48")
+SYSTEMS = ("clip-high-135m", "drgrpo-135m", "sir-135m", "gspo-0.2-135m", "clip-cov-135m", "dapo-135m")
+LONG = "--steps 48 --eval-every 8 --checkpoint-every 8"
+SPS_K = ("sps-k1", "sps-k2", "sps-k3", "sps-k4", "sps-k5")
+TOYS = (
+    "sspo",
+    "sir",
+    "grpo",
+    "gspo-0.2",
+    "grpo-kl",
+    "cwgrpo",
+    "clip-cov",
+    "gpg-a",
+    "gpg-b",
+    "gpg-c",
+    "gpg",
+    "gpg-batch",
+    "gpg-beta0.8",
+)
 ARMS = {
-    **{name: Arm(f"{name}-toy") for name in ("sspo", "sir", "grpo", "gspo-0.2", "grpo-kl", "cwgrpo", "clip-cov")},
-    **{name: Arm(f"{name}-toy") for name in ("gpg-a", "gpg-b", "gpg-c", "gpg", "gpg-batch", "gpg-beta0.8")},
-    **{name: Arm(f"{name}-toy", stops=(120,)) for name in ("gspo", "dapo", "sps", "sps-uniform", "sps-quantile")},
-    **{f"sps-k{k}": Arm(f"sps-k{k}-toy", stops=(120,)) for k in range(1, 6)},
-    "sspo-hot": Arm("sspo-toy", HOT),
-    "sir-hot": Arm("sir-toy", HOT),
-    "grpo-hot": Arm("grpo-toy", HOT),
-    "gspo-0.2-hot": Arm("gspo-0.2-toy", HOT),
+    **{name: Arm(f"{name}-toy") for name in TOYS},
+    **{
+        name: Arm(f"{name}-toy", stops=(120,))
+        for name in ("gspo", "dapo", "sps", "sps-uniform", "sps-quantile", *SPS_K)
+    },
+    **{f"{name}-hot": Arm(f"{name}-toy", HOT) for name in ("sspo", "sir", "grpo", "gspo-0.2")},
     "sspo-alpha0.2": Arm("sspo-toy", f"{HOT} --alpha 0.2"),
     "sspo-beta0.7": Arm("sspo-toy", f"{HOT} --beta 0.7"),
     "sspo-beta0.9": Arm("sspo-toy", f"{HOT} --beta 0.9"),
     "sspo-gamma1.5": Arm("sspo-toy", f"{HOT} --gamma 1.5"),
-    "gpg-g2": Arm("gpg-g2-toy", "--prompts-per-step 128"),
-    "gpg-g4": Arm("gpg-g4-toy", "--prompts-per-step 64"),
-    "gpg-g16": Arm("gpg-g16-toy", "--prompts-per-step 16"),
+    **{f"gpg-g{group}": Arm(f"gpg-g{group}-toy", f"--prompts-per-step {256 // group}") for group in (2, 4, 16)},
     "cwgrpo-detached": Arm("cwgrpo-toy", "--detach-kernel"),
     "clip-cov-50": Arm("clip-cov-toy", "--clip-cov-share 0.01"),  # some fifty tokens a step, as the default masks one
     "before": Arm("sps-grpo-toy", "--steps 0", stops=(0,)),
     "sps-grpo": Arm("sps-grpo-toy", stops=STAGES),
     "sps-act": Arm("sps-act-toy", stops=STAGES),
-    "grpo-u1": Arm("grpo-toy", "--updates-per-step 1"),
-    "grpo-u2": Arm("grpo-toy", "--updates-per-step 2"),
-    "grpo-u8": Arm("grpo-toy", "--updates-per-step 8"),
+    **{f"grpo-u{updates}": Arm("grpo-toy", f"--updates-per-step {updates}") for updates in (1, 2, 8)},
     "grpo-tis": Arm("grpo-toy", "--tis-cap 2"),
-    **{name: Arm(name) for name in REAL},
+    **{name: Arm(name) for name in (*REAL, *SYSTEMS)},
+    **{name: Arm(name.removesuffix("-48"), LONG) for name in PLATEAU},
 }
 
 LATE = "reward, steps 111–120"
@@ -114,9 +140,26 @@ SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")
 EXPLORED = (*(f"sps/heldout/{name}" for name in SQUEEZED), "sps/harder/pass@1", "sps/harder/pass@64")
 AT_THE_END = tuple(f"{metric}, end" for metric in EXPLORED)
 BY_STAGE = tuple(f"{metric}, step {step}" for step in STAGES[:3] for metric in EXPLORED)
-TOPS = ("covariance/positive@0.01%", "covariance/negative@0.01%")
-COVARIANCE = tuple(
-    top.replace("0.01%", f"{share}, steps 1–50") for top in TOPS for share in ("0.01%", "1%", "20%", "40%", "100%")
+COVARIANCE = (
+    "covariance/positive@0.01%, steps 1–50",
+    "covariance/positive@1%, steps 1–50",
+    "covariance/positive@20%, steps 1–50",
+    "covariance/positive@40%, steps 1–50",
+    "covariance/positive@100%, steps 1–50",
+    "covariance/negative@0.01%, steps 1–50",
+    "covariance/negative@1%, steps 1–50",
+    "covariance/negative@20%, steps 1–50",
+    "covariance/negative@40%, steps 1–50",
+    "covariance/negative@100%, steps 1–50",
+)
+BEFORE_AND_AFTER = (
+    "eval/heldout/avg@8, step 0",
+    "eval/heldout/avg@8, end",
+    "eval/heldout/pass@8, step 0",
+    "eval/heldout/pass@8, end",
+    "eval/harder/pass@8, step 0",
+    "eval/harder/pass@8, end",
+    "reward, mean",
 )
 SSPO_PANELS = ("reward", "entropy", "clip_fraction", "eval/heldout/avg@8")
 GPG_PANELS = ("reward", "sampler_nll", "eval/heldout/avg@8")
@@ -176,7 +219,7 @@ CLAIMS = {
     ),
     "cwgrpo-covariance": Claim(
         ("grpo-kl",),
-        TOPS,
+        ("covariance/positive@0.01%", "covariance/negative@0.01%"),
         COVARIANCE,
         "paper, in this order | 11.52, 3.32, 0.58, 0.33, 0.06; -13.62, -3.34, -0.36, -0.22, -0.04",
     ),
@@ -188,7 +231,7 @@ CLAIMS = {
     ),
     "sps-stages": Claim(("sps-grpo", "sps-act"), (), (*BY_STAGE, "reward, steps 41–50", LATE)),
     "sps-choice": Claim(("sps-act", "sps-uniform", "sps-quantile"), SPS_PANELS, AT_THE_END),
-    "sps-k": Claim(tuple(f"sps-k{k}" for k in range(1, 6)), SPS_PANELS, AT_THE_END),
+    "sps-k": Claim(SPS_K, SPS_PANELS, AT_THE_END),
     "updates": Claim(
         ("grpo", "grpo-u1", "grpo-u2", "grpo-u8", "grpo-tis"),
         SSPO_PANELS,
@@ -198,13 +241,7 @@ CLAIMS = {
         REAL,
         ("reward", "sampler_nll", "eval/heldout/avg@8", "eval/harder/avg@8"),
         (
-            "eval/heldout/avg@8, step 0",
-            "eval/heldout/avg@8, end",
-            "eval/heldout/pass@8, step 0",
-            "eval/heldout/pass@8, end",
-            "eval/harder/pass@8, step 0",
-            "eval/harder/pass@8, end",
-            "reward, mean",
+            *BEFORE_AND_AFTER,
             "sampler_nll, steps 1–5",
             "sampler_nll, steps 8–12",
             "response_length, steps 1–5",
@@ -213,6 +250,23 @@ CLAIMS = {
             "prompts_drawn, mean",
         ),
     ),
+    "plateau": Claim(
+        PLATEAU,
+        ("reward", "eval/heldout/avg@8", "eval/heldout/pass@8", "entropy", "response_length"),
+        (
+            "step, end",
+            *BEFORE_AND_AFTER,
+            "eval/heldout/avg@8, step 8",
+            "eval/heldout/avg@8, step 32",
+            "reward, steps 9–12",
+            "reward, steps 41–48",
+            "entropy, steps 9–12",
+            "entropy, steps 41–48",
+            "clip_fraction, mean",
+            "prompts_drawn, mean",
+        ),
+    ),
+    "systems": Claim(SYSTEMS, (), BEFORE_AND_AFTER),
 }
 
 
@@ -225,16 +279,23 @@ def end_with_parent():
     LIBC.prctl(1, signal.SIGKILL)
 
 
-def launch(command, log):
-    """Run a script of this folder in one thread. Raises CalledProcessError."""
-    subprocess.run(
-        ["env", "OMP_NUM_THREADS=1", sys.executable, *command],
+def launch(command, log, folder=None):
+    """Run a script of this folder; write the csv of a run's folder whenever its last step was evaluated. Raises
+    ChildProcessError."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
         cwd=ROOT,
         stdout=log,
         stderr=subprocess.STDOUT,
-        check=True,
         preexec_fn=end_with_parent,
     )
+    while process.poll() is None:
+        time.sleep(1)
+        with suppress(SystemExit, ValueError):  # no line, or half a line
+            if folder and plot.metrics_of(plot.read(folder)[-1:], "eval/"):
+                write(folder.stem, folder)
+    if process.returncode:
+        raise ChildProcessError(process.returncode)
 
 
 def evaluate(folder, step, seed, log):
@@ -279,21 +340,26 @@ def write(name, folder):
 
 
 def run(name):
-    """Run ARM-seedS from its beginning, write its csv, delete its weights. Its folder has its name once it is whole."""
+    """Run ARM-seedS from its last checkpoint or its beginning, write its csv, delete its weights. Its folder has its
+    name once it is whole."""
     arm, _, seed = name.rpartition("-seed")
+    stops = ARMS[arm].stops
     folder = RUNS / f"{name}.partial"
-    shutil.rmtree(folder, ignore_errors=True)
     RUNS.mkdir(parents=True, exist_ok=True)
-    dry = ["env", "DRY=1", "./run.sh", ARMS[arm].experiment, *shlex.split(ARMS[arm].flags)]
-    command = shlex.split(subprocess.check_output(dry, cwd=ROOT, text=True))
-    command += ["--eval-every=60", "--checkpoint-every=1000", f"--seed={seed}", f"--run-dir={folder}"]
-    with (RUNS / f"{name}.txt").open("w") as log:
-        if not ARMS[arm].stops:
-            launch(command, log)
-        for stop in ARMS[arm].stops:
-            resume = ["--resume"] if folder.exists() else []
-            launch([*command, f"--steps={stop}", *resume], log)
+    dry = ["env", "DRY=1", "./run.sh", ARMS[arm].experiment, "--eval-every=60", "--checkpoint-every=1000"]
+    command = shlex.split(subprocess.check_output([*dry, *shlex.split(ARMS[arm].flags)], cwd=ROOT, text=True))
+    command += [f"--seed={seed}", f"--run-dir={folder}"]
+    if (folder / "checkpoints").exists() and not stops:
+        command.append("--resume")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    with (RUNS / f"{name}.txt").open("a") as log:
+        if not stops:
+            launch(command, log, folder)
+        for stop in stops:
+            launch([*command, f"--steps={stop}"], log)
             evaluate(folder, stop, seed, log)
+            command.append("--resume")
     write(name, folder)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
@@ -301,20 +367,15 @@ def run(name):
     folder.rename(RUNS / name)
 
 
-def run_all(names, jobs):
-    """Run these, so many at a time; return how many failed."""
-    failed = 0
-    with ThreadPoolExecutor(jobs) as pool:
-        runs = {pool.submit(run, name): name for name in names}
-        for number, done in enumerate(as_completed(runs), 1):
-            name = runs[done]
-            error = done.exception()
-            what = "done"
-            if error:
-                failed += 1
-                what = f"FAILED, see {RUNS / name}.txt: {error}"
-            print(f"{number}/{len(names)}  {name}  {what}", flush=True)
-    return failed
+def attempt(name):
+    """Run this, say how it went, and return whether it failed."""
+    try:
+        run(name)
+    except Exception as error:
+        print(f"{name}  FAILED, see {RUNS / name}.txt: {error}", flush=True)
+        return True
+    print(f"{name}  done", flush=True)
+    return False
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -363,7 +424,7 @@ def with_error(values, sign=""):
 
 def row_of(figure, runs, base):
     """Return a row of a table: of the arm `base` mean and standard error over seeds; of the others the mean and, in
-    brackets, the difference to it, seed by seed; a dash where a seed has no value."""
+    brackets, the difference to it, seed by seed, which takes two; a dash where a seed has no value; of steps all."""
     metric, how = figure.split(", ", 1)
     cells = [f"`{metric}`, {how}"]
     first = {}
@@ -372,11 +433,13 @@ def row_of(figure, runs, base):
         apart = [values[seed] - first[seed] for seed in values if seed in first]
         if any(map(math.isnan, values.values())):
             cells.append("–")
+        elif metric == "step":
+            cells.append(", ".join(f"{step:g}" for step in values.values()))
         elif arm == base:
             first = values
             cells.append(with_error([*values.values()]))
         else:
-            difference = f" ({with_error(apart, '+')})" if apart else ""
+            difference = f" ({with_error(apart, '+')})" if len(apart) > 1 else ""
             cells.append(f"{statistics.fmean(values.values()):.3g}{difference}")
     return " | ".join(cells)
 
@@ -397,9 +460,9 @@ def read_runs(claim):
     """Return {arm: {seed: rows}} of the csv files that there are."""
     runs = {}
     for arm in claim.arms:
-        files = sorted(DATA.glob(f"{arm}-seed*.csv"))
-        if files:
-            runs[arm] = {file.stem.rpartition("-seed")[2]: plot.read(file) for file in files}
+        for file in sorted(DATA.glob(f"{arm}-seed*.csv")):
+            _, _, seed = file.stem.rpartition("-seed")
+            runs.setdefault(arm, {})[seed] = plot.read(file)
     return runs
 
 
@@ -411,11 +474,11 @@ def block(name, runs):
 
 def report(name):
     """Print a claim's table and draw its picture, of the runs that there are."""
-    panels = list(CLAIMS[name].panels)
+    panels = CLAIMS[name].panels
     runs = read_runs(CLAIMS[name])
     curves = {f"{arm}-seed{seed}": rows for arm, seeds in runs.items() for seed, rows in seeds.items()}
     if curves and panels:
-        plot.draw_bands(curves, panels, ROOT / "docs" / f"claims-{name}.png")
+        plot.draw_bands(curves, panels, ROOT / "docs" / f"claims-{name}.png", "seeds" if name == "plateau" else "bands")
         print(f"\n![{name}](claims-{name}.png)")
     print(f"\n{block(name, runs)}")
 
@@ -428,17 +491,19 @@ def main(
     """Run what claims need, then print their tables and draw their pictures.
 
     Args:
-        names: and NAME-…; none: all but real, whose model is large
+        names: and NAME-…; none: all but those of docs/real.md, whose model is large
         jobs: runs at a time; 0: none, only report
     """
-    asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - {"real"})
+    asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - {"real", "plateau", "systems"})
     claims = [name for name in CLAIMS if f"{name}-".startswith(asked)]
     wanted = dict.fromkeys(f"{arm}-seed{seed}" for name in claims for seed in seeds for arm in CLAIMS[name].arms)
-    todo = [name for name in wanted if not (DATA / f"{name}.csv").exists()]
-    failed = run_all(todo, jobs) if jobs else 0
+    there = [name for name in wanted if (DATA / f"{name}.csv").exists() and not (RUNS / f"{name}.partial").exists()]
+    todo = [name for name in wanted if jobs and name not in there]
+    with ThreadPoolExecutor(jobs or 1) as pool:
+        failed = [*pool.map(attempt, todo)]
     for claim in claims:
         report(claim)
-    return int(failed > 0)
+    return int(any(failed))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ python tools/plot.py base.json runs/A/eval-best.json --figure accuracy    (or pa
 python tools/plot.py runs/A --figure tokens -o tokens.html        (what the loss saw of each token, a page)
 
 Runs whose names differ only in a number at the end, their seed, share a colour; `bands` draws their mean and its
-standard error. Prints the picture's path and, for each run, the reward and every held-out accuracy before and after,
-and where the time went.
+standard error, `seeds` their mean and, thin, each of them. Prints the picture's path and, for each run, the reward and
+every held-out accuracy before and after, and where the time went.
 """
 
 import csv
@@ -130,36 +130,32 @@ def draw_curves(runs, panels, path):
     finish(axes[0, 0], runs, path)
 
 
-def draw_band(axis, seeds, metric, colour):
-    """Draw a metric's mean over seeds and a band of its standard error; a gap where no seed has a finite value."""
-    steps = sorted({row["step"] for rows in seeds for row in rows if metric in row})
-    means = []
-    errors = []
-    for step in steps:
-        rows = [row for rows in seeds for row in rows if row["step"] == step]
-        values = values_of(rows, metric) or [math.nan]
-        means.append(np.mean(values))
-        errors.append(np.std(values) / max(1, len(values) - 1) ** 0.5)
+def draw_band(axis, seeds, metric, colour, figure):
+    """Draw a metric's mean over seeds and, for the figure `bands`, a band of its standard error, else each seed; a gap
+    where no seed has a finite value."""
+    logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds]
+    steps = sorted(set().union(*logged))
+    values = np.array([[seed.get(step, math.nan) for step in steps] for seed in logged])
+    finite = np.ma.masked_invalid(values)
+    means = finite.mean(0).filled(math.nan)
+    errors = finite.std(0) / np.maximum(1, finite.count(0) - 1) ** 0.5
     line = "-" if len(steps) > 20 else "o-"
     axis.plot(steps, means, f"{colour}{line}")
-    axis.fill_between(
-        steps,
-        np.subtract(means, errors),
-        np.add(means, errors),
-        color=colour,
-        alpha=0.2,
-        linewidth=0,
-    )
+    if figure == "bands":
+        axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
+    else:
+        axis.plot(steps, values.T, colour, linewidth=0.4)
 
 
-def draw_bands(runs, panels, path):
-    """A panel for each metric: mean over the runs of one stem and, with several, a band of its standard error."""
+def draw_bands(runs, panels, path, figure="bands"):
+    """A panel for each metric: mean over the runs of one stem and a band of its standard error, or each run, thin."""
     axes = grid_of(1, len(panels), 4, 3.5)
-    colour_of = {stem(name): colour for name, colour in colours(runs).items()}
+    seeds = {}
+    for name, colour in colours(runs).items():
+        seeds.setdefault(colour, []).append(runs[name])
     for axis, metric in zip(axes[0], panels, strict=True):
-        for name, colour in colour_of.items():
-            seeds = [rows for run, rows in runs.items() if stem(run) == name]
-            draw_band(axis, seeds, metric, colour)
+        for colour in seeds:
+            draw_band(axis, seeds[colour], metric, colour, figure)
         axis.set(title=metric, xlabel="step")
         if metric == "clip_fraction":  # methods differ by a factor of a hundred, and some steps clip nothing
             axis.set_yscale("symlog", linthresh=1e-3)
@@ -365,9 +361,9 @@ class Args:
     """Run folders, csv files of tools/claims.py; for accuracy and pass JSON files of eval.py, or their folders."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("curve.png")
     """The picture."""
-    figure: Literal["curves", "bands", "accuracy", "pass", "covariance", "answers", "tokens"] = "curves"
-    """curves of --panels, bands: over seeds; accuracy of each question; pass@k; shares of |c| (cwgrpo.py); answers
-    before and after; tokens: the page of what the loss saw."""
+    figure: Literal["curves", "bands", "seeds", "accuracy", "pass", "covariance", "answers", "tokens"] = "curves"
+    """curves of --panels; bands, seeds: mean over seeds and its error, or each seed; accuracy of each question; pass@k;
+    shares of |c| (cwgrpo.py); answers before and after; tokens: the page of what the loss saw."""
     panels: tuple[str, ...] = ()
     """Metrics, as named in metrics.jsonl."""
     until: float = math.inf
@@ -392,8 +388,8 @@ def main():
         runs = {run.name.removesuffix(".csv"): read(run) for run in args.runs}
     if args.figure == "curves":
         draw_curves(runs, panels_of(runs, args.panels), args.out)
-    elif args.figure == "bands":
-        draw_bands(runs, panels_of(runs, args.panels), args.out)
+    elif args.figure in ("bands", "seeds"):
+        draw_bands(runs, panels_of(runs, args.panels), args.out, args.figure)
     elif args.figure == "covariance":
         counted = {name: [row for row in rows if row["step"] <= args.until] for name, rows in runs.items()}
         draw_covariance(counted, args.out)
