@@ -1658,7 +1658,7 @@ def open_run(folder, args, script, world):
     else:
         need(not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     (folder / "samples").mkdir(parents=True, exist_ok=True)
-    lock = open(folder / "lock", "w")  # noqa: SIM115
+    lock = open(folder / "lock", "w")  # noqa: SIM115  closing it would unlock the folder
     with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     write_whole(file, json.dumps(about, indent=2))
