@@ -21,7 +21,7 @@ import tyro
 from conftest import ROOT
 from test_commands import executable, experiments, run_sh
 
-PAGES = dict.fromkeys(("real", "plateau", "systems"), (ROOT / "docs" / "real.md").read_text())
+PAGES = dict.fromkeys(("real", "systems"), (ROOT / "docs" / "real.md").read_text())
 PAGE = (ROOT / "docs" / "claims.md").read_text()
 
 
@@ -131,7 +131,7 @@ def test_what_is_there_is_not_run_again_and_seed_1_comes_first(data, monkeypatch
     assert "FAILED" in printed and "| `reward`, steps 111–120 | 1.5 ± 0.5 | 1.5 (+0 ± 0) |" in printed
 
 
-# a run that fails after step 8, once the csv has it, and goes on to step 16
+# a run that fails after step 8, and goes on to step 16
 CUT_OFF = """
 import sys, time
 from pathlib import Path
@@ -139,21 +139,20 @@ folder = Path(sys.argv[-1 - ("--resume" in sys.argv)].removeprefix("--run-dir=")
 (folder / "checkpoints").mkdir(parents=True, exist_ok="--resume" in sys.argv)
 step = 16 if "--resume" in sys.argv else 8
 with (folder / "metrics.jsonl").open("a") as file:
-    file.write('{"step": %d, "time": 1, "reward": 0.5, "eval/heldout/avg@8": 0.25}\\n' % step)
+    file.write('{"step": %d, "reward": %d}\\n' % (step, step))
 time.sleep(3 if step == 8 else 0)
 sys.exit(step == 8)
 """
 
 
-def test_a_run_leaves_its_csv_at_an_evaluation_and_goes_on_where_it_was_cut_off(data, monkeypatch, capsys):
+def test_a_run_leaves_its_csv_as_it_goes_and_goes_on_where_it_was_cut_off(data, monkeypatch, capsys):
     monkeypatch.setattr(claims, "ROOT", data)
-    monkeypatch.setitem(claims.CLAIMS, "plateau", claims.Claim(("grpo-135m-48",), (), ("step, end", "reward, mean")))
+    monkeypatch.setitem(claims.CLAIMS, "real", claims.Claim(("grpo-135m-48",), (), ("reward, end",)))
     executable(data / "run.sh", "echo script.py")
     (data / "script.py").write_text(CUT_OFF)
-    (data / "grpo-135m-48-seed2.csv").write_text("step,reward\n4,1\n")
-    for failed, last in ((1, "8"), (0, "16"), (0, "16")):
-        assert claims.main(("plateau",), seeds=(1,)) == failed
-        assert f"| `step`, end | {last}, 4 |" in capsys.readouterr().out
+    for failed, last in ((1, 8), (0, 16), (0, 16)):
+        assert claims.main(("real",), seeds=(1,)) == failed
+        assert f"| `reward`, end | {last} |" in capsys.readouterr().out
     assert len(plot.read(data / "grpo-135m-48-seed1.csv")) == 2
     assert os.listdir(data / "runs" / "grpo-135m-48-seed1") == ["metrics.jsonl"]
 
@@ -201,14 +200,15 @@ def test_runs_end_with_claims(tmp_path, monkeypatch):
 
 
 def test_bands(tmp_path, monkeypatch):
-    runs = {f"a-seed{seed}": [{"step": n, "reward": seed * n} for n in range(3)] for seed in (1, 3)}
+    runs = {f"a-seed{seed}": [{"step": n, "reward": seed * n} for n in range(3)] for seed in range(1, 6)}
     shown = []
-    monkeypatch.setattr(plot.plt.Axes, "fill_between", lambda _, x, low, high, **__: shown.append((x, [*low], [*high])))
-    plot.draw_bands(runs, ["reward"], tmp_path / "bands.png")
-    assert shown == [([0, 1, 2], [0, 1, 2], [0, 3, 6])]  # mean 2 n, standard error n
-    plot.draw_bands(runs, ["reward", "other"], tmp_path / "seeds.png", "seeds")  # which no run has
+    monkeypatch.setattr(plot.plt.Axes, "fill_between", lambda _, __, low, high, **___: shown.append([*high - low]))
+    plot.draw_bands(runs, ["reward"], tmp_path / "five.png")
+    assert shown == [pytest.approx([0, 2**0.5, 8**0.5])]  # two standard errors
+    two = {name: runs[name] for name in ("a-seed1", "a-seed2")}
+    plot.draw_bands(two, ["reward", "other"], tmp_path / "two.png")  # which no run has
     lines = [[*line.get_ydata()] for line in plot.plt.gcf().axes[0].lines]
-    assert lines == [[0, 2, 4], [0, 1, 2], [0, 3, 6]] and len(shown) == 1
+    assert lines == [[0, 1.5, 3], [0, 1, 2], [0, 2, 4]] and len(shown) == 1
 
 
 def test_a_value_that_was_not_finite_is_a_gap_and_counts_in_no_mean(data):
@@ -230,7 +230,7 @@ def test_a_value_that_was_not_finite_is_a_gap_and_counts_in_no_mean(data):
 def test_the_tables_of_the_pages_are_what_the_csv_files_give(name):
     page = PAGES.get(name, PAGE)
     runs = claims.read_runs(claims.CLAIMS[name])
-    if not runs and name in ("plateau", "systems"):
+    if not runs and name in PAGES:
         pytest.skip("not run yet")
     assert list(runs) == list(claims.CLAIMS[name].arms)
     assert claims.block(name, runs) in page
