@@ -73,7 +73,15 @@ EVAL = (
     "--max-prompt-tokens 32 --max-response-tokens 96"
 )
 STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
-REAL = ("grpo-135m-48", "sspo-135m-48", "gpg-135m-48", "cwgrpo-135m-48", "sps-grpo-135m-48", "sps-135m-48")
+REAL = (
+    "grpo-135m-48",
+    "sspo-135m-48",
+    "gpg-135m-48",
+    "cwgrpo-135m-48",
+    "sps-grpo-135m-48",
+    "sps-135m-48",
+    "sspo-135m-48-1e-5",
+)
 SYSTEMS = (
     "clip-high-135m",
     "drgrpo-135m",
@@ -122,6 +130,7 @@ ARMS = {
     "grpo-tis": Arm("grpo-toy", "--tis-cap 2"),
     **{name: Arm(name.removesuffix("-48"), LONG) for name in REAL},
     **{f"{name}-135m-48": Arm(f"{name}-135m", f"{LONG} --rl-steps 16") for name in ("sps", "sps-grpo")},  # three rounds
+    "sspo-135m-48-1e-5": Arm("sspo-135m", f"{LONG} --lr 1e-5"),
     **{name: Arm(name) for name in SYSTEMS},
 }
 
