@@ -1,17 +1,12 @@
 """tools/claims.py: its arms exist and cost the same, its arithmetic by hand, what is there is not run again; the tables
 of docs/claims.md and docs/real.md are what docs/data gives."""
 
-import contextlib
 import json
 import math
 import os
 import re
 import runpy
 import shlex
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import claims
@@ -155,48 +150,6 @@ def test_a_run_leaves_its_csv_as_it_goes_and_goes_on_where_it_was_cut_off(data, 
         assert f"| `reward`, end | {last} |" in capsys.readouterr().out
     assert len(plot.read(data / "grpo-135m-48-seed1.csv")) == 2
     assert os.listdir(data / "runs" / "grpo-135m-48-seed1") == ["metrics.jsonl"]
-
-
-def processes_in(folder: Path) -> list[int]:
-    """Return the processes whose working directory this is."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (process / "cwd").readlink() == folder:
-                found.append(int(process.name))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not [*ROOT.glob(".venv*/ready-*")], reason="./run.sh setup has not been run")
-def test_runs_end_with_claims(tmp_path, monkeypatch):
-    """The script, its engine and the verifier's workers; at the signal that threads would wait out."""
-    monkeypatch.setenv("CPU", "1")
-    copy = tmp_path / "copy"
-    (copy / "docs").mkdir(parents=True)
-    (copy / "tools").mkdir()
-    for each in (*ROOT.iterdir(), *(ROOT / "tools").iterdir()):
-        link = copy / each.relative_to(ROOT)
-        if each.name != "runs" and not link.exists():
-            link.symlink_to(each)
-    launch = subprocess.Popen([sys.executable, "tools/claims.py", "gpg-threshold", "--seeds", "1"], cwd=copy)
-    try:
-        deadline = time.monotonic() + 120
-        while not (copy / "runs" / "claims" / "gpg-c-seed1.partial" / "metrics.jsonl").exists():
-            assert launch.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        assert len(processes_in(copy)) >= 3
-        launch.send_signal(signal.SIGINT)
-        launch.wait(30)
-        deadline = time.monotonic() + 30
-        while processes_in(copy):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    finally:
-        launch.kill()
-        for process in processes_in(copy):
-            os.kill(process, signal.SIGKILL)
-        launch.wait()
 
 
 def test_bands(tmp_path, monkeypatch):

@@ -15,11 +15,10 @@ be pasted there.
 
 On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8 minutes. One of the claim `real`,
 whose model ./run.sh sspo-135m makes, takes … minutes and … GiB, one of `systems` … minutes.
-Runs end with this program, however it ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
+Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
 import csv
-import ctypes
 import itertools
 import json
 import math
@@ -266,14 +265,6 @@ CLAIMS = {
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
-LIBC = ctypes.CDLL(None)
-
-
-def end_with_parent():
-    """Let this process end with the thread that started it, however that ends (PR_SET_PDEATHSIG)."""
-    LIBC.prctl(1, signal.SIGKILL)
-
-
 def launch(command, log, folder=None):
     """Run a script of this folder, and renew the csv of a run's folder as it goes. Raises ChildProcessError."""
     process = subprocess.Popen(
@@ -281,7 +272,6 @@ def launch(command, log, folder=None):
         cwd=ROOT,
         stdout=log,
         stderr=subprocess.STDOUT,
-        preexec_fn=end_with_parent,
     )
     while process.poll() is None:
         time.sleep(1)
