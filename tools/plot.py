@@ -42,7 +42,6 @@ plt.rcParams |= {
     "lines.linewidth": 1.1,
     "lines.markersize": 3,
     "text.parse_math": False,
-    "savefig.dpi": 100,
 }
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
