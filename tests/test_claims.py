@@ -116,7 +116,7 @@ def test_what_is_there_is_not_run_again_and_seed_1_comes_first(data, monkeypatch
         claims.write(name, logged(data / "runs" / name, rows))
 
     monkeypatch.setattr(claims, "run", run)
-    monkeypatch.setattr(plot, "draw_bands", lambda runs, panels, path, figure: drawn.append((list(runs), path.name)))
+    monkeypatch.setattr(plot, "draw_bands", lambda runs, panels, path: drawn.append((list(runs), path.name)))
     run("gpg-c-seed1")
     assert claims.main(("gpg-threshold",), seeds=(1, 2)) == 1  # one failed; the others went on
     assert asked == [f"{arm}-seed{seed}" for seed in (1, 2) for arm in ("gpg-c", "gpg", "gpg-beta0.8")]
@@ -183,10 +183,9 @@ def test_a_value_that_was_not_finite_is_a_gap_and_counts_in_no_mean(data):
 def test_the_tables_of_the_pages_are_what_the_csv_files_give(name):
     page = PAGES.get(name, PAGE)
     runs = claims.read_runs(claims.CLAIMS[name])
-    if not runs and name in PAGES:
-        pytest.skip("not run yet")
-    assert list(runs) == list(claims.CLAIMS[name].arms)
-    assert claims.block(name, runs) in page
+    if name not in PAGES:  # of whose arms some have not run yet
+        assert list(runs) == list(claims.CLAIMS[name].arms)
+    assert (claims.block(name, runs) in page) == bool(runs)
     assert (f"![{name}](claims-{name}.png)" in page) == bool(claims.CLAIMS[name].panels)
 
 

@@ -14,7 +14,8 @@ that it lacks. runs/claims/ has what runs printed and wrote but weights. Tables 
 be pasted there.
 
 On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8 minutes. One of the claim `real`,
-whose model ./run.sh sspo-135m makes, takes … minutes and … GiB, one of `systems` … minutes.
+whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB; one of `systems` a quarter
+of that.
 Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
