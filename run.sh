@@ -78,7 +78,7 @@ recipe sps.py image-toy ${recipes[sps.py image-toy]} --rl-steps 20  # three roun
 smollm="--model tools/smollm/model --template tools/smollm.txt --dataset tools/smollm/train.jsonl
   --eval tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-samples 8 --eval-temperature 1 --eval-every 100
   --prompts-per-step 8 --group-size 8 --max-prompt-tokens 256 --max-response-tokens 48 --steps 12
-  --micro-batch-tokens 1024 --temperature 1 --lr 1e-5 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
+  --micro-batch-tokens 1024 --temperature 1 --lr 5e-6 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
 recipe sspo.py 135m $smollm --updates-per-step 2
 recipe gpg.py 135m $smollm
 recipe cwgrpo.py 135m $smollm --no-format-reward

@@ -1,17 +1,12 @@
 """tools/claims.py: its arms exist and cost the same, its arithmetic by hand, what is there is not run again; the tables
 of docs/claims.md and docs/real.md are what docs/data gives."""
 
-import contextlib
 import json
 import math
 import os
 import re
 import runpy
 import shlex
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import claims
@@ -21,7 +16,7 @@ import tyro
 from conftest import ROOT
 from test_commands import executable, experiments, run_sh
 
-PAGES = dict.fromkeys(("real", "plateau", "systems"), (ROOT / "docs" / "real.md").read_text())
+PAGES = dict.fromkeys(("real", "systems"), (ROOT / "docs" / "real.md").read_text())
 PAGE = (ROOT / "docs" / "claims.md").read_text()
 
 
@@ -51,7 +46,7 @@ def test_arms_are_experiments_of_equal_responses_and_steps():
         args = args_of(arm)
         real = arm.experiment.endswith("-135m")
         assert args.prompts_per_step * args.group_size == (64 if real else 256), name
-        assert args.steps == (0 if name == "before" else 48 if name.endswith("-48") else 12 if real else 120), name
+        assert args.steps == (0 if name == "before" else 48 if "-48" in name else 12 if real else 120), name
         assert not arm.stops or arm.stops[-1] == args.steps, name
     stage = args_of(claims.ARMS["sps-act"]).rl_steps
     first, before, second, last = claims.STAGES
@@ -121,7 +116,7 @@ def test_what_is_there_is_not_run_again_and_seed_1_comes_first(data, monkeypatch
         claims.write(name, logged(data / "runs" / name, rows))
 
     monkeypatch.setattr(claims, "run", run)
-    monkeypatch.setattr(plot, "draw_bands", lambda runs, panels, path, figure: drawn.append((list(runs), path.name)))
+    monkeypatch.setattr(plot, "draw_bands", lambda runs, panels, path: drawn.append((list(runs), path.name)))
     run("gpg-c-seed1")
     assert claims.main(("gpg-threshold",), seeds=(1, 2)) == 1  # one failed; the others went on
     assert asked == [f"{arm}-seed{seed}" for seed in (1, 2) for arm in ("gpg-c", "gpg", "gpg-beta0.8")]
@@ -131,7 +126,7 @@ def test_what_is_there_is_not_run_again_and_seed_1_comes_first(data, monkeypatch
     assert "FAILED" in printed and "| `reward`, steps 111–120 | 1.5 ± 0.5 | 1.5 (+0 ± 0) |" in printed
 
 
-# a run that fails after step 8, once the csv has it, and goes on to step 16
+# a run that fails after step 8, and goes on to step 16
 CUT_OFF = """
 import sys, time
 from pathlib import Path
@@ -139,76 +134,34 @@ folder = Path(sys.argv[-1 - ("--resume" in sys.argv)].removeprefix("--run-dir=")
 (folder / "checkpoints").mkdir(parents=True, exist_ok="--resume" in sys.argv)
 step = 16 if "--resume" in sys.argv else 8
 with (folder / "metrics.jsonl").open("a") as file:
-    file.write('{"step": %d, "time": 1, "reward": 0.5, "eval/heldout/avg@8": 0.25}\\n' % step)
+    file.write('{"step": %d, "reward": %d}\\n' % (step, step))
 time.sleep(3 if step == 8 else 0)
 sys.exit(step == 8)
 """
 
 
-def test_a_run_leaves_its_csv_at_an_evaluation_and_goes_on_where_it_was_cut_off(data, monkeypatch, capsys):
+def test_a_run_leaves_its_csv_as_it_goes_and_goes_on_where_it_was_cut_off(data, monkeypatch, capsys):
     monkeypatch.setattr(claims, "ROOT", data)
-    monkeypatch.setitem(claims.CLAIMS, "plateau", claims.Claim(("grpo-135m-48",), (), ("step, end", "reward, mean")))
+    monkeypatch.setitem(claims.CLAIMS, "real", claims.Claim(("grpo-135m-48",), (), ("reward, end",)))
     executable(data / "run.sh", "echo script.py")
     (data / "script.py").write_text(CUT_OFF)
-    (data / "grpo-135m-48-seed2.csv").write_text("step,reward\n4,1\n")
-    for failed, last in ((1, "8"), (0, "16"), (0, "16")):
-        assert claims.main(("plateau",), seeds=(1,)) == failed
-        assert f"| `step`, end | {last}, 4 |" in capsys.readouterr().out
+    for failed, last in ((1, 8), (0, 16), (0, 16)):
+        assert claims.main(("real",), seeds=(1,)) == failed
+        assert f"| `reward`, end | {last} |" in capsys.readouterr().out
     assert len(plot.read(data / "grpo-135m-48-seed1.csv")) == 2
     assert os.listdir(data / "runs" / "grpo-135m-48-seed1") == ["metrics.jsonl"]
 
 
-def processes_in(folder: Path) -> list[int]:
-    """Return the processes whose working directory this is."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (process / "cwd").readlink() == folder:
-                found.append(int(process.name))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not [*ROOT.glob(".venv*/ready-*")], reason="./run.sh setup has not been run")
-def test_runs_end_with_claims(tmp_path, monkeypatch):
-    """The script, its engine and the verifier's workers; at the signal that threads would wait out."""
-    monkeypatch.setenv("CPU", "1")
-    copy = tmp_path / "copy"
-    (copy / "docs").mkdir(parents=True)
-    (copy / "tools").mkdir()
-    for each in (*ROOT.iterdir(), *(ROOT / "tools").iterdir()):
-        link = copy / each.relative_to(ROOT)
-        if each.name != "runs" and not link.exists():
-            link.symlink_to(each)
-    launch = subprocess.Popen([sys.executable, "tools/claims.py", "gpg-threshold", "--seeds", "1"], cwd=copy)
-    try:
-        deadline = time.monotonic() + 120
-        while not (copy / "runs" / "claims" / "gpg-c-seed1.partial" / "metrics.jsonl").exists():
-            assert launch.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        assert len(processes_in(copy)) >= 3
-        launch.send_signal(signal.SIGINT)
-        launch.wait(30)
-        deadline = time.monotonic() + 30
-        while processes_in(copy):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    finally:
-        launch.kill()
-        for process in processes_in(copy):
-            os.kill(process, signal.SIGKILL)
-        launch.wait()
-
-
 def test_bands(tmp_path, monkeypatch):
-    runs = {f"a-seed{seed}": [{"step": n, "reward": seed * n} for n in range(3)] for seed in (1, 3)}
+    runs = {f"a-seed{seed}": [{"step": n, "reward": seed * n} for n in range(3)] for seed in range(1, 6)}
     shown = []
-    monkeypatch.setattr(plot.plt.Axes, "fill_between", lambda _, x, low, high, **__: shown.append((x, [*low], [*high])))
-    plot.draw_bands(runs, ["reward"], tmp_path / "bands.png")
-    assert shown == [([0, 1, 2], [0, 1, 2], [0, 3, 6])]  # mean 2 n, standard error n
-    plot.draw_bands(runs, ["reward", "other"], tmp_path / "seeds.png", "seeds")  # which no run has
+    monkeypatch.setattr(plot.plt.Axes, "fill_between", lambda _, __, low, high, **___: shown.append([*high - low]))
+    plot.draw_bands(runs, ["reward"], tmp_path / "five.png")
+    assert shown == [pytest.approx([0, 2**0.5, 8**0.5])]  # two standard errors
+    two = {name: runs[name] for name in ("a-seed1", "a-seed2")}
+    plot.draw_bands(two, ["reward", "other"], tmp_path / "two.png")  # which no run has
     lines = [[*line.get_ydata()] for line in plot.plt.gcf().axes[0].lines]
-    assert lines == [[0, 2, 4], [0, 1, 2], [0, 3, 6]] and len(shown) == 1
+    assert lines == [[0, 1.5, 3], [0, 1, 2], [0, 2, 4]] and len(shown) == 1
 
 
 def test_a_value_that_was_not_finite_is_a_gap_and_counts_in_no_mean(data):
@@ -230,10 +183,9 @@ def test_a_value_that_was_not_finite_is_a_gap_and_counts_in_no_mean(data):
 def test_the_tables_of_the_pages_are_what_the_csv_files_give(name):
     page = PAGES.get(name, PAGE)
     runs = claims.read_runs(claims.CLAIMS[name])
-    if not runs and name in ("plateau", "systems"):
-        pytest.skip("not run yet")
-    assert list(runs) == list(claims.CLAIMS[name].arms)
-    assert claims.block(name, runs) in page
+    if name not in PAGES:  # of whose arms some have not run yet
+        assert list(runs) == list(claims.CLAIMS[name].arms)
+    assert (claims.block(name, runs) in page) == bool(runs)
     assert (f"![{name}](claims-{name}.png)" in page) == bool(claims.CLAIMS[name].panels)
 
 

@@ -133,7 +133,7 @@ def test_methods_of_a_size_have_one_recipe():
         args = settings(name)
         recipes[size].add(tuple(getattr(args, field) for field in same))
         if size == "135m":
-            assert (args.prompts_per_step, args.group_size, args.steps, args.lr) == (8, 8, 12, 1e-5), name
+            assert (args.prompts_per_step, args.group_size, args.steps, args.lr) == (8, 8, 12, 5e-6), name
             assert getattr(args, "irl_lr", 3e-6) == 3e-6 or args.irl_steps == 0, name
         else:
             assert args.prompts_per_step * args.group_size == 512, name

@@ -7,19 +7,19 @@
 ./run.sh claims --jobs 0             no runs: tables and pictures of what there is
 
 A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
-several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv at every evaluation (with
-`stops` at the end). A run is not repeated while its csv is there and it was not cut off; one that was goes on from its
+several claims runs once. What a run logs for its claims becomes docs/data/ARM-seedS.csv as it goes (with `stops`
+at the end). A run is not repeated while its csv is there and it was not cut off; one that was goes on from its
 checkpoint, or begins again if it has none. Delete a csv to run it again, for instance when a claim asks for a metric
 that it lacks. runs/claims/ has what runs printed and wrote but weights. Tables are printed as the pages have them, to
 be pasted there.
 
 On a core of its own a run takes some 3 minutes and 2.3 GiB, with `stops` up to 8 minutes. One of the claim `real`,
-whose model ./run.sh sspo-135m makes, takes 9 to 31 minutes and up to 13 GiB; one of `plateau` has four times its steps.
-Runs end with this program, however it ends. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
+whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB; one of `systems` a quarter
+of that.
+Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
 import csv
-import ctypes
 import itertools
 import json
 import math
@@ -74,17 +74,24 @@ EVAL = (
 )
 STAGES = (40, 79, 80, 120)  # after the first IRL stage, before and after the second, after the last
 REAL = (
-    "grpo-135m",
-    "sspo-135m",
-    "gpg-135m",
-    "cwgrpo-135m",
-    "gspo-135m",
-    "grpo-kl-135m",
-    "sps-grpo-135m",
-    "sps-135m",
+    "grpo-135m-48",
+    "sspo-135m-48",
+    "gpg-135m-48",
+    "cwgrpo-135m-48",
+    "sps-grpo-135m-48",
+    "sps-135m-48",
+    "sspo-135m-48-1e-5",
 )
-PLATEAU = ("grpo-135m-48", "sspo-135m-48", "gpg-135m-48", "sps-135m-48", "cwgrpo-135m-48", "sps-grpo-135m-48")
-SYSTEMS = ("clip-high-135m", "drgrpo-135m", "sir-135m", "gspo-0.2-135m", "clip-cov-135m", "dapo-135m")
+SYSTEMS = (
+    "clip-high-135m",
+    "drgrpo-135m",
+    "sir-135m",
+    "gspo-135m",
+    "gspo-0.2-135m",
+    "dapo-135m",
+    "grpo-kl-135m",
+    "clip-cov-135m",
+)
 LONG = "--steps 48 --eval-every 8 --checkpoint-every 8"
 SPS_K = ("sps-k1", "sps-k2", "sps-k3", "sps-k4", "sps-k5")
 TOYS = (
@@ -121,8 +128,10 @@ ARMS = {
     "sps-act": Arm("sps-act-toy", stops=STAGES),
     **{f"grpo-u{updates}": Arm("grpo-toy", f"--updates-per-step {updates}") for updates in (1, 2, 8)},
     "grpo-tis": Arm("grpo-toy", "--tis-cap 2"),
-    **{name: Arm(name) for name in (*REAL, *SYSTEMS)},
-    **{name: Arm(name.removesuffix("-48"), LONG) for name in PLATEAU},
+    **{name: Arm(name.removesuffix("-48"), LONG) for name in REAL},
+    **{f"{name}-135m-48": Arm(f"{name}-135m", f"{LONG} --rl-steps 16") for name in ("sps", "sps-grpo")},  # three rounds
+    "sspo-135m-48-1e-5": Arm("sspo-135m", f"{LONG} --lr 1e-5"),
+    **{name: Arm(name) for name in SYSTEMS},
 }
 
 LATE = "reward, steps 111–120"
@@ -239,22 +248,8 @@ CLAIMS = {
     ),
     "real": Claim(
         REAL,
-        ("reward", "sampler_nll", "eval/heldout/avg@8", "eval/harder/avg@8"),
-        (
-            *BEFORE_AND_AFTER,
-            "sampler_nll, steps 1–5",
-            "sampler_nll, steps 8–12",
-            "response_length, steps 1–5",
-            "response_length, steps 8–12",
-            "clip_fraction, mean",
-            "prompts_drawn, mean",
-        ),
-    ),
-    "plateau": Claim(
-        PLATEAU,
         ("reward", "eval/heldout/avg@8", "eval/heldout/pass@8", "entropy", "response_length"),
         (
-            "step, end",
             *BEFORE_AND_AFTER,
             "eval/heldout/avg@8, step 8",
             "eval/heldout/avg@8, step 32",
@@ -271,28 +266,18 @@ CLAIMS = {
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
-LIBC = ctypes.CDLL(None)
-
-
-def end_with_parent():
-    """Let this process end with the thread that started it, however that ends (PR_SET_PDEATHSIG)."""
-    LIBC.prctl(1, signal.SIGKILL)
-
-
 def launch(command, log, folder=None):
-    """Run a script of this folder; write the csv of a run's folder whenever its last step was evaluated. Raises
-    ChildProcessError."""
+    """Run a script of this folder, and renew the csv of a run's folder as it goes. Raises ChildProcessError."""
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
         stdout=log,
         stderr=subprocess.STDOUT,
-        preexec_fn=end_with_parent,
     )
     while process.poll() is None:
         time.sleep(1)
         with suppress(SystemExit, ValueError):  # no line, or half a line
-            if folder and plot.metrics_of(plot.read(folder)[-1:], "eval/"):
+            if folder:
                 write(folder.stem, folder)
     if process.returncode:
         raise ChildProcessError(process.returncode)
@@ -424,7 +409,7 @@ def with_error(values, sign=""):
 
 def row_of(figure, runs, base):
     """Return a row of a table: of the arm `base` mean and standard error over seeds; of the others the mean and, in
-    brackets, the difference to it, seed by seed, which takes two; a dash where a seed has no value; of steps all."""
+    brackets, the difference to it, seed by seed, which takes two; a dash where a seed has no value."""
     metric, how = figure.split(", ", 1)
     cells = [f"`{metric}`, {how}"]
     first = {}
@@ -433,8 +418,6 @@ def row_of(figure, runs, base):
         apart = [values[seed] - first[seed] for seed in values if seed in first]
         if any(map(math.isnan, values.values())):
             cells.append("–")
-        elif metric == "step":
-            cells.append(", ".join(f"{step:g}" for step in values.values()))
         elif arm == base:
             first = values
             cells.append(with_error([*values.values()]))
@@ -478,7 +461,7 @@ def report(name):
     runs = read_runs(CLAIMS[name])
     curves = {f"{arm}-seed{seed}": rows for arm, seeds in runs.items() for seed, rows in seeds.items()}
     if curves and panels:
-        plot.draw_bands(curves, panels, ROOT / "docs" / f"claims-{name}.png", "seeds" if name == "plateau" else "bands")
+        plot.draw_bands(curves, panels, ROOT / "docs" / f"claims-{name}.png")
         print(f"\n![{name}](claims-{name}.png)")
     print(f"\n{block(name, runs)}")
 
@@ -494,7 +477,7 @@ def main(
         names: and NAME-…; none: all but those of docs/real.md, whose model is large
         jobs: runs at a time; 0: none, only report
     """
-    asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - {"real", "plateau", "systems"})
+    asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - {"real", "systems"})
     claims = [name for name in CLAIMS if f"{name}-".startswith(asked)]
     wanted = dict.fromkeys(f"{arm}-seed{seed}" for name in claims for seed in seeds for arm in CLAIMS[name].arms)
     there = [name for name in wanted if (DATA / f"{name}.csv").exists() and not (RUNS / f"{name}.partial").exists()]

@@ -10,7 +10,7 @@ python tools/plot.py base.json runs/A/eval-best.json --figure accuracy    (or pa
 python tools/plot.py runs/A --figure tokens -o tokens.html        (what the loss saw of each token, a page)
 
 Runs whose names differ only in a number at the end, their seed, share a colour; `bands` draws their mean and its
-standard error, `seeds` their mean and, thin, each of them. Prints the picture's path and, for each run, the reward and
+standard error or, of fewer than five, each of them, thin. Prints the picture's path and, for each run, the reward and
 every held-out accuracy before and after, and where the time went.
 """
 
@@ -42,22 +42,8 @@ plt.rcParams |= {
     "lines.linewidth": 1.1,
     "lines.markersize": 3,
     "text.parse_math": False,
-    "savefig.dpi": 100,
 }
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
-TABLE_1 = {  # of CW-GRPO
-    "positive@0.01%": 11.52,
-    "positive@1%": 3.32,
-    "positive@20%": 0.58,
-    "positive@40%": 0.33,
-    "positive@100%": 0.06,
-    "negative@0.01%": -13.62,
-    "negative@1%": -3.34,
-    "negative@20%": -0.36,
-    "negative@40%": -0.22,
-    "negative@100%": -0.04,
-}
 
 
 def read(run):
@@ -130,24 +116,24 @@ def draw_curves(runs, panels, path):
     finish(axes[0, 0], runs, path)
 
 
-def draw_band(axis, seeds, metric, colour, figure):
-    """Draw a metric's mean over seeds and, for the figure `bands`, a band of its standard error, else each seed; a gap
-    where no seed has a finite value."""
+def draw_band(axis, seeds, metric, colour):
+    """Draw a metric's mean over seeds and a band of its standard error, or each of fewer than five seeds; a gap where
+    no seed has a finite value."""
     logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds]
     steps = sorted(set().union(*logged))
     values = np.array([[seed.get(step, math.nan) for step in steps] for seed in logged])
     finite = np.ma.masked_invalid(values)
     means = finite.mean(0).filled(math.nan)
-    errors = finite.std(0) / np.maximum(1, finite.count(0) - 1) ** 0.5
     line = "-" if len(steps) > 20 else "o-"
     axis.plot(steps, means, f"{colour}{line}")
-    if figure == "bands":
+    if len(seeds) >= 5:
+        errors = finite.std(0) / np.maximum(1, finite.count(0) - 1) ** 0.5
         axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
     else:
         axis.plot(steps, values.T, colour, linewidth=0.4)
 
 
-def draw_bands(runs, panels, path, figure="bands"):
+def draw_bands(runs, panels, path):
     """A panel for each metric: mean over the runs of one stem and a band of its standard error, or each run, thin."""
     axes = grid_of(1, len(panels), 4, 3.5)
     seeds = {}
@@ -155,7 +141,7 @@ def draw_bands(runs, panels, path, figure="bands"):
         seeds.setdefault(colour, []).append(runs[name])
     for axis, metric in zip(axes[0], panels, strict=True):
         for colour in seeds:
-            draw_band(axis, seeds[colour], metric, colour, figure)
+            draw_band(axis, seeds[colour], metric, colour)
         axis.set(title=metric, xlabel="step")
         if metric == "clip_fraction":  # methods differ by a factor of a hundred, and some steps clip nothing
             axis.set_yscale("symlog", linthresh=1e-3)
@@ -163,12 +149,11 @@ def draw_bands(runs, panels, path, figure="bands"):
 
 
 def covariance_table(runs):
-    """Return Table 1 of CW-GRPO, the paper's and the runs': mean c of the tokens from one share to the next."""
-    lines = ["mean c of the tokens, by size, from the share before to this one; mean over steps"]
-    lines.append(f"sign and share; paper, {', '.join(runs)}")
-    for share, paper in TABLE_1.items():
-        means = [mean_over_steps(rows, f"covariance/{share}") for rows in runs.values()]
-        lines.append(f"{share:<16}" + "".join(f"{mean:9.2f}" for mean in [paper, *means]))
+    """Return what runs logged of covariance, Table 1 of CW-GRPO first: mean over steps, a column for a run."""
+    lines = [f"mean c of the tokens, by size, from the share before to this one: {', '.join(runs)}"]
+    for metric in metrics_of(itertools.chain(*runs.values()), "covariance/"):
+        means = [f"{mean_over_steps(rows, metric):9.2f}" for rows in runs.values()]
+        lines.append(f"{metric:<28}{''.join(means)}")
     return "\n".join(lines)
 
 
@@ -361,8 +346,8 @@ class Args:
     """Run folders, csv files of tools/claims.py; for accuracy and pass JSON files of eval.py, or their folders."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("curve.png")
     """The picture."""
-    figure: Literal["curves", "bands", "seeds", "accuracy", "pass", "covariance", "answers", "tokens"] = "curves"
-    """curves of --panels; bands, seeds: mean over seeds and its error, or each seed; accuracy of each question; pass@k;
+    figure: Literal["curves", "bands", "accuracy", "pass", "covariance", "answers", "tokens"] = "curves"
+    """curves of --panels; bands: mean over seeds and its error, or each seed; accuracy of each question; pass@k;
     shares of |c| (cwgrpo.py); answers before and after; tokens: the page of what the loss saw."""
     panels: tuple[str, ...] = ()
     """Metrics, as named in metrics.jsonl."""
@@ -388,8 +373,8 @@ def main():
         runs = {run.name.removesuffix(".csv"): read(run) for run in args.runs}
     if args.figure == "curves":
         draw_curves(runs, panels_of(runs, args.panels), args.out)
-    elif args.figure in ("bands", "seeds"):
-        draw_bands(runs, panels_of(runs, args.panels), args.out, args.figure)
+    elif args.figure == "bands":
+        draw_bands(runs, panels_of(runs, args.panels), args.out)
     elif args.figure == "covariance":
         counted = {name: [row for row in rows if row["step"] <= args.until] for name, rows in runs.items()}
         draw_covariance(counted, args.out)
