@@ -111,7 +111,7 @@ def test_what_is_there_is_not_run_again_and_seed_1_comes_first(data, monkeypatch
     def run(name):
         asked.append(name)
         if name.startswith("gpg-seed"):
-            raise RuntimeError("as a run that fails")
+            raise ChildProcessError(1)
         rows = [{"step": 120, "time": 1.0, "reward": int(name[-1])}]
         claims.write(name, logged(data / "runs" / name, rows))
 

@@ -169,7 +169,9 @@ def test_demonstrations_are_forgotten_when_no_checkpoint_needs_them(tmp_path, be
 
 def test_what_a_step_of_5e_10_does_to_a_weight():
     """AdamW's first step is the learning rate in size. float32 loses it from 2**-6 on, bfloat16 nearly everywhere."""
-    for value, dtype, moves in ((0.015, "float32", True), (0.0157, "float32", False), (1e-3, "bfloat16", False)):
+    cases = [(0.015, "float32", True), (1e-4, "float32", True), (0.0157, "float32", False), (1, "float32", False)]
+    cases += [(1e-3, "bfloat16", False), (1e-6, "bfloat16", False), (1e-8, "bfloat16", True)]
+    for value, dtype, moves in cases:
         weight = torch.nn.Parameter(torch.full((1,), value, dtype=getattr(torch, dtype)))
         before = weight.item()
         weight.grad = torch.ones_like(weight)

@@ -356,7 +356,7 @@ def attempt(name):
     """Run this, say how it went, and return whether it failed."""
     try:
         run(name)
-    except Exception as error:
+    except OSError as error:  # ChildProcessError is one
         print(f"{name}  FAILED, see {RUNS / name}.txt: {error}", flush=True)
         return True
     print(f"{name}  done", flush=True)
