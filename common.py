@@ -11,13 +11,12 @@ import fcntl
 import functools
 import hashlib
 import importlib.metadata
-import inspect
 import io
 import json
 import logging
 import math
+import multiprocessing
 import os
-import pickle
 import re
 import resource
 import runpy
@@ -31,16 +30,18 @@ import time
 import traceback
 import warnings
 from collections import ChainMap, Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from fractions import Fraction
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Annotated, Literal
 
 import datasets
 import numpy as np
+import pebble
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -229,14 +230,19 @@ def _report(kind, error, trace):
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
+def end_with_parent(number):
+    """Let the kernel send this process a signal when the process that started it ends."""
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
 def init_world():
     """Join torchrun's process group, or for plain `python` make one of a single process."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     if "RANK" not in os.environ:
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
     else:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ranks die with torchrun
-        # it may be gone by now; joining would wait for it
+        end_with_parent(signal.SIGKILL)
+        # torchrun may be gone by now; joining would wait for it
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
     transformers.utils.logging.disable_progress_bar()
@@ -261,81 +267,56 @@ def seed_of(*parts):
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
-def cores(file="/sys/fs/cgroup/cpu.max"):
-    """Return how many cores this process may use; a container's quota is often less than the cores that it sees."""
-    count = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # no such file, or it says max
-        quota, period = map(int, Path(file).read_text().split())
-        count = min(count, quota // period)
-    return max(1, count)
-
-
-def _serve(pipe, make, given, memory):
-    """Answer each pickled task with a line of JSON, [score, verdict]: what the function that `make` returns says of it;
-    the verdict on an exception is its traceback. `memory` is in bytes, beside those of what has been loaded."""
-    if os.fork() == 0:  # when the run ends, so does whatever the function has started
-        os.close(pipe)
-        sys.stdin.read()
-        os.killpg(0, signal.SIGKILL)
-    os.set_inheritable(pipe, False)
-    tasks = os.fdopen(pipe, "rb")
-    replies = os.fdopen(pipe, "w", 1)
-    function = make(*given)
+@functools.cache
+def data_limit():
+    """Return how many bytes of data this process may have: 512 MiB more than at the first call."""
     with open("/proc/self/statm") as pages:
-        memory += int(pages.read().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    print("ready", file=replies)
-    while tasks.peek(1):
-        task = pickle.load(tasks)
-        try:
-            score = float(function(*task))
-            if not math.isfinite(score):
-                raise ValueError(f"{score} is not a finite number")
-            reply = score, "graded"
-        except KeyboardInterrupt:
-            reply = 0.0, "timeout"
-        except MemoryError:
-            reply = 0.0, "memory"
-        except Exception:
-            reply = 0.0, traceback.format_exc()
-        print(json.dumps(reply), file=replies)
+        return int(pages.read().split()[5]) * resource.getpagesize() + (1 << 29)
 
 
-class Worker(subprocess.Popen):
-    """A bare interpreter that serves what `make` returns, a function of its own imports; it may die or be late. Raises
-    ValueError when it does not start. `output` takes what is printed: it is no reply."""
+def start_server():
+    """Start, beside the run, the process that forks a pool's processes; it imports this file and math_verify once."""
+    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))  # where Python 3.11's server looks
+    os.environ["PYTHONSAFEPATH"] = "1"  # and not in the current folder
+    forkserver.set_forkserver_preload(["common", "math_verify"])
+    forkserver.ensure_running()
 
-    def __init__(self, make, given, output=2):
-        self.socket, its = socket.socketpair()
-        self.replies = self.socket.makefile("rb")
-        imports = "import functools, json, math, os, pickle, re, resource, runpy, signal, sys, traceback"
-        call = f"_serve({its.fileno()}, {make.__name__}, {given}, memory={1 << 29})"
-        source = "\n".join((imports, inspect.getsource(_serve), inspect.getsource(make), call))
-        with its:
-            super().__init__(
-                [sys.executable, "-u", "-P", "-c", source],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=[its.fileno()],
-                start_new_session=True,
-            )
-        self.socket.settimeout(600)
-        reason = f"a worker does not start: see above, or try {sys.executable} -c 'import math_verify'"
-        need(self.replies.readline(), reason)
 
-    def ask(self, task, seconds):
-        """Return the reply to a task. Raises TimeoutError when it is late, whole or in part, another OSError or a
-        ValueError when the process died."""
-        self.socket.settimeout(seconds)
-        self.socket.sendall(pickle.dumps(task))
-        return json.loads(self.replies.readline())
+def begin(run, prepare, *given):
+    """Start a process of a pool, in a session of its own, where it is killed with whatever it has started: when it ends
+    itself, or when the pipe `run` closes. `prepare` loads what its tasks shall find there."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait until C code comes back
+    sys.stdout.reconfigure(line_buffering=True)
+    multiprocessing.set_start_method("fork", force=True)  # what a program has by default
+    os.setsid()
+    if os.fork() == 0:  # a watching child, since a process that hangs in C code or is killed can do nothing more
+        signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+        end_with_parent(signal.SIGTERM)
+        run.poll(None)
+        os.killpg(0, signal.SIGKILL)
+    prepare(*given)
 
-    def end(self):
-        """Kill the process and what it has started."""
-        os.killpg(self.pid, signal.SIGKILL)
-        self.socket.close()
-        self.wait()
+
+OUT_OF_MEMORY = 77  # exit code
+ENDS = {OUT_OF_MEMORY: "memory", -signal.SIGPROF: "timeout"}
+
+
+def attempt(function, *task):
+    """Return what a function says of a task, in a process of a pool. Of an exception the verdict is its traceback. A
+    process that runs out of memory, or whose task wants to end it, does end, and the pool replaces it."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (data_limit(), hard))
+        return function(*task)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except Exception:
+        return 0.0, traceback.format_exc()
+    except BaseException:
+        os._exit(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # else pebble itself might lose the next task
 
 
 # --------------------------------- data
@@ -598,7 +579,9 @@ def reference_answer(value, column):
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
-    return re.sub(r"^\$([^$]*)\$$", r"\1", text).strip()
+    if text.count("$") == 2 and text[0] == text[-1] == "$":
+        return text[1:-1].strip()
+    return text
 
 
 def problems_from(problems, args, position):
@@ -795,14 +778,11 @@ def verify(verifier, groups):
     ValueError, on every rank, where a reward of one's own does."""
     world = verifier.world
     asked = [(rollout.text, group.problem) for group in groups for rollout in group.rollouts]
-    mine = asked[world.rank :: world.size]
-    if verifier.reward:
-        grades = [*verifier.pool.map(verifier.ask, [(text, problem.row) for text, problem in mine])]
-    else:
-        cases = [(text, problem.answer, problem.text) for text, problem in mine]
-        grades = verifier.judge(*zip(*cases, strict=True))
+    cases = []
+    for text, problem in asked[world.rank :: world.size]:
+        cases.append((text, problem.row) if verifier.own else (text, problem.answer, problem.text))
     everyone = [None] * len(asked)
-    for rank, part in enumerate(world.all_gather(grades)):
+    for rank, part in enumerate(world.all_gather(verifier.judge(*zip(*cases, strict=True)))):
         everyone[rank :: world.size] = part
     for (text, problem), (_, verdict) in zip(asked, everyone, strict=True):
         need(verdict in VERDICTS, f"--reward: {problem.place}, completion {text[:500]!r}: {verdict}")
@@ -813,39 +793,46 @@ def verify(verifier, groups):
         group.reward_G = group.correct_G.clone()
 
 
+logging.getLogger("math_verify").setLevel("ERROR")  # it warns of timeouts that are ours
 VERDICTS = ("graded", "no_answer", "too_long", "timeout", "memory", "error", "crash")
 
 
 def last_boxed(text):
     """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
-    _, *boxes = re.split(r"\\boxed\s*\{", text)
+    _, box, inside = text.replace("\\boxed {", "\\boxed{").rpartition("\\boxed{")
+    shown = inside.replace(r"\\", "  ").replace(r"\{", "  ").replace(r"\}", "  ")
     depth = 1
-    for match in re.finditer(r"(?s)\\.|[{}]", boxes[-1] if boxes else ""):
-        depth += (match[0] == "{") - (match[0] == "}")
+    for place, character in enumerate(shown if box else ""):
+        if character == "{":
+            depth += 1
+        if character == "}":
+            depth -= 1
         if depth == 0:
-            return boxes[-1][: match.start()]
+            return inside[:place]
     return None
 
 
-INSIDE = r"[^\[\](){}]*"  # what stands between two brackets
+# Patterns take ++ and *+, which never give back, wherever something is repeated, so that none can take long.
+PLAIN = r"[^\[\](){}\\]|\\(?![{}])"  # what is no bracket, and \{ is one
+INSIDE = rf"(?:{PLAIN})*+"  # what stands between two brackets
 for _ in range(4):
-    INSIDE = rf"(?:[^\[\](){{}}]|[(\[{{]{INSIDE}[\])}}])*"
+    INSIDE = rf"(?:{PLAIN}|\\?[(\[{{]{INSIDE}\\?[\])}}])*+"
 UNIT = (  # any words that are marked as text or have two letters, but for those that change a number
     r"([({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=\W*[^\W\d_]|\\)(?![^,]*\b(\w*illions?|hundreds?|thousands?"
     r"|dozens?|bn|(?!mon)\w*[fxnhdr]ths|thirds|quarters|hal\w+|minus|plus|pi|log|ln|is|not?|at|more|less|fewer|below"
-    r"|approx|factorial|squared|cubed|repeating|[ap]\.m|[a-fi-kn-rt-z])\b)([^\d\\,=+^]|\\[a-zA-Z]+|\^\W*\d)*"
+    r"|approx|factorial|squared|cubed|repeating|[ap]\.m|[a-fi-kn-rt-z])\b)([^\d\\,=+^]|\\[a-zA-Z]++|\^\W*+\d)*+"
 )
 
 
 def table(rules):
-    """Return a function that rewrites a text by rules: a pattern, a replacement and an example that needs the rule, two
-    spaces apart. ␣ is a space, ∅ nothing, … what stands between two brackets."""
-    rules = rules.replace("∅", "").replace("…", INSIDE).replace("UNIT", UNIT)
-    rows = [line.split("  ") for line in rules.strip().splitlines()]
+    """Return a function that rewrites a text by rules: a pattern, a replacement and an example that needs the rule. …
+    is what stands between two brackets."""
+    rules = rules.replace("…", INSIDE).replace("UNIT", UNIT)
+    rows = [line.split(" ┊ ") for line in rules.strip().splitlines()]
 
     def rewrite(text):
         for pattern, new, _ in rows:
-            text = re.sub(pattern, new.replace("␣", " "), text)
+            text = re.sub(pattern, new, text)
         return text
 
     return rewrite
@@ -853,46 +840,52 @@ def table(rules):
 
 # one spelling for what LaTeX spells in many ways; ~ is where text begins or ends
 spelled = table(r"""
-(?<=\d) ?(, ?\\!|\{\\?,\})\s?(?=\d{3})  ∅  10,\!080
-\\(left|right|[bB]igg?[lr]?|\w+style|bf|rm)\b\.?  ∅  \left(1,2\right)
-([\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(q?quad|pounds))+  ␣  \$5
-(?<![\w,)}]) | (?!\w)|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b)  ∅  x + 1
-\\(text|math(?!bb|cal)|[a-z]*box|color|operator|bold|bm|underline)[a-z]*(\{\w+\})?(?=\{)  ~  \textbf{5}
-~\{(…)\}  ~\1~  \text{5}
-^(-?)\{(…)\}$  \1\2  {5}
-^~?(Choice|Option|USD|Rs\.)  ∅  Option C
-[−–]  -  −5
-\\lor|;|,?[~ ]*(?<![a-zA-Z\\])(and|or)(?![a-z])[~ ]*  ,  2 or 3
-\\\w+frac  \\frac  \dfrac{1}{2}
-\{([bB]?matrix|array)\}(\{\w*\})?  {pmatrix}  \begin{bmatrix}1\\2\end{bmatrix}
-[_ {(~]*(?:in )?base[ ~]*(\d+)[)}~]*  _\1  52 base 8
-_\{(\w)\}  _\1  x_{1}
-\\(cdot(?!s)|times|ast)|[×·]| ?x(?=10\^)  *  2\cdot3
-\\leq?(slant)? ?|<=  ≤  x\le5
-\\geq?(slant)? ?|>=  ≥  x\ge5
-\\neq? ?|!=  ≠  x\ne5
-∪  \\cup␣  [1,2]∪[3,4]
-(°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\\\]])  ∅  5^\circ
-(?<=[\d})i])UNIT(?=,|$)  ∅  5 cm
-[.,;:~]+$|~  ∅  5.
-^([^,=]*)\\pm([^,]*)$  \1+\2,\1-\2  1\pm2
-(?<=[\d)}])\\approx-?\d*\.\d+$  ∅  \frac13\approx0.33
+(?<=\d) ?(, ?\\!|\{\\?,\})\s?(?=\d{3}) ┊  ┊ 10,\!080
+\\(left|right|[bB]igg?[lr]?|\w+style|bf|rm)\b\.? ┊  ┊ \left(1,2\right)
+([\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(q?quad|pounds))+ ┊   ┊ \$5
+(?<![\w,)}]) | (?!\w)|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b) ┊  ┊ x + 1
+\\(text|math(?!bb|cal)|[a-z]*box|color|operator|bold|bm|underline)[a-z]*(\{\w+\})?(?=\{) ┊ ~ ┊ \textbf{5}
+~\{(…)\} ┊ ~\1~ ┊ \text{5}
+^(-?)\{(…)\}$ ┊ \1\2 ┊ {5}
+^~?(Choice|Option|USD|Rs\.) ┊  ┊ Option C
+[−–] ┊ - ┊ −5
+\\lor|;|,?[~ ]*(?<![a-zA-Z\\])(and|or)(?![a-z])[~ ]* ┊ , ┊ 2 or 3
+\\\w+frac ┊ \\frac ┊ \dfrac{1}{2}
+\{([bB]?matrix|array)\}(\{\w*\})? ┊ {pmatrix} ┊ \begin{bmatrix}1\\2\end{bmatrix}
+[_ {(~]*(?:in )?base[ ~]*(\d+)[)}~]* ┊ _\1 ┊ 52 base 8
+_\{(\w)\} ┊ _\1 ┊ x_{1}
+\\(cdot(?!s)|times|ast)|[×·]| ?x(?=10\^) ┊ * ┊ 2\cdot3
+\\leq?(slant)? ?|<= ┊ ≤ ┊ x\le5
+\\geq?(slant)? ?|>= ┊ ≥ ┊ x\ge5
+\\neq? ?|!= ┊ ≠ ┊ x\ne5
+∪ ┊ \\cup  ┊ [1,2]∪[3,4]
+π ┊ \\pi  ┊ 4π
+\\varnothing|∅ ┊ \\emptyset ┊ \varnothing
+\\[lr]?vert(?![a-z]) ?|\\mid(?![a-z]) ? ┊ | ┊ \lvert x\rvert
+\(-\\infty,\+?\\infty\)|ℝ|\\R(?![a-zA-Z]) ┊ \\mathbb{R} ┊ (-\infty,\infty)
+_\{?~eight~\}? ┊ _8 ┊ 52_{\text{eight}}
+^~\(([A-E])\) ?~ ?+(?![A-Z(])[^,]+$ ┊ \1 ┊ \textbf{(B) }5
+(°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\\\]]) ┊  ┊ 5^\circ
+(?<=[\d})i])UNIT(?=,|$) ┊  ┊ 5 cm
+[.,;:~]+$|~ ┊  ┊ 5.
+^([^,=]*=)?([^,=]*)\\pm([^,]*)$ ┊ \1\2+\3,\1\2-\3 ┊ 1\pm2
+(?<=[\d)}])\\approx-?\d*\.\d+$ ┊  ┊ \frac13\approx0.33
 """)
 # a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
 as_fraction = table(r"""
-^\(([^,]*)\)$  \1  (5)
-(?<=\d)[ ,](?=\d{3}(?![\d/]))  ∅  58,500
-^(-?)(\d*)\\frac(\d|\{[^{}]+\}) ?(\d|\{[^{}]+\})$  \g<1>0\2␣\1\3/\4  1\frac{4}{5}
-[{}]  ∅  {12}
-(?<=\d)\*10\^(-?\d{1,3})$  e\1  3*10^5
-\.(?=/|$)  ∅  5.
+^\(([^,]*)\)$ ┊ \1 ┊ (5)
+(?<=\d)[ ,](?=\d{3}(?![\d/])) ┊  ┊ 58,500
+^(-?)(\d*)\\frac(\d|\{[^{}]+\}) ?(\d|\{[^{}]+\})$ ┊ \g<1>0\2 \1\3/\4 ┊ 1\frac{4}{5}
+[{}] ┊  ┊ {12}
+(?<=\d)\*10\^(-?\d{1,3})$ ┊ e\1 ┊ 3*10^5
+\.(?=/|$) ┊  ┊ 5.
 """)
-bare = table(r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d)  ∅  0+x")
-without_marks = table(r"^0+|(?<!\d)[\s.,(){}]|[\s.,(){}](?!\d)  ∅  (C)")
+bare = table(r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d) ┊  ┊ 0+x")
+without_marks = table(r"^0+|(?<!\d)[\s.,(){}]|[\s.,(){}](?!\d) ┊  ┊ (C)")
 # what latex2sympy would misread: i in two ways, \gamma as a function, B as b, 45,135 as a number
 for_parser = table(r"""
-(?<![a-zA-Z\\])(d[a-z]|i)\b|\\(gamma)|(?<!\\)(?<!b\{)([A-Z](?:_\w)?)  x_{c\1\2\3}  i
-,  ,␣  45,135
+(?<![a-zA-Z\\])(d[a-z]|i)\b|\\(gamma)|(?<!\\)(?<!b\{)([A-Z](?:_\w)?) ┊ x_{c\1\2\3} ┊ i
+, ┊ ,  ┊ 45,135
 """)
 
 
@@ -909,8 +902,9 @@ SYMBOL = re.compile(  # names and signs, which equal expressions share; function
     rf"\\\\|(?:\\frac|{FUNCTION})|$"
     r"|(\\[a-zA-Z]+|[a-df-zA-Z]|\d{3,}!|\^\{(?:-\d|\d\d)\d+\}|\.\d{16,}|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
 )
-VALUE = re.compile(rf"(?:[^\[\](){{}},]|[(\[{{]{INSIDE}[\])}}])+")
-TUPLE = re.compile(rf"([(\[]|\\{{)({INSIDE},{INSIDE})([\])]|\\}})")
+PART = rf"(?:(?!,)(?:{PLAIN})|\\?[(\[{{]{INSIDE}\\?[\])}}])"
+VALUE = re.compile(f"{PART}++")
+TUPLE = re.compile(rf"([(\[]|\\{{)({PART}*+(?:,{PART}*+)++)([\])]|\\}})")
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -933,7 +927,7 @@ def values(text):
 def ingredients(text):
     """Return an expression's names and signs, how many relations and operations it has, and its numbers."""
     relations = len(re.findall("[=<>≤≥≠]", text))
-    operations = re.findall(rf"(?<=[\w)}}\]])[-+]|[!^]|(?<=\d)\*(?=[\d(])|{FUNCTION}", text)
+    operations = re.findall(rf"(?<=[\w)}}\]|])[-+]|[!^]|(?<=\d)\*(?=[\d(])|{FUNCTION}", text)
     numbers = re.findall(r"(?!1\b)\d+(?:\.\d*[1-9])?", text)  # which may be copied, but for 1
     return set(SYMBOL.findall(text)), relations, len(operations), set(numbers)
 
@@ -978,92 +972,120 @@ def compare(answer, gold, problem=""):
     return for_parser(answer), for_parser(gold)
 
 
-def _verifier_worker(seconds):
-    """Return a function that says whether an answer equals the gold one, for an interpreter of its own. `seconds` of
-    processor time interrupt Python, one more ends C code."""
+@functools.lru_cache(1 << 12)
+def _parse(text):
+    """Return what math_verify reads in an answer; decimals are exact."""
     from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse
 
     config = NormalizationConfig(malformed_operators=True)  # math_verify's own drops units such as m
     boxes = [LatexExtractionConfig(normalization_config=config)]
-
-    @functools.lru_cache(1 << 12)
-    def read(text):
-        text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)  # exact, too
-        return parse(rf"\boxed{{{text}}}", boxes, "no_fallback", "first_match", None)
-
-    def equal(answer, gold):
-        try:
-            signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # SIGPROF's default action ends the process
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-            return verify(read(gold), read(answer), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-    signal.signal(signal.SIGVTALRM, signal.default_int_handler)  # KeyboardInterrupt: math_verify catches Exception
-    equal(r"x+\sqrt{12}", r"2\sqrt{3}+x")  # the first use of all is slow
-    return equal
+    text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)
+    return parse(rf"\boxed{{{text}}}", boxes, "no_fallback", "first_match", None)
 
 
-def _reward_worker(reward, *folders):
-    """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
-    path, _, name = reward.rpartition(":")
-    sys.path += [*folders, os.path.dirname(path)]  # last: they shadow nothing
-    return runpy.run_path(path)[name]
+def judge(completion, gold, problem="", seconds=1.0):
+    """Return score and verdict of a completion: 1.0 if its last box equals the gold answer, else 0.0. Whatever takes
+    more `seconds` of processor time ends the process, C code and patterns, too: call it where that may be. The rules:
+    docs/evaluation.md."""
+    from math_verify import verify
 
-
-class Verifier:
-    """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. The
-    rules: docs/evaluation.md."""
-
-    seconds = 1.0  # of processor time
-
-    def __init__(self, args, world):
-        self.world = world
-        self.reward = args.reward != "math"
-        self.workers = [None] * max(1, cores() // world.local_size)  # None: starts at first use
-        self.pool = ThreadPoolExecutor(len(self.workers))
-        self.limit = self.seconds + 9  # a loaded machine may give a worker a tenth of a core
-        self.start = functools.partial(Worker, _verifier_worker, (self.seconds,), subprocess.DEVNULL)
-        if self.reward:
-            self.limit = args.reward_seconds  # on the clock: a reward may wait for a process or a server
-            self.start = functools.partial(Worker, _reward_worker, (args.reward, *sys.path))
-            with naming(f"--reward {args.reward}: neither math nor FILE.py:FUNCTION"):
-                self.workers[-1] = self.start()
-
-    def ask(self, task):
-        """Return a worker's score and verdict. One that died or is late is replaced."""
-        worker = self.workers.pop() or self.start()  # there are no more threads than workers
-        try:
-            return tuple(worker.ask(task, self.limit))
-        except (OSError, ValueError) as error:
-            worker.end()
-            late = isinstance(error, TimeoutError) or worker.returncode == -signal.SIGPROF
-            worker = None
-            return 0.0, "timeout" if late else "crash"
-        finally:
-            self.workers.append(worker)
-
-    def _verdict(self, case):
-        """Return the score and verdict of a case: answer, gold and perhaps problem."""
-        answer, gold, *_ = case
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # the default action of SIGPROF
+    try:
+        answer = (last_boxed(completion) or "").strip()
         if max(len(answer), len(gold)) > 2000:  # characters
             return 0.0, "too_long"
         if not spell(answer)[0]:
             return 0.0, "no_answer"
-        equal = compare(*case)
-        if isinstance(equal, bool):
-            return float(equal), "graded"
-        score, verdict = self.ask(equal)
-        return score, verdict if verdict in VERDICTS else "error"
+        equal = compare(answer, gold, problem)
+        if not isinstance(equal, bool):
+            answer, gold = equal
+            equal = verify(_parse(gold), _parse(answer), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
+        return float(equal), "graded"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+@functools.cache
+def reward_function(reward):
+    """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
+    path, _, name = reward.rpartition(":")
+    sys.path.append(os.path.dirname(path))  # last: it shadows nothing
+    return runpy.run_path(path)[name]
+
+
+def _load(reward):
+    with suppress(Exception):  # the first task raises it again
+        reward_function(reward)
+
+
+def own_reward(reward, completion, row):
+    """Return the score that FILE:FUNCTION gives a completion, and the verdict."""
+    score = float(reward_function(reward)(completion, row))
+    need(math.isfinite(score), f"{score} is not a finite number")
+    return score, "graded"
+
+
+def _verdict(future):
+    """Return the score and verdict that a pool's future holds. Raises what is no fault of its task."""
+    try:
+        return future.result()
+    except TimeoutError:
+        return 0.0, "timeout"
+    except pebble.ProcessExpired as end:
+        return 0.0, ENDS.get(end.exitcode, "crash")
+
+
+class Verifier:
+    """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. They
+    run the main file again, without its `if __name__ == "__main__"`, so a program on standard input has none. A reward
+    is tried on the first row of each of `sets`, with an empty completion. Raises ValueError where that fails."""
+
+    limit = 10  # on the clock: a loaded machine may give a process a tenth of a core
+
+    def __init__(self, args, world, sets=()):
+        self.world = world
+        self.own = args.reward != "math"
+        self.function = judge
+        self.prepare = importlib.import_module, "math_verify"
+        if self.own:
+            self.function = functools.partial(own_reward, args.reward)
+            self.prepare = _load, args.reward
+            self.limit = args.reward_seconds
+        start_server()
+        self.start()
+        trial = []
+        if self.own:
+            trial = [Group(problems[0], [Rollout([], [], "", False)]) for problems in sets if problems]
+            verify(self, trial)
+        for group in trial:
+            [verdict] = group.verdicts
+            need(verdict == "graded", f"--reward: {group.problem.place}, an empty completion: {verdict}")
+
+    def start(self):
+        """Make a new pool; its processes start with its first task."""
+        share = len(os.sched_getaffinity(0)) // self.world.local_size
+        run, self.alive = multiprocessing.Pipe(duplex=False)
+        self.pool = pebble.ProcessPool(
+            max_workers=min(max(1, share), 8),
+            initializer=begin,
+            initargs=(run, *self.prepare),
+            context=multiprocessing.get_context("forkserver"),
+        )
 
     def judge(self, *lists):
-        """Return for each completion a score, 1.0 if its last box equals the gold answer, else 0.0, and a verdict. The
-        lists: completions, gold answers, and perhaps the problems' texts."""
-        cases = [((last_boxed(text) or "").strip(), *rest) for text, *rest in zip(*lists, strict=True)]
-        unique = list(set(cases))
-        verdicts = dict(zip(unique, self.pool.map(self._verdict, unique), strict=True))
-        return [verdicts[case] for case in cases]
+        """Return for each case a score and a verdict. The lists: completions, gold answers or rows, and perhaps the
+        problems' texts. Raises ValueError when processes do not start."""
+        cases = [*zip(*lists, strict=True)]
+        for _ in range(3):
+            with suppress(RuntimeError):  # pebble gives a pool up when a process dies while no task runs
+                futures = [self.pool.schedule(attempt, (self.function, *case), timeout=self.limit) for case in cases]
+                while self.pool.active:
+                    if not wait(futures, timeout=1).not_done:
+                        return [_verdict(future) for future in futures]
+            self.pool.join()
+            self.start()
+        raise ValueError("--reward: the processes that grade do not start; what they said stands above")
 
     def grade(self, *lists):
         """Return the scores of `judge` alone."""

@@ -389,7 +389,7 @@ def main(args: Args) -> None:
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
-    verifier = common.Verifier(args, world)
+    verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "cwgrpo", world)
 
     sampler = common.Sampler(folder, tokenizer, args, world)

@@ -56,7 +56,6 @@ not say, and we chose. docs/gpg.md compares the paper with its released code.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,7 +133,7 @@ def format_reward(text: str) -> float:
     rest = rest.strip()
     inside = thoughts + rest.removeprefix("<answer>").removesuffix("</answer>")
     tagged = closed and rest.startswith("<answer>") and rest.endswith("</answer>")
-    again = re.search("</?(think|answer)>", inside)
+    again = any(tag in inside for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     return 1.0 if tagged and not again else 0.0
 
 
@@ -236,7 +235,7 @@ def main(args: Args) -> None:
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
-    verifier = common.Verifier(args, world)
+    verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "gpg", world)
 
     sampler = common.Sampler(folder, tokenizer, args, world)

@@ -400,7 +400,7 @@ def main(args: Args) -> None:
     rl_steps, irl_steps = stage_lengths(args, len(problems))
     if irl_steps and 0 < args.steps < rl_steps:
         raise ValueError(f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage comes (--irl-steps 0?)")
-    verifier = common.Verifier(args, world)
+    verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "sps", world)
 
     sampler = common.Sampler(folder, tokenizer, args, world)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -137,17 +138,17 @@ def sps_run(engine, tmp_path_factory) -> Run:
     return run_on(engine, tmp_path_factory, "sps")
 
 
-def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, **options):
-    """Start a verifier with this many workers, whatever the machine."""
+def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, sets=(), seconds: float = 1.0):
+    """Make a verifier of this many processes, whatever the machine, in a world that has no process group."""
     import common
 
+    one = common.World(0, 1, 1, None, None)
+    one.all_gather = lambda mine: [mine]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "cores", lambda: workers)
-        for name, value in options.items():
-            patch.setattr(common.Verifier, name, value)
-        one = common.World(0, 1, 1, None, None)
-        verifier = common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), one)
-    vars(verifier).update(options)
+        patch.setattr(os, "sched_getaffinity", lambda process: range(workers))
+        verifier = common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), one, sets)
+    if reward == "math":
+        verifier.function = partial(common.judge, seconds=seconds)
     return verifier
 
 

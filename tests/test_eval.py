@@ -46,9 +46,9 @@ def test_measures_of_sps():
     assert evaluation.greedy_logp(groups) == pytest.approx((-0.5 - 0.3) / 2)
 
 
-def test_grading_without_a_box(monkeypatch):
+def test_grading_without_a_box():
     """What docs/evaluation.md says that math_verify finds. Hostile answers end at their time, and what stands behind
-    them is graded. Nothing is graded where nothing starts."""
+    them is graded."""
     cases = [
         ("The answer is 4.", "4", 1),
         ("The answer is 5.", "4", 0),
@@ -63,10 +63,9 @@ def test_grading_without_a_box(monkeypatch):
     ]
     completions, answers, scores = zip(*cases, strict=True)
     expected = [(0, "timeout") if score is None else (score, "graded") for score in scores]
-    assert evaluation.judge_unboxed(completions, answers, seconds=1) == expected
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(ValueError, match="--unboxed: "):
-        evaluation.judge_unboxed(["4"], ["4"])
+    verifier = make_verifier()
+    verifier.function = partial(evaluation.judge_unboxed, seconds=2)
+    assert verifier.judge(completions, answers) == expected
 
 
 def test_table_16_has_the_spread_over_problems():

@@ -127,6 +127,16 @@ xy  ?  yx
 x \ge 5  ?  x >= 5
 x \leq 2  ?  x<=2
 x \neq 3  ?  x != 3
+\emptyset  ?  \varnothing
+|x|+1  ?  1+\lvert x\rvert
+4\pi  ?  4π
+x=\pm 2  ?  \pm 2
+\pm 2  ?  x=\pm 2
+(-\infty,\infty)  ?  \mathbb{R}
+x \in \mathbb{R}  ?  (-\infty, \infty)
+B  ?  \textbf{(B) }5
+\text{(B)}  ?  \textbf{(B)}\ \frac{1}{2}
+52_8  ?  52_{\text{eight}}
 x > 5  ?  5 < x
 125 \text{ miles}  ?  125\textnormal{ miles}
 (3, 90^\circ)  ?  (3, 90)
@@ -233,6 +243,10 @@ WRONG = r"""
 (-\infty,-3) \cup [0,\infty)  ?  \frac{x}{x + 3} \ge 0
 (\sqrt{2},2)  ?  (\sqrt{2},\sqrt{4})
 m \frac{d v}{d t}+b v=f  ?  f
+B  ?  \textbf{(B) }5, \textbf{(C) }7
+B  ?  \textbf{(B) or }C
+x=2  ?  \pm 2
+52_8  ?  52_{\text{nine}}
 1/3  ?  0.333
 1/3  ?  0.333333
 1/3  ?  0.3333333333333333
@@ -559,10 +573,7 @@ DISGUISES = ("{}", "({})", "0+{}", "{}.", "1\\cdot({})", "\\frac{{{}}}{{1}}", "{
 
 @pytest.fixture(scope="module")
 def verifier():
-    made = make_verifier(seconds=5.0)  # equal or not is asked here, on a machine that others use, too
-    yield made
-    for worker in made.workers:
-        worker.end()
+    return make_verifier(seconds=5.0)  # equal or not is asked here, on a machine that others use, too
 
 
 def rows(name: str) -> list[dict]:
@@ -585,11 +596,11 @@ def test_every_rule_has_an_example_that_needs_it():
     """The example of a rule of common.py's tables comes out differently when the rule is left out."""
     tables = re.findall(r'(?ms)^\w+ = table\(r("""|")\s*(.*?)\1\)', inspect.getsource(common))
     tables = [lines.splitlines() for _, lines in tables]
-    assert 30 < sum(map(len, tables)) <= 50
+    assert 30 < sum(map(len, tables)) <= 40
     for lines in tables:
         whole = common.table("\n".join(lines))
         for rule in lines:
-            example = rule.split("  ")[2]
+            example = rule.split(" ┊ ")[2]
             rest = common.table("\n".join(line for line in lines if line != rule))
             assert rest(example) != whole(example), rule
 

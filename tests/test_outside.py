@@ -23,7 +23,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import PACKED, ROOT, TOY, make_verifier
+from conftest import PACKED, ROOT, TOY
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -47,15 +47,23 @@ def mark(tmp_path):
     assert not (tmp_path / "mark").exists(), "code from outside was run"
 
 
-def test_workers_import_nothing_from_the_folder_where_a_run_is_started(mark, tmp_path, monkeypatch):
-    from eval import judge_unboxed
-
-    for name in ("json", "math_verify", "re", "sitecustomize"):
+def test_workers_import_nothing_from_the_folder_where_a_run_is_started(mark, tmp_path):
+    """Not the server that forks them, nor multiprocessing's other helpers, whatever PYTHONPATH says."""
+    for name in ("json", "math_verify", "re", "signal", "sitecustomize"):
         (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'w')\n")
-    monkeypatch.chdir(tmp_path)
-    verifier = make_verifier(1)
-    assert verifier.grade([r"\boxed{1+x}"], ["x+1"]) == [1.0]
-    assert judge_unboxed(["it is 4"], ["4"]) == [(1.0, "graded")]
+    program = [
+        "from types import SimpleNamespace",
+        "import common",
+        "if __name__ == '__main__':",
+        "    world = common.World(0, 1, 1, None, None)",
+        "    verifier = common.Verifier(SimpleNamespace(reward='math'), world)",
+        r"    assert verifier.grade([r'\boxed{1+x}'], ['x+1']) == [1.0]",
+    ]
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "run.py").write_text("\n".join(program))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONSAFEPATH", None)
+    subprocess.run([sys.executable, "away/run.py"], cwd=tmp_path, env=environment, check=True, timeout=120)
 
 
 def test_what_a_run_leaves_is_no_pickle(sspo_run, sps_run):

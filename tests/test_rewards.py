@@ -54,13 +54,6 @@ def test_an_answer_must_be_in_tags_and_the_first_counts():
     assert rewards.inside("<answer>" * 10**6) == ""  # a pattern would take a day
 
 
-def test_an_answer_that_never_ends_is_wrong_and_the_next_one_is_graded():
-    """math_verify runs in a process that is stopped."""
-    assert rewards.verifier().judge([r"\boxed{5^{5^{5^{5^5}}}}"], [r"\sqrt{5}+\sqrt{7}"]) == [(0.0, "timeout")]
-    assert rewards.geoqa(answered(r"\sqrt{3}\cdot 2"), row("√(12)")) == 1
-    assert len(rewards.verifier().workers) == 1
-
-
 @pytest.mark.parametrize(
     "answer, exact, released",
     [
@@ -125,15 +118,17 @@ def test_boxes_that_are_none():
 def test_as_a_flag():
     """As a script reads it, the format beside it."""
     verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:iou")
-    assert verifier.ask((answered("(0,0),(10,10)"), row("(0,0),(10,20)"))) == (0.5, "graded")
-    _, why = verifier.ask((answered("(0,0),(10,10)"), {"image": None, "answer": "(0,0),(10,20)"}))
-    assert "column 'solution'; there are ['image', 'answer']" in why
+    rows = [row("(0,0),(10,20)"), {"image": None, "answer": "(0,0),(10,20)"}]
+    right, (_, why) = verifier.judge([answered("(0,0),(10,10)")] * 2, rows)
+    assert right == (0.5, "graded") and "column 'solution'; there are ['image', 'answer']" in why
 
 
 def test_geometry_as_a_flag():
-    """Its worker starts one of math_verify."""
+    """An answer that never ends is wrong, and the next one is graded."""
     verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:geoqa")
-    assert verifier.ask((answered(r"\sqrt{3}\cdot 2"), row("√(12)"))) == (1.0, "graded")
+    answers = [answered(r"5^{5^{5^{5^5}}}"), answered(r"\sqrt{3}\cdot 2")]
+    rows = [row(r"\sqrt{5}+\sqrt{7}"), row("√(12)")]
+    assert verifier.judge(answers, rows) == [(0.0, "timeout"), (1.0, "graded")]
 
 
 def picture(color: tuple[int, int, int], size: tuple[int, int] = (20, 10), kind: str = "PNG") -> bytes:

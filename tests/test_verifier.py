@@ -1,6 +1,7 @@
 """The verifier's processes: hostile answers, rewards of one's own, and workers that hang or die. What is right is in
 tests/test_grading.py."""
 
+import importlib
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, make_verifier
@@ -38,11 +40,12 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def verifier():
-    return make_verifier(seconds=1.0)
+    return make_verifier()
 
 
 def pids_of(verifier):
-    return {worker.pid for worker in filter(None, verifier.workers)}
+    """Return the processes of a verifier of one that are idle now."""
+    return {verifier.pool.schedule(os.getpid).result() for _ in range(3)}
 
 
 def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
@@ -58,63 +61,51 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     judged = verifier.judge(completions, golds)
     assert [score for score, _ in judged] == wanted
     counts = Counter(verdict for _, verdict in judged)
-    assert counts["timeout"] >= 1 and counts["too_long"] >= 1, counts
-    assert all(worker.poll() is None for worker in filter(None, verifier.workers))
+    assert counts["timeout"] >= 2 and counts["too_long"] >= 1, counts
 
 
-def test_a_soft_timeout_keeps_the_worker(verifier):
-    """Most hostile answers are interrupted inside Python: no second is lost to a new worker's imports."""
-    verifier.workers[-1] = verifier.workers[-1] or verifier.start()
-    before = pids_of(verifier)
-    assert verifier.judge([f"\\boxed{{{HOSTILE['power tower']}}}"], [r"\sqrt{5}+\sqrt{7}"]) == [(0.0, "timeout")]
-    assert pids_of(verifier) == before
+def test_processes_are_forked_from_one_that_has_imported_everything(verifier):
+    """Python 3.11's server says nothing where it does not find what it is to import; each process would then do it."""
+    server = verifier.pool.schedule(os.getppid).result()
+    assert "libtorch" in Path(f"/proc/{server}/maps").read_text()
 
 
-@pytest.mark.parametrize(("sent", "verdict"), [(signal.SIGSTOP, "timeout"), (signal.SIGSEGV, "crash")])
-def test_a_worker_that_hangs_or_dies_is_replaced(verifier, sent, verdict):
-    """A stopped process stands for C code that never comes back to Python. It costs the one answer it was given."""
-    golds = [rf"\frac{{x}}{{{n}}}" for n in range(2, 10)]
-    answers = [rf"\boxed{{\frac{{2x}}{{{2 * n}}}}}" for n in range(2, 10)]
-    verifier.workers = [worker or verifier.start() for worker in verifier.workers]
-    old = pids_of(verifier)
-    for pid in old:
-        os.kill(pid, sent)
-    counts = Counter(verifier.judge(answers, golds))
-    assert counts[1.0, "graded"] >= 6 and counts[0.0, verdict] >= 1 and len(counts) == 2
-    assert not old & pids_of(verifier)
-    assert verifier.grade(answers, golds) == [1.0] * 8
+def test_processes_that_die_while_they_wait_are_replaced():
+    """pebble then gives its pool up, and what is asked next is lost."""
+    verifier = make_verifier(1)
+    for _ in range(2):
+        old = pids_of(verifier)
+        for pid in old:
+            os.kill(pid, signal.SIGKILL)
+        assert verifier.grade([r"\boxed{1+x}"] * 8, ["x+1"] * 8) == [1.0] * 8
+        assert not old & pids_of(verifier)
 
 
-def test_a_python_without_math_verify_is_an_error(monkeypatch):
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(ValueError, match="math_verify"):
-        make_verifier(1).grade([r"\boxed{1+x}"], ["x+1"])
+def test_a_verdict_is_not_lost_where_every_answer_ends_its_process():
+    """pebble takes a task for lost, and its pool for broken, where the process is dead before its word has come."""
+    verifier = make_verifier(1)
+    verifier.function = die
+    assert verifier.judge(["x"] * 40) == [(0.0, "crash")] * 40
 
 
-@pytest.mark.parametrize(
-    "quota, cores",
-    [
-        (None, 3),
-        ("max 100000", 3),
-        ("250000 100000", 2),
-        ("50000 100000", 1),
-    ],
-)
-def test_there_are_as_many_workers_as_cores_that_may_be_used(quota, cores, tmp_path, monkeypatch):
-    """A container or taskset may leave fewer than the machine has. None starts before its first use."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3, 5})
-    if quota:
-        (tmp_path / "cpu.max").write_text(quota + "\n")
-    assert common.cores(tmp_path / "cpu.max") == cores
-    assert make_verifier(5).workers == [None] * 5
+def die(*_):
+    os._exit(3)
 
 
-def test_orphaned_workers_end():
-    """When a trainer is killed its end of a pipe closes, whatever a worker does then."""
-    lone = make_verifier(1)
-    assert lone.grade([r"\boxed{1+x}"], ["x+1"]) == [1.0]
-    lone.workers[0].stdin.close()
-    assert lone.workers[0].wait(timeout=30) == -signal.SIGKILL
+def test_a_python_without_math_verify_is_an_error():
+    verifier = make_verifier(1)
+    verifier.prepare = importlib.import_module, "math_verify.not_there"
+    verifier.start()
+    with pytest.raises(ValueError, match="the processes that grade do not start; what they said stands above"):
+        verifier.grade([r"\boxed{1+x}"], ["x+1"])
+
+
+@pytest.mark.parametrize("cores, ranks, processes", [(3, 1, 3), (3, 2, 1), (1, 2, 1), (64, 4, 8)])
+def test_ranks_share_the_cores(cores, ranks, processes, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setattr(common.pebble, "ProcessPool", lambda max_workers, **_: max_workers)
+    world = common.World(0, ranks, ranks, None, None)
+    assert common.Verifier(SimpleNamespace(reward="math"), world).pool == processes
 
 
 def test_answers_are_never_run_as_code(verifier, tmp_path):
@@ -128,8 +119,8 @@ def test_answers_are_never_run_as_code(verifier, tmp_path):
 
 
 OWN = """
-import csv, os, stat, subprocess, sys, time
-import helper
+import csv, multiprocessing, os, subprocess, sys, time
+import common, helper
 
 def score(completion, row):
     exec(completion)
@@ -138,47 +129,52 @@ def score(completion, row):
 def same(completion, row):
     return repr(row) == completion
 
-def half():
-    for fd in range(3, 9):
-        if os.path.exists(f"/dev/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode):
-            os.write(fd, b"[1.0, ")
-    time.sleep(99)
+def fine():
+    print("in a process of its own")
 """
 
 
 @pytest.fixture
 def own(tmp_path):
-    """own(name): a verifier with one worker and a limit of two seconds that scores by a function of a file."""
+    """own(name, problems...): a verifier with one process and a limit of two seconds that scores by a function of a
+    file, and tries it on the problems."""
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "helper.py").write_text("ONE = 1.0")
     (tmp_path / "csv.py").write_text("1 / 0")  # what stands beside a reward shadows nothing
-    return lambda name: make_verifier(1, f"{tmp_path}/mine.py:{name}", 2)
+    return lambda name, *problems: make_verifier(1, f"{tmp_path}/mine.py:{name}", 2, [problems])
 
 
-def alone(verifier):
-    """Let a verifier's world be one without a process group."""
-    verifier.world.all_gather = lambda mine: [mine]
-    return verifier
+PROBLEM = common.Problem("", [0], "", {}, None, "--dataset a.jsonl, row 7")
 
 
 def group_of(*texts):
-    problem = common.Problem("", [0], "", {}, None, "--dataset a.jsonl, row 7")
-    return common.Group(problem, [common.Rollout([], None, text, False) for text in texts])
+    return common.Group(PROBLEM, [common.Rollout([], None, text, False) for text in texts])
 
 
 def test_a_reward_that_hangs_or_dies_scores_0_and_is_counted(own):
     hostile = {
         "time.sleep(99)": "timeout",
         "9**9**9": "timeout",  # never comes back to Python
-        "half()": "timeout",
         "sys.exit()": "crash",
         "os.kill(os.getpid(), 11)": "crash",
         "bytearray(1 << 30)": "memory",
-        "pass": "graded",
+        "[helper.__dict__.setdefault('held', []).append(bytearray(1 << 28)) for _ in range(4)]": "memory",
+        "bytearray(1 << 28)": "graded",
     }
     group = group_of(*hostile)
-    common.verify(alone(own("score")), [group])
+    common.verify(own("score"), [group])
     assert list(group.verdicts) == list(hostile.values()) and group.reward_G.tolist() == [0.0] * 6 + [1.0]
+
+
+def test_a_reward_may_do_what_programs_do(own):
+    """Each line would raise, or hang, in a worker that is a daemon, has the run's input or stands in its folder."""
+    lines = [
+        "try: input()\nexcept EOFError: pass\nelse: 1 / 0",
+        "child = multiprocessing.Process(target=fine); child.start(); child.join(); assert child.exitcode == 0",
+        "assert common.pass_at_k([[1, 0]], 1) == 0.5",
+        "assert subprocess.run(['cat'], stdin=subprocess.DEVNULL).returncode == 0",
+    ]
+    assert own("score").judge(lines, [{}] * 4) == [(1.0, "graded")] * 4
 
 
 @pytest.mark.parametrize(
@@ -191,7 +187,7 @@ def test_a_reward_that_hangs_or_dies_scores_0_and_is_counted(own):
 )
 def test_a_mistake_in_a_reward_ends_the_run(code, reason, own):
     with pytest.raises(ValueError, match=f"(?s)^--reward: --dataset a.jsonl, row 7, completion .{code[:5]}.*{reason}"):
-        common.verify(alone(own("score")), [group_of("pass", code)])
+        common.verify(own("score"), [group_of("pass", code)])
 
 
 def test_a_reward_sees_values_of_python(own):
@@ -203,25 +199,45 @@ def test_a_reward_sees_values_of_python(own):
         "day": date(2020, 1, 2),
         "long": "x" * 10**6,
     }
-    assert own("same").ask((repr(row), row)) == (1.0, "graded")
+    assert own("same").judge([repr(row)], [row]) == [(1.0, "graded")]
 
 
-def test_what_a_reward_prints_goes_to_the_log(own, capfd):
-    verifier = own("score")
-    for code in ("print('[1, 2]')", "os.system('echo [3, 4]')", "sys.stderr.write('five')"):
-        assert verifier.ask((code, {})) == (1.0, "graded")
-    assert capfd.readouterr().err == "[1, 2]\n[3, 4]\nfive"
+def in_a_run(folder, *lines):
+    """Start a program with a reward's verifier, `own`; what it prints is read through a pipe."""
+    program = ["from conftest import make_verifier", "if __name__ == '__main__':"]
+    program += [f"    own = make_verifier(1, '{folder}/mine.py:score', 600)", *(f"    {line}" for line in lines)]
+    (folder / "run").mkdir()
+    (folder / "run" / "run.py").write_text("\n".join(program))
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools:{ROOT}/tests"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, folder / "run" / "run.py"], env=environment, text=True, **pipes)
+
+
+def test_what_a_reward_prints_goes_to_the_log(own, tmp_path):
+    """Also when its process is killed after that; Ctrl-C is for the run."""
+    codes = ["print('[1, 2]'); os.kill(os.getpid(), 9)", "os.system('echo [3, 4]')", "sys.stderr.write('five')"]
+    output, errors = in_a_run(tmp_path, f"own.judge({codes}, [{{}}] * 3)").communicate()
+    assert output == "[1, 2]\n[3, 4]\n" and errors == "five"
 
 
 @pytest.mark.parametrize(
-    "mine, error", [("def f(:", "SyntaxError"), ("def g(): 0", "KeyError: 'f'"), (None, "No such file")]
+    "mine, error",
+    [
+        ("def f(:", "SyntaxError"),
+        ("def g(): 0", "KeyError: 'f'"),
+        (None, "No such file"),
+        ("def f(completion): return 0", "takes 1 positional argument but 2 were given"),
+        ("def f(completion, row): return row['grade']", "KeyError: 'grade'"),
+        ("def f(completion, row):\n  while True: pass", "timeout"),
+        ("held = bytearray(1 << 60)", "memory"),
+    ],
 )
-def test_a_reward_that_cannot_be_loaded_is_refused(mine, error, tmp_path, capfd):
+def test_a_reward_is_tried_before_an_engine_starts(mine, error, tmp_path):
     if mine:
         (tmp_path / "mine.py").write_text(mine)
-    with pytest.raises(ValueError, match=r"^--reward .*mine\.py:f: neither math nor FILE.py:FUNCTION"):
-        make_verifier(1, f"{tmp_path}/mine.py:f")
-    assert error in capfd.readouterr().err
+    with pytest.raises(ValueError, match=r"^--reward.*--dataset a.jsonl, row 7, .*completion") as refused:
+        make_verifier(1, f"{tmp_path}/mine.py:f", 1, [[], [PROBLEM]])
+    assert error in str(refused.value) and "math" not in str(refused.value)
 
 
 def ended(pid):
@@ -235,30 +251,26 @@ def ended(pid):
 
 
 CHILD = "open({0!r}, 'w').write(str(subprocess.Popen(['sleep', '98765']).pid)); {1}"
+LEAVES = ("time.sleep(99)", "9**9**9", "sys.exit()", "bytearray(1 << 30)")
 
 
-@pytest.mark.parametrize("after, verdict", [("time.sleep(99)", "timeout"), ("sys.exit()", "crash")])
-def test_what_a_reward_has_started_ends_with_its_worker(after, verdict, own, tmp_path):
-    assert own("score").ask((CHILD.format(f"{tmp_path}/pid", after), {})) == (0.0, verdict)
+@pytest.mark.parametrize("leaves", LEAVES)
+def test_what_a_reward_has_started_ends_with_its_process(leaves, own, tmp_path):
+    assert own("score").grade([CHILD.format(f"{tmp_path}/pid", leaves)], [{}]) == [0.0]
     assert ended((tmp_path / "pid").read_text())
 
 
 def test_what_a_reward_has_started_ends_with_the_run(own, tmp_path):
     """The run is killed while the reward hangs in C code."""
-    own("score")
-    code = CHILD.format(f"{tmp_path}/pid", "9**9**9")
-    run = f"""
-        from conftest import make_verifier
-        make_verifier(1, {f"{tmp_path}/mine.py:score"!r}, 600).ask(({code!r}, {{}}))
-    """
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools:{ROOT}/tests"}
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(run)], env=environment)
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert process.poll() is None
+    hangs = f"open('{tmp_path}/own', 'w').write(str(os.getpid())); 9**9**9"
+    code = CHILD.format(f"{tmp_path}/pid", hangs)
+    run = in_a_run(tmp_path, f"own.judge([{code!r}], [{{}}])")
+    while not (tmp_path / "own").exists() or not (tmp_path / "own").read_text():
+        assert run.poll() is None
         time.sleep(0.1)
-    process.kill()
-    process.wait()
-    assert ended((tmp_path / "pid").read_text())
+    run.kill()
+    run.communicate()
+    assert ended((tmp_path / "pid").read_text()) and ended((tmp_path / "own").read_text())
 
 
 def test_a_collective_that_times_out_says_so(tmp_path):

@@ -295,9 +295,9 @@ def verifier():
         ordinary.append(boxed(f"\\frac{{{n}{root}}}{{{n + 1}}}", gold))
     instant = [boxed(n, "") for n in range(1000)]
     towers = [boxed(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", "\\sqrt{7}+\\sqrt{5}") for n in range(9, 29)]
-    common.verify(made, ordinary[-64:])  # This starts the workers.
+    common.verify(made, ordinary[-64:])  # This starts the processes.
     if world.rank == 0:
-        print(f"{world.size} processes with {len(made.workers)} workers each; {hardware()}")
+        print(f"{world.size} ranks; {hardware()}")
     common.verify(rewards, instant[-64:])
     sets = {
         "1,024 ordinary answers": (made, ordinary),

@@ -10,12 +10,9 @@
 Every figure is in percent, and log-probs are in nats. docs/evaluation.md names the sources.
 """
 
-import inspect
 import json
 import math
-import resource
 import signal
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -381,37 +378,19 @@ def weights_of(folder, config, dtype):
 
 
 # ------------------------------------------------------------------------------------------------------- without a box
-def _unboxed_worker(seconds):
-    """Answer lines [completion, answer] on stdin with lines 1 or 0 on stdout; alone, in a bare interpreter. It dies of
-    a completion that takes more `seconds` of processor time. Memory is bounded."""
+def judge_unboxed(completion, answer, problem="", seconds=30):
+    """Return score and verdict of a completion, as `common.judge` does. It is graded as by `evaluate.py` of GPG and of
+    CW-GRPO, with math_verify alone, which gives itself 5 seconds for whatever it parses or compares, but cannot stop C
+    code: more `seconds` of processor time end the process."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    how = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # The default action of SIGPROF ends C code, too.
-        completion, answer = json.loads(line)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        how = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
         gold = parse(rf"\boxed{{{answer}}}", how)
-        print(int(verify(gold, parse(completion, how), float_rounding=5)), flush=True)
-
-
-def judge_unboxed(completions, answers, *_, seconds=30):
-    """Return the score of each completion and how it came about, as `common.Verifier.judge` does. They are graded as by
-    `evaluate.py` of GPG and of CW-GRPO, with math_verify alone. It gives itself 5 seconds for whatever it parses or
-    compares, but it cannot stop C code. Where its process dies of a completion, a new one goes on with the next. Raises
-    ValueError where it does not start."""
-    tasks = [json.dumps(task) for task in zip(completions, answers, strict=True)]
-    source = f"import json, resource, signal, sys\n{inspect.getsource(_unboxed_worker)}\n_unboxed_worker({seconds})"
-    verdicts = []
-    while len(verdicts) < len(tasks):
-        left = "\n".join(tasks[len(verdicts) :])
-        done = subprocess.run([sys.executable, "-P", "-c", source], input=left, capture_output=True, text=True)
-        common.need(done.stdout, f"--unboxed: {done.stderr[-500:]}")
-        verdicts += [(float(score), "graded") for score in done.stdout.split()[1:]]
-        if done.returncode:
-            verdicts.append((0.0, "timeout" if done.returncode == -signal.SIGPROF else "crash"))
-    return verdicts
+        return float(verify(gold, parse(completion, how), float_rounding=5)), "graded"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -601,11 +580,14 @@ def main(args):
         sampler = common.Sampler(folder, tokenizer, widest, world)
         source = run if (run / "manifest.json").is_file() else folder
         sampler.load(weights_of(source, config, sampler.dtype))
-        verifiers = {"unboxed": SimpleNamespace(world=world, reward=None, judge=judge_unboxed)}
+        verifiers = {}
         for name, sets in data.items():
             grading = chosen[name].grading
             if grading not in verifiers:
-                verifiers[grading] = common.Verifier(settings[name], world)
+                verifiers[grading] = common.Verifier(settings[name], world, sets.values())
+            if grading == "unboxed":
+                verifiers[grading].function = judge_unboxed
+                verifiers[grading].limit = 300  # seconds
             rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifiers[grading], sets, args.texts)
         sampler.close()
     if world.rank:

@@ -9,14 +9,12 @@ right. docs/gpg.md says what the released rewards do otherwise.
 import ast
 import functools
 import json
-import os
 import re
 import secrets
 import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import common
 
@@ -37,12 +35,6 @@ def reference(row):
 
 
 # ----------------------------------------------------------------------------------------------------- GEOQA (Table 5)
-@functools.cache
-def verifier():
-    """Return common.py's verifier with one process, which may be killed; a rank that needs it starts its own."""
-    return common.Verifier(SimpleNamespace(reward="math"), SimpleNamespace(local_size=len(os.sched_getaffinity(0))))
-
-
 def latex(answer):
     """Return an answer as common.py's verifier reads it: without GEOQA's units, roots and pi in LaTeX."""
     root = r"√\s*(?:\{(\w+)\}|\((\w+)\)|(\d+|\w))"
@@ -51,13 +43,14 @@ def latex(answer):
 
 
 def geoqa(completion, row):
-    """Return 1.0 where the answer equals the reference as a string or in mathematics, units left aside, else 0.0."""
+    """Return 1.0 where the answer equals the reference as a string or in mathematics, units left aside, else 0.0. Like
+    common.judge it ends the process for an answer that takes more than a second of processor time."""
     answer = inside(completion)
     gold = reference(row)
     if answer == gold:
         return 1.0
     boxed = rf"\boxed{{{latex(answer)}}}"
-    return verifier().grade([boxed], [latex(gold)])[0]
+    return common.judge(boxed, latex(gold))[0]
 
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)
