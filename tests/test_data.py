@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from conftest import ROOT, TOY, make_verifier
@@ -71,8 +72,6 @@ def test_a_prompt_that_the_model_has_no_tokens_for(tokenizer, tmp_path):
 
 
 def test_formats_and_aliases(tokenizer, tmp_path):
-    import datasets
-
     rows = [{"question": "1+1=?", "final_answer": "2"}, {"question": "1+2=?", "final_answer": "$3$"}]
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(tmp_path / "a.parquet")
@@ -84,8 +83,35 @@ def test_formats_and_aliases(tokenizer, tmp_path):
         assert [(p.text, p.answer) for p in data] == [("1+1=?", "2"), ("1+2=?", "3")], source
         assert tokenizer.decode(data[0].prompt_ids) == "1+1=?\n"
     assert len(load(f"{tmp_path / 'splits'}:test", tokenizer)) == 1
-    with pytest.raises(ValueError, match=r"name one of its splits.*\['train', 'test'\]"):
-        load(tmp_path / "splits", tokenizer)
+    for name, splits in {
+        "splits": r"name one of its splits.*\['train', 'test'\]",
+        "splits:x:test": r"name one of its splits.*\['train', 'test'\]",
+        "folder:train": r"name one of its splits, if it has any: \[\]",
+        "a.parquet:train": r"name one of its splits, if it has any: \[\]",
+        "a.jsonl:train": "it has no splits",
+    }.items():
+        with pytest.raises(ValueError, match=rf"^--dataset \S+{name}: .*{splits}$"):
+            load(tmp_path / name, tokenizer)
+    table.select([]).save_to_disk(tmp_path / "empty")
+    with pytest.raises(ValueError, match="folder without an empty split"):
+        load(tmp_path / "empty", tokenizer)
+
+
+def test_a_hub_id_with_configurations(tokenizer, tmp_path, monkeypatch):
+    """Fetched before, as it is read where there is no network."""
+    configurations = [{"config_name": name, "data_files": "a.jsonl"} for name in ("main", "other")]
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "README.md").write_text(f"---\nconfigs: {configurations}\n---\n")
+    write(tmp_path / "gsm8k" / "a.jsonl", [{"question": "1+1=?", "answer": "2"}])
+    for name in ("main", "other"):
+        datasets.load_dataset(f"{tmp_path}/gsm8k", name, cache_dir=f"{tmp_path}/cache")
+    (tmp_path / "cache" / "gsm8k").rename(tmp_path / "cache" / "openai___gsm8k")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert [p.text for p in load("openai/gsm8k:main:train", tokenizer)] == ["1+1=?"]
+    with pytest.raises(ValueError, match=r"^--dataset openai/gsm8k:main: .* openai/gsm8k:main:SPLIT: "):
+        load("openai/gsm8k:main", tokenizer)
 
 
 def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
@@ -108,10 +134,12 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
 
 
 def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
-    rows = [{"problem": "1+1=?", "answer": a} for a in ("2", "", None, "  ")] + [{"problem": "9" * 50, "answer": "1"}]
+    answers = ("2", ["3", "4"], True, "", None, "  ", float("nan"))
+    rows = [{"problem": "1+1=?", "answer": answer} for answer in answers]
+    rows += [{"problem": "1+1=?"}, {"problem": "9" * 50, "answer": "1"}]
     data = load(write(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_tokens=20)
-    assert len(data) == 1
-    assert "a.jsonl: 1 problems; left out: {'no answer': 3, 'prompt too long': 1}; the fi" in capsys.readouterr().out
+    assert [problem.answer for problem in data] == ["2", "3, 4", "True"]
+    assert "a.jsonl: 3 problems; left out: {'no answer': 5, 'prompt too long': 1}; the fi" in capsys.readouterr().out
 
 
 def test_reference_answers():
@@ -145,9 +173,11 @@ def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
     text = "\n \n".join([*rows, ""]) if name == "a.jsonl" else f" [{','.join(rows)}]"
     (tmp_path / name).write_text(text, encoding="utf-8-sig")
     assert [problem.answer for problem in load(tmp_path / name, tokenizer)] == ["2020-01-02", *written[1:]]
-    row = {"problem": "1?", "day": "2020-01-02", "goal": 9007199254740993, "share": 0.5, "all": [1, 2], "no": None}
-    (tmp_path / name).write_text(json.dumps([row] if name == "a.json" else row))
-    assert load(tmp_path / name, tokenizer, reward="x")[0].row == row
+    rows = [{"problem": "1?", "day": "2020-01-02", "goal": 9007199254740993, "": 0.5, "all": [1, 2], "no": None}]
+    rows += [{"problem": "2?", "goal": 0.5, "all": "both"}, {"problem": "3?", "all": True, "other": float("nan")}]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / name).write_text("\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]")
+    assert [json.dumps(problem.row) for problem in load(tmp_path / name, tokenizer, reward="x")] == lines
 
 
 def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, capsys):
@@ -165,10 +195,11 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
     [
         ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, "row 0: KeyError.'role'.$"),
         ({"problem": [["1?"]], "answer": "1"}, "row 0: TypeError"),
-        ({"problem": "1?", "answer": "\ud800"}, "cannot be read as .*surrogates"),
+        ({"problem": "1?", "answer": "\ud800"}, "row 0: .*surrogates"),
+        ({"problem": "1?", "answer": {"is": 1}}, "row 0: column 'answer' holds no answer"),
         ({"problem": "1?", "answer": "byte 255"}, "cannot be read as .*invalid start byte"),
-        (["1?", "1"], "cannot be read as .*no attribute 'get'"),
-        (5, "cannot be read as .*no attribute 'get'"),
+        (["1?", "1"], "cannot be read as .*row 0: no object with keys, but 1"),
+        (5, "cannot be read as .*row 0: no object with keys, but 5"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
@@ -188,7 +219,7 @@ def test_a_null_in_the_layout_of_verl_is_no_answer(tokenizer, tmp_path, capsys):
     rows = [{"prompt": "1?", "reward_model": {"ground_truth": "1"}}, {"prompt": "2?", "reward_model": None}]
     assert len(load(write(tmp_path / "a.jsonl", rows), tokenizer)) == 1
     assert "left out: {'no answer': 1}" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="row 0: TypeError"):
+    with pytest.raises(ValueError, match="row 0: AttributeError"):
         load(write(tmp_path / "a.jsonl", [row | {"reward_model": "1"} for row in rows]), tokenizer)
 
 
