@@ -417,40 +417,47 @@ def load_data(args, tokenizer):
 
 
 def read_rows(path, number):
-    """Return the rows of a .json or .jsonl file with every value as it stands there, where `datasets` would make dates
-    of text. `number` makes numbers of their text, None makes Python's."""
+    """Return the columns and the rows of a .json or .jsonl file, each as it stands there, where `datasets` would give
+    all rows the same keys and kinds. `number` makes numbers of their text, None makes Python's."""
     text = Path(path).read_text(encoding="utf-8-sig")
     rows = []
     for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
         with naming(f"row {len(rows)}"):
             value = json.loads(line.strip() or "[]", parse_float=number, parse_int=number)
         rows += value if isinstance(value, list) else [value]
-    return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in ChainMap(*rows)})
+    for n, row in enumerate(rows):
+        need(isinstance(row, dict), f"row {n}: no object with keys, but {row}")
+    return ChainMap(*rows), rows
 
 
 def read_table(source, flag, number=None):
-    """Return a file's, `save_to_disk` folder's or hub id's rows. Raises ValueError naming flag and source."""
-    path, *names = source.split(":")
-    place = f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id"
-    with naming(place):
+    """Return the columns and an iterable of the rows, as Python values, of a file, a `save_to_disk` folder or a hub id.
+    Raises ValueError naming flag and source."""
+    path, _, split = source.partition(":")
+    with naming(
+        f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder "
+        "without an empty split, or a hub id"
+    ):
         if path.endswith((".json", ".jsonl")):
+            need(not split, "it has no splits")
             return read_rows(path, number)
         if path.endswith(".parquet"):
-            return datasets.Dataset.from_parquet(path)
-        if Path(path).is_dir():
+            table = datasets.Dataset.from_parquet(path)
+        elif Path(path).is_dir():
             table = datasets.load_from_disk(path)
         else:
-            table = datasets.load_dataset(path, *names[:-1])
-    if isinstance(table, datasets.DatasetDict):
-        split, *others = names[-1:] or table
-        one = split in table and not others
-        need(one, f"{flag} {source}: name one of its splits, {path}:SPLIT; it has {list(table)}")
-        table = table[split]
-    return table
+            config, _, split = split.rpartition(":")
+            with naming(f"a split is {path}:SPLIT or {path}:{config or split or 'CONFIGURATION'}:SPLIT"):
+                table = datasets.load_dataset(path, config or None)
+    splits = table if isinstance(table, dict) else {"": table}
+    wanted = split or ",".join(splits)  # of several that would be none
+    need(wanted in splits, f"{flag} {source}: name one of its splits, if it has any: {list(filter(None, splits))}")
+    rows = splits[wanted].with_format("arrow")  # decoding might fetch what a row names
+    return rows.column_names, (row.to_pylist()[0] for row in rows)
 
 
-def choose_columns(table, args, flag):
-    """Return the names of the table's columns by role. Raises ValueError if one is missing."""
+def choose_columns(seen, args, flag):
+    """Return the names of the columns by role, of those seen in a table. Raises ValueError if one is missing."""
     columns = {}
     for role, names in ALIASES.items():
         own = getattr(args, f"{role}_column")
@@ -458,17 +465,17 @@ def choose_columns(table, args, flag):
             names = [own]
         if not names or (role == "answer" and args.reward != "math"):
             continue
-        found = [name for name in names if name in table.column_names]
-        need(found, f"no {role} column; looked for {names}, saw {table.column_names}; --{role}-column names another")
+        found = [name for name in names if name in seen]
+        need(found, f"no {role} column; looked for {names}, saw {list(seen)}; --{role}-column names another")
         columns[role] = found[0]
     return columns
 
 
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems and print what was left out. Raises ValueError naming flag, source, row and columns."""
-    table = read_table(source, flag, str if args.reward == "math" else None)  # an answer has the file's digits
+    seen, rows = read_table(source, flag, str if args.reward == "math" else None)  # an answer has the file's digits
     with naming(f"{flag} {source}"):
-        columns = choose_columns(table, args, flag)
+        columns = choose_columns(seen, args, flag)
     images = Path(source.partition(":")[0])
     if images.is_file():
         images = images.parent
@@ -481,11 +488,10 @@ def load_problems(source, tokenizer, args, flag):
     problems = []
     left_out = Counter()
     texts = set()
-    for number, row in enumerate(table.with_format("arrow")):  # decoding might fetch what a row names
-        row = row.to_pylist()[0]
+    for number, row in enumerate(rows):
         place = f"{flag} {source}, row {number}"
         with naming(place):
-            text = problem_text(row[columns["problem"]])
+            text = problem_text(row.get(columns["problem"]))
             need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
             spelled = [token for token in control if token in text]
             if spelled:
@@ -496,14 +502,15 @@ def load_problems(source, tokenizer, args, flag):
                 continue
             texts.add(text)
             image = None
-            if value := row.pop(args.image_column, None):
+            if value := row.pop(columns.get("image"), None):
                 image = read_picture(value, processor, config.image_token_id, images)
                 cost = longest_sequence(args) + image.patches
                 need(cost <= args.micro_batch_tokens, f"--micro-batch-tokens: it needs {cost} with image patches")
             answer = "(graded by --reward)"
             if "answer" in columns:
-                answer = reference_answer(row[columns["answer"]], columns["answer"])
+                answer = reference_answer(row.get(columns["answer"]), columns["answer"])
                 row = None
+            (text + answer).encode()  # samples/ could not hold half of a surrogate pair
             prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config)
         if not answer:
             left_out["no answer"] += 1
@@ -511,7 +518,7 @@ def load_problems(source, tokenizer, args, flag):
             left_out["prompt too long"] += 1
         else:
             problems.append(Problem(text, prompt_ids, answer, row, image, place))
-    need(problems, f"{flag} {source}: no usable row among {len(table)}; left out: {dict(left_out)}")
+    need(problems, f"{flag} {source}: no usable row among {left_out.total()}; left out: {dict(left_out)}")
     if os.environ.get("RANK", "0") == "0":
         prompt = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
         print(f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; the first prompt: {prompt!r}")
@@ -568,12 +575,16 @@ def prompt_of(problem, template, tokenizer):
 
 
 def reference_answer(value, column):
-    """Return the bare reference: out of a list, out of $…$, out of a worked solution's last box."""
+    """Return the bare reference: out of a list, out of $…$, out of a worked solution's last box. Raises ValueError for
+    an object."""
     if column == "reward_model" and value:
-        value = value["ground_truth"]
+        value = value.get("ground_truth")
     if isinstance(value, list):
         value = ", ".join(map(str, value))
-    text = "" if value is None else str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
+    need(not isinstance(value, dict), f"column {column!r} holds no answer: {value}")
+    text = ""
+    if value is not None and value == value:  # NaN is what pandas has for None
+        text = str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
@@ -1505,14 +1516,17 @@ def keep_best(policy, source, dtype, metrics, record, step):
     average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
     best = record.folder / "best"
     about = best / "average.txt"  # a killed run's, too: it may have written the model after its last checkpoint
-    highest = float(about.read_text().split()[0]) if about.exists() else -math.inf
+    partial = best.with_suffix(".partial")
+    if record.world.rank == 0 and (partial / about.name).exists():
+        give_name(partial, best)  # a kill came after the model was whole
+    highest = -math.inf
+    with suppress(FileNotFoundError):  # rank 0 decides; another may look while it moves the folder
+        highest = float(about.read_text().split()[0])
     if record.world.all_gather(average > highest)[0]:
-        partial = best.with_suffix(".partial")
         save_model(policy, partial, source, dtype, record.world)
         if record.world.rank == 0:
-            (partial / about.name).write_text(f"{average} at step {step}\n")
-            shutil.rmtree(best, ignore_errors=True)
-            partial.rename(best)
+            write_whole(partial / about.name, f"{average} at step {step}\n")
+            give_name(partial, best)
         record.say(f"step {step}: the best average so far, {average:.3f}; saved in {best}")
 
 
@@ -1540,9 +1554,16 @@ def write_whole(file, text):
     new.rename(file)
 
 
+def give_name(partial, final):
+    """Give a folder that is whole its name; what had it goes."""
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+
+
 def checkpoints_of(folder):
-    """Return the checkpoints in a folder, oldest first, without what was half-written or copied aside."""
-    return sorted(folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
+    """Return the checkpoints in a folder, oldest first: the folders whose names are those of one."""
+    others = {*folder.glob("step-*[!0-9]*")}
+    return sorted({*folder.glob("step-*[0-9]/")} - others, key=lambda path: int(path.name[5:]))
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
@@ -1570,8 +1591,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
             "files": files,
         }
         write_whole(partial / "manifest.json", json.dumps(manifest))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        give_name(partial, final)
         found = checkpoints_of(final.parent)
         written = found[: found.index(final) + 1]  # a later one is damaged
         for old in written[: -record.args.checkpoints_kept]:
@@ -1584,8 +1604,8 @@ def newest_checkpoint(record):
     found = record.world.all_gather(checkpoints_of(record.folder / "checkpoints"))[0]
     for folder in reversed(found):
         manifest = {}
-        with suppress(OSError, ValueError):
-            manifest = json.loads((folder / "manifest.json").read_text())
+        with suppress(OSError, ValueError, TypeError):
+            manifest |= json.loads((folder / "manifest.json").read_text())
         if manifest.get("files") == digests(folder, record.world):
             return folder, manifest
         record.say(f"{folder}: damaged; passed over")
@@ -1599,8 +1619,13 @@ def resume(policy, optimizer, record):
         return 0, 0
     folder, manifest = newest_checkpoint(record)
     metrics = record.folder / "metrics.jsonl"
-    if record.world.rank == 0 and metrics.exists():
-        os.truncate(metrics, manifest.get("metrics", 0))  # later steps come again
+    if record.world.rank == 0:
+        metrics.touch()
+        wanted = manifest.get("metrics", 0)
+        kept = metrics.read_bytes()[:wanted]  # later steps come again
+        os.truncate(metrics, kept.rfind(b"\n") + 1)
+        if len(kept) < wanted:
+            record.say(f"{metrics}: {wanted - len(kept)} bytes are gone; going on with the lines before")
     if not folder:
         record.say("the run has no checkpoint: it starts over")
         return 0, 0
@@ -1659,7 +1684,9 @@ def open_run(folder, args, script, world):
         "ranks": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
-        "commit": subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"),
+        "commit": subprocess.getoutput(
+            f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty 2>/dev/null"
+        ),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     if args.resume:
@@ -1675,7 +1702,7 @@ def open_run(folder, args, script, world):
             old = before["args"][name]
             new = about["args"].get(name)
             need(new == old, f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}")
-        for name, old in before.get("inputs", {}).items():
+        for name, old in before["inputs"].items():
             need(about["inputs"].get(name) == old, f"--resume: {name} has changed since the run was started")
     else:
         need(not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")

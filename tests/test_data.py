@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from conftest import ROOT, TOY, make_verifier
@@ -71,8 +72,6 @@ def test_a_prompt_that_the_model_has_no_tokens_for(tokenizer, tmp_path):
 
 
 def test_formats_and_aliases(tokenizer, tmp_path):
-    import datasets
-
     rows = [{"question": "1+1=?", "final_answer": "2"}, {"question": "1+2=?", "final_answer": "$3$"}]
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(tmp_path / "a.parquet")
@@ -84,8 +83,12 @@ def test_formats_and_aliases(tokenizer, tmp_path):
         assert [(p.text, p.answer) for p in data] == [("1+1=?", "2"), ("1+2=?", "3")], source
         assert tokenizer.decode(data[0].prompt_ids) == "1+1=?\n"
     assert len(load(f"{tmp_path / 'splits'}:test", tokenizer)) == 1
-    with pytest.raises(ValueError, match=r"name one of its splits.*\['train', 'test'\]"):
-        load(tmp_path / "splits", tokenizer)
+    table.select([]).save_to_disk(tmp_path / "empty")
+    of_two, none = r"name one of its splits.*\['train', 'test'\]", "name one of its splits.*: \\[\\]"
+    refused = {"splits": of_two, "splits:x:test": of_two, "folder:train": none, "a.parquet:train": none}
+    for name, message in (refused | {"a.jsonl:train": "it has no splits", "empty": "empty split"}).items():
+        with pytest.raises(ValueError, match=rf"^--dataset \S+{name}: .*{message}"):
+            load(tmp_path / name, tokenizer)
 
 
 def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
@@ -108,16 +111,12 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
 
 
 def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
-    rows = [{"problem": "1+1=?", "answer": a} for a in ("2", "", None, "  ")] + [{"problem": "9" * 50, "answer": "1"}]
+    answers = ("$2$ and $3$", ["3", "4"], True, 7, "", None, "  ", float("nan"))
+    rows = [{"problem": "1+1=?", "answer": answer} for answer in answers]
+    rows += [{"problem": "1+1=?"}, {"problem": "9" * 50, "answer": "1"}]
     data = load(write(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_tokens=20)
-    assert len(data) == 1
-    assert "a.jsonl: 1 problems; left out: {'no answer': 3, 'prompt too long': 1}; the fi" in capsys.readouterr().out
-
-
-def test_reference_answers():
-    assert common.reference_answer("no box here", "solution") == ""
-    assert common.reference_answer("$1$ and $2$", "answer") == "$1$ and $2$"
-    assert common.reference_answer(7, "answer") == "7"
+    assert [problem.answer for problem in data] == ["$2$ and $3$", "3, 4", "True", "7"]
+    assert "a.jsonl: 4 problems; left out: {'no answer': 5, 'prompt too long': 1}; the fi" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -145,9 +144,11 @@ def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
     text = "\n \n".join([*rows, ""]) if name == "a.jsonl" else f" [{','.join(rows)}]"
     (tmp_path / name).write_text(text, encoding="utf-8-sig")
     assert [problem.answer for problem in load(tmp_path / name, tokenizer)] == ["2020-01-02", *written[1:]]
-    row = {"problem": "1?", "day": "2020-01-02", "goal": 9007199254740993, "share": 0.5, "all": [1, 2], "no": None}
-    (tmp_path / name).write_text(json.dumps([row] if name == "a.json" else row))
-    assert load(tmp_path / name, tokenizer, reward="x")[0].row == row
+    rows = [{"problem": "1?", "day": "2020-01-02", "goal": 9007199254740993, "": 0.5, "all": [1, 2], "no": None}]
+    rows += [{"problem": "2?", "goal": 0.5, "all": "both"}, {"problem": "3?", "all": True, "other": float("nan")}]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / name).write_text("\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]")
+    assert [json.dumps(problem.row) for problem in load(tmp_path / name, tokenizer, reward="x")] == lines
 
 
 def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, capsys):
@@ -165,38 +166,48 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
     [
         ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, "row 0: KeyError.'role'.$"),
         ({"problem": [["1?"]], "answer": "1"}, "row 0: TypeError"),
-        ({"problem": "1?", "answer": "\ud800"}, "cannot be read as .*surrogates"),
+        ({"problem": "1?", "answer": "\ud800"}, "row 0: .*surrogates"),
+        ({"problem": "1?", "answer": {"is": 1}}, "row 0: column 'answer' holds no answer"),
         ({"problem": "1?", "answer": "byte 255"}, "cannot be read as .*invalid start byte"),
-        (["1?", "1"], "cannot be read as .*no attribute 'get'"),
-        (5, "cannot be read as .*no attribute 'get'"),
+        (["1?", "1"], "cannot be read as .*row 0: no object with keys, but 1"),
+        (5, "cannot be read as .*row 0: no object with keys, but 5"),
+        ({"answer": "lines"}, r"cannot be read as .*row 1: \w+Error"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
     source = write(tmp_path / "a.jsonl", [row])
-    Path(source).write_bytes(Path(source).read_bytes().replace(b"byte 255", b"\xff"))
+    text = Path(source).read_bytes().replace(b"byte 255", b"\xff").replace(b"lines", b'"}\n{')
+    Path(source).write_bytes(text)
     with pytest.raises(ValueError, match=rf"^--dataset \S+a\.jsonl(,|:) {message}.*$"):
         load(source, tokenizer)
-
-
-def test_a_line_that_is_no_json_is_named(tokenizer, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"problem": "1?", "answer": "1"}\n{"problem": \n')
-    with pytest.raises(ValueError, match=r"cannot be read as .*: row 1: \w+Error.*$"):
-        load(tmp_path / "a.jsonl", tokenizer)
 
 
 def test_a_null_in_the_layout_of_verl_is_no_answer(tokenizer, tmp_path, capsys):
     rows = [{"prompt": "1?", "reward_model": {"ground_truth": "1"}}, {"prompt": "2?", "reward_model": None}]
     assert len(load(write(tmp_path / "a.jsonl", rows), tokenizer)) == 1
     assert "left out: {'no answer': 1}" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="row 0: TypeError"):
+    with pytest.raises(ValueError, match="row 0: AttributeError"):
         load(write(tmp_path / "a.jsonl", [row | {"reward_model": "1"} for row in rows]), tokenizer)
 
 
-def test_missing_sources(tokenizer, tmp_path, monkeypatch):
+def test_sources_that_cannot_be_read(tokenizer, tmp_path, monkeypatch):
+    """A set of the hub with two configurations was fetched before; there is no network."""
     with pytest.raises(ValueError, match=r"--dataset .*b\.jsonl: cannot be read"):
         load(tmp_path / "b.jsonl", tokenizer)
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    write(folder / "a.jsonl", [{"question": "1+1=?", "answer": "2"}])
+    configurations = [{"config_name": name, "data_files": "a.jsonl"} for name in ("main", "other")]
+    (folder / "README.md").write_text(f"---\nconfigs: {configurations}\n---\n")
+    for name in ("main", "other"):
+        datasets.load_dataset(str(folder), name, cache_dir=f"{tmp_path}/cache")
+    (tmp_path / "cache" / "gsm8k").rename(tmp_path / "cache" / "openai___gsm8k")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert load("openai/gsm8k:main:train", tokenizer)
+    with pytest.raises(ValueError, match=r"^--dataset openai/gsm8k:main: .* openai/gsm8k:main:SPLIT: "):
+        load("openai/gsm8k:main", tokenizer)
     with pytest.raises(ValueError, match=r"--dataset no/such: cannot be read.*\.jsonl.* hub id.*Conn"):
         load("no/such", tokenizer)
 
@@ -216,7 +227,7 @@ def test_columns_of_the_papers_sets(tokenizer, tmp_path):
     write(tmp_path / "olympiad.jsonl", [{"question": "q", "final_answer": ["$1$"]}])
     turns = [{"role": "user", "content": "p"}]
     write(tmp_path / "openr1.jsonl", [{"prompt": turns, "reward_model": {"ground_truth": "5"}}])
-    write(tmp_path / "math.jsonl", [{"problem": "p", "solution": "so \\boxed{7}."}])
+    write(tmp_path / "math.jsonl", [{"problem": "p", "solution": f"so {box}."} for box in ("\\boxed{7}", "7")])
     held_out = ",".join(f"{tmp_path}/{name}.jsonl" for name in ("olympiad", "openr1", "math"))
     args = common.Args(template="plain", eval=held_out, steps=0, answer_column="x")
     _, found = common.load_data(args, tokenizer)

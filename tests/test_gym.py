@@ -20,7 +20,7 @@ def make(folder, *arguments) -> list[dict]:
     file = folder / "rows.jsonl"
     task, *flags = arguments
     tyro.cli(gym.main, args=[task, str(file), *flags])
-    return common.read_table(str(file), "--dataset")
+    return common.read_table(str(file), "--dataset")[1]
 
 
 @needs_library

@@ -180,17 +180,23 @@ def test_a_checkpoint_of_other_parameters_is_refused(run, tmp_path):
         go_on(run)
 
 
-def test_a_record_goes_on_from_its_checkpoint(run, tmp_path):
-    """With the metrics up to there and the seconds."""
+@pytest.mark.parametrize("left, kept", [("one\ntwo\nthr", "one\ntwo\n"), ("one\ntw", "one\n"), ("", "")])
+def test_a_record_goes_on_from_its_checkpoint(run, tmp_path, capsys, left, kept):
+    """With the seconds, and the metrics up to there: whole lines, also of a file that has lost its end."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("one\ntwo\n")
     run.record.started -= 100
     save(run, 1)
-    run.record.write("metrics.jsonl", "after")
+    metrics.unlink()
+    if left:
+        metrics.write_text(left)
     assert go_on(run) == (1, 2)
-    assert (tmp_path / "metrics.jsonl").read_text() == "before\n"
+    assert metrics.read_text() == kept
+    assert ("metrics.jsonl: " in capsys.readouterr().out) == (len(left) < 8)
     assert time.time() - run.record.started >= 100
 
 
-@pytest.mark.parametrize("damage", ["", '{"step": 7, "fi', "\0" * 300, "{}", "a folder"])
+@pytest.mark.parametrize("damage", ["", '{"step": 7, "fi', "\0" * 300, "{}", "null", "a folder"])
 def test_a_damaged_manifest_is_passed_over_and_named(run, tmp_path, capsys, damage):
     run.record.args.checkpoints_kept = 2
     save(run, 6)
@@ -221,10 +227,13 @@ def test_only_older_checkpoints_are_pruned(run, tmp_path):
 
 
 def test_steps_have_more_than_five_digits(run, tmp_path):
+    """What is not named as a checkpoint is another's."""
     run.record.args.checkpoints_kept = 2
     assert [save(run, step) for step in (9950, 99_950, 100_000)][-1] == [99_950, 100_000]
-    shutil.copytree(tmp_path / "checkpoints" / "step-99950", tmp_path / "checkpoints" / "step-99950-of-mine")
+    shutil.copytree(tmp_path / "checkpoints" / "step-99950", tmp_path / "checkpoints" / "step-99950-copy2")
+    (tmp_path / "checkpoints" / "step-1").touch()
     assert go_on(run) == (100_000, 2)
+    common.save_checkpoint(run.policy, run.optimizer, 100_050, 2, run.record)
 
 
 def test_a_manifest_is_on_disk_before_its_checkpoint_has_a_name(run, tmp_path, monkeypatch):
@@ -242,28 +251,43 @@ def test_a_manifest_is_on_disk_before_its_checkpoint_has_a_name(run, tmp_path, m
     assert seen[-1] == (False, (tmp_path / "checkpoints" / "step-00001" / "manifest.json").read_bytes())
 
 
-def test_the_best_model_is_one_that_the_run_knows(run, tiny, tmp_path, monkeypatch):
+def evaluate(run, step: int, average: float) -> str:
+    """Let a run compare its model with the best; return what is said of the best then."""
+    source = Path(run.record.args.model)
+    common.keep_best(run.policy, source, torch.float32, {"eval/held-out/avg@1": average}, run.record, step)
+    return (run.record.folder / "best" / "average.txt").read_text()
+
+
+def test_the_best_model_is_one_that_the_run_knows(run):
     """It was written after the last checkpoint; then came a kill. The resumed run evaluates at other steps."""
-
-    def evaluate(step: int, average: float) -> str:
-        common.keep_best(run.policy, tiny, torch.float32, {"eval/held-out/avg@1": average}, run.record, step)
-        return (tmp_path / "best" / "average.txt").read_text()
-
-    evaluate(2, 0.5)
+    evaluate(run, 2, 0.5)
     save(run, 2)
-    best = evaluate(3, 0.7)
+    best = evaluate(run, 3, 0.7)
     assert best == "0.7 at step 3\n"
     assert go_on(run, eval_every=2) == (2, 2)
-    assert evaluate(4, 0.6) == best, "a worse model took its place"
-    weights = (tmp_path / "best" / "model.safetensors").read_bytes()
+    assert evaluate(run, 4, 0.6) == best, "a worse model took its place"
+
+
+def killed(path: Path, *_, **__) -> None:
+    """Empty a folder, and come to no end."""
+    for file in path.glob("*"):
+        file.unlink()
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("call, best", [("Path.rename", "0.4 at step 1\n"), ("shutil.rmtree", "0.8 at step 2\n")])
+def test_a_kill_while_the_best_model_is_replaced(run, tmp_path, monkeypatch, call, best):
+    """Before average.txt says that the new one is whole, and when the one before is gone."""
+    evaluate(run, 1, 0.4)
+    before = (tmp_path / "best" / "model.safetensors").read_bytes()
     with torch.no_grad():
         next(run.policy.parameters()).zero_()
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("shutil.rmtree", lambda *_, **__: 1 / 0)  # a kill when the new one is written
-        evaluate(6, 0.8)
-    assert (tmp_path / "best" / "model.safetensors").read_bytes() == weights
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(f"common.{call}", killed)
+        evaluate(run, 2, 0.8)
     go_on(run)
-    assert evaluate(6, 0.8) == "0.8 at step 6\n"
+    assert evaluate(run, 3, 0.3) == best
+    assert ((tmp_path / "best" / "model.safetensors").read_bytes() == before) == ("step 1" in best)
 
 
 @pytest.mark.slow
@@ -287,8 +311,12 @@ def test_what_a_run_leaves_can_be_read_by_other_programs(monkeypatch, tmp_path):
     """A shell takes the command as it was given; a metric that is not finite is null, since JSON has no NaN."""
     words = ["sspo.py", "--delimiter", r"\n", "--eval", "", "--reward", "my file.py:f"]
     monkeypatch.setattr(sys, "argv", words)
+    (tmp_path / "it's").symlink_to(ROOT)
+    monkeypatch.setattr(common, "__file__", f"{tmp_path}/it's/common.py")
     record = common.Record(sspo.Args(run_dir=str(tmp_path)), "sspo", ALONE)
-    command = json.loads((tmp_path / "run.json").read_text())["command"]
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["commit"] == subprocess.getoutput(f"git -C {ROOT} describe --always --dirty 2>/dev/null")
+    command = about["command"]
     printed = subprocess.run(["bash", "-c", rf"printf '%s\0' {command}"], capture_output=True, text=True, check=True)
     assert printed.stdout.split("\0")[:-1] == words
     drawn = {"responses_drawn": 4, "response_length": 2.5}
@@ -316,18 +344,12 @@ def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, tmp_path):
             common.Record(cwgrpo.Args(**(about | changes)), name, ALONE)
 
     refused(r"--run-dir .*: holds another run; .*--resume")
+    refused("--resume with --eval x: the run was started with", resume=True, eval="x")  # the best is judged by it
     refused(r"--resume with --lr 0\.5: the run was started with 0\.0001", resume=True, lr=0.5)
     refused("--resume with --steps 9: the run was started with 4", resume=True, steps=9)  # the cosine would bend
     refused(r"--resume: .* holds a run of cwgrpo\.py, not of mine\.py", name="mine", resume=True)
     refused(r"no run\.json there", resume=True, run_dir=str(tmp_path))
     refused(r"--resume with --run-dir \(empty\)", resume=True, run_dir="")
-
-
-def test_what_the_best_model_is_compared_by_stays(sspo_run):
-    about = json.loads((sspo_run.folder / "run.json").read_text())["args"] | {"resume": True, "eval": "x"}
-    about["adam_betas"] = tuple(about["adam_betas"])
-    with pytest.raises(ValueError, match="--resume with --eval x: the run was started with"):
-        common.Record(sspo.Args(**about), "sspo", ALONE)
 
 
 OPEN = """

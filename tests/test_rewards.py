@@ -142,11 +142,10 @@ def prepare(monkeypatch, folder, *arguments) -> dict[str, list[dict]]:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.argv", ["images.py", *map(str, arguments)])
     images.main()
-    tables = {file.stem: common.read_table(str(file), "--dataset") for file in (folder / "data").glob("*.parquet")}
-    for table in tables.values():
-        assert isinstance(table.features["image"], datasets.Image)
-    encoded = {name: table.cast_column("image", datasets.Image(decode=False)) for name, table in tables.items()}
-    return {name: table.to_list() for name, table in encoded.items()}
+    files = list((folder / "data").glob("*.parquet"))
+    for file in files:
+        assert isinstance(datasets.Dataset.from_parquet(str(file)).features["image"], datasets.Image)
+    return {file.stem: list(common.read_table(str(file), "--dataset")[1]) for file in files}
 
 
 def test_options_of_sat(tmp_path, monkeypatch):

@@ -233,7 +233,7 @@ ANSWERED = re.compile(
 def seen(run):
     """Return an iterator over a run's first held-out problems: image or None, and `ANSWERED` before and after
     training. Raises SystemExit for a run that was not evaluated twice."""
-    from datasets import Image
+    from datasets import Dataset, Image
 
     from common import read_table
 
@@ -246,7 +246,9 @@ def seen(run):
     images = [None] * len(before)
     column = flags["image_column"]
     if column:
-        images = read_table(source, "--eval").cast_column(column, Image())[column]
+        _, rows = read_table(source, "--eval")
+        encoded = Dataset.from_dict({column: [row.get(column) for row in rows]})
+        images = encoded.cast_column(column, Image())[column]
     return zip(images, before, after, strict=True)
 
 
