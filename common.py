@@ -276,11 +276,14 @@ def data_limit():
 
 def start_server():
     """Start, beside the run, the process that forks a pool's processes; it imports this file and math_verify once."""
-    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))  # where Python 3.11's server looks
-    os.environ["PYTHONSAFEPATH"] = "1"  # and not in the current folder
+    before = os.environ.copy()
+    folders = filter(None, [str(Path(__file__).parent), before.get("PYTHONPATH")])
+    # where Python 3.11's server looks, and not in the current folder; other programs shall look as ever
+    os.environ.update(PYTHONPATH=os.pathsep.join(folders), PYTHONSAFEPATH="1")
     forkserver.set_forkserver_preload(["common", "math_verify"])
     forkserver.ensure_running()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def begin(run, prepare, *given):
@@ -289,6 +292,7 @@ def begin(run, prepare, *given):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait until C code comes back
     sys.stdout.reconfigure(line_buffering=True)
     multiprocessing.set_start_method("fork", force=True)  # what a program has by default
+    os.environ.pop("PYTHONSAFEPATH")
     os.setsid()
     if os.fork() == 0:  # a watching child, since a process that hangs in C code or is killed can do nothing more
         signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))

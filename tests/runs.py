@@ -9,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import io
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -17,15 +18,6 @@ from jobs import serve
 from transformers import AutoTokenizer
 
 import common
-
-for name in ("sspo", "gpg", "cwgrpo", "sps"):
-    importlib.import_module(name)
-assert not {"vllm", "math_verify"} & sys.modules.keys(), "--help and refusals would wait for them"
-model = Path(sys.argv[1])
-world = common.init_world()
-args = common.Args(model=str(model), max_prompt_tokens=160, max_response_tokens=96, compute_dtype=sys.argv[2])
-llm = common.Sampler(model, AutoTokenizer.from_pretrained(model), args, world).llm
-llm.llm_engine.engine_core.shutdown = lambda: None
 
 
 def same_engine(**settings):
@@ -42,10 +34,21 @@ def run(script: str, flags: list) -> str:
     sys.argv = [f"{script}.py", *flags]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         module.main(tyro.cli(module.Args, args=flags))
+    for child in multiprocessing.active_children():
+        child.kill()  # its verifier's processes
     gc.collect()  # no weights of this run beside those of the next one
     return printed.getvalue()
 
 
-common.init_world = lambda: world
-sys.modules["vllm"].LLM = same_engine
-serve(run)
+if __name__ == "__main__":
+    for name in ("sspo", "gpg", "cwgrpo", "sps"):
+        importlib.import_module(name)
+    assert not {"vllm", "math_verify"} & sys.modules.keys(), "--help and refusals would wait for them"
+    model = Path(sys.argv[1])
+    world = common.init_world()
+    args = common.Args(model=str(model), max_prompt_tokens=160, max_response_tokens=96, compute_dtype=sys.argv[2])
+    llm = common.Sampler(model, AutoTokenizer.from_pretrained(model), args, world).llm
+    llm.llm_engine.engine_core.shutdown = lambda: None
+    common.init_world = lambda: world
+    sys.modules["vllm"].LLM = same_engine
+    serve(run)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import eval as evaluation
@@ -12,7 +13,7 @@ import pytest
 import rewards
 import torch
 import tyro
-from conftest import TOY
+from conftest import TOY, make_verifier
 from transformers import AutoConfig, AutoTokenizer
 
 import common
