@@ -31,7 +31,7 @@ import traceback
 import warnings
 from collections import ChainMap, Counter
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from fractions import Fraction
@@ -213,13 +213,13 @@ class World:
 
 def _report(kind, error, trace):
     """Say a refused flag, a divergence or a lost rank in one line, for torchrun's summary, too."""
-    line = f"{Path(sys.argv[0]).name}: {error}"
+    script = Path(sys.argv[0]).name
+    line = f"{script}: {error}"
     if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
         why = "another rank is gone, or waited for this one in vain; see its output"
         if "Timed out waiting" in line:
             why = "a collective timed out; the rank that says nothing did not come"
-        line = f"{Path(sys.argv[0]).name}: rank {os.environ['RANK']}: {why}: {error}"
-        print(f"\n{line}\n", file=sys.stderr)
+        print(f"\n{script}: rank {os.environ['RANK']}: {why}: {error}\n", file=sys.stderr)
         return  # the summary is for the failure of the rank that is gone
     if kind is not FloatingPointError and not str(error).startswith("--"):
         sys.__excepthook__(kind, error, trace)
@@ -274,25 +274,12 @@ def data_limit():
         return int(pages.read().split()[5]) * resource.getpagesize() + (1 << 29)
 
 
-def start_server():
-    """Start, beside the run, the process that forks a pool's processes; it imports this file and math_verify once."""
-    before = os.environ.copy()
-    folders = filter(None, [str(Path(__file__).parent), before.get("PYTHONPATH")])
-    # where Python 3.11's server looks, and not in the current folder; other programs shall look as ever
-    os.environ.update(PYTHONPATH=os.pathsep.join(folders), PYTHONSAFEPATH="1")
-    forkserver.set_forkserver_preload(["common", "math_verify"])
-    forkserver.ensure_running()
-    os.environ.clear()
-    os.environ.update(before)
-
-
 def begin(run, prepare, *given):
     """Start a process of a pool, in a session of its own, where it is killed with whatever it has started: when it ends
     itself, or when the pipe `run` closes. `prepare` loads what its tasks shall find there."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait until C code comes back
     sys.stdout.reconfigure(line_buffering=True)
     multiprocessing.set_start_method("fork", force=True)  # what a program has by default
-    os.environ.pop("PYTHONSAFEPATH")
     os.setsid()
     if os.fork() == 0:  # a watching child, since a process that hangs in C code or is killed can do nothing more
         signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
@@ -369,12 +356,13 @@ class Picture:
 
 @dataclass
 class Problem:
-    """A problem: text, prompt's token ids, reference answer and, for a --reward of one's own, the data's row."""
+    """A problem: text, prompt's token ids, reference answer, and what a completion of it is graded by: answer and text,
+    or for a --reward of one's own the data's row."""
 
     text: str
     prompt_ids: list
     answer: str
-    row: dict | None = None
+    given: tuple = ()
     image: Picture | None = None
     place: str = ""
 
@@ -511,9 +499,10 @@ def load_problems(source, tokenizer, args, flag):
                 cost = longest_sequence(args) + image.patches
                 need(cost <= args.micro_batch_tokens, f"--micro-batch-tokens: it needs {cost} with image patches")
             answer = "(graded by --reward)"
+            given = (row,)
             if "answer" in columns:
                 answer = reference_answer(row.get(columns["answer"]), columns["answer"])
-                row = None
+                given = (answer, text)
             (text + answer).encode()  # samples/ could not hold half of a surrogate pair
             prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config)
         if not answer:
@@ -521,7 +510,7 @@ def load_problems(source, tokenizer, args, flag):
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(text, prompt_ids, answer, row, image, place))
+            problems.append(Problem(text, prompt_ids, answer, given, image, place))
     need(problems, f"{flag} {source}: no usable row among {left_out.total()}; left out: {dict(left_out)}")
     if os.environ.get("RANK", "0") == "0":
         prompt = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
@@ -793,9 +782,7 @@ def verify(verifier, groups):
     ValueError, on every rank, where a reward of one's own does."""
     world = verifier.world
     asked = [(rollout.text, group.problem) for group in groups for rollout in group.rollouts]
-    cases = []
-    for text, problem in asked[world.rank :: world.size]:
-        cases.append((text, problem.row) if verifier.own else (text, problem.answer, problem.text))
+    cases = [(text, *problem.given) for text, problem in asked[world.rank :: world.size]]
     everyone = [None] * len(asked)
     for rank, part in enumerate(world.all_gather(verifier.judge(*zip(*cases, strict=True)))):
         everyone[rank :: world.size] = part
@@ -1060,18 +1047,19 @@ class Verifier:
 
     def __init__(self, args, world, sets=()):
         self.world = world
-        self.own = args.reward != "math"
         self.function = judge
         self.prepare = importlib.import_module, "math_verify"
-        if self.own:
+        trial = []
+        if args.reward != "math":
             self.function = functools.partial(own_reward, args.reward)
             self.prepare = _load, args.reward
             self.limit = args.reward_seconds
-        start_server()
-        self.start()
-        trial = []
-        if self.own:
             trial = [Group(problems[0], [Rollout([], [], "", False)]) for problems in sets if problems]
+        with chdir(Path(__file__).parent):  # where Python 3.11's server finds this file and no other folder's
+            forkserver.set_forkserver_preload(["common", "math_verify"])
+            forkserver.ensure_running()
+        self.start()
+        if trial:
             verify(self, trial)
         for group in trial:
             [verdict] = group.verdicts

@@ -105,7 +105,7 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
     assert [(p.text, p.answer) for p in data] == [("1+1=?", "2"), ("1+2=?", "3")]
     assert "2 problems; left out: {'repeated': 1}" in capsys.readouterr().out
     own = load(source, tokenizer, reward="x")
-    assert [p.text for p in own] == ["1+1=?", "1+2=?"] and own[1].row["reward_model"]["ground_truth"] == "3"
+    assert [p.text for p in own] == ["1+1=?", "1+2=?"] and own[1].given[0]["reward_model"]["ground_truth"] == "3"
     with pytest.raises(ValueError, match=r"row 0: column 'prompt' holds no text"):
         load(write(tmp_path / "c.jsonl", [first | {"prompt": first["prompt"][:1]}]), tokenizer)
 
@@ -148,7 +148,7 @@ def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
     rows += [{"problem": "2?", "goal": 0.5, "all": "both"}, {"problem": "3?", "all": True, "other": float("nan")}]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / name).write_text("\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]")
-    assert [json.dumps(problem.row) for problem in load(tmp_path / name, tokenizer, reward="x")] == lines
+    assert [json.dumps(*problem.given) for problem in load(tmp_path / name, tokenizer, reward="x")] == lines
 
 
 def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, capsys):
@@ -365,7 +365,7 @@ def test_reward_functions(tmp_path, tokenizer):
     (tmp_path / "mine.py").write_text("def length(completion, row):\n    return len(completion) / row['goal']\n")
     source = write(tmp_path / "a.jsonl", [{"prompt": "say", "goal": 4}])
     (problem,) = load(source, tokenizer, reward="x")
-    assert problem.row == {"prompt": "say", "goal": 4}
+    assert problem.given == ({"prompt": "say", "goal": 4},)
     assert problem.place == f"--dataset {source}, row 0"
     group = common.Group(problem, [common.Rollout(None, None, text, False) for text in ("ab", "abcd")])
     verifier = make_verifier(1, f"{tmp_path}/mine.py:length")

@@ -265,7 +265,7 @@ def test_no_row_is_fetched_from_the_network(seeing, tmp_path):
     args = common.Args(template="plain", reward="mine.py:score")  # a reward of one's own is given every column
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     (problem,) = common.load_problems(str(tmp_path / "rows.parquet"), tokenizer, args, "--dataset")
-    assert problem.row["image"] == image
+    assert problem.given[0]["image"] == image
     with pytest.raises(ValueError, match=r"row 0: its image cannot be read"):
         load(tmp_path / "rows.parquet", seeing)
     server.shutdown()

@@ -144,7 +144,7 @@ def own(tmp_path):
     return lambda name, *problems: make_verifier(1, f"{tmp_path}/mine.py:{name}", 2, [problems])
 
 
-PROBLEM = common.Problem("", [0], "", {}, None, "--dataset a.jsonl, row 7")
+PROBLEM = common.Problem("", [0], "", ({},), None, "--dataset a.jsonl, row 7")
 
 
 def group_of(*texts):

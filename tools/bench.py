@@ -274,10 +274,10 @@ def fit(
         print(f"| {name} |", " | ".join(cells), "|")
 
 
-def boxed(answer, gold):
-    """Return a group of one response, which has this answer in a box."""
+def boxed(answer, given):
+    """Return a group of one response, which has this answer in a box; it is graded by `given`."""
     response = common.Rollout([], None, f"\\boxed{{{answer}}}", False)
-    return common.Group(common.Problem("", [0], gold), [response])
+    return common.Group(common.Problem("", [0], "", (given,)), [response])
 
 
 def verifier():
@@ -293,7 +293,7 @@ def verifier():
         root = "" if n % 4 else "\\sqrt{2}"
         gold = f"\\frac{{{2 * n}{root}}}{{{2 * n + 2 + n // 4 % 2}}}"
         ordinary.append(boxed(f"\\frac{{{n}{root}}}{{{n + 1}}}", gold))
-    instant = [boxed(n, "") for n in range(1000)]
+    instant = [boxed(n, {}) for n in range(1000)]
     towers = [boxed(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", "\\sqrt{7}+\\sqrt{5}") for n in range(9, 29)]
     common.verify(made, ordinary[-64:])  # This starts the processes.
     if world.rank == 0:

@@ -448,7 +448,7 @@ def row_of(name, protocol, label, groups, greedy):
         row["mIoU"] = {"mean": 100 * correct_SPN.mean().item()}
     if protocol.also:
         rule = getattr(rewards, protocol.also)
-        scores = [rule(rollout.text, group.problem.row) for group in groups for rollout in group.rollouts]
+        scores = [rule(rollout.text, *group.problem.given) for group in groups for rollout in group.rollouts]
         row[protocol.also] = {"mean": 100 * float(np.mean(scores))}
     if protocol.samples > 1:
         responses_PG = [[rollout.ids for rollout in group.rollouts] for group in groups]
@@ -577,9 +577,6 @@ def main(args):
     rows = {name: [] for name in chosen}
     if data:
         widest = max((settings[name] for name in data), key=common.longest_sequence)  # All share an engine.
-        sampler = common.Sampler(folder, tokenizer, widest, world)
-        source = run if (run / "manifest.json").is_file() else folder
-        sampler.load(weights_of(source, config, sampler.dtype))
         verifiers = {}
         for name, sets in data.items():
             grading = chosen[name].grading
@@ -588,7 +585,12 @@ def main(args):
             if grading == "unboxed":
                 verifiers[grading].function = judge_unboxed
                 verifiers[grading].limit = 300  # seconds
-            rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifiers[grading], sets, args.texts)
+        sampler = common.Sampler(folder, tokenizer, widest, world)
+        source = run if (run / "manifest.json").is_file() else folder
+        sampler.load(weights_of(source, config, sampler.dtype))
+        for name, sets in data.items():
+            verifier = verifiers[chosen[name].grading]
+            rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifier, sets, args.texts)
         sampler.close()
     if world.rank:
         return
