@@ -5,6 +5,7 @@ The tables hold one case a line, `gold  ?  answer in the box`.
 
 import inspect
 import json
+import random
 import re
 import time
 
@@ -648,20 +649,36 @@ def test_what_a_problem_asks_for_is_not_its_answer(verifier):
     assert verifier.grade([r"\boxed{2x+4}", r"\boxed{4+2x}"], ["2x+4"] * 2, [own] * 2) == [1.0, 1.0]
 
 
-def test_no_pattern_is_slow():
+PIECES = r"""
+    0 1 9. a A % ° ( (( [ { } ) ] , : ; = < ≤ + - ^ _ ~ & ! | \ \{ \} \, \! \\ \[ $ ½ e 1e 1, 1,111 =1,11 (1, {1 cm/ M_
+    _{ a_ A, () {} 1+ ~mm^2 x= x_1, }~\text{ \text{ \text{a} \frac \frac{1} \frac12 \sqrt \pm \cup \approx \color{a}
+    \mu \alpha \ldots \AA \begin{pmatrix} \left( \right) \boxed{ \circ ~\
+""".split()  # noqa: SIM905  one list is easier to read
+PIECES += ["m ", "m^2 per ", "the m^2 ", "1~in ^", "in base ", "or ", " and ", "a b ", "1 ab ", "Area ", ", ", " "]
+SLOW = [  # a second and more for patterns that give back what they took
+    r"5\mu" + r"\alpha" * 9 + "+1",
+    r"5 \text{ cm}" + r" \ldots" * 9 + "+1",
+    r"\begin{pmatrix}\text{" * 15 + "=(,",
+    "1" + "~mm^2\\" * 30,
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_pattern_is_slow(seed):
     """An answer has at most 2,000 characters. Each is read and compared within a bound on processor time, whatever is
-    repeated in it."""
-    pieces = r"""
-        0 1 9. a A % ° ( (( [ { } ) ] , : ; = < ≤ + - ^ _ ~ & ! | \ \{ \} \, \! \\ \[ $ ½ e 1e 1, 1,111 =1,11 (1, {1 cm/
-        _{ a_ A, () {} 1+ ~mm^2 x= x_1, }~\text{ \text{ \text{a} \frac \frac{1} \frac12 \sqrt \pm \cup \approx \color{a}
-    """.split()  # noqa: SIM905  one list is easier to read
-    pieces += ["m ", "m^2 per ", "the m^2 ", "1~in ^", "in base ", "or ", " and ", "a b ", "1 ab ", "Area ", ", ", " "]
-    for piece in pieces:
+    repeated in it: one piece after the other, and random runs of pieces between random ends."""
+    rng = random.Random(seed)
+    texts = [*SLOW]
+    for piece in PIECES[seed::3]:
         run = piece * (1900 // len(piece))
-        for text in (f"{run}@", f"1{run}", f"({run})", f"\\text{{{run}}}", f"5{run}" + ")" * 90):
-            started = time.process_time()
-            compare(text, r"(1,\sqrt{2})")
-            assert time.process_time() - started < 0.4, piece
+        texts += [f"{run}@", f"1{run}", f"({run})", f"\\text{{{run}}}", f"5{run}" + ")" * 90]
+    for _ in range(500):
+        start, unit, end = ("".join(rng.choices(PIECES, k=rng.randint(*many))) for many in ((0, 2), (2, 3), (0, 2)))
+        texts.append(f"{start}{unit * (rng.choice((100, 1900)) // len(unit))}{end}")
+    for text in texts:
+        started = time.process_time()
+        compare(text, r"(1,\sqrt{2})", "What is $3+4x$?")
+        assert time.process_time() - started < 0.4, text
 
 
 @needs_data
