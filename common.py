@@ -1523,17 +1523,9 @@ def keep_best(policy, source, dtype, metrics, record, step):
 
 
 # --------------------------- checkpoint
-def sha256(file):
-    """Return the SHA-256 of a file."""
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def digests(folder, world):
-    """Return the SHA-256 of a checkpoint's files of tensors; ranks share the work."""
-    names = world.all_gather([file.name for file in folder.glob("*.safetensors")])[0]
-    digest = {name: sha256(folder / name) for name in names[world.rank :: world.size]}
-    return dict(ChainMap(*world.all_gather(digest)))
+def sizes(folder):
+    """Return how many bytes each of a folder's files of tensors has."""
+    return {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
 
 
 def write_whole(file, text):
@@ -1572,15 +1564,14 @@ def save_checkpoint(policy, optimizer, step, position, record):
     if optimizer.state:  # else asking for it would make it, a step old
         state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
-    files = digests(partial, world)
-    if world.rank == 0:
+    if world.rank == 0:  # every rank's shards are on the disk
         manifest = {
             "step": step,
             "ranks": world.size,
             "position": position,
             "seconds": time.time() - record.started,
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
-            "files": files,
+            "files": sizes(partial),
         }
         write_whole(partial / "manifest.json", json.dumps(manifest))
         give_name(partial, final)
@@ -1598,7 +1589,7 @@ def newest_checkpoint(record):
         manifest = {}
         with suppress(OSError, ValueError, TypeError):
             manifest |= json.loads((folder / "manifest.json").read_text())
-        if manifest.get("files") == digests(folder, record.world):
+        if record.world.all_gather(manifest.get("files") == sizes(folder))[0]:
             return folder, manifest
         record.say(f"{folder}: damaged; passed over")
     need(not found, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
@@ -1660,17 +1651,18 @@ def inputs_of(args):
         path = Path(source.partition(":")[0])
         for file in [path, *path.glob("**/*.arrow")]:
             if file.is_file():
-                found[str(file)] = sha256(file)
+                with open(file, "rb") as opened:
+                    found[str(file)] = hashlib.file_digest(opened, "sha256").hexdigest()
     return found
 
 
 def open_run(folder, args, script, world):
-    """Make the folder and run.json, with a resumed run's as `before`; return a file that is locked until this process
-    ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
+    """Make the folder and run.json, where a resumed run's commands stand before this one; return a file that is locked
+    until this process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
     file = folder / "run.json"
     about = {
         "script": script,
-        "command": shlex.join(sys.argv),
+        "commands": [shlex.join(sys.argv)],
         "args": json.loads(json.dumps(asdict(args))),
         "inputs": inputs_of(args),
         "ranks": world.size,
@@ -1684,7 +1676,7 @@ def open_run(folder, args, script, world):
     if args.resume:
         need(file.exists(), f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
         before = json.loads(file.read_text())
-        about["before"] = before
+        about["commands"] = before["commands"] + about["commands"]
         name = before["script"]
         need(name == script, f"--resume: {args.run_dir} holds a run of {name}.py, not of {script}.py")
         must_stay = set(before["args"]) - MAY_CHANGE

@@ -34,7 +34,7 @@ OWN = {  # With these the position in the data depends on what was drawn.
     "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # Its reference must be the model that the run began with.
     "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 6, "--demonstrations", 1, "--irl-lr", 1e-4],
 }
-ROLES = {"torch.distributed.run": "agent", "_verifier_worker": "worker"}  # by what is in a command line
+ROLES = {"torch.distributed.run": "agent", "multiprocessing": "worker"}  # by what is in a command line
 ROLES |= {f"{script}.py": "trainer" for script in OWN}
 WAYS = ("SIGKILL of one rank", "SIGKILL of all ranks", "SIGKILL of torchrun", "SIGTERM of torchrun")
 
