@@ -606,6 +606,7 @@ VLLM = {  # environment variables, unless set
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "OMP_NUM_THREADS": str(torch.get_num_threads()),
     "PYTHONSAFEPATH": "1",  # vLLM starts a `python -m`, which would import from the current folder
 }
 
@@ -641,11 +642,9 @@ class Sampler:
     """The only contact with vLLM: an engine for --tensor-parallel ranks. It has no weights before `load`."""
 
     def __init__(self, folder, tokenizer, args, world):
-        for name, value in VLLM.items():
-            os.environ.setdefault(name, value)
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what its imports log
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|transformers")
+        os.environ.update(VLLM | os.environ)
+        logging.getLogger("vllm").setLevel("ERROR")  # for what its imports log
+        warnings.simplefilter("ignore", FutureWarning)
         cuda = world.device.type == "cuda"
         torch._dynamo.config.disable = not cuda  # else vLLM compiles for seconds before the first token
         from vllm import LLM
@@ -656,16 +655,13 @@ class Sampler:
         self.tokenizer = tokenizer
         self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}  # vLLM adds the model's
         config = AutoConfig.from_pretrained(folder)
-        self.tied = config.tie_word_embeddings
-        self.expected = dict(empty_model(config).named_parameters()).keys()
-        settings = {"skip_tokenizer_init": True}
-        if hasattr(config, "vision_config"):
-            settings = {
-                "limit_mm_per_prompt": {"image": 1, "video": 0},
-                "mm_processor_kwargs": {"max_pixels": args.max_pixels},
-                "skip_mm_profiling": not cuda,
-                "mm_device_do_normalize": False,  # vLLM 0.32's dummy loading overwrites the mean and deviation
-            }
+        lm = empty_model(config)
+        self.expected = {name for name, _ in lm.named_parameters()}
+
+        class Wrapped(type(lm.model)):
+            """What vLLM takes for a kind without a model of its own: it changes the class in place, so not ours."""
+
+        transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
         self.llm = LLM(
             model=str(folder),
             dtype=self.dtype,
@@ -684,7 +680,12 @@ class Sampler:
             generation_config="vllm",
             # reloading on a CPU, vLLM 0.32 leaves a tied head behind; logits as the policy's
             hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
-            **settings,
+            skip_tokenizer_init=not hasattr(config, "vision_config"),
+            # the rest is for models that see
+            limit_mm_per_prompt={"image": 1, "video": 0},
+            mm_processor_kwargs={"max_pixels": args.max_pixels},
+            skip_mm_profiling=not cuda,
+            mm_device_do_normalize=False,  # vLLM 0.32's dummy loading overwrites the mean and deviation
         )
         self.sleep()
 
@@ -719,10 +720,10 @@ class Sampler:
             for key_g, output in zip(part, outputs, strict=True):
                 only = output.outputs[0]
                 rollout_of[key_g] = Rollout(
-                    ids=np.array(only.token_ids, np.int64),
-                    logp=np.array(only.logprobs.logprobs, np.float32),
-                    text=self.tokenizer.decode(only.token_ids, skip_special_tokens=True),
-                    truncated=only.finish_reason == "length",
+                    np.array(only.token_ids, np.int64),
+                    np.array(only.logprobs.logprobs, np.float32),
+                    self.tokenizer.decode(only.token_ids, skip_special_tokens=True),
+                    only.finish_reason == "length",
                 )
         rollout_of = dict(ChainMap(*self.world.all_gather(rollout_of)))
         if not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
@@ -730,7 +731,7 @@ class Sampler:
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
 
     def load(self, weights):
-        """Load a policy or (name, tensor) pairs. Raises RuntimeError for wrong names: vLLM ignores a missing layer."""
+        """Load a policy or (name, tensor) pairs. Raises ValueError for wrong names: vLLM ignores a missing layer."""
         if isinstance(weights, Policy):
             weights = full_weights(weights, self.dtype)
         sent = set()
@@ -739,15 +740,14 @@ class Sampler:
             for name, tensor in weights:
                 sent.add(name)
                 yield name, tensor
-                if self.tied and name.endswith("embed_tokens.weight"):
+                if "lm_head.weight" not in self.expected and name.endswith("embed_tokens.weight"):  # tied
                     yield "lm_head.weight", tensor
 
         if self.sleeps:
             torch.cuda.empty_cache()  # the engine maps memory that torch must not hoard
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
-        if sent != self.expected:
-            raise RuntimeError(f"weights sent to vLLM: missing {self.expected - sent}, unknown {sent - self.expected}")
+        need(sent == self.expected, f"weights for vLLM: missing {self.expected - sent}, unknown {sent - self.expected}")
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
@@ -763,14 +763,20 @@ class Sampler:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def sampler_gap(logp_T, sampler_logp_T):
+def sampler_gap(logp_T, sampler_logp_T, record):
     """Return how far trainer and sampler differ on trained tokens: mean and max |difference| (nats), k3 estimate of
-    KL(sampler || trainer), effective share of samples under the ratios (1: no gap)."""
+    KL(sampler || trainer), effective share of samples under the ratios (1: no gap). Raises ValueError if the mean is
+    not rounding in the first step of a process that has one."""
     difference = (logp_T - sampler_logp_T).double().numpy()
     ratio = np.exp(difference)
+    gap = np.abs(difference)
+    mean = gap.mean()
+    disagree = f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step"
+    need(not mean > record.most_gap, f"{disagree}, more than {record.most_gap}: see docs/troubleshooting.md")
+    record.most_gap = math.inf
     return {
-        "gap_mean": np.abs(difference).mean(),
-        "gap_max": np.abs(difference).max(),
+        "gap_mean": mean,
+        "gap_max": gap.max(),
         "gap_kl": (ratio - 1 - difference).mean(),
         "gap_ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
     }
@@ -1250,35 +1256,34 @@ class Batch:
 
 # ------------------------------- policy
 def packed_attention(
-    module, query, key, value, *_, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **settings
+    _, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **rest
 ):
     """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
     key_N lists the places that each piece sees, its prompt's before its own: the causal window ends with the keys."""
-    grouped = query.shape[1] != key.shape[1]
+    need(attention_mask is None, "its attention has a mask of its own")
     if key_N is not None:  # with several threads key[:, :, key_N] would sum gradients in any order
         key = key.index_select(2, key_N)
         value = value.index_select(2, key_N)
-    if query.is_cuda and query.dtype == torch.bfloat16:
+    if not query.is_cpu and query.dtype == torch.bfloat16:
         from torch.nn.attention.varlen import varlen_attn  # neither a CPU nor float32 has it
 
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        borders = (cu_seq_lens_q, cu_seq_lens_k, settings["max_length_q"], settings["max_length_k"])
+        borders = (cu_seq_lens_q, cu_seq_lens_k, rest["max_length_q"], rest["max_length_k"])
         window = (-1, 0 if is_causal else -1)
-        out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=grouped)
+        out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=True)
         return out[None], None
     length_q = cu_seq_lens_q.diff().tolist()
     length_k = cu_seq_lens_k.diff().tolist()
     out = []
     for q, k, v in zip(query.split(length_q, 2), key.split(length_k, 2), value.split(length_k, 2), strict=True):
         mask = causal_lower_right(q.shape[2], k.shape[2]) if is_causal else None
-        out.append(F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=grouped))
+        out.append(F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True))
     return torch.cat(out, 2).transpose(1, 2), None
 
 
 transformers.AttentionInterface.register("packed", packed_attention)
 # With "flash" in the name, vision towers tell where their sequences end.
 transformers.AttentionInterface.register("packed_flash", packed_attention)
-transformers.AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
 # elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
@@ -1323,53 +1328,68 @@ class Policy(torch.nn.Module):
             embedding_NH = embedding_NH.index_copy(0, image_N, features)
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
-        size = max(1, LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH))
+        size = max(1, LOGITS_AT_ONCE["cpu" if hidden_NH.is_cpu else "cuda"] // len(weight_VH))
         hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [checkpoint(self._head, *chunk, weight_VH, entropies, use_reentrant=False) for chunk in chunks]
         return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
 
 
-def empty_model(config, attention="eager", **settings):
+def empty_model(config, **settings):
     """Return a config's model, without weights, never with the attention that a config.json names."""
     kind = transformers.AutoModelForCausalLM
     if hasattr(config, "vision_config"):
         kind = transformers.AutoModelForImageTextToText
     with torch.device("meta"):
-        return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, **settings)
+        return kind.from_config(config, trust_remote_code=False, attn_implementation="packed", **settings)
 
 
 def model_folder(args):
-    """Return --model's folder, fetched if it is a hub id. Raises ValueError for a model that cannot train."""
+    """Return --model's folder, fetched if it is a hub id; run no code of it. Raises ValueError for a model that this
+    project cannot train. That is no list of kinds: config.json says what neither attention nor head can do, a packed
+    row runs through the policy, whose weights are those of the files; and `sampler_gap` has the last word."""
     folder = Path(args.model)
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         if not folder.is_dir():
             patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # a node's other ranks wait for one
-        check_model(folder, args)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        need(hasattr(config, "vision_config") or not args.image_column, "has no vision tower for --image-column")
+        text = config.get_text_config()
+        kinds = set(getattr(text, "layer_types", ()))
+        need(kinds <= {"full_attention"}, f"has layers of {sorted(kinds)}; only full_attention is supported")
+        for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale"):
+            need(getattr(text, name, 1) in (None, 1), f"has {name}; only plain logits are supported")
+        context = text.max_position_embeddings
+        if "longrope" in text.rope_parameters.values():  # a longer sequence turns all others of its row, too
+            context = text.rope_parameters["original_max_position_embeddings"]
+            text.rope_parameters["rope_type"] = "default"  # whose angles do not depend on values, which meta has not
+        context = min(context, getattr(text, "sliding_window", None) or context)
+        need(longest_sequence(args) <= context, f"context or window {context}, and {longest_sequence(args)} are needed")
+        zero = torch.tensor([0])
+        group = Group(Problem("", [0], ""), [Rollout(zero, zero, "", False)], reward_G=zero)
+        with naming(f"a {config.model_type} like this does not take packed rows"):
+            policy = Policy(empty_model(config, dtype=torch.bfloat16), 1.0)
+            policy(Batch([group]).pack([0], "meta"))
+        names = set(map(hub_name, policy.state_dict())) - {"lm_head.bias"}  # which a policy leaves out
+        unlike = names ^ reader_of(folder).read_metadata().state_dict_metadata.keys()
+        aside = ("lm_head.weight", "rotary_emb.inv_freq")  # tied, or of an old file: nor does transformers read them
+        unlike = sorted(name for name in unlike if name in names or not name.endswith(aside))
+        need(not unlike, f"its files and a {config.model_type} differ in {len(unlike)} weights, such as {unlike[:2]}")
     return folder
 
 
-def check_model(folder, args):
-    """Raise ValueError for what this project cannot train; run no code of the folder."""
-    need((folder / "config.json").is_file() and any(folder.glob("*.safetensors")), "no config.json or weights")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    sees = hasattr(config, "vision_config")
-    need(sees or not args.image_column, f"has no vision tower for --image-column {args.image_column}")
-    if sees and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
-        raise ValueError(f"of models that see only qwen2_vl and qwen2_5_vl, not {config.model_type}")
-    text = config.get_text_config()
-    other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention"})
-    other += [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(text, name, None)]
-    need(not other, f"has {other}; only plain causal attention is supported")
-    lm = empty_model(config)
-    decoder = lm.model.language_model if sees else getattr(lm, "model", None)
-    if not hasattr(decoder, "embed_tokens") or not hasattr(decoder, "layers") or lm.lm_head.bias is not None:
-        raise ValueError(f"{type(lm).__name__} is not built as model.embed_tokens, model.layers, unbiased lm_head")
-    longest = longest_sequence(args)
-    fits = longest <= text.max_position_embeddings
-    need(fits, f"context {text.max_position_embeddings}, and a prompt with its response may have {longest}")
+def reader_of(folder):
+    """Return a reader of the files that transformers would read: one that is whole, else an index's. Others are left
+    aside, such as the shards of an older save."""
+    whole = folder / "model.safetensors"
+    files = [str(whole)]
+    if not whole.exists():
+        files, _ = transformers.utils.hub.get_checkpoint_shard_files(folder, f"{whole}.index.json")
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader.fs.ls = lambda _: files
+    return reader
 
 
 def hub_name(name):
@@ -1380,14 +1400,16 @@ def hub_name(name):
 def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part. Weights and reductions are float32."""
     config = AutoConfig.from_pretrained(folder)
-    lm = empty_model(config, "packed", dtype=torch.float32)
-    if args.activation_checkpointing:
-        lm.gradient_checkpointing_enable()
+    lm = empty_model(config, dtype=torch.float32)
     units = list(lm.get_decoder().layers)
     if hasattr(config, "vision_config"):
         units += lm.model.visual.blocks
         lm.model.visual.requires_grad_(bool(args.image_column))
-    policy = Policy(lm, args.temperature).train()  # else activations are never recomputed
+    policy = Policy(lm, args.temperature).eval()  # without dropout, which the sampler does not have
+    if args.activation_checkpointing:
+        lm.gradient_checkpointing_enable()
+        for unit in units:
+            unit.training = True  # else it is not recomputed; dropout is inside of it
     dtype = compute_dtype(args, world)
     if dtype == torch.bfloat16:  # the head's product, the only one in float32, as TF32, which holds bf16 exactly
         torch.set_float32_matmul_precision("high")
@@ -1396,12 +1418,11 @@ def load_policy(folder, args, world):
     if world.device.type == "cpu":
         policy.set_reshard_after_forward(False)  # memory has room; the backward pass need not gather again
     policy.to_empty(device=world.device)
-    for module in policy.modules():
-        if hasattr(module, "inv_freq"):  # buffers in no checkpoint
-            for name, buffer in type(module)(module.config).to(world.device).named_buffers():
-                module.register_buffer(name, buffer, persistent=False)
+    for parameter in policy.parameters():
+        parameter._is_hf_initialized = True
+    policy.apply(lm._init_weights)  # gives what is not, the buffers that no checkpoint has, the values of its module
     weights = {hub_name(name): x for name, x in get_model_state_dict(policy).items()}
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    dcp.load(weights, storage_reader=reader_of(folder))
     return policy
 
 
@@ -1714,6 +1735,7 @@ class Record:
         self.started = time.time()
         self.start_step()
         self.skips_in_a_row = 0
+        self.most_gap = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01  # until it is measured
         self.board = None
         if world.rank == 0:
             self.lock = open_run(self.folder, args, script, world)

@@ -363,7 +363,7 @@ def learn(policy, reference, optimizer, batch, seed, record):
     if reference is not None:
         metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
-        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
+        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         entropy_R = common.mean_by(entropy_T.double(), batch.response_T)
         metrics["entropy_response"] = entropy_R[batch.response_T[trained_T].unique()].mean().item()  # section 2.2

@@ -221,7 +221,7 @@ def learn(policy, reference, optimizer, batch, record):
         if chosen_T.any():
             metrics[name] = logp_T[chosen_T].mean().item()
     if trained_T.any():
-        metrics.update(common.sampler_gap(logp_T[trained_T], batch.sampler_logp_T[trained_T]))
+        metrics.update(common.sampler_gap(logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
     return metrics, {**inputs, **seen, "entropy_T": entropy_T, "trained_T": trained_T}
 

@@ -250,7 +250,7 @@ def learn(policy, reference, optimizer, batch, record):
     if reference is not None:
         metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
-        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
+        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
     return metrics, {**inputs, **seen, "entropy_T": entropy_T, "trained_T": trained_T}
 

@@ -270,7 +270,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
         metrics["ratio_min"] = ratio_T.min().item()
         metrics["ratio_mean"] = ratio_T.mean().item()
         metrics["ratio_max"] = ratio_T.max().item()
-        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T]))
+        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
         trained_S = segment_T[trained_T].unique()
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         metrics["segments_per_response"] = len(trained_S) / trained_R.sum().item()

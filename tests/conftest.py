@@ -152,13 +152,13 @@ def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, set
     return verifier
 
 
-def random_model(folder: Path, tied: bool) -> Path:
-    """Save a random 2-layer Qwen2 with biases and grouped heads, and the toy tokenizer."""
+def random_model(folder: Path, tied: bool = False, kind: str = "qwen2", norms: float = 0, **settings) -> Path:
+    """Save a random 2-layer model with biases and grouped heads, and the toy tokenizer."""
     from toy import make_tokenizer
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = make_tokenizer(folder)
-    config = Qwen2Config(
+    shape = dict(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=96,
@@ -173,10 +173,12 @@ def random_model(folder: Path, tied: bool) -> Path:
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape | settings))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
+        elif parameter.dim() == 1:
+            parameter.data += norms * torch.randn(parameter.shape)
     model.save_pretrained(folder)
     return folder
 

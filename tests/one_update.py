@@ -72,6 +72,7 @@ def update(
     reverse: bool = False,
     irl: bool = False,
     repeat: int = 1,
+    most_gap: float = np.inf,
 ) -> dict:
     """Train one step of six prompts by four responses; return what it did."""
     module = importlib.import_module(script)
@@ -80,6 +81,7 @@ def update(
     settings = module.Args(model=model, group_size=4, **flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
     record = common.Record(settings, script, world)
+    record.most_gap = most_gap  # the sampler's log-probs are made up
     policy = common.load_policy(Path(model), settings, world)
     before = {name: parameter.full_tensor().clone() for name, parameter in policy.named_parameters()}
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, fused=True)
@@ -106,7 +108,7 @@ def update(
             else:
                 seed = [5] if script == "cwgrpo" else []
                 metrics, seen = module.learn(policy, reference, optimizer, batch, *seed, record)
-    except FloatingPointError as error:
+    except (FloatingPointError, ValueError) as error:
         said = str(error)
     return {
         "gradient": {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None},

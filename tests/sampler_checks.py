@@ -37,6 +37,7 @@ def main(args: Args) -> None:
     sampler = common.Sampler(model, tokenizer, args, world)
     policy = common.load_policy(model, args, world)
     record = common.Record(args, "checks", world)
+    record.most_gap = 99  # weights are stale on purpose
     found = {}
 
     def sampled(stream, n=3, temperature=args.temperature):
@@ -47,7 +48,7 @@ def main(args: Args) -> None:
         batch = common.Batch([replace(group, reward_G=torch.zeros(len(group.rollouts))) for group in groups])
         mine = batch.deal(batch.total_R > 0, world, args.micro_batch_tokens)
         logp_T, _ = common.score(policy, batch, mine, record, "gap")
-        return common.sampler_gap(logp_T, batch.sampler_logp_T)["gap_max"]
+        return common.sampler_gap(logp_T, batch.sampler_logp_T, record)["gap_max"]
 
     def change(by: float) -> None:
         with torch.no_grad():
@@ -94,6 +95,6 @@ def main(args: Args) -> None:
     weights = common.full_weights(policy, sampler.dtype)
     try:
         sampler.load(pair for pair in weights if not pair[0].endswith("layers.1.self_attn.k_proj.bias"))
-    except RuntimeError as error:
+    except ValueError as error:
         found["missing name"] = str(error)
     print(json.dumps(found))

@@ -328,36 +328,13 @@ def test_flags_of_sspo_that_cannot_work(plain_python, settings, message):
         sspo.main(sspo.Args(dataset="mine.jsonl", **settings))
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, r"has \['sliding_attention'\]"),
-        ({"final_logit_softcapping": 30.0}, r"has \['final_logit_softcapping'\]"),
-        ({"max_position_embeddings": 90}, "context 90, and a prompt with its response may have 96"),
-        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not built as"),
-    ],
-)
-def test_models_that_cannot_work(tiny, tmp_path, change, message):
-    shutil.copytree(tiny, tmp_path / "model")
-    config = json.loads((tiny / "config.json").read_text())
-    config.pop("layer_types", None)
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | change))
-    args = common.Args(model=str(tmp_path / "model"), max_prompt_tokens=32, max_response_tokens=64)
-    assert common.model_folder(replace(args, model=str(tiny))) == tiny
-    with pytest.raises(ValueError, match=message):
-        common.model_folder(args)
-
-
 def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         ValueError, match="--model no/such, a folder or the id of a model of the hub, of which no code is run: "
     ):
         common.model_folder(common.Args(model="no/such"))
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        common.model_folder(common.Args(model=str(tmp_path)))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"no config\.json or weights"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         common.model_folder(common.Args(model=str(tmp_path)))
 
 

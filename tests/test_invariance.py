@@ -49,6 +49,11 @@ def test_gradient_and_metrics(step, script):
     check_alike(step(3, script, 50, reverse=True), alone)
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_first_step_in_which_sampler_and_trainer_disagree_ends_the_run(step, script):
+    assert ": sampler and trainer disagree by " in step(1, script, most_gap=0.01)["said"]
+
+
 def test_nodes_and_activation_checkpointing_change_nothing(step):
     """Two nodes replicate; three processes of one node shard."""
     two = step(2, "sspo", args=ONE["sspo"] | {"activation_checkpointing": True})

@@ -31,7 +31,7 @@ def test_log_probs_of_greedy_answers_are_at_temperature_1(found):
 
 def test_a_stream_that_misses_a_name_is_refused(found):
     assert found["missing name"] == (
-        "weights sent to vLLM: missing {'model.layers.1.self_attn.k_proj.bias'}, unknown set()"
+        "weights for vLLM: missing {'model.layers.1.self_attn.k_proj.bias'}, unknown set()"
     )
 
 

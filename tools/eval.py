@@ -368,8 +368,8 @@ def model_of(path):
 def weights_of(folder, config, dtype):
     """Yield (name, tensor) of a model folder, or of a checkpoint's policy, as `Sampler.load` takes them, without a tied
     head. The parameters of models that see have other names on the hub than in memory."""
-    reader = dcp.HuggingFaceStorageReader(str(folder))
     checkpoint = (folder / "manifest.json").is_file()
+    reader = dcp.HuggingFaceStorageReader(str(folder)) if checkpoint else common.reader_of(folder)
     for name, parameter in common.empty_model(config).named_parameters():
         key = f"policy.{name}" if checkpoint else common.hub_name(name)
         weights = {key: torch.empty(parameter.shape)}  # Every rank reads them all, so it reads one at a time.

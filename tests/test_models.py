@@ -1,0 +1,123 @@
+"""Kinds of models: each trains as transformers and vLLM compute it, or is refused in words before an engine starts."""
+
+import pytest
+import torch
+from conftest import check_sampler, random_model
+from jobs import Jobs
+from safetensors.torch import load_file, save_file
+from test_policy import CPU, batch_of
+from transformers import AutoModelForCausalLM
+
+import common
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.1] * 16, "long_factor": [4.0] * 16, "rope_theta": 10000.0}
+LONG = {"rope_parameters": LONGROPE, "max_position_embeddings": 512}
+TRAINED = {kind: {} for kind in ("qwen2", "qwen3", "llama", "mistral", "phi3", "glm4", "olmo2")} | {
+    "gemma": {"tied": True},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "phi3-longrope": LONG | {"original_max_position_embeddings": 256},
+    "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1},
+    "seed_oss": {"residual_dropout": 0.1},
+}
+SLOW = pytest.mark.slow
+REFUSED = {
+    "granite": ({"logits_scaling": 4.0}, "has logits_scaling"),
+    "qwen2-window": ({"use_sliding_window": True, "max_window_layers": 0}, r"has layers of \['sliding_attention'\]"),
+    "mistral-window": ({"sliding_window": 16}, "context or window 16, and 96 are needed"),
+    "phi3-longrope": (LONG | {"original_max_position_embeddings": 64}, "context or window 64,"),
+    "nemotron": ({}, "a nemotron like this does not take packed rows"),
+    "doge": ({}, "its attention has a mask of its own"),
+    "phi": ({}, r"such as \['lm_head.bias'"),
+    "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2}, "a qwen3_moe differ in 28 weights"),
+}
+
+
+def model_of(folder, kind: str, settings: dict):
+    """Save a random model of a kind; return the arguments of a run."""
+    random_model(folder, kind=kind.split("-")[0], norms=0.2, head_dim=32, **settings)
+    limits = {"max_prompt_tokens": 32, "max_response_tokens": 64}
+    return common.Args(str(folder), **limits, temperature=0.7, activation_checkpointing=True)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind, tmp_path):
+    settings, message = REFUSED[kind]
+    with pytest.raises(ValueError, match=f"^--model .*{message}"):
+        common.model_folder(model_of(tmp_path, kind, settings))
+
+
+@pytest.mark.parametrize("longest", [4, 60])
+@pytest.mark.parametrize("kind", TRAINED)
+def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python, tmp_path, kind, longest):
+    """Of each response whole and alone, by transformers' model; prompts, which are shared, shorter and longer than the
+    responses. Buffers that no checkpoint has hold their values, and there is no dropout."""
+    monkeypatch.setitem(common.LOGITS_AT_ONCE, "cpu", 5 * 263)
+    args = model_of(tmp_path, kind, TRAINED[kind])
+    policy = common.load_policy(common.model_folder(args), args, common.init_world())
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    batch = batch_of(3, prompt=longest)
+    micro = batch.pack([10, 3, 7, 0, 1, 2, 4, 5, 6, 8, 9], CPU)
+    assert micro.cost < batch.total_R.sum()
+    logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.token_T, x) for x in policy(micro))
+    assert not entropy_T.requires_grad and logp_T.dtype == torch.float32
+
+    logps, entropies = [], []
+    for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
+        prompt = batch.groups[p].problem.prompt_ids
+        ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
+        logits = reference(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7
+        logp_V = logits.log_softmax(-1)
+        logps.append(logp_V.gather(-1, ids[0, len(prompt) :, None])[:, 0])
+        entropies.append(-(logp_V.exp() * logp_V).sum(-1))
+    expected_T = torch.cat(logps)
+    torch.testing.assert_close(logp_T, expected_T, atol=5e-5, rtol=0)
+    torch.testing.assert_close(entropy_T, torch.cat(entropies), atol=5e-5, rtol=0)
+
+    weight_T = torch.randn(len(logp_T))
+    (logp_T * weight_T).sum().backward()
+    (expected_T * weight_T).sum().backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in policy.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        assert (gradient - expected[name].grad).norm() < 1e-5 * expected[name].grad.norm(), name
+
+
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=() if each == "smollm3" else SLOW) for each in TRAINED])
+def test_sampler_and_trainer_agree(kind, tmp_path):
+    """For SmolLM3 vLLM changes transformers' own class."""
+    model = model_of(tmp_path, kind, TRAINED[kind]).model
+    engine = Jobs("runs.py", tmp_path, model, "float32", ranks=2)
+    found = check_sampler(engine, ["--model", model, "--run-dir", tmp_path / "run"])
+    engine.end()
+    assert max(found["gap after the first sync"], found["gap after a changed sync"]) < 1e-4
+
+
+@pytest.mark.parametrize("size", ["1GB", "50KB"])
+def test_shards_of_an_older_save_are_left_aside(tiny, tmp_path, plain_python, size):
+    """Beside a whole file, and beside an index."""
+    args = model_of(tmp_path, "qwen2", {})
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00009-of-00009.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    policy = common.load_policy(common.model_folder(args), args, common.init_world())
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(parameter.full_tensor(), model.get_parameter(name)), name
+
+
+def test_names_of_weights(tmp_path):
+    """Files may have a tied head and what modules make themselves; else they have what the policy has."""
+    args = model_of(tmp_path, "gemma", TRAINED["gemma"])
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"lm_head.weight": torch.ones(1), "layers.0.rotary_emb.inv_freq": torch.ones(2)}, file)
+    assert common.model_folder(args) == tmp_path
+    save_file(weights | {"model.norm.bias": torch.ones(1)}, file)
+    with pytest.raises(ValueError, match=r"differ in 1 weights, such as \['model.norm.bias'\]"):
+        common.model_folder(args)
+    del weights["model.norm.weight"]
+    save_file(weights, file)
+    with pytest.raises(ValueError, match=r"differ in 1 weights, such as \['model.norm.weight'\]"):
+        common.model_folder(args)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+        common.model_folder(args)
