@@ -214,19 +214,19 @@ class World:
 def _report(kind, error, trace):
     """Say a refused flag, a divergence or a lost rank in one line, for torchrun's summary, too."""
     script = Path(sys.argv[0]).name
-    line = f"{script}: {error}"
-    if re.search("gloo/transport|remote process exited", line):  # gloo's, NCCL's
+    text = str(error)
+    if re.search("gloo/transport|remote process exited", text):  # gloo's, NCCL's
         why = "another rank is gone, or waited for this one in vain; see its output"
-        if "Timed out waiting" in line:
+        if "Timed out waiting" in text:
             why = "a collective timed out; the rank that says nothing did not come"
-        print(f"\n{script}: rank {os.environ['RANK']}: {why}: {error}\n", file=sys.stderr)
+        print(f"\n{script}: rank {os.environ['RANK']}: {why}: {text}\n", file=sys.stderr)
         return  # the summary is for the failure of the rank that is gone
-    if kind is not FloatingPointError and not str(error).startswith("--"):
+    if kind is not FloatingPointError and not text.startswith("--"):
         sys.__excepthook__(kind, error, trace)
     elif os.environ["LOCAL_RANK"] == "0":
-        print(f"\n{line}\n", file=sys.stderr)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        message = {"message": line, "extraInfo": {"timestamp": int(time.time())}}
+        print(f"\n{script}: {text}\n", file=sys.stderr)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torch's own handler would write a traceback there
+        message = {"message": f"{script}: {text}", "extraInfo": {"timestamp": int(time.time())}}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
@@ -1010,6 +1010,10 @@ def judge(completion, gold, problem="", seconds=1.0):
             answer, gold = equal
             equal = verify(_parse(gold), _parse(answer), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
         return float(equal), "graded"
+    except MemoryError:
+        raise
+    except Exception:
+        return 0.0, "error"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

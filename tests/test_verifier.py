@@ -62,6 +62,7 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     assert [score for score, _ in judged] == wanted
     counts = Counter(verdict for _, verdict in judged)
     assert counts["timeout"] >= 2 and counts["too_long"] >= 1, counts
+    assert verifier.judge([r"\boxed{5}"], [None]) == [(0.0, "error")], "a mistake of ours costs one answer"
 
 
 def test_processes_are_forked_from_one_that_has_imported_everything(verifier):
