@@ -920,7 +920,7 @@ def spell(text):
     """Return an answer in one spelling, without its unit; where it is a plain number also its name and its value."""
     text = spelled(text)
     name = NAME.match(text)
-    plain = as_fraction(NAME.sub("", text, count=1))
+    plain = as_fraction(NAME.sub("", text))
     value = sum(map(Fraction, plain.split())) if NUMBER.fullmatch(plain) else None
     return text, name and name[1], value
 
@@ -941,42 +941,44 @@ def ingredients(text):
 
 
 def compare(answer, gold, problem=""):
-    """Say whether an answer equals the gold one, or return both for math_verify. In turn: the same spelling is right; a
-    number is written out (1/2 for 0.5, not 1+1 for 2) and has no other name (not y=5 for x=5); words, bases and ratios
-    are text (not DC for CD); a solved inequality may be an interval (x>5 for (5,∞)); brackets (not [1,2) for (1,2)),
-    values (not 2,4 for 2,3), symbols (not 2m for 2n) and relations (not 1=1 for x=1) are the same; no more is left to
-    compute (not 2x+5+3x-8 for 5x-3); the question's own expression is no answer (not x^8-256 for its factors)."""
+    """Say whether an answer equals the gold one, or return both for math_verify to say."""
     answer, name, value = spell(answer)
     gold, gold_name, gold_value = spell(gold)
     if answer == gold:
         return True
+    # A number is written out, as 1/2 for 0.5 but not 1+1 for 2, and has no other name, such as y=5 for x=5.
     if gold_value is not None:
         return value == gold_value and (not name or not gold_name or name == gold_name)
     if "=" not in answer or "=" not in gold:
         answer, gold = NAME.sub("", answer), NAME.sub("", gold)
-    if WORDS.fullmatch(answer) or WORDS.fullmatch(gold):
+    # Words, letters, bases and ratios are text: DC is not CD.
+    if WORDS.fullmatch(gold):
         answer, gold = without_marks(answer), without_marks(gold)
         return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
     names, relations, operations, numbers = ingredients(answer)
     gold_names, gold_relations, gold_operations, gold_numbers = ingredients(gold)
-    if relations != gold_relations and "=" not in answer + gold:
+    # A solved inequality may stand for an interval, x>5 for (5,∞). Else there are as many relations: not 1=1 for 0.
+    if relations != gold_relations:
         solved = re.search("(?<![^<>≤≥≠])[a-z](?![^<>≤≥≠])", f"{answer}<{gold}")
         return bool(solved) and numbers == gold_numbers and (answer, gold)
+    # Brackets are the same, so [1,2) is not (1,2), but those of a tuple or a set may be left out.
     kind, parts = values(answer)
     gold_kind, golds = values(gold)
     if kind not in (gold_kind, gold_kind.strip("\\{()}"), rf"\{{{gold_kind}\}}"):
         return False
+    # Each value of a list is there, and written out.
     if gold_kind and not all(any(compare(part, each) for part in parts) for each in golds):
         return False
-    if relations != gold_relations or names != gold_names or (relations and len(names) == 1):
+    # Symbols are the same: 2m is not 2n, and 1=1 not x=1.
+    if names != gold_names or (relations and len(names) == 1):
         return False
+    # Not much is left to compute: 2x+5+3x-8 is not 5x-3.
     if not relations and operations > 2 * gold_operations:
         return False
+    # The question's own expression is no answer to it: x^8-256 are not its factors.
     problem = spell(problem)[0]
     if numbers & ingredients(problem)[3] - gold_numbers or bare(answer) in bare(problem):
         return False
-    if gold_kind[:1] in ("(", "["):
-        answer = gold[0] + ",".join(parts) + gold[-1]
     return for_parser(answer), for_parser(gold)
 
 
