@@ -740,7 +740,7 @@ class Sampler:
             for name, tensor in weights:
                 sent.add(name)
                 yield name, tensor
-                if "lm_head.weight" not in self.expected and name.endswith("embed_tokens.weight"):  # tied
+                if "lm_head.weight" not in self.expected and name.endswith("embed_tokens.weight"):
                     yield "lm_head.weight", tensor
 
         if self.sleeps:
@@ -772,8 +772,9 @@ def sampler_gap(logp_T, sampler_logp_T, record):
     gap = np.abs(difference)
     mean = gap.mean()
     disagree = f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step"
+    # NaN is no gap: updates without a finite gradient are skipped
     need(not mean > record.most_gap, f"{disagree}, more than {record.most_gap}: see docs/troubleshooting.md")
-    record.most_gap = math.inf
+    record.most_gap = math.inf  # what comes later has other causes
     return {
         "gap_mean": mean,
         "gap_max": gap.max(),
@@ -1368,9 +1369,11 @@ def model_folder(args):
         for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale"):
             need(getattr(text, name, 1) in (None, 1), f"has {name}; only plain logits are supported")
         context = text.max_position_embeddings
-        if "longrope" in text.rope_parameters.values():  # a longer sequence turns all others of its row, too
+        if "longrope" in text.rope_parameters.values():
+            # a longer sequence changes the angles of all others in its row
             context = text.rope_parameters["original_max_position_embeddings"]
-            text.rope_parameters["rope_type"] = "default"  # whose angles do not depend on values, which meta has not
+            # below, positions have no values on which angles could depend
+            text.rope_parameters["rope_type"] = "default"
         context = min(context, getattr(text, "sliding_window", None) or context)
         need(longest_sequence(args) <= context, f"context or window {context}, and {longest_sequence(args)} are needed")
         zero = torch.tensor([0])
@@ -1378,9 +1381,11 @@ def model_folder(args):
         with naming(f"a {config.model_type} like this does not take packed rows"):
             policy = Policy(empty_model(config, dtype=torch.bfloat16), 1.0)
             policy(Batch([group]).pack([0], "meta"))
-        names = set(map(hub_name, policy.state_dict())) - {"lm_head.bias"}  # which a policy leaves out
+        # a policy leaves out the bias of a head
+        names = set(map(hub_name, policy.state_dict())) - {"lm_head.bias"}
         unlike = names ^ reader_of(folder).read_metadata().state_dict_metadata.keys()
-        aside = ("lm_head.weight", "rotary_emb.inv_freq")  # tied, or of an old file: nor does transformers read them
+        # a head that is tied, and an old file's: nor does transformers read them
+        aside = ("lm_head.weight", "rotary_emb.inv_freq")
         unlike = sorted(name for name in unlike if name in names or not name.endswith(aside))
         need(not unlike, f"its files and a {config.model_type} differ in {len(unlike)} weights, such as {unlike[:2]}")
     return folder
@@ -1426,7 +1431,8 @@ def load_policy(folder, args, world):
     policy.to_empty(device=world.device)
     for parameter in policy.parameters():
         parameter._is_hf_initialized = True
-    policy.apply(lm._init_weights)  # gives what is not, the buffers that no checkpoint has, the values of its module
+    # what is not, the buffers that no checkpoint has, gets the values of its module
+    policy.apply(lm._init_weights)
     weights = {hub_name(name): x for name, x in get_model_state_dict(policy).items()}
     dcp.load(weights, storage_reader=reader_of(folder))
     return policy
@@ -1741,7 +1747,8 @@ class Record:
         self.started = time.time()
         self.start_step()
         self.skips_in_a_row = 0
-        self.most_gap = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01  # until it is measured
+        # between sampler and trainer, until it is measured
+        self.most_gap = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01
         self.board = None
         if world.rank == 0:
             self.lock = open_run(self.folder, args, script, world)

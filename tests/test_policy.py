@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PACKED
+from test_resume import ALONE
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -178,9 +179,9 @@ def test_sampler_gap(tmp_path):
     """And what comes of it in the first step that has one."""
     logps = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
     args = common.Args(model="m", run_dir=str(tmp_path))
-    world = SimpleNamespace(rank=1, device=CPU, all_gather=lambda thing: [thing])
-    record = common.Record(args, "gpg", world)
-    assert common.Record(replace(args, compute_dtype="bfloat16"), "gpg", world).most_gap == 0.1
+    half = replace(args, compute_dtype="bfloat16", run_dir=str(tmp_path / "half"))
+    assert common.Record(half, "gpg", ALONE).most_gap == 0.1
+    record = common.Record(args, "gpg", ALONE)
     with pytest.raises(ValueError, match=r"^--model m: sampler and trainer disagree by 0\.25 nats .*more than 0\.01:"):
         common.sampler_gap(*logps, record)
     common.sampler_gap(logps[0], logps[0] + 0.009, record)
