@@ -916,7 +916,7 @@ VALUE = re.compile(f"{PART}++")
 TUPLE = re.compile(rf"([(\[]|\\{{)({PART}*+(?:,{PART}*+)++)([\])]|\\}})")
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@functools.lru_cache
 def spell(text):
     """Return an answer in one spelling, without its unit; where it is a plain number also its name and its value."""
     text = spelled(text)
@@ -983,7 +983,7 @@ def compare(answer, gold, problem=""):
     return for_parser(answer), for_parser(gold)
 
 
-@functools.lru_cache(1 << 12)
+@functools.lru_cache
 def _parse(text):
     """Return what math_verify reads in an answer; decimals are exact."""
     from latex2sympy2_extended import NormalizationConfig
