@@ -1809,46 +1809,26 @@ class Record:
         (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
 
     def training(self, step, batch, seen, tokenizer, updates=1):
-        """Write samples/train-step<step>.txt, and as .json what the loss saw of each token (the *_T of `seen`): in each
-        update's first two groups with a gradient."""
+        """Write samples/train-step<step>.txt, and as .parquet what the loss saw of each token, the *_T of `seen`, with
+        a row for each response."""
         file = f"train-step{step:05d}"
         self.samples(file, batch.groups)
         if self.world.rank:
             return
-        trained_T = seen.pop("trained_T")
-        seen["sampler_logp_T"] = batch.sampler_logp_T
-        names = [name for name in seen if name.endswith("_T")]
-        valid_P = valid(batch.reward_PG)
-        groups = []
-        for update, part in enumerate(torch.arange(len(valid_P)).chunk(updates)):
-            for p in part[valid_P[part]][:2].tolist():
-                group = batch.groups[p]
-                responses = []
-                for g, rollout in enumerate(group.rollouts):
-                    places = batch.place_R[p * len(group.rollouts) + g]
-                    vectors = {}
-                    if trained_T[places].any():
-                        for name in names:
-                            values = seen[name][places].tolist()
-                            vectors[name] = [float(f"{x:.6g}") if math.isfinite(x) else None for x in values]
-                    responses.append(
-                        {
-                            "reward": group.reward_G[g].item(),
-                            "truncated": rollout.truncated,
-                            "tokens": tokenizer.batch_decode(rollout.ids[:, None]),
-                            "vectors": vectors,
-                        }
-                    )
-                groups.append(
-                    {
-                        "update": update,
-                        "problem": group.problem.text,
-                        "answer": group.problem.answer,
-                        "responses": responses,
-                    }
-                )
-        text = json.dumps({"step": step, "groups": groups})
-        (self.folder / "samples" / f"{file}.json").write_text(text)
+        table = {
+            "group": batch.group_R,
+            "update": [p * updates // len(batch.groups) for p in batch.group_R],
+            "problem": [batch.groups[p].problem.text for p in batch.group_R],
+            "answer": [batch.groups[p].problem.answer for p in batch.group_R],
+            "reward": batch.reward_PG.flatten(),
+            "truncated": [rollout.truncated for rollout in batch.rollout_R],
+            "tokens": [tokenizer.batch_decode(rollout.ids[:, None]) for rollout in batch.rollout_R],
+            "sampler_logp_T": [rollout.logp for rollout in batch.rollout_R],
+        }
+        for name, x in seen.items():
+            if name.endswith("_T"):
+                table[name] = x.split(batch.length_R.tolist())
+        datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{file}.parquet")
 
     def step(self, step, metrics):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
