@@ -42,7 +42,8 @@ def visible(text, newline="↵\n"):
     for line in text.split("\n"):
         shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
         lines.append("".join(shown))
-    return re.sub("\n(?=↵)", "", newline.join(lines))  # several newlines in a token break the line once
+    # several newlines in a token break the line once
+    return re.sub("\n(?=↵)", "", newline.join(lines))
 
 
 def pack(response, most):
@@ -53,7 +54,8 @@ def pack(response, most):
     trained = any(response.pop("trained_T"))
     for name, vector in response.items():
         if trained and name.endswith("_T") and vector is not None:
-            vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]  # JSON has no NaN
+            # JSON has no NaN
+            vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]
             vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:most]
     reward = response["reward"]
     verdict = "✓ right" if reward >= 1 else "◐ partly right" if reward > 0 else "✗ wrong"
