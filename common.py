@@ -159,6 +159,11 @@ def longest_sequence(args):
     return min(most, args.max_total_tokens or most)
 
 
+def prompt_format(template):
+    """Return a template's prompt, or its turns: one of PROMPTS, or the text of a file."""
+    return PROMPTS.get(template) or Path(template).read_text(encoding="utf-8")
+
+
 def validate(args, world):
     """Raise ValueError, naming flag and legal values, for a setting that cannot work."""
     try:
@@ -166,24 +171,27 @@ def validate(args, world):
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from None
-    if args.track:
-        need([*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
-    if args.template not in PROMPTS:
-        own = Path(args.template)
-        if not own.is_file() or "{problem}" not in own.read_text(encoding="utf-8"):
-            legal = f"legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"
-            raise ValueError(f"--template {args.template}: {legal}")
-    if not args.eval and (args.keep_best or not args.steps):
-        raise ValueError("--steps 0 and --keep-best need held-out problems: name them with --eval")
-    if args.eval_samples > 1 and args.eval_temperature == 0:
-        raise ValueError(f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0")
-    if args.tensor_parallel > 1 and (world.device.type == "cpu" or world.local_size % args.tensor_parallel):
-        legal = f"legal: 1, or on GPUs a divisor of the {world.local_size} ranks of a node"
-        raise ValueError(f"--tensor-parallel {args.tensor_parallel}: {legal}")
+    with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
+        need("{problem}" in str(prompt_format(args.template)), "it has none")
+    if args.keep_best or not args.steps:
+        need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
+    if args.eval_samples > 1:
+        need(
+            args.eval_temperature,
+            f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0",
+        )
+    gpus = world.local_size if world.device.type == "cuda" else 1
+    need(
+        gpus % args.tensor_parallel == 0,
+        f"--tensor-parallel {args.tensor_parallel}: "
+        f"legal: 1, or on GPUs a divisor of the {world.local_size} ranks of a node",
+    )
     longest = longest_sequence(args)
     need(longest > args.max_prompt_tokens, f"--max-total-tokens {args.max_total_tokens}: no room for a response")
-    small = f"--micro-batch-tokens {args.micro_batch_tokens}: a response with its prompt may have {longest} tokens"
-    need(args.micro_batch_tokens >= longest, small)
+    need(
+        longest <= args.micro_batch_tokens,
+        f"--micro-batch-tokens {args.micro_batch_tokens}: a response with its prompt may have {longest} tokens",
+    )
     if args.dataset == Args.dataset and args.steps:
         need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
 
@@ -331,7 +339,10 @@ class Picture:
     data: bytes
     processor: transformers.BaseImageProcessor
     token: int
-    grid: tuple = (0, 0)
+
+    def __post_init__(self):
+        height_width = self.processed()["image_grid_thw"][0, 1:] // self.processor.merge_size
+        self.grid = height_width.tolist()
 
     @property
     def tokens(self):
@@ -412,13 +423,12 @@ def read_rows(path, number):
     """Return the columns and the rows of a .json or .jsonl file, each as it stands there, where `datasets` would give
     all rows the same keys and kinds. `number` makes numbers of their text, None makes Python's."""
     text = Path(path).read_text(encoding="utf-8-sig")
-    rows = []
-    for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
-        with naming(f"row {len(rows)}"):
-            value = json.loads(line.strip() or "[]", parse_float=number, parse_int=number)
-        rows += value if isinstance(value, list) else [value]
-    for n, row in enumerate(rows):
-        need(isinstance(row, dict), f"row {n}: no object with keys, but {row}")
+    if not text.lstrip().startswith("["):
+        lines = filter(str.strip, text.split("\n"))
+        text = "[" + ",\n".join(lines) + "]"  # an error names the line
+    rows = json.loads(text, parse_float=number, parse_int=number)
+    for row in rows:
+        need(isinstance(row, dict), f"a row is no object with keys, but {row}")
     return ChainMap(*rows), rows
 
 
@@ -428,7 +438,7 @@ def read_table(source, flag, number=None):
     path, _, split = source.partition(":")
     with naming(
         f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder "
-        "without an empty split, or a hub id"
+        "without an empty split, or a hub id, id:SPLIT or id:CONFIGURATION:SPLIT"
     ):
         if path.endswith((".json", ".jsonl")):
             need(not split, "it has no splits")
@@ -439,8 +449,7 @@ def read_table(source, flag, number=None):
             table = datasets.load_from_disk(path)
         else:
             config, _, split = split.rpartition(":")
-            with naming(f"a split is {path}:SPLIT or {path}:{config or split or 'CONFIGURATION'}:SPLIT"):
-                table = datasets.load_dataset(path, config or None)
+            table = datasets.load_dataset(path, config or None)
     splits = table if isinstance(table, dict) else {"": table}
     wanted = split or ",".join(splits)  # of several that would be none
     need(wanted in splits, f"{flag} {source}: name one of its splits, if it has any: {list(filter(None, splits))}")
@@ -524,47 +533,40 @@ def prompt_tokens(text, image, template, tokenizer, config):
         text = f"<|vision_start|>{'<|image_pad|>' * image.tokens}<|vision_end|>{text}"
     prompt_ids = tokenizer.encode(prompt_of(text, template, tokenizer), add_special_tokens=False)
     size = config.get_text_config().vocab_size
-    unknown = tokenizer.convert_ids_to_tokens([i for i in prompt_ids if i >= size])
-    need(prompt_ids and not unknown, f"no tokens, or not of the model's {size}: {unknown}")
+    largest = max(prompt_ids)
+    need(largest < size, f"{tokenizer.decode(largest)!r} is not of the model's {size} tokens")
     return prompt_ids
 
 
 def read_picture(value, processor, token, folder):
     """Return a row's image, bytes or a path below the data's folder. Raises ValueError if it cannot be read."""
     with naming("its image cannot be read"):
-        if isinstance(value, str):
-            value = {"path": value, "bytes": None}
-        data = value["bytes"]
-        if not data:
-            file = (folder / value["path"]).resolve()
+        data = value
+        if isinstance(value, dict):
+            data = value["bytes"] or value["path"]
+        if isinstance(data, str):
+            file = (folder / data).resolve()
             need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
             need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
             data = file.read_bytes()
-        image = Picture(data, processor, token)
-        height_width = image.processed()["image_grid_thw"][0, 1:] // processor.merge_size
-    image.grid = tuple(height_width.tolist())
-    return image
+        return Picture(data, processor, token)
 
 
 def problem_text(value):
     """Return a problem's text, out of chat turns and without DAPO's instruction; empty if there is none."""
     if isinstance(value, list):
         value = next((turn["content"] for turn in value if turn["role"] == "user"), None)
-    if not isinstance(value, str):
-        return ""
-    return value.removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
+    return (value or "").removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
 
 
 def prompt_of(problem, template, tokenizer):
     """Return the prompt's text. Raises ValueError if the tokenizer lacks the chat format that a template needs."""
-    if template not in PROMPTS:
-        PROMPTS[template] = Path(template).read_text(encoding="utf-8")
-    prompt = PROMPTS[template]
-    if isinstance(prompt, str):
-        return prompt.replace("{problem}", problem)
-    need(tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template")
-    turns = [{"role": role, "content": text.replace("{problem}", problem)} for role, text in prompt.items()]
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    prompt = prompt_format(template)
+    if isinstance(prompt, dict):
+        need(tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template")
+        turns = [{"role": role, "content": text} for role, text in prompt.items()]
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return prompt.replace("{problem}", problem)
 
 
 def reference_answer(value, column):
@@ -583,19 +585,17 @@ def reference_answer(value, column):
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
-    if text.count("$") == 2 and text[0] == text[-1] == "$":
-        return text[1:-1].strip()
-    return text
+    return re.sub(r"^\$([^$]*)\$$", r"\1", text).strip()
 
 
 def problems_from(problems, args, position):
     """Return P problems from a position on; every pass over the data has its own order. Their keys seed samples."""
     asked = {}
     for p in range(args.prompts_per_step):
-        epoch, place = divmod(position + p, len(problems))
-        if not p or not place:  # else it is the same pass over the data
+        epoch, number = divmod(position + p, len(problems))
+        if not p or not number:  # else it is the same pass over the data
             order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
-        asked["train", position, p] = problems[order[place]]
+        asked["train", position, p] = problems[order[number]]
     return asked
 
 
@@ -1502,11 +1502,10 @@ def save_model(policy, folder, source, dtype, world):
 # --------------------------- evaluation
 def pass_at_k(correct_PN, k):
     """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
-    correct = np.asarray(correct_PN)
+    correct = np.asarray(correct_PN, int)
     n = correct.shape[1]
-    need(1 <= k <= n, f"pass@{k} needs between 1 and n = {n} samples")
-    wrong_P = n - correct.sum(1).astype(int)
-    return float(np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P]))
+    wrong_P = n - correct.sum(1)
+    return np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P])
 
 
 def evaluate(held_out, sampler, verifier, record, step):
@@ -1541,7 +1540,7 @@ def keep_best(policy, source, dtype, metrics, record, step):
     average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
     best = record.folder / "best"
     about = best / "average.txt"  # a killed run's, too: it may have written the model after its last checkpoint
-    partial = best.with_suffix(".partial")
+    partial = record.folder / "best.partial"
     if record.world.rank == 0 and (partial / about.name).exists():
         give_name(partial, best)  # a kill came after the model was whole
     highest = -math.inf
@@ -1558,7 +1557,7 @@ def keep_best(policy, source, dtype, metrics, record, step):
 # --------------------------- checkpoint
 def sizes(folder):
     """Return how many bytes each of a folder's files of tensors has."""
-    return {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
+    return {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
 
 
 def write_whole(file, text):
@@ -1596,7 +1595,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
     state = {"policy": get_model_state_dict(policy)}
     if optimizer.state:  # else asking for it would make it, a step old
         state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(partial, save_distributed=True))
     if world.rank == 0:  # every rank's shards are on the disk
         manifest = {
             "step": step,
@@ -1637,15 +1636,12 @@ def resume(policy, optimizer, record):
     metrics = record.folder / "metrics.jsonl"
     if record.world.rank == 0:
         metrics.touch()
-        wanted = manifest.get("metrics", 0)
-        kept = metrics.read_bytes()[:wanted]  # later steps come again
-        os.truncate(metrics, kept.rfind(b"\n") + 1)
-        if len(kept) < wanted:
-            record.say(f"{metrics}: {wanted - len(kept)} bytes are gone; going on with the lines before")
+        kept = metrics.read_bytes()[: manifest.get("metrics", 0)]  # later steps come again
+        os.truncate(metrics, kept.rfind(b"\n") + 1)  # a file that lost its end may stop inside a line
     if not folder:
         record.say("the run has no checkpoint: it starts over")
         return 0, 0
-    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader = dcp.HuggingFaceStorageReader(folder)
     dcp.load({"policy": get_model_state_dict(policy)}, storage_reader=reader)
     moments = get_optimizer_state_dict(policy, optimizer)
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
@@ -1679,7 +1675,7 @@ MAY_CHANGE = {  # when a run is resumed
 
 def inputs_of(args):
     """Return the SHA-256 of the files that flags name, and the sizes of the model's."""
-    found = {str(file): file.stat().st_size for file in Path(args.model).glob("*.safetensors")}
+    found = sizes(Path(args.model))
     for source in filter(None, [args.template, args.reward, args.dataset, *args.eval.split(",")]):
         path = Path(source.partition(":")[0])
         for file in [path, *path.glob("**/*.arrow")]:
@@ -1710,15 +1706,19 @@ def open_run(folder, args, script, world):
         need(file.exists(), f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
         before = json.loads(file.read_text())
         about["commands"] = before["commands"] + about["commands"]
-        name = before["script"]
-        need(name == script, f"--resume: {args.run_dir} holds a run of {name}.py, not of {script}.py")
-        must_stay = set(before["args"]) - MAY_CHANGE
+        need(
+            before["script"] == script,
+            f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {script}.py",
+        )
+        may_change = MAY_CHANGE
         if args.lr_warmup or args.lr_floor < 1:
-            must_stay.add("steps")  # the schedule would bend
-        for name in sorted(must_stay):
-            old = before["args"][name]
+            may_change = MAY_CHANGE - {"steps"}  # the schedule would bend
+        for name, old in before["args"].items():
             new = about["args"].get(name)
-            need(new == old, f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}")
+            need(
+                new == old or name in may_change,
+                f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}",
+            )
         for name, old in before["inputs"].items():
             need(about["inputs"].get(name) == old, f"--resume: {name} has changed since the run was started")
     else:
@@ -1752,17 +1752,17 @@ class Record:
         self.board = None
         if world.rank == 0:
             self.lock = open_run(self.folder, args, script, world)
-        self.say(f"run folder {self.folder}")
-        if args.track and world.rank == 0:
-            import wandb
+            if args.track:
+                import wandb
 
-            wandb.init(project=args.track, name=self.folder.name, config=asdict(args), sync_tensorboard=True)
+                wandb.init(project=args.track, name=self.folder.name, config=asdict(args), sync_tensorboard=True)
+        self.say(f"run folder {self.folder}")
 
     def start_step(self):
         """Reset what is counted in a step."""
         self.seconds = Counter()  # of phases
         self.tokens = Counter()
-        self.memory = Counter()  # GiB
+        self.memory = {}  # GiB
         self.skipped = 0  # updates
 
     def write(self, name, line):
@@ -1804,68 +1804,47 @@ class Record:
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()  # torch's counters do not see the engine sleep
             used = total - free
-        self.memory[name] = max(self.memory[name], used / 2**30)
+        self.memory[name] = used / 2**30
         self.seconds[name] += time.perf_counter() - start
 
     def samples(self, name, groups):
         """Write groups to samples/<name>.txt."""
         if self.world.rank:
             return
-        parts = []
+        text = ""
         for p, group in enumerate(groups):
-            parts.append(f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n")
+            text += f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n"
             for g, rollout in enumerate(group.rollouts):
                 about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens"
                 if rollout.truncated:
                     about += ", cut off"
-                parts.append(f"\n-- response {g}: {about}\n{rollout.text}\n")
-        (self.folder / "samples" / f"{name}.txt").write_text("".join(parts), encoding="utf-8")
+                text += f"\n-- response {g}: {about}\n{rollout.text}\n"
+        (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def training(self, step, batch, seen, tokenizer, updates=1):
-        """Write samples/train-step<step>.txt, and as .json what the loss saw of each token (the *_T of `seen`): in each
-        update's first two groups with a gradient."""
+        """Write samples/train-step<step>.txt, and as .parquet what the loss saw of each token, the *_T of `seen`, with
+        a row for each response."""
         file = f"train-step{step:05d}"
         self.samples(file, batch.groups)
         if self.world.rank:
             return
-        trained_T = seen.pop("trained_T")
-        seen["sampler_logp_T"] = batch.sampler_logp_T
-        names = [name for name in seen if name.endswith("_T")]
-        valid_P = valid(batch.reward_PG)
-        groups = []
-        for update, part in enumerate(torch.arange(len(valid_P)).chunk(updates)):
-            for p in part[valid_P[part]][:2].tolist():
-                group = batch.groups[p]
-                responses = []
-                for g, rollout in enumerate(group.rollouts):
-                    places = batch.place_R[p * len(group.rollouts) + g]
-                    vectors = {}
-                    if trained_T[places].any():
-                        for name in names:
-                            values = seen[name][places].tolist()
-                            vectors[name] = [float(f"{x:.6g}") if math.isfinite(x) else None for x in values]
-                    responses.append(
-                        {
-                            "reward": group.reward_G[g].item(),
-                            "truncated": rollout.truncated,
-                            "tokens": tokenizer.batch_decode(rollout.ids[:, None]),
-                            "vectors": vectors,
-                        }
-                    )
-                groups.append(
-                    {
-                        "update": update,
-                        "problem": group.problem.text,
-                        "answer": group.problem.answer,
-                        "responses": responses,
-                    }
-                )
-        text = json.dumps({"step": step, "groups": groups})
-        (self.folder / "samples" / f"{file}.json").write_text(text)
+        table = {
+            "group": batch.group_R,
+            "update": [p * updates // len(batch.groups) for p in batch.group_R],
+            "problem": [batch.groups[p].problem.text for p in batch.group_R],
+            "answer": [batch.groups[p].problem.answer for p in batch.group_R],
+            "reward": batch.reward_PG.flatten(),
+            "truncated": [rollout.truncated for rollout in batch.rollout_R],
+            "tokens": [tokenizer.batch_decode(rollout.ids[:, None]) for rollout in batch.rollout_R],
+            "sampler_logp_T": [rollout.logp for rollout in batch.rollout_R],
+        }
+        for name, x in seen.items():
+            if name.endswith("_T"):
+                table[name] = x.split(batch.length_R.tolist())
+        datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{file}.parquet")
 
     def step(self, step, metrics):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
-        seconds = self.seconds.total()
         tokens = sum(self.world.all_gather(self.tokens), Counter())
         if step:
             tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
@@ -1875,9 +1854,8 @@ class Record:
             if tokens[name]:
                 metrics[f"tokens_per_second/{name}"] = tokens[name] / taken
         metrics["skipped_updates"] = self.skipped
-        self.start_step()
         if self.world.rank == 0:
-            self.board = self.board or SummaryWriter(str(self.folder), purge_step=step)
+            self.board = self.board or SummaryWriter(self.folder, purge_step=step)
         row = {"step": step, "time": time.time() - self.started}
         line = f"step {step}/{self.args.steps}"
         for name, value in metrics.items():
@@ -1888,8 +1866,9 @@ class Record:
                 line += f"  {name} {value:,.3f}"
         self.write("metrics.jsonl", json.dumps(row))
         if step:
-            left = (self.args.steps - step) * (time.time() - self.started) / step / 60
-            line += f"  {seconds:.2f} s  left {left:.1f} min"
+            left = (self.args.steps - step) * row["time"] / step / 60
+            line += f"  {self.seconds.total():.2f} s  left {left:.1f} min"
+        self.start_step()
         self.say(line)
         if metrics.get("zero_advantage_share") == 1:
             why = "too easy, too hard, wrong --template, --max-response-tokens or --reward; see samples/"

@@ -67,7 +67,7 @@ def test_a_prompt_that_the_model_has_no_tokens_for(tokenizer, tmp_path):
     longer = copy.deepcopy(tokenizer)
     longer.add_tokens(["pi"])
     rows = [{"problem": "1+1=?", "answer": "2"}, {"problem": "2pi=?", "answer": "2"}]
-    with pytest.raises(ValueError, match=r"--dataset .*a\.jsonl, row 1: .* not of the model's \d+: \['pi'\]"):
+    with pytest.raises(ValueError, match=r"--dataset .*a\.jsonl, row 1: 'pi' is not of the model's \d+ tokens"):
         load(write(tmp_path / "a.jsonl", rows), longer)
 
 
@@ -169,9 +169,9 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
         ({"problem": "1?", "answer": "\ud800"}, "row 0: .*surrogates"),
         ({"problem": "1?", "answer": {"is": 1}}, "row 0: column 'answer' holds no answer"),
         ({"problem": "1?", "answer": "byte 255"}, "cannot be read as .*invalid start byte"),
-        (["1?", "1"], "cannot be read as .*row 0: no object with keys, but 1"),
-        (5, "cannot be read as .*row 0: no object with keys, but 5"),
-        ({"answer": "lines"}, r"cannot be read as .*row 1: \w+Error"),
+        (["1?", "1"], "cannot be read as .*no object with keys, but 1"),
+        (5, "cannot be read as .*no object with keys, but 5"),
+        ({"answer": "lines"}, r"cannot be read as .*line 2"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
@@ -206,7 +206,7 @@ def test_sources_that_cannot_be_read(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert load("openai/gsm8k:main:train", tokenizer)
-    with pytest.raises(ValueError, match=r"^--dataset openai/gsm8k:main: .* openai/gsm8k:main:SPLIT: "):
+    with pytest.raises(ValueError, match=r"^--dataset openai/gsm8k:main: .* id:CONFIGURATION:SPLIT: "):
         load("openai/gsm8k:main", tokenizer)
     with pytest.raises(ValueError, match=r"--dataset no/such: cannot be read.*\.jsonl.* hub id.*Conn"):
         load("no/such", tokenizer)
@@ -307,13 +307,6 @@ def test_tensor_parallel_must_divide_a_node():
     common.validate(common.Args(dataset="mine.jsonl", tensor_parallel=2), world_on("cuda"))
     with pytest.raises(ValueError, match="--tensor-parallel 3: legal: 1, or on GPUs a divisor of the 4 ranks"):
         common.validate(common.Args(tensor_parallel=3), world_on("cuda"))
-
-
-def test_track_needs_wandb(monkeypatch):
-    world = world_on("cpu")
-    monkeypatch.setattr("sys.path", [])
-    with pytest.raises(ValueError, match="--track: needs `pip install wandb`"):
-        common.validate(common.Args(dataset="mine.jsonl", template="chat", track="mine"), world)
 
 
 @pytest.mark.parametrize(

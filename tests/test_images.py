@@ -87,7 +87,7 @@ def test_packed_log_probs_and_gradients(models, kind):
     )
     problems = problems_of(models[kind])
     assert [problem.image and problem.image.grid for problem in problems] == [
-        (2, 2), (2, 3), (5, 5), (1, 8), None, (4, 1)
+        [2, 2], [2, 3], [5, 5], [1, 8], None, [4, 1]
     ]  # fmt: skip
     batch = batch_of(problems)
     everything = batch.pack(list(range(12))[::-1], CPU)
@@ -283,5 +283,5 @@ def test_larger_images_are_shrunk(models, tmp_path):
     write_images(tmp_path / "large.parquet", [(100, 60), (16, 16)])
     args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "large.parquet"), max_pixels=1600)
     problems, _ = common.load_data(args, AutoTokenizer.from_pretrained(args.model))
-    assert [problem.image.grid for problem in problems] == [(6, 3), (2, 2)]
+    assert [problem.image.grid for problem in problems] == [[6, 3], [2, 2]]
     assert problems[0].image.patches == 4 * 6 * 3

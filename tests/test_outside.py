@@ -69,7 +69,7 @@ def test_workers_import_nothing_from_the_folder_where_a_run_is_started(mark, tmp
 def test_what_a_run_leaves_is_no_pickle(sspo_run, sps_run):
     """Tensors and text: files that other kinds of reading would be needed for are not there."""
     found = {file.suffix for run in (sspo_run, sps_run) for file in run.folder.rglob("*") if file.is_file()}
-    readable = {".json", ".jsonl", ".txt", ".jinja", ".safetensors", ""}  # `lock` is empty
+    readable = {".json", ".jsonl", ".parquet", ".txt", ".jinja", ".safetensors", ""}  # `lock` is empty
     events = {suffix for suffix in found if suffix[1:].isdigit()}  # TensorBoard's, which nothing here reads
     assert found - readable - events == {".pt"}
     kept = list((sps_run.folder / "demonstrations").iterdir())

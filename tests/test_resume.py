@@ -179,7 +179,7 @@ def test_a_checkpoint_of_other_parameters_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize("left, kept", [("one\ntwo\nthr", "one\ntwo\n"), ("one\ntw", "one\n"), ("", "")])
-def test_a_record_goes_on_from_its_checkpoint(run, tmp_path, capsys, left, kept):
+def test_a_record_goes_on_from_its_checkpoint(run, tmp_path, left, kept):
     """With the seconds, and the metrics up to there: whole lines, also of a file that has lost its end."""
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("one\ntwo\n")
@@ -190,7 +190,6 @@ def test_a_record_goes_on_from_its_checkpoint(run, tmp_path, capsys, left, kept)
         metrics.write_text(left)
     assert go_on(run) == (1, 2)
     assert metrics.read_text() == kept
-    assert ("metrics.jsonl: " in capsys.readouterr().out) == (len(left) < 8)
     assert time.time() - run.record.started >= 100
 
 
@@ -397,6 +396,6 @@ def test_inputs_that_changed_are_refused_by_name(tiny, tmp_path):
     for file in files:
         content = file.read_bytes()
         file.write_bytes(content + b" ")
-        with pytest.raises(ValueError, match=f"--resume: {file} has changed since the run was started"):
+        with pytest.raises(ValueError, match=f"--resume: .*{file.name} has changed since the run was started"):
             common.Record(common.Args(**settings, resume=True), "sspo", ALONE)
         file.write_bytes(content)

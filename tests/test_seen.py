@@ -1,10 +1,11 @@
 """What the loss saw of each token: what `learn` hands back of it, and the file that a run writes at an evaluation."""
 
-import json
 import math
 
 import numpy as np
+import pandas
 import pytest
+import tokens
 import torch
 from conftest import TOY
 from test_resume import ALONE
@@ -72,18 +73,19 @@ def test_the_file_has_two_groups_with_a_gradient_of_each_update(monkeypatch, tmp
     seen = {"mine_T": mine_T, "trained_T": batch.response_T != 3, "alpha": 1.0}
     record.training(7, batch, seen, tokenizer, updates=2)
     assert "problem 3" in (tmp_path / "samples" / "train-step00007.txt").read_text()
-    about = json.loads((tmp_path / "samples" / "train-step00007.json").read_text(), parse_constant=pytest.fail)
-    assert about["step"] == 7
-    assert [(group["problem"], group["update"]) for group in about["groups"]] == [
-        ("problem 1", 0),
-        ("problem 2", 0),
-        ("problem 5", 1),
+    step = tokens.read(tmp_path / "samples" / "train-step00007.parquet", 9)
+    groups = step["groups"]
+    assert step["step"] == 7
+    assert [(group["problem"], group["about"]) for group in groups] == [
+        ("problem 5", "answer 5, update 2 of 2"),
+        ("problem 1", "answer 1, update 1 of 2"),
+        ("problem 2", "answer 2, update 1 of 2"),
     ]
-    first, second = about["groups"][0]["responses"]
-    assert (first["reward"], first["truncated"], second["truncated"]) == (1, True, False)
+    first, second = groups[1]["responses"]
+    assert first["facts"] == "✓ right, reward 1\ncut off"
     assert first["tokens"] == ["\ufffd", "\ufffd"] and second["vectors"] == {}, "response 3 has no gradient"
-    assert first["vectors"] == {"mine_T": [None, 1.33333], "sampler_logp_T": [0, 0]}
-    last = about["groups"][2]["responses"][1]
+    assert first["vectors"] == {"mine_T": [None, 1.33333], "sampler_logp_T": 0}
+    last = groups[0]["responses"][1]
     assert "".join(last["tokens"]).endswith("</script>"[: len(last["tokens"]) - 2])
 
 
@@ -91,15 +93,15 @@ def test_a_run_writes_what_its_evaluations_saw(sspo_run, gpg_run, cwgrpo_run, sp
     """Where the text of what was trained is. In the first update every ratio is 1."""
     for script, run in zip(OWN, (sspo_run, gpg_run, cwgrpo_run, sps_run), strict=True):
         samples = run.folder / "samples"
-        files = sorted(samples.glob("train-step*.json"))
+        files = sorted(samples.glob("train-step*.parquet"))
         assert [file.stem for file in files] == [file.stem for file in sorted(samples.glob("train-step*.txt"))] != []
-        groups = json.loads(files[0].read_text())["groups"]
-        assert groups
-        for update, response in [(group["update"], each) for group in groups for each in group["responses"]]:
-            vectors, n = response["vectors"], len(response["tokens"])
+        table = pandas.read_parquet(files[0]).groupby("group").filter(lambda group: group["reward"].nunique() > 1)
+        for row in table.to_dict("records"):
+            n = len(row["tokens"])
+            vectors = {name: list(x) for name, x in row.items() if name.endswith("_T")}
             assert {len(values) for values in vectors.values()} == {n}
             assert set(vectors) >= ALWAYS | {"sampler_logp_T"}
-            if script == "sspo" and not update:
+            if script == "sspo" and not row["update"] and any(row["trained_T"]):
                 assert vectors["ratio_T"] == pytest.approx([1] * n, abs=1e-4)
             if script == "sps":  # one of two, and wrong ones come first
-                assert vectors["demonstration_T"] == [response["reward"] < 1] * n
+                assert vectors["demonstration_T"] == [row["reward"] < 1] * n

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 
+import pandas
 import plot
 import pytest
 import tokens
@@ -28,11 +29,12 @@ KEYS = {"Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown":
 
 def write_step(run, step, responses, updates):
     """Write a train-step file of one group an update, each with these responses, a pair of tokens and vectors."""
-    said = [{"reward": 1.0, "truncated": False, "tokens": text, "vectors": vectors} for text, vectors in responses]
-    group = {"problem": HOSTILE[0], "answer": HOSTILE[2], "responses": said}
-    file = run / "samples" / f"train-step{step:05d}.json"
+    about = {"problem": HOSTILE[0], "answer": HOSTILE[2], "truncated": False}
+    rows = [about | {"tokens": text, "trained_T": [vectors != {}]} | vectors for text, vectors in responses]
+    table = pandas.DataFrame(rows).assign(reward=[0, *[1.0] * (len(rows) - 1)])
+    file = run / "samples" / f"train-step{step:05d}.parquet"
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps({"step": step, "groups": [{"update": update, **group} for update in range(updates)]}))
+    pandas.concat([table.assign(group=p, update=p) for p in range(updates)]).to_parquet(file)
     return file
 
 
@@ -76,7 +78,7 @@ def test_a_run_without_vectors_is_refused(tmp_path):
 
 def test_what_is_left_out_when_there_is_no_room(tmp_path, monkeypatch):
     """First later groups, then steps between the first and the last."""
-    files = [write_step(tmp_path, step, [(["a"], {"mine_T": [0.5]})], updates=3) for step in range(5)]
+    files = [write_step(tmp_path, step, [(["a"], {"mine_T": [0.5]})] * 2, updates=3) for step in range(5)]
     size = tokens.read(files[0], 5000)["sizes"][0]
     for room, left in (15, (5, 3)), (14, (5, 2)), (4, (3, 1)), (2, (2, 1)):
         monkeypatch.setattr(tokens, "ROOM", room * size)
@@ -89,7 +91,7 @@ def test_a_big_run_stays_under_two_megabytes(tmp_path):
     response = ([" a"] * 2000, {f"v{n}_T": [0.123456, -2.5] * 1000 for n in range(10)})
     first = write_step(tmp_path, 0, [response] * 16, updates=8)
     for step in range(1, 20):
-        os.link(first, first.with_name(f"train-step{step:05d}.json"))
+        os.link(first, first.with_name(f"train-step{step:05d}.parquet"))
     page = tmp_path / "tokens.html"
     tokens.write_page([tmp_path], page)
     text = page.read_text()

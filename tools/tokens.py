@@ -1,12 +1,15 @@
 """Write the page "What the loss saw": a run's responses token by token, with the vectors that the loss used.
 
-tokens.html is its style and script. This file makes what samples/train-step*.json hold harmless and small enough for
+tokens.html is its style and script. This file makes what samples/train-step*.parquet hold harmless and small enough for
 it. `plot.py RUN --figure tokens` calls `write_page`.
 """
 
 import json
+import math
 import re
 from pathlib import Path
+
+import pandas
 
 ROOM = 1_980_000  # bytes for the steps, so that the page stays under 2 MB
 
@@ -39,16 +42,21 @@ def visible(text, newline="↵\n"):
     for line in text.split("\n"):
         shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
         lines.append("".join(shown))
-    return re.sub("\n(?=↵)", "", newline.join(lines))  # several newlines in a token break the line once
+    # several newlines in a token break the line once
+    return re.sub("\n(?=↵)", "", newline.join(lines))
 
 
 def pack(response, most):
-    """Return a response as the page wants it: what stands beside it, and up to so many tokens and their vectors. A
-    constant vector becomes one number."""
+    """Return a response as the page wants it: what stands beside it, and up to so many tokens and their vectors, in six
+    digits. A constant vector becomes one number."""
     tokens = response["tokens"]
     vectors = {}
-    for name, vector in response["vectors"].items():
-        vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:most]
+    trained = any(response.pop("trained_T"))
+    for name, vector in response.items():
+        if trained and name.endswith("_T") and vector is not None:
+            # JSON has no NaN
+            vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]
+            vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:most]
     reward = response["reward"]
     verdict = "✓ right" if reward >= 1 else "◐ partly right" if reward > 0 else "✗ wrong"
     facts = [f"{verdict}, reward {reward:.3g}"]
@@ -77,23 +85,27 @@ def as_json(value):
 
 def read(file, most):
     """Return a step as the page wants it, with the sizes of its groups in bytes, but not more groups than can have
-    room. Those of the last update come first: in the first update every ratio is 1."""
-    step = json.loads(file.read_text())
-    ordered = sorted(step["groups"], key=lambda group: -group["update"])
+    room: of each update the first two with a gradient. Those of the last update come first: in the first update every
+    ratio is 1."""
+    table = pandas.read_parquet(file)
+    ordered = []
+    for _, update in table.groupby(-table["update"]):
+        groups = [group.to_dict("records") for _, group in update.groupby("group") if group["reward"].nunique() > 1]
+        ordered += groups[:2]
     groups = []
     sizes = []
-    for group in ordered:
+    for responses in ordered:
         if sum(sizes) > ROOM:
             break
-        answer = visible(str(group["answer"]))
+        first = responses[0]
         packed = {
-            "problem": visible(group["problem"][:2000], newline="\n"),
-            "about": f"answer {answer}, update {group['update'] + 1} of {ordered[0]['update'] + 1}",
-            "responses": [pack(response, most) for response in group["responses"]],
+            "problem": visible(first["problem"][:2000], newline="\n"),
+            "about": f"answer {visible(first['answer'])}, update {first['update'] + 1} of {table['update'].max() + 1}",
+            "responses": [pack(response, most) for response in responses],
         }
         groups.append(packed)
         sizes.append(len(as_json(packed)) + 9)
-    return {"step": step["step"], "of": len(ordered), "groups": groups, "sizes": sizes}
+    return {"step": int(file.stem[10:]), "of": len(ordered), "groups": groups, "sizes": sizes}
 
 
 def fit(files):
@@ -125,17 +137,16 @@ def write_page(runs, out):
     if len(runs) > 1:
         raise SystemExit("--figure tokens draws one run")
     samples = runs[0] / "samples"
-    files = sorted(samples.glob("train-step*.json"))
+    files = sorted(samples.glob("train-step*.parquet"))
     if not files:
-        raise SystemExit(f"{samples}: no train-step*.json; the scripts write them when they evaluate during training")
+        raise SystemExit(f"{samples}: no train-step*.parquet; a script writes them when it evaluates during training")
     steps, remark = fit(files)
     groups = [group for step in steps for group in step["groups"]]
     found = {name for group in groups for response in group["responses"] for name in response["vectors"]}
     labels = {line.partition(":")[0]: line for line in LABELS.strip().split("\n")}
-    labels = labels | {name: name for name in sorted(found.difference(labels))}
     data = {
         "about": f"{runs[0].resolve().name} {remark}",
-        "labels": {name: label for name, label in labels.items() if name in found},
+        "labels": {name: labels.get(name, name) for name in [*labels, *sorted(found)] if name in found},
         "steps": steps,
     }
     page = Path(__file__).with_suffix(".html").read_text()
