@@ -171,6 +171,8 @@ def validate(args, world):
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from None
+    if args.track:
+        need([*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
     if args.keep_best or not args.steps:
@@ -423,12 +425,13 @@ def read_rows(path, number):
     """Return the columns and the rows of a .json or .jsonl file, each as it stands there, where `datasets` would give
     all rows the same keys and kinds. `number` makes numbers of their text, None makes Python's."""
     text = Path(path).read_text(encoding="utf-8-sig")
-    if not text.lstrip().startswith("["):
-        lines = filter(str.strip, text.split("\n"))
-        text = "[" + ",\n".join(lines) + "]"  # an error names the line
-    rows = json.loads(text, parse_float=number, parse_int=number)
-    for row in rows:
-        need(isinstance(row, dict), f"a row is no object with keys, but {row}")
+    rows = []
+    for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
+        with naming(f"row {len(rows)}"):
+            value = json.loads(line.strip() or "[]", parse_float=number, parse_int=number)
+        rows += value if isinstance(value, list) else [value]
+    for n, row in enumerate(rows):
+        need(isinstance(row, dict), f"row {n}: no object with keys, but {row}")
     return ChainMap(*rows), rows
 
 
@@ -438,7 +441,7 @@ def read_table(source, flag, number=None):
     path, _, split = source.partition(":")
     with naming(
         f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder "
-        "without an empty split, or a hub id, id:SPLIT or id:CONFIGURATION:SPLIT"
+        "without an empty split, or a hub id"
     ):
         if path.endswith((".json", ".jsonl")):
             need(not split, "it has no splits")
@@ -449,7 +452,8 @@ def read_table(source, flag, number=None):
             table = datasets.load_from_disk(path)
         else:
             config, _, split = split.rpartition(":")
-            table = datasets.load_dataset(path, config or None)
+            with naming(f"a split is {path}:SPLIT or {path}:{config or split or 'CONFIGURATION'}:SPLIT"):
+                table = datasets.load_dataset(path, config or None)
     splits = table if isinstance(table, dict) else {"": table}
     wanted = split or ",".join(splits)  # of several that would be none
     need(wanted in splits, f"{flag} {source}: name one of its splits, if it has any: {list(filter(None, splits))}")
@@ -585,7 +589,9 @@ def reference_answer(value, column):
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
-    return re.sub(r"^\$([^$]*)\$$", r"\1", text).strip()
+    if text.count("$") == 2 and text[0] == text[-1] == "$":
+        return text[1:-1].strip()
+    return text
 
 
 def problems_from(problems, args, position):
@@ -1504,6 +1510,7 @@ def pass_at_k(correct_PN, k):
     """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
     correct = np.asarray(correct_PN, int)
     n = correct.shape[1]
+    need(1 <= k <= n, f"pass@{k} needs between 1 and n = {n} samples")
     wrong_P = n - correct.sum(1)
     return np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P])
 
@@ -1636,8 +1643,11 @@ def resume(policy, optimizer, record):
     metrics = record.folder / "metrics.jsonl"
     if record.world.rank == 0:
         metrics.touch()
-        kept = metrics.read_bytes()[: manifest.get("metrics", 0)]  # later steps come again
+        wanted = manifest.get("metrics", 0)
+        kept = metrics.read_bytes()[:wanted]  # later steps come again
         os.truncate(metrics, kept.rfind(b"\n") + 1)  # a file that lost its end may stop inside a line
+        if len(kept) < wanted:
+            record.say(f"{metrics}: {wanted - len(kept)} bytes are gone; going on with the lines before")
     if not folder:
         record.say("the run has no checkpoint: it starts over")
         return 0, 0
@@ -1762,7 +1772,7 @@ class Record:
         """Reset what is counted in a step."""
         self.seconds = Counter()  # of phases
         self.tokens = Counter()
-        self.memory = {}  # GiB
+        self.memory = Counter()  # GiB
         self.skipped = 0  # updates
 
     def write(self, name, line):
@@ -1804,7 +1814,7 @@ class Record:
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()  # torch's counters do not see the engine sleep
             used = total - free
-        self.memory[name] = used / 2**30
+        self.memory[name] = max(self.memory[name], used / 2**30)
         self.seconds[name] += time.perf_counter() - start
 
     def samples(self, name, groups):

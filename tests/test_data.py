@@ -44,6 +44,13 @@ def world_on(device: str) -> common.World:
 CODE = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
 
 
+def test_track_needs_wandb(monkeypatch):
+    world = world_on("cpu")
+    monkeypatch.setattr("sys.path", [])
+    with pytest.raises(ValueError, match="--track: needs `pip install wandb`"):
+        common.validate(common.Args(dataset="mine.jsonl", template="chat", track="mine"), world)
+
+
 @pytest.mark.parametrize("model_type, readable", [("qwen2", True), ("unheard_of", False)])
 def test_code_in_a_model_folder_is_not_run(tmp_path, model_type, readable):
     folder = tmp_path / "model"
@@ -169,9 +176,9 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
         ({"problem": "1?", "answer": "\ud800"}, "row 0: .*surrogates"),
         ({"problem": "1?", "answer": {"is": 1}}, "row 0: column 'answer' holds no answer"),
         ({"problem": "1?", "answer": "byte 255"}, "cannot be read as .*invalid start byte"),
-        (["1?", "1"], "cannot be read as .*no object with keys, but 1"),
-        (5, "cannot be read as .*no object with keys, but 5"),
-        ({"answer": "lines"}, r"cannot be read as .*line 2"),
+        (["1?", "1"], "cannot be read as .*row 0: no object with keys, but 1"),
+        (5, "cannot be read as .*row 0: no object with keys, but 5"),
+        ({"answer": "lines"}, r"cannot be read as .*row 1: \w+Error"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
@@ -206,7 +213,7 @@ def test_sources_that_cannot_be_read(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert load("openai/gsm8k:main:train", tokenizer)
-    with pytest.raises(ValueError, match=r"^--dataset openai/gsm8k:main: .* id:CONFIGURATION:SPLIT: "):
+    with pytest.raises(ValueError, match=r"^--dataset openai/gsm8k:main: .* openai/gsm8k:main:SPLIT: "):
         load("openai/gsm8k:main", tokenizer)
     with pytest.raises(ValueError, match=r"--dataset no/such: cannot be read.*\.jsonl.* hub id.*Conn"):
         load("no/such", tokenizer)

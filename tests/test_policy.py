@@ -171,6 +171,8 @@ def test_pass_at_k():
     assert common.pass_at_k([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], 1) == pytest.approx((0.25 + 1 + 0) / 3)
     # two of four drawn without replacement miss the one right answer with probability 3/4 · 2/3 = 1/2
     assert common.pass_at_k([[1, 0, 0, 0]], 2) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="pass@5"):
+        common.pass_at_k([[1, 0, 0, 0]], 5)
 
 
 def test_sampler_gap(tmp_path):

@@ -179,7 +179,7 @@ def test_a_checkpoint_of_other_parameters_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize("left, kept", [("one\ntwo\nthr", "one\ntwo\n"), ("one\ntw", "one\n"), ("", "")])
-def test_a_record_goes_on_from_its_checkpoint(run, tmp_path, left, kept):
+def test_a_record_goes_on_from_its_checkpoint(run, tmp_path, capsys, left, kept):
     """With the seconds, and the metrics up to there: whole lines, also of a file that has lost its end."""
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("one\ntwo\n")
@@ -190,6 +190,7 @@ def test_a_record_goes_on_from_its_checkpoint(run, tmp_path, left, kept):
         metrics.write_text(left)
     assert go_on(run) == (1, 2)
     assert metrics.read_text() == kept
+    assert ("metrics.jsonl: " in capsys.readouterr().out) == (len(left) < 8)
     assert time.time() - run.record.started >= 100
 
 
