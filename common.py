@@ -299,6 +299,14 @@ def begin(run, prepare, *given):
     prepare(*given)
 
 
+def limit_data(most):
+    """Bound this process's data, in bytes, within what others allow it."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
 OUT_OF_MEMORY = 77  # exit code
 ENDS = {OUT_OF_MEMORY: "memory", -signal.SIGPROF: "timeout"}
 
@@ -306,9 +314,8 @@ ENDS = {OUT_OF_MEMORY: "memory", -signal.SIGPROF: "timeout"}
 def attempt(function, *task):
     """Return what a function says of a task, in a process of a pool. Of an exception the verdict is its traceback. A
     process that runs out of memory, or whose task wants to end it, does end, and the pool replaces it."""
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     try:
-        resource.setrlimit(resource.RLIMIT_DATA, (data_limit(), hard))
+        limit_data(data_limit())
         return function(*task)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
@@ -317,7 +324,7 @@ def attempt(function, *task):
     except BaseException:
         os._exit(1)
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # else pebble itself might lose the next task
+        limit_data(1 << 62)  # else pebble itself might lose the next task
 
 
 # --------------------------------- data
@@ -879,7 +886,7 @@ _\{(\w)\} ┊ _\1 ┊ x_{1}
 \\[lr]?vert(?![a-z]) ?|\\mid(?![a-z]) ? ┊ | ┊ \lvert x\rvert
 \(-\\infty,\+?\\infty\)|ℝ|\\R(?![a-zA-Z]) ┊ \\mathbb{R} ┊ (-\infty,\infty)
 _\{?~eight~\}? ┊ _8 ┊ 52_{\text{eight}}
-^~\(([A-E])\) ?~ ?+(?![A-Z(])[^,]+$ ┊ \1 ┊ \textbf{(B) }5
+^~\(([A-E])\)~ ?+(?=[\d\\])[^,~=]+$ ┊ \1 ┊ \textbf{(B) }5
 (°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\\\]]) ┊  ┊ 5^\circ
 (?<=[\d})i])UNIT(?=,|$) ┊  ┊ 5 cm
 [.,;:~]+$|~ ┊  ┊ 5.
@@ -1095,19 +1102,43 @@ class Verifier:
             context=multiprocessing.get_context("forkserver"),
         )
 
+    def ask(self, cases):
+        """Return the pool's futures of the cases, when all are done or none ends any more."""
+        futures = []
+        with suppress(RuntimeError):  # pebble gives a pool up when a process dies while no task runs
+            for case in cases:
+                futures.append(self.pool.schedule(attempt, (self.function, *case), timeout=self.limit))
+        ended = -1
+        while True:
+            done, waiting = wait(futures, timeout=self.limit + 5)  # one ends in this time, if any does
+            if not waiting or len(done) == ended:
+                return futures
+            ended = len(done)
+
     def judge(self, *lists):
         """Return for each case a score and a verdict. The lists: completions, gold answers or rows, and perhaps the
-        problems' texts. Raises ValueError when processes do not start."""
+        problems' texts. A pool that is broken or stuck is replaced, and what it has not graded is asked again. Raises
+        ValueError when processes do not start."""
         cases = [*zip(*lists, strict=True)]
-        for _ in range(3):
-            with suppress(RuntimeError):  # pebble gives a pool up when a process dies while no task runs
-                futures = [self.pool.schedule(attempt, (self.function, *case), timeout=self.limit) for case in cases]
-                while self.pool.active:
-                    if not wait(futures, timeout=1).not_done:
-                        return [_verdict(future) for future in futures]
-            self.pool.join()
-            self.start()
-        raise ValueError("--reward: the processes that grade do not start; what they said stands above")
+        verdicts = [None] * len(cases)
+        barren = 0  # rounds in a row
+        while None in verdicts:
+            left = [n for n, verdict in enumerate(verdicts) if verdict is None]
+            futures = self.ask([cases[n] for n in left])
+            barren += 1
+            for n, future in zip(left, futures, strict=False):
+                if future.done() and not isinstance(future.exception(), RuntimeError):
+                    verdicts[n] = _verdict(future)
+                    barren = 0
+            if None in verdicts:
+                self.pool.stop()
+                self.pool.join()
+                self.start()
+                with naming("--reward: the processes that grade do not start; what they said stands above"):
+                    self.pool.schedule(os.getpid).result()
+            if barren > 1:
+                verdicts[left[0]] = 0.0, "crash"
+        return verdicts
 
     def grade(self, *lists):
         """Return the scores of `judge` alone."""

@@ -246,6 +246,10 @@ WRONG = r"""
 m \frac{d v}{d t}+b v=f  ?  f
 B  ?  \textbf{(B) }5, \textbf{(C) }7
 B  ?  \textbf{(B) or }C
+A  ?  \text{(A)} \text{is wrong}
+A  ?  \text{(A)}\&\text{(B)}
+C  ?  \text{(C)}=5
+C  ?  \text{(C)}+1
 x=2  ?  \pm 2
 52_8  ?  52_{\text{nine}}
 1/3  ?  0.333

@@ -65,6 +65,17 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     assert verifier.judge([r"\boxed{5}"], [None]) == [(0.0, "error")], "a mistake of ours costs one answer"
 
 
+def test_the_run_itself_applies_no_pattern_to_answers(verifier, monkeypatch):
+    """Neither to those of a model nor to those of a data set."""
+    monkeypatch.setattr(common, "re", None)
+    assert common.reference_answer(r" $x+1$ ", "answer") == "x+1" and common.last_boxed(r"\boxed{1}") == "1"
+    assert common.reference_answer(r"so \boxed {\{1\}}.", "solution") == r"\{1\}"
+    group = group_of(r"\boxed{1+x}", r"\boxed{5 \text{ cm}")
+    group.problem = common.Problem("", [0], "x+1", ("x+1", "What?"))
+    common.verify(verifier, [group])
+    assert group.verdicts == ("graded", "no_answer") and group.reward_G.tolist() == [1, 0]
+
+
 def test_processes_are_forked_from_one_that_has_imported_everything(verifier):
     """Python 3.11's server says nothing where it does not find what it is to import; each process would then do it."""
     server = verifier.pool.schedule(os.getppid).result()
@@ -87,6 +98,16 @@ def test_a_verdict_is_not_lost_where_every_answer_ends_its_process():
     verifier = make_verifier(1)
     verifier.function = die
     assert verifier.judge(["x"] * 40) == [(0.0, "crash")] * 40
+
+
+def test_a_process_that_dies_with_its_word_on_the_way_stops_nothing(own):
+    """It may hold the lock of the pool's pipes, for which every other process then waits."""
+    verifier = own("score")
+    lines = ["import threading; threading.Timer(0.001, os._exit, (1,)).start()", "pass"] * 4
+    verdicts = verifier.judge(lines, [{}] * 8)
+    assert verdicts[-1] == (1.0, "graded") and {verdict for _, verdict in verdicts} <= {"graded", "crash"}
+    lowers = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 34, 1 << 34))"
+    assert verifier.judge([lowers, "pass"], [{}] * 2) == [(1.0, "graded")] * 2, "within what a reward leaves"
 
 
 def die(*_):
