@@ -62,6 +62,8 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     assert [score for score, _ in judged] == wanted
     counts = Counter(verdict for _, verdict in judged)
     assert counts["timeout"] >= 2 and counts["too_long"] >= 1, counts
+    tower = verifier.pool.schedule(common.judge, [completions[0], golds[0]], timeout=30).exception()
+    assert tower.exitcode == -signal.SIGPROF, "its processor time, not the clock, has ended it"
     assert verifier.judge([r"\boxed{5}"], [None]) == [(0.0, "error")], "a mistake of ours costs one answer"
 
 
@@ -106,6 +108,15 @@ def test_a_process_that_dies_with_its_word_on_the_way_stops_nothing(own):
     lines = ["import threading; threading.Timer(0.001, os._exit, (1,)).start()", "pass"] * 4
     verdicts = verifier.judge(lines, [{}] * 8)
     assert verdicts[-1] == (1.0, "graded") and {verdict for _, verdict in verdicts} <= {"graded", "crash"}
+    for pid in pids_of(verifier):
+        os.kill(pid, signal.SIGSTOP)  # so nothing that is asked begins
+    assert verifier.judge(["pass"], [{}]) == [(1.0, "graded")]
+    verifier.ask = lambda cases: []
+    assert verifier.judge(["pass"] * 2, [{}] * 2) == [(0.0, "crash")] * 2, "judging ends whatever a pool does"
+
+
+def test_a_reward_may_lower_what_it_is_allowed(own):
+    verifier = own("score")
     lowers = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 34, 1 << 34))"
     assert verifier.judge([lowers, "pass"], [{}] * 2) == [(1.0, "graded")] * 2, "within what a reward leaves"
 
