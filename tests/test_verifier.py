@@ -241,7 +241,7 @@ def in_a_run(folder, *lines):
     program += [f"    own = make_verifier(1, '{folder}/mine.py:score', 600)", *(f"    {line}" for line in lines)]
     (folder / "run").mkdir()
     (folder / "run" / "run.py").write_text("\n".join(program))
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools:{ROOT}/tests"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools:{ROOT}/tests", "PYTHONUNBUFFERED": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, folder / "run" / "run.py"], env=environment, text=True, **pipes)
 
