@@ -248,9 +248,9 @@ def in_a_run(folder, *lines):
 
 def test_what_a_reward_prints_goes_to_the_log(own, tmp_path):
     """Also when its process is killed after that; Ctrl-C is for the run."""
-    codes = ["print('[1, 2]'); os.kill(os.getpid(), 9)", "os.system('echo [3, 4]')", "sys.stderr.write('five')"]
+    codes = ["print('[1, 2]'); os.kill(os.getpid(), 9)", "os.system('echo [3, 4]')", "print('five', file=sys.stderr)"]
     output, errors = in_a_run(tmp_path, f"own.judge({codes}, [{{}}] * 3)").communicate()
-    assert output == "[1, 2]\n[3, 4]\n" and errors == "five"
+    assert output == "[1, 2]\n[3, 4]\n" and errors == "five\n"
 
 
 @pytest.mark.parametrize(
