@@ -108,11 +108,15 @@ def test_a_process_that_dies_with_its_word_on_the_way_stops_nothing(own):
     lines = ["import threading; threading.Timer(0.001, os._exit, (1,)).start()", "pass"] * 4
     verdicts = verifier.judge(lines, [{}] * 8)
     assert verdicts[-1] == (1.0, "graded") and {verdict for _, verdict in verdicts} <= {"graded", "crash"}
+
+
+def test_judging_ends_whatever_a_pool_does(own):
+    verifier = own("score")
     for pid in pids_of(verifier):
         os.kill(pid, signal.SIGSTOP)  # so nothing that is asked begins
     assert verifier.judge(["pass"], [{}]) == [(1.0, "graded")]
     verifier.ask = lambda cases: []
-    assert verifier.judge(["pass"] * 2, [{}] * 2) == [(0.0, "crash")] * 2, "judging ends whatever a pool does"
+    assert verifier.judge(["pass"] * 2, [{}] * 2) == [(0.0, "crash")] * 2
 
 
 def test_a_reward_may_lower_what_it_is_allowed(own):
