@@ -148,8 +148,13 @@ def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, set
         patch.setattr(os, "sched_getaffinity", lambda process: range(workers))
         verifier = common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), one, sets)
     if reward == "math":
-        verifier.function = partial(common.judge, seconds=seconds)
+        verifier.task = (partial(common.judge, seconds=seconds),)
     return verifier
+
+
+def judged(verifier, *lists):
+    """Return score and verdict of each case, where completions and what each is graded by are lists of their own."""
+    return verifier.judge([*zip(*lists, strict=True)])
 
 
 def random_model(folder: Path, tied: bool = False, kind: str = "qwen2", norms: float = 0, **settings) -> Path:

@@ -13,7 +13,7 @@ import pytest
 import rewards
 import torch
 import tyro
-from conftest import TOY, make_verifier
+from conftest import TOY, judged, make_verifier
 from transformers import AutoConfig, AutoTokenizer
 
 import common
@@ -65,8 +65,8 @@ def test_grading_without_a_box():
     completions, answers, scores = zip(*cases, strict=True)
     expected = [(0, "timeout") if score is None else (score, "graded") for score in scores]
     verifier = make_verifier()
-    verifier.function = partial(evaluation.judge_unboxed, seconds=2)
-    assert verifier.judge(completions, answers) == expected
+    verifier.task = (partial(evaluation.judge_unboxed, seconds=2),)
+    assert judged(verifier, completions, answers) == expected
 
 
 def test_table_16_has_the_spread_over_problems():

@@ -7,7 +7,7 @@ import gym
 import pytest
 import rewards
 import tyro
-from conftest import ROOT, make_verifier
+from conftest import ROOT, judged, make_verifier
 
 import common
 
@@ -50,7 +50,7 @@ def test_the_reward_is_the_tasks_own_score_of_the_last_box(tmp_path):
     verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:gym", 60)
     for error, right in (("0.000009", True), ("0.001", False)):  # a unit of the last digit counts as right
         answer = Decimal(row["answer"]) + Decimal(error)
-        assert (verifier.judge([rf"\boxed{{{answer}}}"], [row]) == [(1.0, "graded")]) is right, error
+        assert (judged(verifier, [rf"\boxed{{{answer}}}"], [row]) == [(1.0, "graded")]) is right, error
     with pytest.raises(ValueError, match=r"^--reward tools/rewards.py:gym .* 'entry'; there are \['problem'\]"):
         rewards.gym("1", {"problem": "?"})
 

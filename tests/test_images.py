@@ -119,8 +119,8 @@ def test_cost_is_tokens_and_patches(models):
     """An image of two responses counts once."""
     batch = batch_of(problems_of(models["qwen2_vl"]))
     for p, tokens in enumerate((4, 6, 25, 8, 0, 4)):
-        assert batch.total_R[2 * p] - batch.length_R[2 * p] == len(batch.groups[p].problem.prompt_ids) + 4 * tokens
-    once = batch.total_R[[0, 8]].sum() + batch.length_R[1]
+        assert batch.cost_R[2 * p] - batch.length_R[2 * p] == len(batch.groups[p].problem.prompt_ids) + 4 * tokens
+    once = batch.cost_R[[0, 8]].sum() + batch.length_R[1]
     assert batch.pack([0, 1, 8], CPU).cost == once
 
 

@@ -125,7 +125,7 @@ def test_every_response_is_dealt_once(seed):
         responses = [rng.integers(0, 9, rng.integers(0, 30)) for _ in range(rng.integers(1, 9))]
         groups.append(group_of([1] * rng.integers(1, 30), responses))
     batch = common.Batch(groups)
-    chosen_R = torch.from_numpy(rng.random(len(batch.total_R)) < 0.8)
+    chosen_R = torch.from_numpy(rng.random(len(batch.cost_R)) < 0.8)
     dealt = [batch.deal(chosen_R, SimpleNamespace(rank=rank, size=ranks), budget) for rank in range(ranks)]
     assert len({len(rows) for rows in dealt}) == 1
     rows = [row for rows in dealt for row in rows]

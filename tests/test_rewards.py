@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import rewards
-from conftest import ROOT, make_verifier
+from conftest import ROOT, judged, make_verifier
 from PIL import Image
 
 import common
@@ -119,7 +119,7 @@ def test_as_a_flag():
     """As a script reads it, the format beside it."""
     verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:iou")
     rows = [row("(0,0),(10,20)"), {"image": None, "answer": "(0,0),(10,20)"}]
-    right, (_, why) = verifier.judge([answered("(0,0),(10,10)")] * 2, rows)
+    right, (_, why) = judged(verifier, [answered("(0,0),(10,10)")] * 2, rows)
     assert right == (0.5, "graded") and "column 'solution'; there are ['image', 'answer']" in why
 
 
@@ -128,7 +128,7 @@ def test_geometry_as_a_flag():
     verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:geoqa")
     answers = [answered(r"5^{5^{5^{5^5}}}"), answered(r"\sqrt{3}\cdot 2")]
     rows = [row(r"\sqrt{5}+\sqrt{7}"), row("√(12)")]
-    assert verifier.judge(answers, rows) == [(0.0, "timeout"), (1.0, "graded")]
+    assert judged(verifier, answers, rows) == [(0.0, "timeout"), (1.0, "graded")]
 
 
 def picture(color: tuple[int, int, int], size: tuple[int, int] = (20, 10), kind: str = "PNG") -> bytes:

@@ -141,8 +141,8 @@ def flop_rate(policy, batch, speed):
     head = decoder.embed_tokens.weight.numel()
     body = sum(parameter.numel() for parameter in decoder.parameters()) - head
     width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
-    flop_R = body * batch.total_R + head * batch.length_R + width * batch.total_R.double().square()
-    return 6 * speed * (flop_R.sum() / batch.total_R.sum()).item()
+    flop_R = body * batch.cost_R + head * batch.length_R + width * batch.cost_R.double().square()
+    return 6 * speed * (flop_R.sum() / batch.cost_R.sum()).item()
 
 
 def train(policy, length, tokens, world, dtype, repeats=1):

@@ -583,7 +583,7 @@ def main(args):
             if grading not in verifiers:
                 verifiers[grading] = common.Verifier(settings[name], world, sets.values())
             if grading == "unboxed":
-                verifiers[grading].function = judge_unboxed
+                verifiers[grading].task = (judge_unboxed,)
                 verifiers[grading].limit = 300  # seconds
         sampler = common.Sampler(folder, tokenizer, widest, world)
         source = run if (run / "manifest.json").is_file() else folder
