@@ -98,7 +98,7 @@ OWN = {
 
 
 def flags_of(script: str, folder: Path) -> list:
-    """Return the flags of the runs that tests stop and kill: tools/faults.py's, fewer steps."""
+    """Return the flags of the runs that tests stop and kill: those of faults.py, fewer steps."""
     own = [*faults.OWN[script], *OWN.get(script, [])]
     return [*faults.FLAGS, *own, "--steps", 4, "--checkpoint-every", 2, "--checkpoints-kept", 3, "--run-dir", folder]
 

@@ -1,6 +1,6 @@
 """A run that was stopped or killed gives, resumed, the metrics and weights of one that never was, bit for bit.
 
-tools/faults.py kills runs at random moments; here it is one moment.
+tests/faults.py kills runs at random moments; here it is one moment.
 """
 
 import json
