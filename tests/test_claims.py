@@ -152,18 +152,6 @@ def test_a_run_leaves_its_csv_as_it_goes_and_goes_on_where_it_was_cut_off(data, 
     assert os.listdir(data / "runs" / "grpo-135m-48-seed1") == ["metrics.jsonl"]
 
 
-def test_bands(tmp_path, monkeypatch):
-    runs = {f"a-seed{seed}": [{"step": n, "reward": seed * n} for n in range(3)] for seed in range(1, 6)}
-    shown = []
-    monkeypatch.setattr(plot.plt.Axes, "fill_between", lambda _, __, low, high, **___: shown.append([*high - low]))
-    plot.draw_bands(runs, ["reward"], tmp_path / "five.png")
-    assert shown == [pytest.approx([0, 2**0.5, 8**0.5])]  # two standard errors
-    two = {name: runs[name] for name in ("a-seed1", "a-seed2")}
-    plot.draw_bands(two, ["reward", "other"], tmp_path / "two.png")  # which no run has
-    lines = [[*line.get_ydata()] for line in plot.plt.gcf().axes[0].lines]
-    assert lines == [[0, 1.5, 3], [0, 1, 2], [0, 2, 4]] and len(shown) == 1
-
-
 def test_a_value_that_was_not_finite_is_a_gap_and_counts_in_no_mean(data):
     """metrics.jsonl holds null for it. A csv says so, too; what was not logged is absent there."""
     runs = {}

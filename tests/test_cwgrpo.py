@@ -3,20 +3,15 @@
 import copy
 import math
 import random
-import shlex
-from dataclasses import asdict
 
 import literal
 import numpy as np
 import pytest
 import torch
-import tyro
 from literal import flat
-from test_commands import run_sh
 
 import common
 import cwgrpo
-import sspo
 
 LOW, HIGH = 0.0, 2.0  # the bounds of the ratio
 
@@ -240,18 +235,6 @@ def test_format_reward(text, reward):
 def test_flags_that_cannot_work(plain_python, settings, message):
     with pytest.raises(ValueError, match=message):
         cwgrpo.main(cwgrpo.Args(**settings))
-
-
-@pytest.mark.parametrize("size", ["1.5b", "7b"])
-def test_sspos_clip_cov_has_sspos_setting(size):
-    """Model, data, lengths, updates, learning rate, evaluation; its loss is Clip-Cov's."""
-    _, *flags = shlex.split(run_sh(f"sspo-{size}"))
-    theirs = asdict(tyro.cli(sspo.Args, args=flags))
-    command, *flags = shlex.split(run_sh(f"sspo-clip-cov-{size}"))
-    mine = asdict(tyro.cli(cwgrpo.Args, args=flags))
-    assert {field: mine[field] for field in mine.keys() & theirs.keys() - {"normaliser"}}.items() <= theirs.items()
-    assert (command, mine["reweight"], mine["normaliser"], mine["kl_coef"]) == ("cwgrpo.py", "clip-cov", "token", 0)
-    assert not mine["format_reward"]
 
 
 @pytest.mark.parametrize(

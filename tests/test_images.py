@@ -1,10 +1,8 @@
 """Images: packed against one sequence at a time by transformers' own path, positions, ranks, vLLM, errors."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationC
 pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
 
 import datasets
-import plot
 from seeing import STOPS, png, random_seeing_model, settings, write_images
 from test_invariance import check_alike, largest_difference
 
@@ -201,34 +198,6 @@ def test_evaluation_shows_the_images(seeing, tmp_path):
         texts.append((file.parent / "samples" / "lisa-squares.txt").read_text())
     if not KINDS[model.name]:  # with tied weights a random model repeats its last token, whatever it sees
         assert texts[0] != texts[1]
-
-
-def test_answers_are_drawn(tmp_path, monkeypatch):
-    """The ends of first answers before and after, with their image and a box in thousandths of it, or as text alone."""
-    write_images(tmp_path / "seen.parquet", [(16, 24)])
-    flags = {"eval": f"{tmp_path}/seen.parquet,other", "image_column": "image"}
-    (tmp_path / "samples").mkdir()
-    place = SimpleNamespace(world=SimpleNamespace(rank=0), folder=tmp_path)
-    for step, text, reward in ((0, "one\n\nor $\\boxed{2}$", 0), (20, "x" * 990 + "\n(250,500),(750,1000)", 0.5)):
-        rollouts = [common.Rollout([], [], text, False), common.Rollout([], [], "(0,0),(9,9)", False)]
-        group = common.Group(common.Problem("what?", [], "1"), rollouts, reward_G=torch.full((2,), reward))
-        common.Record.samples(place, f"seen-step{step:05d}", [group])
-    draw = ["plot.py", str(tmp_path), "--figure", "answers", "-o", str(tmp_path / "answers.png")]
-    monkeypatch.setattr("sys.argv", draw)
-    after = ["after, reward 0.5, 0 tokens", *["x" * 40] * 3]
-    joined = ["before, reward 0, 0 tokens", "one or $\\boxed{2}$", *after, "x" * 19 + " (250,500),(750,1000)"]
-    apart = [joined[0], "one", "", "or $\\boxed{2}$", *after, "x" * 19, "(250,500),(750,1000)"]
-    for column in ("image", ""):
-        (tmp_path / "run.json").write_text(json.dumps({"args": flags | {"image_column": column}}))
-        plot.main()
-        axis = plot.plt.gcf().axes[0]
-        assert axis.get_title() == "what?" and (tmp_path / "answers.png").stat().st_size > 5000
-        assert axis.texts[0].get_text().split("\n") == (joined if column else apart)
-        corners = [line.get_xydata()[[0, 2]].tolist() for line in axis.lines]
-        assert corners == ([[[5.5, 7.5], [17.5, 15.5]]] if column else [])
-    (tmp_path / "samples" / "seen-step00020.txt").unlink()
-    with pytest.raises(SystemExit, match="no answers before and after"):
-        plot.main()
 
 
 def test_a_saved_model_is_whole(models, tmp_path, plain_python):

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
-import jinja2
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -117,13 +116,6 @@ def test_the_attention_that_a_config_names_is_not_taken(tmp_path, plain_python):
     assert policy.model.config._attn_implementation == PACKED
 
 
-def test_a_chat_template_runs_in_a_sandbox(mark):
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
-    tokenizer.chat_template = f"{{{{ cycler.__init__.__globals__.os.system('touch {mark}') }}}}"
-    with pytest.raises(jinja2.exceptions.SecurityError):
-        common.prompt_of("1+1?", "chat", tokenizer)
-
-
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory) -> Path:
     pytest.importorskip("torchvision", reason="image processors need torchvision, which is not installed")
@@ -201,21 +193,6 @@ def encoded(image: Image.Image, kind: str) -> dict:
     file = io.BytesIO()
     image.save(file, kind)
     return {"bytes": file.getvalue(), "path": None}
-
-
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "EPS", "TIFF", "PPM", "ICO"])
-def test_images_are_of_five_kinds(mark, seeing, tmp_path, monkeypatch, kind):
-    """PIL lets Ghostscript, which runs programs, draw an EPS."""
-    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {mark}\n")
-    (tmp_path / "gs").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    rows = [{"image": encoded(Image.new("RGB", (16, 16)), kind), "problem": "a?", "answer": "1"}]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    if kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
-        assert len(load(tmp_path / "rows.parquet", seeing)) == 1
-    else:
-        with pytest.raises(ValueError, match=r"row 0: its image cannot be read: .*cannot identify image file"):
-            load(tmp_path / "rows.parquet", seeing)
 
 
 @pytest.mark.parametrize("size", [(9000, 9000), (1, 50_000_001), (65_000, 65_000)])

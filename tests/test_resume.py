@@ -234,21 +234,6 @@ def test_steps_have_more_than_five_digits(run, tmp_path):
     common.save_checkpoint(run.policy, run.optimizer, 100_050, 2, run.record)
 
 
-def test_a_manifest_is_on_disk_before_its_checkpoint_has_a_name(run, tmp_path, monkeypatch):
-    """Else a loss of power may leave an empty one."""
-    seen = []
-    fsync = os.fsync
-
-    def noted(number):
-        named = (tmp_path / "checkpoints" / "step-00001").exists()
-        seen.append((named, Path(f"/proc/self/fd/{number}").read_bytes()))
-        fsync(number)
-
-    monkeypatch.setattr("os.fsync", noted)
-    save(run, 1)
-    assert seen[-1] == (False, (tmp_path / "checkpoints" / "step-00001" / "manifest.json").read_bytes())
-
-
 def evaluate(run, step: int, average: float) -> str:
     """Let a run compare its model with the best; return what is said of the best then."""
     source = Path(run.record.args.model)

