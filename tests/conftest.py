@@ -20,16 +20,16 @@ PACKED = "packed"  # common.py's attention, as transformers knows it
 torch.set_num_threads(1)  # the models here are too small for more: their threads would only wait for each other
 
 
-def torchrun(script: str | Path, *arguments, ranks: int = 2, plain: bool = False, timeout: int = 420):
-    """Run a script as `ranks` processes (or as plain `python`) from the repository root; return its output.
+def torchrun(script: str, *arguments, ranks: int = 2, plain: bool = False, timeout: int = 420, folder=ROOT, **own: str):
+    """Run a script as `ranks` processes (or as plain `python`) from a folder; return its output.
 
     Fails the test with the output when the exit code is not 0.
     """
-    launcher = [] if plain else ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, str(script), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    launcher = [] if plain else ["-P", "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+    command = [sys.executable, *map(str, [*launcher, ROOT / script, *arguments])]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, text=True, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)} | own, timeout=timeout, **pipes
     )
     assert done.returncode == 0, f"{' '.join(command)} exited with {done.returncode}\n{done.stdout[-6000:]}"
     return done.stdout
@@ -105,9 +105,13 @@ def flags_of(script: str, folder: Path) -> list:
 
 @pytest.fixture(scope="session")
 def sspo_run(tmp_path_factory) -> Run:
-    """`torchrun sspo.py`, from nothing to a saved model."""
-    folder = tmp_path_factory.mktemp("runs") / "sspo"
-    return Run(folder, torchrun("sspo.py", *flags_of("sspo", folder)))
+    """`torchrun sspo.py`, from nothing to a saved model, started beside modules that would write a file, `mark`."""
+    away = tmp_path_factory.mktemp("away")
+    for name in ("json", "math_verify", "re", "signal", "sitecustomize"):
+        (away / f"{name}.py").write_text(f"open({str(away / 'mark')!r}, 'w')\n")
+    folder = away / "sspo"
+    flags = flags_of("sspo", folder)
+    return Run(folder, torchrun("sspo.py", *flags, folder=away, VLLM_CACHE_ROOT=str(away / "cache")))
 
 
 def check_sampler(engine: Jobs, flags: list) -> dict:
