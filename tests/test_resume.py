@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT, flags_of
+from eval import weights_of
 from faults import differences, rows
 from jobs import Jobs
 from torch.distributed.checkpoint.api import CheckpointException
@@ -161,6 +162,16 @@ def test_a_checkpoint_of_other_parameters_is_refused(run, tmp_path):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: policy\.model\.layers\.1\."):
         go_on(run)
+
+
+def test_a_hostile_table_of_contents_is_not_read(run, tmp_path):
+    """PyTorch's own format of distributed checkpoints has a pickled `.metadata`."""
+    save(run, 1)
+    folder = tmp_path / "checkpoints" / "step-00001"
+    (folder / ".metadata").write_bytes(b"no pickle")
+    assert go_on(run) == (1, 2)
+    found = dict(weights_of(folder, run.policy.model.config, torch.float32))
+    assert found.keys() == dict(run.policy.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("left, kept", [("one\ntwo\nthr", "one\ntwo\n"), ("one\ntw", "one\n"), ("", "")])
