@@ -225,19 +225,6 @@ def test_format_reward(text, reward):
 
 
 @pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"updates_per_step": 5}, "--updates-per-step must divide --prompts-per-step"),
-        ({"updates_per_step": 2}, "--updates-per-step: 1, or another --reweight than kernel"),
-        ({"clip_cov_low": 6.0}, "--clip-cov-low: at most --clip-cov-high"),
-    ],
-)
-def test_flags_that_cannot_work(plain_python, settings, message):
-    with pytest.raises(ValueError, match=message):
-        cwgrpo.main(cwgrpo.Args(**settings))
-
-
-@pytest.mark.parametrize(
     "kernel, loss, slopes",
     [
         ("printed", -0.3212, [-0.2021, -0.3121, 0.0910, 0.1020]),
