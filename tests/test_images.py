@@ -1,7 +1,6 @@
 """Images: packed against one sequence at a time by transformers' own path, positions, ranks, vLLM, errors."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationC
 
 pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
 
-import datasets
-from seeing import STOPS, png, random_seeing_model, settings, write_images
+from seeing import STOPS, load, png, random_seeing_model, settings, write_images, write_rows
 from test_invariance import check_alike, largest_difference
 
 import common
@@ -31,8 +29,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 
 def problems_of(folder: Path) -> list[common.Problem]:
-    args = settings(folder)
-    return common.load_problems(args.dataset, AutoTokenizer.from_pretrained(folder), args, "--dataset")
+    return load(folder / "problems.parquet", folder)
 
 
 def batch_of(problems: list[common.Problem]) -> common.Batch:
@@ -218,39 +215,33 @@ def test_a_saved_model_is_whole(models, tmp_path, plain_python):
 @pytest.mark.parametrize(
     ("image", "reason"),
     [
-        ({"bytes": b"no image", "path": None}, "cannot identify image file"),
-        ({"bytes": b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "path": None}, "broken PNG file"),
-        ({"bytes": None, "path": "nowhere/a.png"}, "no file of at most 64 MiB"),
-        ({"bytes": png(2, 900), "path": None}, "absolute aspect ratio must be"),
+        (b"no image", "cannot identify image file"),
+        (b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "broken PNG file"),
+        (png(2, 900), "absolute aspect ratio must be"),
     ],
 )
 def test_rows_that_cannot_be_seen(models, tmp_path, image, reason):
-    rows = [{"image": {"bytes": png(16, 16), "path": None}, "problem": "a?", "answer": "1"}] * 2
-    datasets.Dataset.from_list([*rows, rows[0] | {"image": image}]).to_parquet(tmp_path / "rows.parquet")
-    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "rows.parquet"))
+    file = write_rows(tmp_path, png(16, 16), png(16, 16), image)
     with pytest.raises(ValueError, match=rf"^--dataset .*rows\.parquet, row 2: its image cannot be read.*{reason}"):
-        common.load_data(args, AutoTokenizer.from_pretrained(args.model))
+        load(file, models["qwen2_vl"])
 
 
 def test_a_problem_that_names_the_placeholder_is_left_out(models, tmp_path):
-    row = {"image": {"bytes": png(16, 16), "path": None}, "problem": "what is <|image_pad|>?", "answer": "1"}
-    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
-    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "rows.parquet"))
+    file = write_rows(tmp_path, png(16, 16), problem="what is <|image_pad|>?")
     with pytest.raises(ValueError, match=r"no usable row among 1; left out: {'spells <\|image_pad\|>': 1}"):
-        common.load_data(args, AutoTokenizer.from_pretrained(args.model))
+        load(file, models["qwen2_vl"])
 
 
 def test_flags_that_cannot_work(models, tiny):
-    args = settings(models["qwen2_vl"])
+    model = models["qwen2_vl"]
     with pytest.raises(ValueError, match=r"--model .* no vision tower"):
-        common.model_folder(replace(args, model=str(tiny)))
+        common.model_folder(settings(tiny))
     with pytest.raises(ValueError, match=r"no image column; looked for \['photo'\], saw \['image', .*; --image-column"):
-        common.load_data(replace(args, image_column="photo"), AutoTokenizer.from_pretrained(args.model))
+        load(model / "problems.parquet", model, image_column="photo")
 
 
 def test_larger_images_are_shrunk(models, tmp_path):
     write_images(tmp_path / "large.parquet", [(100, 60), (16, 16)])
-    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "large.parquet"), max_pixels=1600)
-    problems, _ = common.load_data(args, AutoTokenizer.from_pretrained(args.model))
+    problems = load(tmp_path / "large.parquet", models["qwen2_vl"], max_pixels=1600)
     assert [problem.image.grid for problem in problems] == [[6, 3], [2, 2]]
     assert problems[0].image.patches == 4 * 6 * 3

@@ -10,7 +10,6 @@ import shutil
 import socket
 import struct
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -20,8 +19,7 @@ import pytest
 import torch
 from conftest import PACKED, TOY
 from PIL import Image
-from seeing import png, random_seeing_model, settings
-from transformers import AutoTokenizer
+from seeing import load, png, random_seeing_model, write_rows
 
 import common
 
@@ -88,11 +86,6 @@ def seeing(tmp_path_factory) -> Path:
     return random_seeing_model(tmp_path_factory.mktemp("seeing"), "qwen2_vl", tied=True)
 
 
-def load(file: Path, model: Path, **changes):
-    args = replace(settings(model), dataset=str(file), **changes)
-    return common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
-
-
 def test_code_of_an_image_processor_is_not_run(mark, seeing, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     folder = tmp_path / "model"
@@ -145,12 +138,6 @@ def test_images_of_a_folder_of_the_hub_and_of_other_kinds(seeing, tmp_path, monk
     os.mkfifo(tmp_path / "data" / "a.png")
     with pytest.raises(ValueError, match=r"row 0: its image cannot be read: .* is no file of at most 64 MiB"):
         load(tmp_path / "data", seeing)
-
-
-def write_rows(folder, *images: bytes) -> Path:
-    rows = [{"image": {"bytes": data, "path": None}, "problem": "a?", "answer": "1"} for data in images]
-    datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
-    return folder / "rows.parquet"
 
 
 def test_images_are_of_five_kinds(seeing, tmp_path):
