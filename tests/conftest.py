@@ -121,25 +121,21 @@ def check_sampler(engine: Jobs, flags: list) -> dict:
     return json.loads(output.splitlines()[-1])
 
 
-def run_on(engine: Jobs, tmp_path_factory, script: str) -> Run:
-    folder = tmp_path_factory.mktemp("runs") / script
-    return Run(folder, engine(script=script, flags=flags_of(script, folder)))
+def run_on(script: str):
+    """Return a fixture: a run of a script on the engine. That of sps.py has two rounds of two RL steps and an IRL stage
+    of two."""
+
+    @pytest.fixture(scope="session")
+    def run(engine, tmp_path_factory) -> Run:
+        folder = tmp_path_factory.mktemp("runs") / script
+        return Run(folder, engine(script=script, flags=flags_of(script, folder)))
+
+    return run
 
 
-@pytest.fixture(scope="session")
-def gpg_run(engine, tmp_path_factory) -> Run:
-    return run_on(engine, tmp_path_factory, "gpg")
-
-
-@pytest.fixture(scope="session")
-def cwgrpo_run(engine, tmp_path_factory) -> Run:
-    return run_on(engine, tmp_path_factory, "cwgrpo")
-
-
-@pytest.fixture(scope="session")
-def sps_run(engine, tmp_path_factory) -> Run:
-    """Two rounds of two RL steps and an IRL stage of two."""
-    return run_on(engine, tmp_path_factory, "sps")
+gpg_run = run_on("gpg")
+cwgrpo_run = run_on("cwgrpo")
+sps_run = run_on("sps")
 
 
 def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, sets=(), seconds: float = 1.0):
@@ -191,9 +187,3 @@ def random_model(folder: Path, tied: bool = False, kind: str = "qwen2", norms: f
 def tiny(tmp_path_factory) -> Path:
     """A random model with a language head of its own."""
     return random_model(tmp_path_factory.mktemp("tiny"), tied=False)
-
-
-@pytest.fixture(scope="session")
-def tiny_tied(tmp_path_factory) -> Path:
-    """A random model whose head is its embedding."""
-    return random_model(tmp_path_factory.mktemp("tied"), tied=True)
