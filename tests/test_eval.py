@@ -11,7 +11,6 @@ import plot
 import pytest
 import rewards
 import torch
-import tyro
 from conftest import TOY, make_verifier
 from transformers import AutoConfig, AutoTokenizer
 
@@ -253,11 +252,8 @@ def test_what_does_not_fit_is_said_to_be_not_run(plain_python, tmp_path, capsys)
     assert json.loads((tmp_path / "eval.json").read_text())["rows"] == []
 
 
-def test_sets_and_protocols_that_cannot_be(plain_python, tmp_path, capsys):
+def test_sets_that_cannot_be(plain_python, tmp_path):
     sets = (str(tmp_path / "a" / "x.jsonl"), str(tmp_path / "b" / "x.jsonl"))
     args = evaluation.Args(str(TOY / "model"), ("gpg-7b",), sets, max_prompt_tokens=32, max_response_tokens=96)
     with pytest.raises(ValueError, match=r"--sets .*a/x.jsonl .*b/x.jsonl: two sets of one name would mix"):
         evaluation.main(args)
-    with pytest.raises(SystemExit):
-        tyro.cli(evaluation.Args, args=["model", "--protocols", "ssp"])
-    assert "Invalid choice" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """The branches that only a GPU uses, traced on a pretended one: what reaches the attention kernel, what lies where, how
 much memory it takes. pretend_gpu.py says what this cannot see."""
 
-import pretend_gpu
 import pytest
 import torch
 from conftest import random_model
@@ -103,11 +102,3 @@ def test_what_fits_is_what_a_trace_takes(traced, setting):
 def test_what_fits_for_whole_models(traced, setting):
     """Of those of docs/performance.md."""
     check_peak(traced, *setting)
-
-
-@pytest.mark.parametrize("version, cuda", [("2.14.0+cpu", None), ("2.13.0", "13.0")])
-def test_another_torch_is_refused(monkeypatch, version, cuda):
-    monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(RuntimeError, match=f"the CPU build of torch 2.13.x only, and this is torch {version[:6]}"):
-        pretend_gpu.patch()

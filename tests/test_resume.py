@@ -368,19 +368,20 @@ def test_inputs_that_changed_are_refused_by_name(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "model")
     table = datasets.Dataset.from_dict({"problem": ["1+1"], "answer": ["2"]})
     datasets.DatasetDict(test=table).save_to_disk(tmp_path / "set")
-    template, reward, train = (tmp_path / name for name in ("mine.txt", "reward.py", "train.jsonl"))
-    table = next((tmp_path / "set" / "test").glob("*.arrow"))
-    files = [template, reward, train, table, tmp_path / "model" / "model.safetensors"]
-    settings = {"model": f"{tmp_path}/model", "template": str(template), "reward": f"{reward}:score"}
-    settings |= {"dataset": str(train), "eval": f"{tmp_path}/set:test,some/set", "run_dir": f"{tmp_path}/run"}
-    for file in (template, reward, train):
+    files = [tmp_path / name for name in ("mine.txt", "reward.py", "train.jsonl")]
+    settings = dict(zip(("template", "reward", "dataset"), map(str, files), strict=True))
+    settings |= {"model": f"{tmp_path}/model", "eval": f"{tmp_path}/set:test,some/set", "run_dir": f"{tmp_path}/run"}
+    settings["reward"] += ":score"
+    for file in files:
         file.write_text("{}")
+    files += [*(tmp_path / "set" / "test").glob("*.arrow"), tmp_path / "model" / "model.safetensors"]
     common.Record(common.Args(**settings), "sspo", ALONE)
     (tmp_path / "model" / "eval.json").write_text("tools/eval.py writes it")
-    common.Record(common.Args(**settings, resume=True), "sspo", ALONE)
+    again = common.Args(**settings, resume=True)
+    common.Record(again, "sspo", ALONE)
     for file in files:
         content = file.read_bytes()
         file.write_bytes(content + b" ")
         with pytest.raises(ValueError, match=f"--resume: .*{file.name} has changed since the run was started"):
-            common.Record(common.Args(**settings, resume=True), "sspo", ALONE)
+            common.Record(again, "sspo", ALONE)
         file.write_bytes(content)
