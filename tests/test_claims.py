@@ -5,16 +5,14 @@ import json
 import math
 import os
 import re
-import runpy
 import shlex
 from pathlib import Path
 
 import claims
 import plot
 import pytest
-import tyro
 from conftest import ROOT
-from test_commands import executable, run_sh
+from test_commands import executable, settings
 
 PAGES = dict.fromkeys(("real", "systems"), (ROOT / "docs" / "real.md").read_text())
 PAGE = (ROOT / "docs" / "claims.md").read_text()
@@ -34,15 +32,10 @@ def logged(folder: Path, rows: list[dict]) -> Path:
     return folder
 
 
-def args_of(arm: claims.Arm):
-    script, *flags = shlex.split(run_sh(arm.experiment, *shlex.split(arm.flags)))
-    return tyro.cli(runpy.run_path(str(ROOT / script))["Args"], args=flags)
-
-
 def test_arms_are_experiments_of_equal_responses_and_steps():
     assert {name for claim in claims.CLAIMS.values() for name in claim.arms} == claims.ARMS.keys()
     for name, arm in claims.ARMS.items():
-        args = args_of(arm)
+        args = settings(arm.experiment, *shlex.split(arm.flags))
         real = arm.experiment.endswith("-135m")
         assert args.prompts_per_step * args.group_size == (64 if real else 256), name
         assert args.steps == (0 if name == "before" else 48 if "-48" in name else 12 if real else 120), name

@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from conftest import ROOT, TOY
+from conftest import PACKED, ROOT, TOY
 from transformers import AutoTokenizer
 
 import common
@@ -40,20 +40,23 @@ def world_on(device: str) -> common.World:
 
 
 CODE = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
+KERNEL = {"attn_implementation": "flash_attention_2", "_attn_implementation": "nobody/kernel"}
 
 
-@pytest.mark.parametrize("model_type, readable", [("qwen2", True), ("unheard_of", False)])
-def test_code_in_a_model_folder_is_not_run(tmp_path, model_type, readable):
+@pytest.mark.parametrize("model_type", ["qwen2", "unheard_of"])
+def test_code_in_a_model_folder_is_not_run(tmp_path, plain_python, model_type):
+    """Nor is the attention taken that a config names. A model that needs its own code is refused."""
     folder = tmp_path / "model"
     shutil.copytree(TOY / "model", folder)
     names = "Qwen2Config as C, Qwen2ForCausalLM as M, Qwen2Tokenizer as T"
     (folder / "code.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nfrom transformers import {names}\n")
-    for name, more in (("config.json", {"model_type": model_type}), ("tokenizer_config.json", {})):
+    for name, more in (("config.json", {"model_type": model_type} | KERNEL), ("tokenizer_config.json", {})):
         settings = json.loads((folder / name).read_text()) | more | {"auto_map": CODE}
         (folder / name).write_text(json.dumps(settings))
     args = common.Args(model=str(folder), max_prompt_tokens=32, max_response_tokens=64)
-    if readable:
-        assert common.model_folder(args) == folder
+    if model_type == "qwen2":
+        policy = common.load_policy(common.model_folder(args), args, common.init_world())
+        assert policy.model.config._attn_implementation == PACKED
         AutoTokenizer.from_pretrained(folder)  # as the scripts do
     else:
         with pytest.raises(ValueError, match=r"--model .*, of which no code is run: "):

@@ -17,11 +17,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import PACKED, TOY
 from PIL import Image
 from seeing import load, png, random_seeing_model, write_rows
-
-import common
 
 
 class Hostile:
@@ -67,17 +64,6 @@ def test_a_hostile_file_of_demonstrations_is_refused(mark, tmp_path):
     torch.save([Hostile(mark)], tmp_path / "step-00001.pt")
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
         sps.demonstrations(tmp_path, range(1, 2), [], 1, 0)
-
-
-def test_the_attention_that_a_config_names_is_not_taken(tmp_path, plain_python):
-    folder = tmp_path / "model"
-    shutil.copytree(TOY / "model", folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"attn_implementation": "flash_attention_2", "_attn_implementation": "nobody/kernel"}
-    (folder / "config.json").write_text(json.dumps(config))
-    args = common.Args(model=str(folder), max_prompt_tokens=8, max_response_tokens=8)
-    policy = common.load_policy(common.model_folder(args), args, common.init_world())
-    assert policy.model.config._attn_implementation == PACKED
 
 
 @pytest.fixture(scope="module")
