@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shlex
-from pathlib import Path
 
 import claims
 import plot
@@ -23,13 +22,6 @@ def data(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "DATA", tmp_path)
     monkeypatch.setattr(claims, "RUNS", tmp_path / "runs")
     return tmp_path
-
-
-def logged(folder: Path, rows: list[dict]) -> Path:
-    """Write the folder of a run that logged these rows."""
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def test_arms_are_experiments_of_equal_responses_and_steps():
@@ -108,11 +100,11 @@ def test_a_run_leaves_its_csv_as_it_goes_and_goes_on_where_it_was_cut_off(data, 
 
 
 def test_a_value_that_was_not_finite_counts_in_no_mean(data):
-    lines = [{"step": n, "time": n, "kl": value} for n, value in enumerate((1, None, None, 4))]
-    run = logged(data / "run", lines)
-    claims.write("grpo-kl-seed1", run)
+    rows = [{"step": n, "time": n, "kl": value} for n, value in enumerate((1, None, None, 4))]
+    (data / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    claims.write("grpo-kl-seed1", data)
     assert str(plot.read(data / "grpo-kl-seed1.csv")[1]) == "{'step': 1.0, 'time': 1.0, 'kl': nan}"
-    assert plot.mean_over_steps(plot.read(run), "kl") == 2.5
+    assert plot.mean_over_steps(plot.read(data), "kl") == 2.5
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)

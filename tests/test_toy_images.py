@@ -1,21 +1,12 @@
-"""The toy that sees: its problems, and that teaching teaches."""
+"""The problems of the toy that sees."""
 
 import random
 
 import datasets
 import numpy as np
-import pytest
 import torch
 import toy_images
 from toy_images import ask, lessons, paint, write_problems
-
-
-@pytest.fixture(scope="module")
-def untaught(tmp_path_factory):
-    """Return the tokenizer, the image processor, and the model of a seed."""
-    tokenizer, processor = toy_images.make_processors(tmp_path_factory.mktemp("sees"))
-    torch.manual_seed(1)
-    return tokenizer, processor, toy_images.make_model(tokenizer)
 
 
 def squares_seen(image) -> list[tuple]:
@@ -59,12 +50,10 @@ def test_problems_come_from_the_seed_and_images_hold_the_answers(tmp_path, monke
             assert row["problem"].startswith("where") == name.startswith("ground")
 
 
-def test_no_problem_of_the_files_is_taught(untaught):
+def test_no_problem_of_the_files_is_taught(tmp_path):
     """Problems in `taken` are drawn again."""
-    tokenizer, processor, _ = untaught
-    rng = random.Random(4)
-    first = ask(rng, toy_images.TAUGHT)
-    inputs, _ = lessons(random.Random(4), tokenizer, processor, set(), 1)
-    others, _ = lessons(random.Random(4), tokenizer, processor, {first}, 1)
+    tokenizer, processor = toy_images.make_processors(tmp_path)
+    first = ask(random.Random(4), toy_images.TAUGHT)
+    inputs, others = (lessons(random.Random(4), tokenizer, processor, taken, 1)[0] for taken in (set(), {first}))
     shown = processor(images=[paint(first.squares)], return_tensors="pt")["pixel_values"]
     assert torch.equal(inputs["pixel_values"], shown) and not torch.equal(others["pixel_values"], shown)
