@@ -5,16 +5,13 @@ import json
 import math
 import os
 import re
-import runpy
 import shlex
-from pathlib import Path
 
 import claims
 import plot
 import pytest
-import tyro
 from conftest import ROOT
-from test_commands import executable, experiments, run_sh
+from test_commands import executable, settings
 
 PAGES = dict.fromkeys(("real", "systems"), (ROOT / "docs" / "real.md").read_text())
 PAGE = (ROOT / "docs" / "claims.md").read_text()
@@ -27,43 +24,14 @@ def data(tmp_path, monkeypatch):
     return tmp_path
 
 
-def logged(folder: Path, rows: list[dict]) -> Path:
-    """Write the folder of a run that logged these rows."""
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def args_of(arm: claims.Arm):
-    script, *flags = shlex.split(run_sh(arm.experiment, *shlex.split(arm.flags)))
-    return tyro.cli(runpy.run_path(str(ROOT / script))["Args"], args=flags)
-
-
 def test_arms_are_experiments_of_equal_responses_and_steps():
-    assert {arm.experiment for arm in claims.ARMS.values()} <= experiments().keys()
     assert {name for claim in claims.CLAIMS.values() for name in claim.arms} == claims.ARMS.keys()
     for name, arm in claims.ARMS.items():
-        args = args_of(arm)
+        args = settings(arm.experiment, *shlex.split(arm.flags))
         real = arm.experiment.endswith("-135m")
         assert args.prompts_per_step * args.group_size == (64 if real else 256), name
         assert args.steps == (0 if name == "before" else 48 if "-48" in name else 12 if real else 120), name
         assert not arm.stops or arm.stops[-1] == args.steps, name
-    stage = args_of(claims.ARMS["sps-act"]).rl_steps
-    first, before, second, last = claims.STAGES
-    assert (first, before, second, last % stage) == (stage, 2 * stage - 1, 2 * stage, 0)
-
-
-def test_what_claims_use_of_a_run_and_what_is_evaluated_at_its_stops_stand_in_its_csv(data):
-    rows = [{"step": 0, "time": 1.5, "other": 1}, {"step": 40, "time": 2.0, "reward": 0.123456, "clip_fraction": 1}]
-    folder = logged(data / "runs" / "sps-act-seed2", rows)
-    found = {name: {"mean": 0.25} for name in (*claims.SQUEEZED, "other")}
-    evaluation = {"rows": [found | {"set": "heldout"}, found | {"set": "harder"}]}
-    (folder / "eval-step40.json").write_text(json.dumps(evaluation))
-    claims.write("sps-act-seed2", folder)
-    assert (data / "sps-act-seed2.csv").read_text().splitlines()[0].split(",") == claims.columns_of("sps-act")
-    before, stop = plot.read(data / "sps-act-seed2.csv")
-    assert before == {"step": 0, "time": 1.5}
-    assert stop == {"step": 40, "time": 2, "reward": 0.1235} | dict.fromkeys(claims.EXPLORED, 0.25)
 
 
 def test_the_steps_that_a_figure_is_the_mean_of():
@@ -105,27 +73,6 @@ def test_mean_error_and_paired_difference_by_hand():
     assert claims.with_error([0.25]) == "0.25"
 
 
-def test_what_is_there_is_not_run_again_and_seed_1_comes_first(data, monkeypatch, capsys):
-    asked, drawn = [], []
-
-    def run(name):
-        asked.append(name)
-        if name.startswith("gpg-seed"):
-            raise ChildProcessError(1)
-        rows = [{"step": 120, "time": 1.0, "reward": int(name[-1])}]
-        claims.write(name, logged(data / "runs" / name, rows))
-
-    monkeypatch.setattr(claims, "run", run)
-    monkeypatch.setattr(plot, "draw_bands", lambda runs, panels, path: drawn.append((list(runs), path.name)))
-    run("gpg-c-seed1")
-    assert claims.main(("gpg-threshold",), seeds=(1, 2)) == 1  # one failed; the others went on
-    assert asked == [f"{arm}-seed{seed}" for seed in (1, 2) for arm in ("gpg-c", "gpg", "gpg-beta0.8")]
-    there = ["gpg-c-seed1", "gpg-c-seed2", "gpg-beta0.8-seed1", "gpg-beta0.8-seed2"]
-    assert drawn == [(there, "claims-gpg-threshold.png")]
-    printed = capsys.readouterr().out
-    assert "FAILED" in printed and "| `reward`, steps 111–120 | 1.5 ± 0.5 | 1.5 (+0 ± 0) |" in printed
-
-
 # a run that fails after step 8, and goes on to step 16
 CUT_OFF = """
 import sys, time
@@ -152,31 +99,12 @@ def test_a_run_leaves_its_csv_as_it_goes_and_goes_on_where_it_was_cut_off(data, 
     assert os.listdir(data / "runs" / "grpo-135m-48-seed1") == ["metrics.jsonl"]
 
 
-def test_bands(tmp_path, monkeypatch):
-    runs = {f"a-seed{seed}": [{"step": n, "reward": seed * n} for n in range(3)] for seed in range(1, 6)}
-    shown = []
-    monkeypatch.setattr(plot.plt.Axes, "fill_between", lambda _, __, low, high, **___: shown.append([*high - low]))
-    plot.draw_bands(runs, ["reward"], tmp_path / "five.png")
-    assert shown == [pytest.approx([0, 2**0.5, 8**0.5])]  # two standard errors
-    two = {name: runs[name] for name in ("a-seed1", "a-seed2")}
-    plot.draw_bands(two, ["reward", "other"], tmp_path / "two.png")  # which no run has
-    lines = [[*line.get_ydata()] for line in plot.plt.gcf().axes[0].lines]
-    assert lines == [[0, 1.5, 3], [0, 1, 2], [0, 2, 4]] and len(shown) == 1
-
-
-def test_a_value_that_was_not_finite_is_a_gap_and_counts_in_no_mean(data):
-    """metrics.jsonl holds null for it. A csv says so, too; what was not logged is absent there."""
-    runs = {}
-    for seed, kl in ((1, [1.0, None, None, 4.0]), (2, [3.0, 5.0, None, 6.0])):
-        rows = [{"step": n, "time": n, "kl": x} for n, x in enumerate(kl)]
-        runs[f"a-seed{seed}"] = plot.read(logged(data / f"a-seed{seed}", rows))
-    claims.write("grpo-kl-seed1", data / "a-seed1")
+def test_a_value_that_was_not_finite_counts_in_no_mean(data):
+    rows = [{"step": n, "time": n, "kl": value} for n, value in enumerate((1, None, None, 4))]
+    (data / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    claims.write("grpo-kl-seed1", data)
     assert str(plot.read(data / "grpo-kl-seed1.csv")[1]) == "{'step': 1.0, 'time': 1.0, 'kl': nan}"
-    assert plot.mean_over_steps(runs["a-seed1"], "kl") == 2.5
-    plot.draw_curves(runs, ["kl"], data / "curves.png")
-    assert plot.plt.gcf().axes[0].lines[0].get_ydata() == pytest.approx([1, math.nan, math.nan, 4], nan_ok=True)
-    plot.draw_bands(runs, ["kl"], data / "bands.png")
-    assert plot.plt.gcf().axes[0].lines[0].get_ydata() == pytest.approx([2, 5, math.nan, 5], nan_ok=True)
+    assert plot.mean_over_steps(plot.read(data), "kl") == 2.5
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)

@@ -3,20 +3,18 @@
 import copy
 import importlib
 import json
-import os
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
-from conftest import ROOT, TOY, make_verifier
+from conftest import PACKED, ROOT, TOY
 from transformers import AutoTokenizer
 
 import common
+import cwgrpo
 import sspo
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -42,27 +40,23 @@ def world_on(device: str) -> common.World:
 
 
 CODE = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
+KERNEL = {"attn_implementation": "flash_attention_2", "_attn_implementation": "nobody/kernel"}
 
 
-def test_track_needs_wandb(monkeypatch):
-    world = world_on("cpu")
-    monkeypatch.setattr("sys.path", [])
-    with pytest.raises(ValueError, match="--track: needs `pip install wandb`"):
-        common.validate(common.Args(dataset="mine.jsonl", template="chat", track="mine"), world)
-
-
-@pytest.mark.parametrize("model_type, readable", [("qwen2", True), ("unheard_of", False)])
-def test_code_in_a_model_folder_is_not_run(tmp_path, model_type, readable):
+@pytest.mark.parametrize("model_type", ["qwen2", "unheard_of"])
+def test_code_in_a_model_folder_is_not_run(tmp_path, plain_python, model_type):
+    """Nor is the attention taken that a config names. A model that needs its own code is refused."""
     folder = tmp_path / "model"
     shutil.copytree(TOY / "model", folder)
     names = "Qwen2Config as C, Qwen2ForCausalLM as M, Qwen2Tokenizer as T"
     (folder / "code.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nfrom transformers import {names}\n")
-    for name, more in (("config.json", {"model_type": model_type}), ("tokenizer_config.json", {})):
+    for name, more in (("config.json", {"model_type": model_type} | KERNEL), ("tokenizer_config.json", {})):
         settings = json.loads((folder / name).read_text()) | more | {"auto_map": CODE}
         (folder / name).write_text(json.dumps(settings))
     args = common.Args(model=str(folder), max_prompt_tokens=32, max_response_tokens=64)
-    if readable:
-        assert common.model_folder(args) == folder
+    if model_type == "qwen2":
+        policy = common.load_policy(common.model_folder(args), args, common.init_world())
+        assert policy.model.config._attn_implementation == PACKED
         AutoTokenizer.from_pretrained(folder)  # as the scripts do
     else:
         with pytest.raises(ValueError, match=r"--model .*, of which no code is run: "):
@@ -173,6 +167,7 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
     [
         ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, "row 0: KeyError.'role'.$"),
         ({"problem": [["1?"]], "answer": "1"}, "row 0: TypeError"),
+        ({"prompt": "1?", "reward_model": "1"}, "row 0: AttributeError"),
         ({"problem": "1?", "answer": "\ud800"}, "row 0: .*surrogates"),
         ({"problem": "1?", "answer": {"is": 1}}, "row 0: column 'answer' holds no answer"),
         ({"problem": "1?", "answer": "byte 255"}, "cannot be read as .*invalid start byte"),
@@ -193,8 +188,6 @@ def test_a_null_in_the_layout_of_verl_is_no_answer(tokenizer, tmp_path, capsys):
     rows = [{"prompt": "1?", "reward_model": {"ground_truth": "1"}}, {"prompt": "2?", "reward_model": None}]
     assert len(load(write(tmp_path / "a.jsonl", rows), tokenizer)) == 1
     assert "left out: {'no answer': 1}" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="row 0: AttributeError"):
-        load(write(tmp_path / "a.jsonl", [row | {"reward_model": "1"} for row in rows]), tokenizer)
 
 
 def test_sources_that_cannot_be_read(tokenizer, tmp_path, monkeypatch):
@@ -203,18 +196,22 @@ def test_sources_that_cannot_be_read(tokenizer, tmp_path, monkeypatch):
         load(tmp_path / "b.jsonl", tokenizer)
     folder = tmp_path / "gsm8k"
     folder.mkdir()
-    write(folder / "a.jsonl", [{"question": "1+1=?", "answer": "2"}])
-    configurations = [{"config_name": name, "data_files": "a.jsonl"} for name in ("main", "other")]
+    for answer in ("1", "2"):
+        write(folder / f"{answer}.jsonl", [{"question": "1?", "answer": f"So.\n#### {answer}"}])
+    configurations = [{"config_name": name, "data_files": f"{n}.jsonl"} for name, n in (("main", 1), ("socratic", 2))]
     (folder / "README.md").write_text(f"---\nconfigs: {configurations}\n---\n")
-    for name in ("main", "other"):
+    for name in ("main", "socratic"):
         datasets.load_dataset(str(folder), name, cache_dir=f"{tmp_path}/cache")
     (tmp_path / "cache" / "gsm8k").rename(tmp_path / "cache" / "openai___gsm8k")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert load("openai/gsm8k:main:train", tokenizer)
+    (problem,) = load("openai/gsm8k:socratic:train", tokenizer)
+    assert problem.answer == "2"
     with pytest.raises(ValueError, match=r"^--dataset openai/gsm8k:main: .* openai/gsm8k:main:SPLIT: "):
         load("openai/gsm8k:main", tokenizer)
+    with pytest.raises(ValueError, match="gsm8k:train:SPLIT: There are multiple"):
+        load("openai/gsm8k:train", tokenizer)
     with pytest.raises(ValueError, match=r"--dataset no/such: cannot be read.*\.jsonl.* hub id.*Conn"):
         load("no/such", tokenizer)
 
@@ -280,6 +277,7 @@ def test_order_of_the_data():
         ),
         ({"template": "LICENSE"}, "--template LICENSE: legal"),
         ({"group_size": 1}, "--group-size 1"),
+        ({"track": "mine"}, "--track: needs `pip install wandb`"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
         ({"temperature": 0}, "--temperature 0"),
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
@@ -294,6 +292,7 @@ def test_order_of_the_data():
 def test_flags_that_cannot_work(monkeypatch, settings, message):
     world = world_on("cpu")
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.path", [])  # so there is no wandb
     common.validate(common.Args(dataset="mine.jsonl"), world)
     with pytest.raises(ValueError, match=message):
         common.validate(common.Args(dataset="mine.jsonl", **settings), world)
@@ -317,36 +316,31 @@ def test_tensor_parallel_must_divide_a_node():
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    "script, settings, message",
     [
-        ({"prompts_per_step": 12, "updates_per_step": 5}, "--updates-per-step.* must divide --prompts-per-step"),
-        ({"overlong_buffer": 4000}, "--overlong-buffer.*: at most --max-response-tokens"),
+        (sspo, {"updates_per_step": 5}, "--updates-per-step.* must divide --prompts-per-step"),
+        (sspo, {"overlong_buffer": 4000}, "--overlong-buffer.*: at most --max-response-tokens"),
+        (cwgrpo, {"updates_per_step": 5}, "--updates-per-step must divide --prompts-per-step"),
+        (cwgrpo, {"updates_per_step": 2}, "--updates-per-step: 1, or another --reweight than kernel"),
+        (cwgrpo, {"clip_cov_low": 6.0}, "--clip-cov-low: at most --clip-cov-high"),
     ],
 )
-def test_flags_of_sspo_that_cannot_work(plain_python, settings, message):
+def test_flags_of_a_script_that_cannot_work(plain_python, script, settings, message):
     with pytest.raises(ValueError, match=message):
-        sspo.main(sspo.Args(dataset="mine.jsonl", **settings))
+        script.main(script.Args(dataset="mine.jsonl", **settings))
 
 
 def test_a_model_that_is_not_there(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ValueError, match="--model no/such, a folder or the id of a model of the hub, of which no code is run: "
-    ):
+    with pytest.raises(ValueError, match="--model no/such, a folder or the id of a model of the hub, of which no code"):
         common.model_folder(common.Args(model="no/such"))
 
 
-def test_reward_functions(tmp_path, tokenizer):
-    (tmp_path / "mine.py").write_text("def length(completion, row):\n    return len(completion) / row['goal']\n")
+def test_a_reward_of_ones_own_is_given_the_row(tmp_path, tokenizer):
     source = write(tmp_path / "a.jsonl", [{"prompt": "say", "goal": 4}])
     (problem,) = load(source, tokenizer, reward="x")
     assert problem.given == ({"prompt": "say", "goal": 4},)
     assert problem.place == f"--dataset {source}, row 0"
-    group = common.Group(problem, [common.Rollout(None, None, text, False) for text in ("ab", "abcd")])
-    verifier = make_verifier(1, f"{tmp_path}/mine.py:length")
-    verifier.world = SimpleNamespace(rank=0, size=1, all_gather=lambda mine: [mine])
-    common.verify(verifier, [group])
-    assert group.correct_G.tolist() == group.reward_G.tolist() == [0.5, 1.0] and group.verdicts == ("graded",) * 2
 
 
 def test_templates(tokenizer, tmp_path):
@@ -390,25 +384,4 @@ def test_gsm8k_as_the_hub_has_it(tokenizer, tmp_path):
     rows = [json.loads(line) for line in (SHARED / "gsm8k_test.jsonl").read_text().splitlines()]
     source = write(tmp_path / "hub.jsonl", [{"question": row["problem"], "answer": row["solution"]} for row in rows])
     data = load(source, tokenizer, max_prompt_tokens=10**6)
-    assert [each.text for each in data] == [row["problem"] for row in rows]
-    assert all(re.fullmatch(r"-?[\d,]+", each.answer) for each in data)
     assert all(common.compare(row["answer"], each.answer) is True for row, each in zip(rows, data, strict=True))
-
-
-def test_a_source_with_configurations(tokenizer, tmp_path):
-    """As openai/gsm8k, which cannot be read without naming one: folders of parquet files and a card that lists them."""
-    import datasets
-
-    card = "---\nconfigs:\n"
-    for name, answer in (("main", "1"), ("socratic", "2")):
-        card += f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}/test.parquet\n"
-        (tmp_path / "hub" / name).mkdir(parents=True)
-        table = datasets.Dataset.from_list([{"question": "1?", "answer": f"So.\n#### {answer}"}])
-        table.to_parquet(tmp_path / "hub" / name / "test.parquet")
-    (tmp_path / "hub" / "README.md").write_text(card + "---\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "is_dir", lambda path: path.name != "hub" and os.path.isdir(path))  # as a hub id
-        (problem,) = load(f"{tmp_path}/hub:socratic:test", tokenizer)
-        with pytest.raises(ValueError, match="Config name is missing"):
-            load(f"{tmp_path}/hub:test", tokenizer)
-    assert problem.answer == "2"

@@ -1,6 +1,5 @@
 """tools/gym.py and its reward: rows that a run reads, scores that are the task's own, errors that say what to do."""
 
-import re
 from decimal import Decimal
 
 import gym
@@ -79,22 +78,3 @@ def test_without_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(rewards, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^--reward tools/rewards\.py:gym: needs `pip install reasoning-gym=="):
         rewards.scorer.__wrapped__("chain_sum", "{}")
-
-
-@needs_library
-def test_no_other_scorer_evaluates():
-    """Of the library's own text: wherever it evaluates anything in a scorer, the task is refused."""
-    import inspect
-
-    from reasoning_gym.factory import DATASETS
-
-    found = set()
-    for name, (task, _) in DATASETS.items():
-        if re.search(r"\b(eval|exec|parse_expr|sympify)\(.*answer(?!\"\])", inspect.getsource(task.score_answer)):
-            found.add(name)
-    assert found == gym.EVALUATED - {"composite"}
-
-
-def test_values_of_settings():
-    assert gym.setting("a=3") == ("a", 3) and gym.setting("a=[1, 2]") == ("a", [1, 2])
-    assert gym.setting("a=b=c") == ("a", "b=c") and gym.setting("a=True") == ("a", True)

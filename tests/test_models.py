@@ -88,7 +88,7 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
 def test_sampler_and_trainer_agree(kind, tmp_path):
     """For SmolLM3 vLLM changes transformers' own class."""
     model = model_of(tmp_path, kind, TRAINED[kind]).model
-    engine = Jobs("runs.py", tmp_path, model, "float32", ranks=2)
+    engine = Jobs("runs.py", tmp_path, model, "float32")
     found = check_sampler(engine, ["--model", model, "--run-dir", tmp_path / "run"])
     engine.end()
     assert max(found["gap after the first sync"], found["gap after a changed sync"]) < 1e-4

@@ -3,11 +3,9 @@ tests/test_grading.py."""
 
 import importlib
 import os
-import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections import Counter
 from datetime import date
@@ -70,7 +68,6 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
 def test_the_run_itself_applies_no_pattern_to_answers(verifier, monkeypatch):
     """Neither to those of a model nor to those of a data set."""
     monkeypatch.setattr(common, "re", None)
-    assert common.reference_answer(r" $x+1$ ", "answer") == "x+1" and common.last_boxed(r"\boxed{1}") == "1"
     assert common.reference_answer(r"so \boxed {\{1\}}.", "solution") == r"\{1\}"
     group = group_of(r"\boxed{1+x}", r"\boxed{5 \text{ cm}")
     group.problem = common.Problem("", [0], "x+1", ("x+1", "What?"))
@@ -313,22 +310,3 @@ def test_what_a_reward_has_started_ends_with_the_run(own, tmp_path):
     run.kill()
     run.communicate()
     assert ended((tmp_path / "pid").read_text()) and ended((tmp_path / "own").read_text())
-
-
-def test_a_collective_that_times_out_says_so(tmp_path):
-    script = """
-        import datetime, time
-        import common
-
-        common.timedelta = lambda **_: datetime.timedelta(seconds=10)
-        world = common.init_world()
-        if world.rank == 1:
-            time.sleep(60)
-        world.all_gather(0)
-    """
-    (tmp_path / "run.py").write_text(textwrap.dedent(script))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", tmp_path / "run.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, text=True, stderr=subprocess.PIPE, timeout=120)
-    assert "a collective timed out; the rank that says nothing did not come: " in done.stderr
-    assert set(re.findall(r"run\.py: rank (\d): ", done.stderr)) == {"0", "2"}, done.stderr
