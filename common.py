@@ -33,7 +33,7 @@ from itertools import accumulate, cycle
 from multiprocessing import Pipe, forkserver, get_context, set_start_method
 from pathlib import Path
 from resource import RLIMIT_DATA, RUSAGE_SELF, getpagesize, getrlimit, getrusage, setrlimit
-from signal import ITIMER_PROF, SIGKILL, SIGPROF, SIGTERM, setitimer, signal
+from signal import ITIMER_PROF, SIGINT, SIGKILL, SIGPROF, SIGTERM, setitimer, signal
 from traceback import format_exc
 from typing import Annotated, Literal
 
@@ -57,6 +57,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 # ---------------------------- arguments
@@ -78,6 +79,7 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
     },
 }
 Share = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["auto", "float32", "bfloat16"]
 AtLeastTwo = Annotated[int, Field(ge=2)]
 
 
@@ -110,7 +112,7 @@ class Args:
     reward: str = "math"
     r"""The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row)."""
     reward_seconds: PositiveFloat = 10.0  # A response for which FUNCTION takes longer scores 0.
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute_dtype: Dtype = "auto"
     """Of sampler and trainer; weights, logits and gradients' sums are float32. auto (ours): bfloat16 on GPUs only."""
     temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
@@ -123,8 +125,10 @@ class Args:
     eval_every: PositiveInt = 10  # Evaluate before training, after every N steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
+    samples_every: PositiveInt = 10  # Write the responses of every N-th step to samples/ (ours).
     keep_best: bool = False  # Keep the model of the highest avg@n, mean over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
+    checkpoint_minutes: PositiveFloat = 30  # Also when so much time has passed since the last one (ours).
     checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
     resume: bool = False  # Go on from --run-dir's last whole checkpoint; --steps may grow, at constant lr.
     micro_batch_tokens: PositiveInt = 16384  # Most tokens and patches in a pass: memory, speed.
@@ -151,11 +155,16 @@ def naming(place):
         raise
 
 
+def said(error):
+    """Return in one line where an exception happened, the notes on it, and what it says."""
+    return ": ".join([*reversed(getattr(error, "__notes__", [])), str(error)])
+
+
 def report(kind, error, trace):
     """Say in one line that a flag is refused, a rank lost or training diverged, also for torchrun's summary; show the
     traceback of everything else."""
     script = Path(sys.argv[0]).name
-    text = ": ".join([*reversed(getattr(error, "__notes__", [])), str(error)])
+    text = said(error)
     if re.search("gloo/transport|remote process exited", text):  # gloo's, NCCL's
         why = "another rank is gone, or waited for this one in vain; see its output"
         if "Timed out waiting" in text:
@@ -628,10 +637,32 @@ def compute_dtype(args, world):
     return getattr(torch, args.compute_dtype, auto)  # there is no torch.auto
 
 
+class Progress(tqdm):
+    """tqdm's bar, of rank 0 alone: on a terminal, from the first second on; elsewhere a line, at most every 30 s."""
+
+    def __init__(self, *items, **settings):
+        self.said = time.time()
+        pause = 1 if sys.stderr.isatty() else 30
+        hidden = os.environ.get("RANK", "0") != "0"
+        super().__init__(*items, **settings, delay=pause, mininterval=pause, leave=False, disable=hidden)
+
+    def display(self, msg=None, pos=None):
+        now = time.time()
+        if now - self.said < self.delay:
+            return  # vLLM asks for it at the end of a batch, however short
+        if sys.stderr.isatty():
+            super().display(msg, pos)
+        elif msg is None:
+            self.said = now
+            print(self, flush=True)
+
+
 class Sampler:
     """The only contact with vLLM: an engine for --tensor-parallel ranks. It has no weights before `load`."""
 
     def __init__(self, folder, tokenizer, args, world):
+        if world.rank == 0:
+            print("starting the engine", flush=True)
         os.environ.update(VLLM | os.environ)
         logging.getLogger("vllm").setLevel("ERROR")  # for what its imports log
         warnings.simplefilter("ignore", FutureWarning)
@@ -706,7 +737,7 @@ class Sampler:
                 for key, g in part
             ]
             prompts = [asked[key].for_sampler() for key, _ in part]
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            outputs = self.llm.generate(prompts, params, use_tqdm=self.world.rank == 0 and Progress)
             for key_g, output in zip(part, outputs, strict=True):
                 only = output.outputs[0]
                 rollout_of[key_g] = Rollout(
@@ -1184,6 +1215,8 @@ class Batch:
                 bundles.append([r])
                 costs.append(int(self.cost_R[r]))
             group = self.group_R[r]
+        longest = max(costs, default=0)
+        need(longest <= budget, f"a response of {longest} tokens exceeds --micro-batch-tokens {budget}")
         fewest = math.ceil(sum(costs) / (world.size * budget))
         for rounds in range(fewest, len(costs) + 1):
             loads = np.zeros(rounds * world.size, int)
@@ -1370,9 +1403,11 @@ def model_folder(args):
         need(longest_sequence(args) <= context, f"context or window {context}, and {longest_sequence(args)} are needed")
         zero = torch.tensor([0])
         group = Group(Problem("", [0], ""), [Rollout(zero, zero, "", False)], reward_G=zero)
-        with naming(f"a {config.model_type} like this does not take packed rows"):
+        try:
             policy = Policy(empty_model(config, dtype=torch.bfloat16), 1.0)
             policy(Batch([group]).pack([0], "meta"))
+        except Exception as error:  # whatever a model may raise
+            raise ValueError(f"a {config.model_type} like this does not take packed rows: {error!r}") from error
         # a policy leaves out the bias of a head
         names = set(map(hub_name, policy.state_dict())) - {"lm_head.bias"}
         unlike = names ^ reader_of(folder).read_metadata().state_dict_metadata.keys()
@@ -1402,6 +1437,8 @@ def hub_name(name):
 
 def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part. Weights and reductions are float32."""
+    if world.rank == 0:
+        print("loading the model", flush=True)
     config = AutoConfig.from_pretrained(folder)
     lm = empty_model(config, dtype=torch.float32)
     units = list(lm.get_decoder().layers)
@@ -1441,6 +1478,14 @@ def set_lr(optimizer, args, step):
         share = step / warm_up
     for group in optimizer.param_groups:
         group["lr"] = args.lr * share
+
+
+def passes(policy, micro_batches):
+    """Yield an update's micro-batches, and show how many are done. Each node adds up its own gradients; the last one's
+    backward pass, which every rank has at the same time, adds those of all nodes."""
+    for number, responses in enumerate(Progress(micro_batches, desc="update"), 1):
+        policy.set_requires_all_reduce(number == len(micro_batches))
+        yield responses
 
 
 SKIPS_IN_A_ROW = 5  # updates
@@ -1525,13 +1570,14 @@ def pass_at_k(correct_PN, k):
 def evaluate(held_out, sampler, verifier, record, step):
     """Sample all held-out sets as one batch, so that we wait for the longest response only once, with the same seeds
     each time. Write samples/, return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
-    if not held_out:
-        return {}
     args = record.args
     n = args.eval_samples
     asked = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
-    sampled = sampler.sample(asked, n, args.eval_temperature, args)
-    verify(verifier, sampled)
+    sampled = []
+    with record.phase("evaluate"):
+        if held_out:
+            sampled = sampler.sample(asked, n, args.eval_temperature, args)
+            verify(verifier, sampled)
     graded = iter(sampled)
     metrics = {}
     for name, problems in held_out.items():
@@ -1605,7 +1651,6 @@ def save_checkpoint(policy, optimizer, step, position, record):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    need(all(world.all_gather(partial.is_dir())), f"--run-dir {record.folder}: not on storage that all nodes share")
     state = {"policy": get_model_state_dict(policy)}
     if optimizer.state:  # else asking for it would make it, a step old
         state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
@@ -1621,9 +1666,11 @@ def save_checkpoint(policy, optimizer, step, position, record):
         }
         write_whole(partial / "manifest.json", json.dumps(manifest))
         give_name(partial, final)
-        written = [folder for folder in checkpoints_of(final.parent) if folder <= final]  # a later one is damaged
+        found = checkpoints_of(final.parent)
+        written = found[: found.index(final) + 1]  # a later one is damaged
         for old in written[: -record.args.checkpoints_kept]:
             shutil.rmtree(old)
+    record.saved = time.time()
     dist.barrier()
 
 
@@ -1679,6 +1726,8 @@ MAY_CHANGE = {  # when a run is resumed
     "steps",
     "eval_every",
     "checkpoint_every",
+    "checkpoint_minutes",
+    "samples_every",
     "checkpoints_kept",
     "micro_batch_tokens",
     "activation_checkpointing",
@@ -1694,7 +1743,7 @@ def inputs_of(args):
     found = {}
     for source in filter(None, [args.model, args.template, args.reward, args.dataset, *args.eval.split(",")]):
         path = Path(source.partition(":")[0])
-        for file in [path, *path.glob("**/*")]:
+        for file in [path, *path.glob("*.safetensors"), *path.glob("**/*.arrow")]:
             if file.is_file():
                 found[str(file)] = file.stat().st_size
     return found
@@ -1728,7 +1777,7 @@ def open_run(folder, args, script, world):
             for name, old in before[part].items():
                 new = about[part].get(name)
                 holds = new == old or name in may_change
-                need(holds, f"--resume: {name} was {old!r} when the run was started, and is {new!r}")
+                need(holds, f"--resume: {name} has changed since the run was started: {old!r}, now {new!r}")
     else:
         need(not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     (folder / "samples").mkdir(parents=True, exist_ok=True)
@@ -1740,6 +1789,18 @@ def open_run(folder, args, script, world):
 
 
 # in the line of a step
+def name_of(script, args):
+    """Return what a run's folder is named after: run.sh's experiment, else script, model and, where they are short, the
+    flags that differ from the script's defaults."""
+    differ = ""
+    for flag, value in asdict(args).items():
+        if flag not in ("model", "seed") and value != getattr(type(args), flag):
+            differ += f"-{flag}{value}"
+    if len(differ) > 40 or "/" in differ:
+        differ = ""
+    return os.environ.get("EXPERIMENT") or f"{script}-{Path(args.model).name}{differ}"
+
+
 SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "tokens_per_second/update")
 
 
@@ -1747,13 +1808,17 @@ class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
     def __init__(self, args, script, world):
-        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        name = f"{name_of(script, args)}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.args = args
         self.world = world
         self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
         self.started = time.time()
+        self.saved = self.started  # the last checkpoint
         self.start_step()
         self.skips_in_a_row = 0
+        self.at = 0  # step
+        self.recent = []  # seconds of steps, without evaluations
+        self.evaluation = 0  # seconds of the last one
         # between sampler and trainer, until it is measured
         self.most_gap = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01
         self.board = None
@@ -1762,8 +1827,32 @@ class Record:
             if args.track:
                 import wandb
 
-                wandb.init(project=args.track, name=self.folder.name, config=asdict(args), sync_tensorboard=True)
+                file = self.folder / "wandb.id"  # of a run that --resume goes on with there, too
+                if not file.exists():
+                    file.write_text(wandb.util.generate_id())
+                wandb.init(
+                    project=args.track,
+                    name=self.folder.name,
+                    id=file.read_text(),
+                    resume="allow",
+                    dir=self.folder,
+                    config=asdict(args),
+                    sync_tensorboard=True,
+                )
+        world.all_gather(None)  # rank 0 has made the folder
+        need(
+            all(world.all_gather(self.folder.is_dir())), f"--run-dir {self.folder}: not on storage that all nodes share"
+        )
+        signal(SIGINT, self.interrupt)
+        signal(SIGTERM, self.interrupt)
         self.say(f"run folder {self.folder}")
+
+    def interrupt(self, number, _):
+        """End at Ctrl-C or a SIGTERM, and say from where --resume goes on."""
+        found = checkpoints_of(self.folder / "checkpoints")
+        last = found[-1].name if found else "no checkpoint"
+        self.say(f"stopped after step {self.at}; the same command with --run-dir {self.folder} --resume: from {last}")
+        os._exit(128 + number)
 
     def start_step(self):
         """Reset what is counted in a step."""
@@ -1780,10 +1869,16 @@ class Record:
                 file.write(line + "\n")
 
     def say(self, text):
-        """Print a line on rank 0's terminal and to log.txt."""
+        """Print a line on rank 0's terminal and, with the time of day, to log.txt."""
         if self.world.rank == 0:
             print(text, flush=True)
-        self.write("log.txt", text)
+        self.write("log.txt", f"{datetime.now():%H:%M:%S} {text}")
+
+    def checkpoint_due(self, step):
+        """Say whether a checkpoint comes after a step; rank 0's clock decides for all."""
+        late = time.time() - self.saved > 60 * self.args.checkpoint_minutes
+        planned = step % self.args.checkpoint_every == 0 or step == self.args.steps
+        return planned or self.world.all_gather(late)[0]
 
     def stop_requested(self):
         """Say whether the run folder has a file `stop`, and remove it."""
@@ -1822,11 +1917,13 @@ class Record:
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def training(self, step, batch, seen):
-        """Write samples/train-step<step>.txt, and as .parquet what the loss saw of each token, the *_T of `seen`, with
-        a row for each response."""
+        """Write samples/train-step<step>.txt with every --samples-every-th step and where an evaluation was; there also
+        .parquet, what the loss saw of each token: the *_T of `seen`, with a row for each response."""
         file = f"train-step{step:05d}"
-        self.samples(file, batch.groups)
-        if self.world.rank:
+        evaluated = "evaluate" in self.seconds
+        if evaluated or step % self.args.samples_every == 0:
+            self.samples(file, batch.groups)
+        if self.world.rank or not evaluated:
             return
         problems = [batch.groups[p].problem for p in batch.group_R]
         table = {
@@ -1868,9 +1965,15 @@ class Record:
             if name in SHOWN or name.startswith("eval/"):
                 line += f"  {name} {value:,.3f}"
         self.write("metrics.jsonl", json.dumps(row))
+        for name, taken in self.seconds.items():
+            line += f"  {name} {taken:.2f} s"
+        self.at = step
+        self.evaluation = self.seconds["evaluate"] or self.evaluation
         if step:
-            left = (self.args.steps - step) * row["time"] / step / 60
-            line += f"  {self.seconds.total():.2f} s  left {left:.1f} min"
+            self.recent.append(self.seconds.total() - self.seconds["evaluate"])
+            ahead = self.args.steps - step
+            left = ahead * np.median(self.recent[-20:]) + math.ceil(ahead / self.args.eval_every) * self.evaluation
+            line += f"  left {left / 60:.1f} min"
         self.start_step()
         self.say(line)
         if metrics.get("zero_advantage_share") == 1:

@@ -219,7 +219,7 @@ def learn(policy, reference, optimizer, batch, record):
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in micro_batches:
+            for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)
                 loss, _ = policy_loss(logp, **micro.inputs)
@@ -266,7 +266,7 @@ def learn_irl(policy, batches, record):
         micro_batches = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
         logp_T = torch.zeros(len(batch.response_T))
         optimizer.zero_grad()
-        for responses in micro_batches:
+        for responses in common.passes(policy, micro_batches):
             micro = batch.pack(responses, world.device, inputs)
             logp, _ = policy(micro, entropies=False)
             loss, _ = irl_loss(logp, **micro.inputs)
@@ -452,13 +452,12 @@ def main(args: Args) -> None:
 
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps:
-            with record.phase("evaluate"):
-                metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-                common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
-            record.training(step, batch, seen)
+            metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
+            common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
+        record.training(step, batch, seen)
         record.step(step, metrics)
         stopping = record.stop_requested()
-        if stopping or step % args.checkpoint_every == 0 or step == args.steps:
+        if stopping or record.checkpoint_due(step):
             common.save_checkpoint(policy, optimizer, step, position, record)
             if world.rank == 0:
                 forget_demonstrations(kept, record.folder / "checkpoints", rl_steps)

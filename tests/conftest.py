@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,6 +152,16 @@ def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, set
     if reward == "math":
         verifier.task = (partial(common.judge, seconds=seconds),)
     return verifier
+
+
+@contextmanager
+def refused(match: str, kind=(ValueError, OSError)):
+    """Expect an error, by default one that is said in a line; where it happened and what it says matches."""
+    import common
+
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert re.search(match, common.said(caught.value)), common.said(caught.value)
 
 
 def judged(verifier, *lists):

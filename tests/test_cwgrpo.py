@@ -62,6 +62,8 @@ def ours(logp, old, ref, reward, beta, kernel="printed"):
         "ref_logp_T": flat(ref),
         "advantage_T": advantage_T,
         "weight_T": weight_T,
+        "low": LOW,
+        "high": HIGH,
         "kl_coef": beta,
     }
     factor_T = w_T = torch.ones_like(advantage_T)
@@ -139,7 +141,7 @@ def test_which_ratios_are_clipped(ratio):
     advantage_T, factor_T = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
     zero_T = torch.zeros_like(factor_T)
     leaf = torch.full_like(zero_T, math.log(ratio)).requires_grad_()
-    loss, seen = cwgrpo.policy_loss(leaf, zero_T, advantage_T, factor_T, weight_T=zero_T + 1, kl_coef=0.0)
+    loss, seen = cwgrpo.policy_loss(leaf, advantage_T, factor_T, zero_T + 1, LOW, HIGH, 0.0, old_logp_T=zero_T)
     loss.backward()
     assert loss.item() == pytest.approx(-sum(literal.surrogate(ratio, a * f, LOW, HIGH) for a, f in pairs))
     clipped = min(max(ratio, LOW), HIGH)

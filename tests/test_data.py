@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from conftest import PACKED, ROOT, TOY
+from conftest import PACKED, ROOT, TOY, refused
 from transformers import AutoTokenizer
 
 import common
@@ -59,7 +59,7 @@ def test_code_in_a_model_folder_is_not_run(tmp_path, plain_python, model_type):
         assert policy.model.config._attn_implementation == PACKED
         AutoTokenizer.from_pretrained(folder)  # as the scripts do
     else:
-        with pytest.raises(ValueError, match=r"--model .*, of which no code is run: "):
+        with refused(r"--model .*, of which no code is run: "):
             common.model_folder(args)
     assert not (tmp_path / "run").exists()
 
@@ -68,7 +68,7 @@ def test_a_prompt_that_the_model_has_no_tokens_for(tokenizer, tmp_path):
     longer = copy.deepcopy(tokenizer)
     longer.add_tokens(["pi"])
     rows = [{"problem": "1+1=?", "answer": "2"}, {"problem": "2pi=?", "answer": "2"}]
-    with pytest.raises(ValueError, match=r"--dataset .*a\.jsonl, row 1: 'pi' is not of the model's \d+ tokens"):
+    with refused(r"--dataset .*a\.jsonl, row 1: 'pi' is not of the model's \d+ tokens"):
         load(write(tmp_path / "a.jsonl", rows), longer)
 
 
@@ -86,9 +86,9 @@ def test_formats_and_aliases(tokenizer, tmp_path):
     assert len(load(f"{tmp_path / 'splits'}:test", tokenizer)) == 1
     table.select([]).save_to_disk(tmp_path / "empty")
     of_two, none = r"name one of its splits.*\['train', 'test'\]", "name one of its splits.*: \\[\\]"
-    refused = {"splits": of_two, "splits:x:test": of_two, "folder:train": none, "a.parquet:train": none}
-    for name, message in (refused | {"a.jsonl:train": "it has no splits", "empty": "empty split"}).items():
-        with pytest.raises(ValueError, match=rf"^--dataset \S+{name}: .*{message}"):
+    words = {"splits": of_two, "splits:x:test": of_two, "folder:train": none, "a.parquet:train": none}
+    for name, message in (words | {"a.jsonl:train": "it has no splits", "empty": "empty split"}).items():
+        with refused(rf"^--dataset \S+{name}: .*{message}", Exception):
             load(tmp_path / name, tokenizer)
 
 
@@ -107,7 +107,7 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
     assert "2 problems; left out: {'repeated': 1}" in capsys.readouterr().out
     own = load(source, tokenizer, reward="x")
     assert [p.text for p in own] == ["1+1=?", "1+2=?"] and own[1].given[0]["reward_model"]["ground_truth"] == "3"
-    with pytest.raises(ValueError, match=r"row 0: column 'prompt' holds no text"):
+    with refused(r"row 0: column 'prompt' holds no text"):
         load(write(tmp_path / "c.jsonl", [first | {"prompt": first["prompt"][:1]}]), tokenizer)
 
 
@@ -133,7 +133,7 @@ def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
     ],
 )
 def test_unusable_files(tokenizer, tmp_path, rows, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         load(write(tmp_path / "a.jsonl", rows), tokenizer)
 
 
@@ -165,22 +165,22 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, "row 0: KeyError.'role'.$"),
-        ({"problem": [["1?"]], "answer": "1"}, "row 0: TypeError"),
-        ({"prompt": "1?", "reward_model": "1"}, "row 0: AttributeError"),
+        ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, "row 0: 'role'$"),
+        ({"problem": [["1?"]], "answer": "1"}, "row 0: list indices"),
+        ({"prompt": "1?", "reward_model": "1"}, "row 0: 'str' object"),
         ({"problem": "1?", "answer": "\ud800"}, "row 0: .*surrogates"),
         ({"problem": "1?", "answer": {"is": 1}}, "row 0: column 'answer' holds no answer"),
         ({"problem": "1?", "answer": "byte 255"}, "cannot be read as .*invalid start byte"),
         (["1?", "1"], "cannot be read as .*row 0: no object with keys, but 1"),
         (5, "cannot be read as .*row 0: no object with keys, but 5"),
-        ({"answer": "lines"}, r"cannot be read as .*row 1: \w+Error"),
+        ({"answer": "lines"}, "cannot be read as .*row 1: Unterminated"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
     source = write(tmp_path / "a.jsonl", [row])
     text = Path(source).read_bytes().replace(b"byte 255", b"\xff").replace(b"lines", b'"}\n{')
     Path(source).write_bytes(text)
-    with pytest.raises(ValueError, match=rf"^--dataset \S+a\.jsonl(,|:) {message}.*$"):
+    with refused(rf"^--dataset \S+a\.jsonl(,|:) {message}.*$", Exception):
         load(source, tokenizer)
 
 
@@ -192,7 +192,7 @@ def test_a_null_in_the_layout_of_verl_is_no_answer(tokenizer, tmp_path, capsys):
 
 def test_sources_that_cannot_be_read(tokenizer, tmp_path, monkeypatch):
     """A set of the hub with two configurations was fetched before; there is no network."""
-    with pytest.raises(ValueError, match=r"--dataset .*b\.jsonl: cannot be read"):
+    with refused(r"--dataset .*b\.jsonl: cannot be read"):
         load(tmp_path / "b.jsonl", tokenizer)
     folder = tmp_path / "gsm8k"
     folder.mkdir()
@@ -208,11 +208,11 @@ def test_sources_that_cannot_be_read(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (problem,) = load("openai/gsm8k:socratic:train", tokenizer)
     assert problem.answer == "2"
-    with pytest.raises(ValueError, match=r"^--dataset openai/gsm8k:main: .* openai/gsm8k:main:SPLIT: "):
+    with refused(r"^--dataset openai/gsm8k:main: .* openai/gsm8k:main:SPLIT: "):
         load("openai/gsm8k:main", tokenizer)
-    with pytest.raises(ValueError, match="gsm8k:train:SPLIT: There are multiple"):
+    with refused("gsm8k:train:SPLIT: There are multiple"):
         load("openai/gsm8k:train", tokenizer)
-    with pytest.raises(ValueError, match=r"--dataset no/such: cannot be read.*\.jsonl.* hub id.*Conn"):
+    with refused(r"--dataset no/such: cannot be read.*\.jsonl.* hub id.*on the Hub"):
         load("no/such", tokenizer)
 
 
@@ -222,7 +222,7 @@ def test_columns_of_ones_own(tokenizer, tmp_path):
     (data,) = load(source, tokenizer, problem_column="q", answer_column="a")
     assert (data.text, data.answer) == ("1+1=?", "2")
     message = r"no answer column; looked for \['b'\], saw .*; --answer-column names another"
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         load(source, tokenizer, answer_column="b")
 
 
@@ -236,7 +236,7 @@ def test_columns_of_the_papers_sets(tokenizer, tmp_path):
     args = common.Args(template="plain", eval=held_out, steps=0, answer_column="x")
     _, found = common.load_data(args, tokenizer)
     assert [(p.text, p.answer) for (p,) in found.values()] == [("q", "1"), ("p", "5"), ("p", "7")]
-    with pytest.raises(ValueError, match="two sets of one name"):
+    with refused("two sets of one name"):
         common.load_data(replace(args, eval=f"{held_out},{tmp_path}/math.jsonl"), tokenizer)
 
 
@@ -251,7 +251,7 @@ def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
     assert half == sorted(set(half)) == drawn(100) != drawn(100, seed=2) and len(half) == 100
     assert 80 < sum(half) / 100 < 120, "not uniform"
     assert drawn(0) == drawn(200) == list(range(1, 201))
-    with pytest.raises(ValueError, match=r"--subset 201: --dataset has 200 usable rows"):
+    with refused(r"--subset 201: --dataset has 200 usable rows"):
         drawn(201)
 
 
@@ -294,7 +294,7 @@ def test_flags_that_cannot_work(monkeypatch, settings, message):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.path", [])  # so there is no wandb
     common.validate(common.Args(dataset="mine.jsonl"), world)
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         common.validate(common.Args(dataset="mine.jsonl", **settings), world)
 
 
@@ -302,7 +302,7 @@ def test_the_default_data_must_be_fetched_first(monkeypatch, tmp_path):
     """`torchrun sspo.py` on a fresh clone says what to do before it fetches a model."""
     world = world_on("cpu")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^--dataset data/.*: not there yet; fetch it with \./run\.sh data$"):
+    with refused(r"^--dataset data/.*: not there yet; fetch it with \./run\.sh data$"):
         common.validate(common.Args(), world)
     common.validate(common.Args(steps=0, eval="mine.jsonl"), world)
     Path(common.Args.dataset).mkdir(parents=True)
@@ -311,7 +311,7 @@ def test_the_default_data_must_be_fetched_first(monkeypatch, tmp_path):
 
 def test_tensor_parallel_must_divide_a_node():
     common.validate(common.Args(dataset="mine.jsonl", tensor_parallel=2), world_on("cuda"))
-    with pytest.raises(ValueError, match="--tensor-parallel 3: legal: 1, or on GPUs a divisor of the 4 ranks"):
+    with refused("--tensor-parallel 3: legal: 1, or on GPUs a divisor of the 4 ranks"):
         common.validate(common.Args(tensor_parallel=3), world_on("cuda"))
 
 
@@ -326,13 +326,13 @@ def test_tensor_parallel_must_divide_a_node():
     ],
 )
 def test_flags_of_a_script_that_cannot_work(plain_python, script, settings, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         script.main(script.Args(dataset="mine.jsonl", **settings))
 
 
 def test_a_model_that_is_not_there(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="--model no/such, a folder or the id of a model of the hub, of which no code"):
+    with refused("--model no/such, a folder or the id of a model of the hub, of which no code"):
         common.model_folder(common.Args(model="no/such"))
 
 
@@ -355,7 +355,7 @@ def test_templates(tokenizer, tmp_path):
     (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
     assert common.prompt_of("P {x}", str(tmp_path / "mine.txt"), tokenizer) == "{a} Q: P {x}\nA:"
     common.validate(common.Args(dataset="mine.jsonl", template=str(tmp_path / "mine.txt")), world_on("cpu"))
-    with pytest.raises(ValueError, match="--template open-rs: the tokenizer of --model has no chat template"):
+    with refused("--template open-rs: the tokenizer of --model has no chat template"):
         common.prompt_of("P", "open-rs", tokenizer)
     chat = copy.copy(tokenizer)
     chat.chat_template = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"

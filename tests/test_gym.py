@@ -6,7 +6,7 @@ import gym
 import pytest
 import rewards
 import tyro
-from conftest import ROOT, judged, make_verifier
+from conftest import ROOT, judged, make_verifier, refused
 
 import common
 
@@ -50,7 +50,7 @@ def test_the_reward_is_the_tasks_own_score_of_the_last_box(tmp_path):
     for error, right in (("0.000009", True), ("0.001", False)):  # a unit of the last digit counts as right
         answer = Decimal(row["answer"]) + Decimal(error)
         assert (judged(verifier, [rf"\boxed{{{answer}}}"], [row]) == [(1.0, "graded")]) is right, error
-    with pytest.raises(ValueError, match=r"^--reward tools/rewards.py:gym .* 'entry'; there are \['problem'\]"):
+    with refused(r"^--reward tools/rewards.py:gym .* 'entry'; there are \['problem'\]"):
         rewards.gym("1", {"problem": "?"})
 
 
@@ -76,5 +76,5 @@ def test_without_the_library(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"tools/gym\.py: needs `pip install reasoning-gym=="):
         make(tmp_path, "chain_sum")
     monkeypatch.setattr(rewards, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^--reward tools/rewards\.py:gym: needs `pip install reasoning-gym=="):
+    with refused(r"^--reward tools/rewards\.py:gym: needs `pip install reasoning-gym=="):
         rewards.scorer.__wrapped__("chain_sum", "{}")

@@ -21,7 +21,7 @@ import faults
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, flags_of
+from conftest import ROOT, flags_of, refused
 from eval import weights_of
 from faults import differences, rows
 from jobs import Jobs
@@ -204,7 +204,7 @@ def test_a_damaged_manifest_is_passed_over_and_named(run, tmp_path, capsys, dama
     assert go_on(run) == (6, 2)
     assert f"{manifest.parent}: damaged; passed over" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "checkpoints" / "step-00006")
-    with pytest.raises(ValueError, match=r"--resume: every checkpoint of .* is damaged"):
+    with refused(r"--resume: every checkpoint of .* is damaged"):
         go_on(run)
 
 
@@ -323,17 +323,18 @@ def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, tmp_path):
     about = json.loads((cwgrpo_run.folder / "run.json").read_text())["args"]
     about["adam_betas"] = tuple(about["adam_betas"])
 
-    def refused(message: str, name: str = "cwgrpo", **changes) -> None:
-        with pytest.raises(ValueError, match=message):
+    def check(message: str, name: str = "cwgrpo", **changes) -> None:
+        with refused(message):
             common.Record(cwgrpo.Args(**(about | changes)), name, ALONE)
 
-    refused(r"--run-dir .*: holds another run; .*--resume")
-    refused("--resume with --eval x: the run was started with", resume=True, eval="x")  # the best is judged by it
-    refused(r"--resume with --lr 0\.5: the run was started with 0\.0001", resume=True, lr=0.5)
-    refused("--resume with --steps 9: the run was started with 4", resume=True, steps=9)  # the cosine would bend
-    refused(r"--resume: .* holds a run of cwgrpo\.py, not of mine\.py", name="mine", resume=True)
-    refused(r"no run\.json there", resume=True, run_dir=str(tmp_path))
-    refused(r"--resume with --run-dir \(empty\)", resume=True, run_dir="")
+    changed = "has changed since the run was started"
+    check(r"--run-dir .*: holds another run; .*--resume")
+    check(f"--resume: eval {changed}: .*, now 'x'", resume=True, eval="x")  # the best is judged by it
+    check(rf"--resume: lr {changed}: 0\.0001, now 0\.5", resume=True, lr=0.5)
+    check(f"--resume: steps {changed}: 4, now 9", resume=True, steps=9)  # the cosine would bend
+    check(f"--resume: script {changed}: 'cwgrpo', now 'mine'", name="mine", resume=True)
+    check(r"no run\.json there", resume=True, run_dir=str(tmp_path))
+    check(r"--resume with --run-dir \(empty\)", resume=True, run_dir="")
 
 
 OPEN = """
@@ -350,7 +351,7 @@ def test_a_run_keeps_others_out_of_its_folder_until_it_is_gone(tmp_path):
     assert "run folder" in first.stdout.readline()
     about = (tmp_path / "run.json").read_bytes()
     again = common.Args(run_dir=str(tmp_path), resume=True)
-    with pytest.raises(ValueError, match=f"--run-dir {tmp_path}: a run that is alive writes there"):
+    with refused(f"--run-dir {tmp_path}: a run that is alive writes there"):
         common.Record(again, "sspo", ALONE)
     first.kill()
     first.communicate()
@@ -382,6 +383,6 @@ def test_inputs_that_changed_are_refused_by_name(tiny, tmp_path):
     for file in files:
         content = file.read_bytes()
         file.write_bytes(content + b" ")
-        with pytest.raises(ValueError, match=f"--resume: .*{file.name} has changed since the run was started"):
+        with refused(f"--resume: .*{file.name} has changed since the run was started"):
             common.Record(again, "sspo", ALONE)
         file.write_bytes(content)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, judged, make_verifier
+from conftest import ROOT, judged, make_verifier, refused
 
 import common
 
@@ -112,7 +112,7 @@ def test_judging_ends_whatever_a_pool_does(own):
         os.kill(pid, signal.SIGSTOP)  # so nothing that is asked begins
     assert judged(verifier, ["pass"], [{}]) == [(1.0, "graded")]
     verifier.ask = lambda cases: []
-    with pytest.raises(ValueError, match="--reward: processes that grade end at once; they say above why"):
+    with refused("--reward: processes that grade end at once; they say above why"):
         verifier.grade(["pass"] * 2, [{}] * 2)
 
 
@@ -135,7 +135,7 @@ def test_a_python_without_math_verify_is_an_error():
     verifier = make_verifier(1)
     verifier.reward = NotThere()
     verifier.start()
-    with pytest.raises(ValueError, match="processes that grade end at once; they say above why"):
+    with refused("processes that grade end at once; they say above why"):
         verifier.grade([r"\boxed{1+x}"], ["x+1"])
 
 
@@ -225,7 +225,7 @@ def test_a_reward_may_do_what_programs_do(own):
     ],
 )
 def test_a_mistake_in_a_reward_ends_the_run(code, reason, own):
-    with pytest.raises(ValueError, match=f"(?s)^--reward: --dataset a.jsonl, row 7, completion .{code[:5]}.*{reason}"):
+    with refused(f"(?s)^--reward: --dataset a.jsonl, row 7, completion .{code[:5]}.*{reason}"):
         common.verify(own("score"), [group_of("pass", code)])
 
 
@@ -274,9 +274,9 @@ def test_what_a_reward_prints_goes_to_the_log(own, tmp_path):
 def test_a_reward_is_tried_before_an_engine_starts(mine, error, tmp_path):
     if mine:
         (tmp_path / "mine.py").write_text(mine)
-    with pytest.raises(ValueError, match=r"^--reward.*--dataset a.jsonl, row 7, .*completion") as refused:
+    with refused(r"^--reward.*--dataset a.jsonl, row 7, .*completion") as caught:
         make_verifier(1, f"{tmp_path}/mine.py:f", 1, [[], [PROBLEM]])
-    assert error in str(refused.value) and "math" not in str(refused.value)
+    assert error in str(caught.value) and "math" not in str(caught.value)
 
 
 def ended(pid):
