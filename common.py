@@ -44,6 +44,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import enable_progress_bars
 from pebble import ProcessPool
 from PIL import Image, ImageOps
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
@@ -174,7 +175,7 @@ def report(kind, error, trace):
     refused = isinstance(error, (ValueError, OSError)) and text.startswith("--")
     if not refused and kind is not FloatingPointError:
         sys.__excepthook__(kind, error, trace)
-    elif os.environ["LOCAL_RANK"] == "0":
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{script}: {text}\n", file=sys.stderr)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torch's own handler would write a traceback there
         message = {"message": f"{script}: {text}", "extraInfo": {"timestamp": int(time.time())}}
@@ -192,8 +193,10 @@ def prompt_format(template):
     return PROMPTS.get(template) or Path(template).read_text(encoding="utf-8")
 
 
-def validate(args, world):
-    """Raise ValueError, naming flag and legal values, for a setting that cannot work."""
+def validate(args):
+    """Raise ValueError, naming flag and legal values, for a setting that cannot work. From here on errors that a user
+    can mend are said in one line."""
+    sys.excepthook = report
     try:
         TypeAdapter(type(args)).validate_python(asdict(args))
     except ValidationError as error:
@@ -209,11 +212,10 @@ def validate(args, world):
         args.eval_samples == 1 or args.eval_temperature,
         f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0",
     )
-    gpus = world.local_size if world.device.type == "cuda" else 1
+    gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 1
     need(
         gpus % args.tensor_parallel == 0,
-        f"--tensor-parallel {args.tensor_parallel}: "
-        f"legal: 1, or on GPUs a divisor of the {world.local_size} ranks of a node",
+        f"--tensor-parallel {args.tensor_parallel}: legal: 1, or on GPUs a divisor of the {gpus} ranks of a node",
     )
     longest = longest_sequence(args)
     need(longest > args.max_prompt_tokens, f"--max-total-tokens {args.max_total_tokens}: no room for a response")
@@ -260,7 +262,6 @@ def init_world():
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
     else:
         end_with_parent(SIGKILL)
-    sys.excepthook = report
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in alone)
     device = torch.device("cpu")
     backends = "gloo"
@@ -268,7 +269,7 @@ def init_world():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         backends = "cpu:gloo,cuda:nccl"  # the default has none for CPU tensors
-    dist.init_process_group(backends, timeout=timedelta(hours=4))  # slow downloads
+    dist.init_process_group(backends, timeout=timedelta(minutes=30))  # a rank may save a model
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
         mesh = mesh["shard"]
@@ -1377,12 +1378,18 @@ def empty_model(config, **settings):
 
 
 def model_folder(args):
-    """Return --model's folder, fetched if it is a hub id; run no code of it. Raises ValueError for a model that this
-    project cannot train. That is no list of kinds: config.json says what neither attention nor head can do, a packed
-    row runs through the policy, whose weights are those of the files; and `sampler_gap` has the last word."""
+    """Return --model's folder, fetched if it is a hub id, before ranks wait for each other; run no code of it. Raises
+    ValueError for a model that this project cannot train. That is no list of kinds: config.json says what neither
+    attention nor head can do, a packed row runs through the policy, whose weights are those of the files; and
+    `sampler_gap` has the last word."""
     folder = Path(args.model)
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         if not folder.is_dir():
+            # of the bars only those of the hub, and of one rank
+            transformers.utils.logging.disable_progress_bar()
+            datasets.disable_progress_bars()
+            if os.environ.get("RANK", "0") == "0":
+                enable_progress_bars()
             patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # a node's other ranks wait for one
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -374,8 +374,7 @@ def learn(policy, reference, optimizer, batch, step, record):
 def main(args: Args) -> None:
     """Train: sample, verify, learn, sync, evaluate and log in every step. The paper's part of a step is in `learn`."""
     # ---- find whatever can be wrong before an engine starts
-    world = common.init_world()
-    common.validate(args, world)
+    common.validate(args)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
     if args.reweight == "kernel":
         common.need(args.updates_per_step == 1, "--updates-per-step: 1, or another --reweight than kernel")
@@ -383,6 +382,7 @@ def main(args: Args) -> None:
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
+    world = common.init_world()
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "cwgrpo", world)
 

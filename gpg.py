@@ -219,11 +219,11 @@ def learn(policy, reference, optimizer, batch, record):
 def main(args: Args) -> None:
     """Train: sample, verify, learn, sync, evaluate and log in every step. The paper's part of a step is in `learn`."""
     # ---- find whatever can be wrong before an engine starts
-    world = common.init_world()
-    common.validate(args, world)
+    common.validate(args)
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
+    world = common.init_world()
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "gpg", world)
 

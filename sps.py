@@ -375,8 +375,7 @@ def forget_demonstrations(folder, checkpoints, rl_steps):
 def main(args: Args) -> None:
     """Train: sample, verify, learn, sync, evaluate and log. The paper's part of it is in `learn` and `learn_irl`."""
     # ---- find whatever can be wrong before an engine starts
-    world = common.init_world()
-    common.validate(args, world)
+    common.validate(args)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
     common.need(args.demonstrations <= args.group_size, f"--demonstrations: 1 to --group-size, {args.group_size}")
     folder = common.model_folder(args)
@@ -385,6 +384,7 @@ def main(args: Args) -> None:
     rl_steps, irl_steps = stage_lengths(args, len(problems))
     if irl_steps and 0 < args.steps < rl_steps:
         raise ValueError(f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage comes (--irl-steps 0?)")
+    world = common.init_world()
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "sps", world)
 

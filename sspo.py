@@ -179,16 +179,24 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def step_segments(batch, trained_R, tokenizer, delimiter: str):
-    """Return segment_T, whose numbers are unique over the step. A response that is not trained stays one segment."""
-    used = {token for rollout in batch.rollout_R for token in rollout.ids.tolist()}
+def step_segments(batch, trained_R, tokenizer, delimiter: str, world):
+    """Return segment_T, whose numbers are unique over the step. A response that is not trained stays one segment. Each
+    rank looks through its share of the responses."""
+    mine = [(batch.rollout_R[r].ids.tolist(), trained_R[r]) for r in range(world.rank, len(trained_R), world.size)]
+    used = {token for ids, _ in mine for token in ids}
     pieces = {token: tokenizer.decode([token], skip_special_tokens=True) for token in used}  # a stop token has no text
-    segment_T = []
-    for rollout, trained in zip(batch.rollout_R, trained_R.tolist(), strict=True):
-        texts = [pieces[token] for token in rollout.ids.tolist()]
-        first = segment_T[-1] + 1 if segment_T else 0
-        segment_T += [first + number for number in segments(texts, delimiter if trained else "")]
-    return torch.tensor(segment_T, dtype=torch.long)
+    numbers = []
+    for ids, trained in mine:
+        number = segments([pieces[token] for token in ids], delimiter if trained else "")
+        numbers.append(torch.tensor(number, dtype=torch.long))
+    parts = world.all_gather(numbers)
+    segment = []
+    first = 0
+    for r in range(len(trained_R)):
+        number_T = parts[r % world.size][r // world.size]
+        segment.append(first + number_T)
+        first += len(number_T.unique())
+    return torch.cat(segment)
 
 
 def learn(policy, optimizer, batch, tokenizer, record):
@@ -201,7 +209,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
     advantage_R = advantages(batch.reward_PG, args.scale_advantage).flatten().float()
     trained_R = advantage_R != 0  # where A = 0 there is no gradient
     trained_T = trained_R[batch.response_T]
-    segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
+    segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"), world)
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
     micro_batches_by_update = []  # this rank's: each micro-batch is a list of response numbers
@@ -279,13 +287,13 @@ def learn(policy, optimizer, batch, tokenizer, record):
 def main(args: Args) -> None:
     """Train: sample, verify, learn, sync, evaluate and log in every step. The paper's part of a step is in `learn`."""
     # ---- find whatever can be wrong before an engine starts
-    world = common.init_world()
-    common.validate(args, world)
+    common.validate(args)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
     common.need(args.overlong_buffer <= args.max_response_tokens, "--overlong-buffer: at most --max-response-tokens")
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
+    world = common.init_world()
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "sspo", world)
 

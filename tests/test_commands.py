@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import tyro
 from conftest import ROOT
 
@@ -81,14 +80,13 @@ def test_every_flag_is_explained(name, monkeypatch, capsys):
 def test_every_experiment_has_its_methods_flags_and_passes_the_checks_before_a_run(script):
     path, module = script
     parse = functools.cache(lambda *flags: tyro.cli(module["Args"], args=flags))
-    world = common.World(0, 1, 1, torch.device("cpu"), None)
     methods = {name: flags for name, (its, flags) in table().items() if its == path}
     assert len(methods) > 8
     for name, own in methods.items():
         command, *flags = shlex.split(run_sh(name, "--seed", "2"))
         assert command == path, name
         args = tyro.cli(module["Args"], args=flags)
-        common.validate(replace(args, dataset="fetched"), world)
+        common.validate(replace(args, dataset="fetched"))
         assert args.seed == 2
         fields = {re.sub("^--(no-)?", "", word).replace("-", "_") for word in own if word.startswith("--")}
         wanted = {field: getattr(parse(*own), field) for field in fields}

@@ -290,29 +290,29 @@ def test_order_of_the_data():
     ],
 )
 def test_flags_that_cannot_work(monkeypatch, settings, message):
-    world = world_on("cpu")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.path", [])  # so there is no wandb
-    common.validate(common.Args(dataset="mine.jsonl"), world)
+    common.validate(common.Args(dataset="mine.jsonl"))
     with refused(message):
-        common.validate(common.Args(dataset="mine.jsonl", **settings), world)
+        common.validate(common.Args(dataset="mine.jsonl", **settings))
 
 
 def test_the_default_data_must_be_fetched_first(monkeypatch, tmp_path):
     """`torchrun sspo.py` on a fresh clone says what to do before it fetches a model."""
-    world = world_on("cpu")
     monkeypatch.chdir(tmp_path)
     with refused(r"^--dataset data/.*: not there yet; fetch it with \./run\.sh data$"):
-        common.validate(common.Args(), world)
-    common.validate(common.Args(steps=0, eval="mine.jsonl"), world)
+        common.validate(common.Args())
+    common.validate(common.Args(steps=0, eval="mine.jsonl"))
     Path(common.Args.dataset).mkdir(parents=True)
-    common.validate(common.Args(), world)
+    common.validate(common.Args())
 
 
-def test_tensor_parallel_must_divide_a_node():
-    common.validate(common.Args(dataset="mine.jsonl", tensor_parallel=2), world_on("cuda"))
+def test_tensor_parallel_must_divide_a_node(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    common.validate(common.Args(dataset="mine.jsonl", tensor_parallel=2))
     with refused("--tensor-parallel 3: legal: 1, or on GPUs a divisor of the 4 ranks"):
-        common.validate(common.Args(tensor_parallel=3), world_on("cuda"))
+        common.validate(common.Args(tensor_parallel=3))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_templates(tokenizer, tmp_path):
     assert common.prompt_of("P {x}", "qwen-boxed", tokenizer) == asked
     (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
     assert common.prompt_of("P {x}", str(tmp_path / "mine.txt"), tokenizer) == "{a} Q: P {x}\nA:"
-    common.validate(common.Args(dataset="mine.jsonl", template=str(tmp_path / "mine.txt")), world_on("cpu"))
+    common.validate(common.Args(dataset="mine.jsonl", template=str(tmp_path / "mine.txt")))
     with refused("--template open-rs: the tokenizer of --model has no chat template"):
         common.prompt_of("P", "open-rs", tokenizer)
     chat = copy.copy(tokenizer)

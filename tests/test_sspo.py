@@ -199,6 +199,6 @@ def test_segments_of_a_step():
         ids = np.array(tokenizer.encode(text), np.int64)
         rollouts.append(common.Rollout(ids, np.zeros(len(ids), np.float32), text, False))
     batch = common.Batch([common.Group(common.Problem("", [0], ""), rollouts, reward_G=torch.zeros(4))])
-    segment_T = sspo.step_segments(batch, torch.tensor([True, True, False, True]), tokenizer, "\n\n")
+    segment_T = sspo.step_segments(batch, torch.tensor([True, True, False, True]), tokenizer, "\n\n", ALONE)
     by_response = [segment_T[batch.response_T == r].unique().tolist() for r in range(4)]
     assert by_response == [[0, 1, 2], [], [3], [4, 5]] and len(segment_T) == len(batch.response_T)
