@@ -16,7 +16,7 @@ def test_a_shapes_weights_are_those_of_the_model(name):
 
 
 def test_what_fits(capsys):
-    """Training and sampling count, and a share of the GPU for vLLM's weights; docs/performance.md has the table."""
+    """Training and sampling count; docs/performance.md has the table."""
     bench.fit(gib=(24, 80))
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["| shape | 24 GiB | 80 GiB |", "|---|---|---|"] and len(lines) == 1 + len(SHAPES)
