@@ -108,16 +108,6 @@ def test_prompt_and_response_share_the_bound_of_cwgrpo_7b():
     assert "needs a chat template" in evaluation.obstacle(own, config, tokenizer)
 
 
-def test_where_figures_go(tmp_path):
-    """A run's checkpoints and models stay as they are."""
-    for model in ("run/best", "run/checkpoints/step-00100", "model"):
-        (tmp_path / model).mkdir(parents=True)
-    (tmp_path / "run" / "run.json").touch()
-    where = {"run": "run/eval.json", "run/best": "run/eval-best.json", "model": "model/eval.json"}
-    where["run/checkpoints/step-00100"] = "run/eval-step-00100.json"
-    assert {model: evaluation.place(tmp_path / model) for model in where} == {m: tmp_path / f for m, f in where.items()}
-
-
 def row_of(name: str, accuracy: float, **figures) -> dict:
     """What `evaluate` returns of a set, in the parts that are shown and drawn."""
     row = {"protocol": "sps", "set": name, "problems": 30, "n": 2, "right": [0, 1, 2]}
