@@ -59,6 +59,14 @@ def poison(policy, groups: list[common.Group]) -> None:
     groups[0].rollouts[0].ids[0] = 262
 
 
+def reference_of(model: str, settings):
+    """Return a reference away from the policy, so that its KL has a gradient."""
+    reference = common.load_policy(Path(model), settings, world).requires_grad_(False)
+    for parameter in reference.parameters():
+        parameter.mul_(1.1)
+    return reference
+
+
 def update(
     script: str,
     model: str,
@@ -93,10 +101,8 @@ def update(
     if reverse:  # the same prompts with their responses in another order
         groups = [common.Group(group.problem, group.rollouts[::-1], None, group.reward_G.flip(0)) for group in groups]
     reference = None
-    if script != "sspo" and settings.kl_coef:  # away from the policy, so that its KL has a gradient
-        reference = common.load_policy(Path(model), settings, world).requires_grad_(False)
-        for parameter in reference.parameters():
-            parameter.mul_(1.1)
+    if script != "sspo" and settings.kl_coef:
+        reference = reference_of(model, settings)
     batch = common.Batch(groups)
     said, metrics, seen = "", {}, {}
     try:

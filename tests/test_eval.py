@@ -82,11 +82,6 @@ def test_protocols_name_what_exists():
         assert set(protocol.sets) <= evaluation.SETS.keys() and max(protocol.ks, default=1) <= protocol.samples
         assert all(callable(getattr(rewards, name)) for name in (protocol.reward, protocol.also) if name)
         assert protocol.template in common.PROMPTS
-        papers = evaluation.reported(protocol)
-        assert len(papers) == len(dict(papers)), "two rows of one label"
-        for label, figures in papers:
-            assert not re.match(r"[\d.]+ |- ", label), f"more figures than sets: {label}"
-            assert all(re.fullmatch(r"[\d.]+(/[\d.]+)?|-", figure) for figure in figures.values()), label
         unboxed = evaluation.with_changes(protocol, evaluation.Args("", unboxed=True))
         assert unboxed.grading == (protocol.reward or "unboxed")
 
@@ -111,16 +106,6 @@ def test_prompt_and_response_share_the_bound_of_cwgrpo_7b():
     assert (own.max_response_tokens, own.max_total_tokens) == (500, 0)
     own.template = "chat"
     assert "needs a chat template" in evaluation.obstacle(own, config, tokenizer)
-
-
-def test_where_figures_go(tmp_path):
-    """A run's checkpoints and models stay as they are."""
-    for model in ("run/best", "run/checkpoints/step-00100", "model"):
-        (tmp_path / model).mkdir(parents=True)
-    (tmp_path / "run" / "run.json").touch()
-    where = {"run": "run/eval.json", "run/best": "run/eval-best.json", "model": "model/eval.json"}
-    where["run/checkpoints/step-00100"] = "run/eval-step-00100.json"
-    assert {model: evaluation.place(tmp_path / model) for model in where} == {m: tmp_path / f for m, f in where.items()}
 
 
 def row_of(name: str, accuracy: float, **figures) -> dict:

@@ -75,6 +75,3 @@ def test_without_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(gym, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"tools/gym\.py: needs `pip install reasoning-gym=="):
         make(tmp_path, "chain_sum")
-    monkeypatch.setattr(rewards, "find_spec", lambda name: None)
-    with refused(r"^--reward tools/rewards\.py:gym: needs `pip install reasoning-gym=="):
-        rewards.scorer.__wrapped__("chain_sum", "{}")

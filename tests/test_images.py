@@ -15,6 +15,7 @@ pytest.importorskip("torchvision", reason="transformers' image processors need t
 
 from seeing import STOPS, load, png, random_seeing_model, settings, write_images, write_rows
 from test_invariance import check_alike, largest_difference
+from test_policy import group_of
 
 import common
 
@@ -37,13 +38,11 @@ def batch_of(problems: list[common.Problem]) -> common.Batch:
     draw = torch.Generator().manual_seed(0)
     groups = []
     for problem in problems:
-        rollouts = []
-        for number in range(2):
-            ids = torch.randint(0, 250, (5 + 3 * len(groups),), generator=draw).numpy()
-            if number:
-                ids[2] = problems[0].image.token
-            rollouts.append(common.Rollout(ids, torch.zeros(len(ids)).numpy(), "", False))
-        groups.append(common.Group(problem, rollouts, reward_G=torch.zeros(2)))
+        ids = torch.randint(0, 250, (2, 5 + 3 * len(groups)), generator=draw)
+        ids[1, 2] = problems[0].image.token
+        group = group_of([], ids.tolist())
+        group.problem = problem
+        groups.append(group)
     return common.Batch(groups)
 
 

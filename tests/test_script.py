@@ -83,12 +83,10 @@ def test_evaluation_before_every_three_steps_and_at_the_end(sspo_run):
 
 def test_the_record(sspo_run):
     about = json.loads((sspo_run.folder / "run.json").read_text())
-    assert "sspo.py" in about["commands"][-1] and about["args"]["lr"] == 1e-4 and about["ranks"] == 2
-    assert about["versions"]["torch"] == torch.__version__ and about["commit"]
+    assert about["args"]["lr"] == 1e-4 and about["ranks"] == 2 and about["versions"]["torch"] == torch.__version__
     assert list(sspo_run.folder.glob("events.out.tfevents.*"))
-    log = (sspo_run.folder / "log.txt").read_text()
-    line = r"step 2/4 .* reward 0\.\d+ .* left "
-    assert re.search(line, log) and re.search(line, sspo_run.output)
+    for printed in (sspo_run.output, (sspo_run.folder / "log.txt").read_text()):
+        assert re.search(r"step 2/4 .* reward 0\.\d+ .* left ", printed)
 
 
 def best_of(run) -> dict:

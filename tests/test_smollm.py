@@ -1,16 +1,15 @@
 """tools/smollm.py: its problems and examples, what is refused, and from the wheel to a run."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 
 import faults
 import pytest
 import smollm
 from conftest import ROOT, torchrun
+from test_commands import run_sh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
@@ -97,8 +96,7 @@ def test_from_the_wheel_to_a_run(tmp_path):
     """The model is made again, trained for a step, and saved."""
     made = tmp_path / "smollm"
     assert "-2.1904" in torchrun("tools/smollm.py", "--out", made, plain=True)
-    command = subprocess.check_output(["./run.sh", "sspo-135m"], cwd=ROOT, env=os.environ | {"DRY": "1"}, text=True)
-    script, *flags = shlex.split(command.replace("tools/smollm/", f"{made}/"))
+    script, *flags = shlex.split(run_sh("sspo-135m").replace("tools/smollm/", f"{made}/"))
     flags += ["--prompts-per-step", 2, "--max-response-tokens", 24, "--eval", made / "harder.jsonl", "--steps", 1]
     torchrun(script, *flags, "--eval-samples", 1, "--keep-best", "--run-dir", tmp_path / "run", timeout=900)
     assert [row["step"] for row in faults.read(tmp_path / "run" / "metrics.jsonl")] == [0, 1]

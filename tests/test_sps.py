@@ -4,11 +4,11 @@ import math
 from types import SimpleNamespace
 
 import literal
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from literal import flat
+from test_policy import group_of
 
 import common
 import sps
@@ -98,10 +98,9 @@ def test_l2te(reward, chosen):
 
 
 def test_quantile_pools_the_prompts():
-    chosen = sps.choose_demonstrations(MEAN_LOGP, torch.zeros(3, 4), 1, "quantile")
-    assert chosen == [(0, 1), (0, 2), (0, 3)]
-    chosen = sps.choose_demonstrations(MEAN_LOGP, torch.zeros(3, 4), 2, "quantile")
-    assert chosen == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    found = [sps.choose_demonstrations(MEAN_LOGP, torch.zeros(3, 4), k, "quantile") for k in (1, 2)]
+    assert found[0] == [(0, 1), (0, 2), (0, 3)]
+    assert found[1] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
 
 
 def test_uniform_is_k_of_each_prompt_by_the_seed():
@@ -110,11 +109,11 @@ def test_uniform_is_k_of_each_prompt_by_the_seed():
         return sps.choose_demonstrations(torch.zeros(500, 4), torch.zeros(500, 4), 3, "uniform", generator)
 
     assert of(1) == of(1) != of(2)
-    counts = np.zeros((500, 4))
+    chosen_PG = torch.zeros(500, 4)
     for p, g in of(1):
-        counts[p, g] += 1
-    assert (counts.sum(1) == 3).all() and counts.max() == 1
-    assert (abs(counts.mean(0) - 0.75) < 0.08).all(), "some response is preferred"
+        chosen_PG[p, g] += 1
+    assert (chosen_PG.sum(1) == 3).all() and chosen_PG.max() == 1
+    assert ((chosen_PG.mean(0) - 0.75).abs() < 0.08).all(), "some response is preferred"
 
 
 def test_stage_lengths():
@@ -132,7 +131,7 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path):
     args = sps.Args(demonstrations=2, seed=3, choose="uniform")
     problems = [common.Problem(str(n), [1], "0") for n in range(12)]
     reward_G = torch.tensor([0.0, 1, 2, 3]).double()
-    rollouts = [common.Rollout(np.array([g]), np.zeros(1, np.float32), "", False) for g in range(4)]
+    rollouts = group_of([1], [[g] for g in range(4)]).rollouts
     for step in range(1, 5):
         groups = [common.Group(problem, rollouts, reward_G, reward_G) for problem in problems[3 * step - 3 : 3 * step]]
         sps.keep_demonstrations(tmp_path, step, common.Batch(groups), problems, args)
@@ -189,10 +188,9 @@ def test_the_worked_example():
     """The numbers of docs/sps.md."""
     logp = [[[-0.1, -0.3], [-0.6, -1.2], [-0.4], [-1.0, -2.0]]]
     reward = [[1.0, 0.0, 0.0, 1.0]]
-    mean_logp_PG = torch.tensor([[sum(response) / len(response) for response in logp[0]]], dtype=torch.float64)
+    mean_logp_PG = torch.tensor([[-0.2, -0.9, -0.4, -1.5]], dtype=torch.float64)
     for how in ("l2te", "quantile"):
-        chosen = sps.choose_demonstrations(mean_logp_PG, torch.tensor(reward), 3, how)
-        assert chosen == [(0, 1), (0, 2), (0, 3)]
+        assert sps.choose_demonstrations(mean_logp_PG, torch.tensor(reward), 3, how) == [(0, 1), (0, 2), (0, 3)]
     leaf = flat([logp[0][1:]]).requires_grad_()
     loss, _ = sps.irl_loss(leaf, sps.token_weights(torch.tensor([2, 1, 2]), "token"))
     loss.backward()

@@ -4,11 +4,12 @@ import math
 import random
 
 import literal
-import numpy as np
 import pytest
 import torch
 from conftest import TOY
 from literal import flat, surrogate
+from test_policy import group_of
+from test_resume import ALONE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
@@ -194,11 +195,8 @@ def test_segments(pieces, delimiter, expected):
 def test_segments_of_a_step():
     """Numbered through; a response that is not trained is one segment, an empty one none; a stop token opens none."""
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
-    rollouts = []
-    for text in ("3+8=11\n\n11-5=6\n\n6", "", "3\n\n8", f"4\n\n5\n\n{tokenizer.eos_token}"):
-        ids = np.array(tokenizer.encode(text), np.int64)
-        rollouts.append(common.Rollout(ids, np.zeros(len(ids), np.float32), text, False))
-    batch = common.Batch([common.Group(common.Problem("", [0], ""), rollouts, reward_G=torch.zeros(4))])
+    texts = ("3+8=11\n\n11-5=6\n\n6", "", "3\n\n8", f"4\n\n5\n\n{tokenizer.eos_token}")
+    batch = common.Batch([group_of([0], map(tokenizer.encode, texts))])
     segment_T = sspo.step_segments(batch, torch.tensor([True, True, False, True]), tokenizer, "\n\n", ALONE)
     by_response = [segment_T[batch.response_T == r].unique().tolist() for r in range(4)]
     assert by_response == [[0, 1, 2], [], [3], [4, 5]] and len(segment_T) == len(batch.response_T)
