@@ -639,23 +639,19 @@ def compute_dtype(args, world):
 
 
 class Progress(tqdm):
-    """tqdm's bar, of rank 0 alone: on a terminal, from the first second on; elsewhere a line, at most every 30 s."""
+    """tqdm's bar, of rank 0 alone: on a terminal, from the first second on; elsewhere a line every 30 s."""
 
     def __init__(self, *items, **settings):
-        self.said = time.time()
-        pause = 1 if sys.stderr.isatty() else 30
-        hidden = os.environ.get("RANK", "0") != "0"
-        super().__init__(*items, **settings, delay=pause, mininterval=pause, leave=False, disable=hidden)
-
-    def display(self, msg=None, pos=None):
-        now = time.time()
-        if now - self.said < self.delay:
-            return  # vLLM asks for it at the end of a batch, however short
+        settings.update(
+            delay=30, mininterval=30, bar_format="{desc}: {n_fmt} of {total_fmt} in {elapsed}, {remaining} left\n"
+        )
         if sys.stderr.isatty():
-            super().display(msg, pos)
-        elif msg is None:
-            self.said = now
-            print(self, flush=True)
+            settings.update(delay=1, mininterval=1, bar_format=None)
+        super().__init__(*items, **settings, leave=False, disable=os.environ.get("RANK", "0") != "0")
+
+    def refresh(self, *how, **more):
+        if time.time() > self.start_t + self.delay:  # vLLM asks for it at the end of a batch, however short
+            super().refresh(*how, **more)
 
 
 class Sampler:
