@@ -174,7 +174,7 @@ def report(kind, error, trace):
         print(f"\n{script}: rank {os.environ['RANK']}: {why}: {text}\n", file=sys.stderr)
         return  # the summary is for the failure of the rank that is gone
     refused = isinstance(error, (ValueError, OSError)) and text.startswith("--")
-    if not refused and kind is not FloatingPointError:
+    if not refused and kind not in (FloatingPointError, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{script}: {text}\n", file=sys.stderr)
@@ -1692,7 +1692,10 @@ def newest_checkpoint(record):
 
 
 def resume(policy, optimizer, record):
-    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0."""
+    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0. From here
+    on Ctrl-C and SIGTERM end the run in words."""
+    signal(SIGINT, record.interrupt)
+    signal(SIGTERM, record.interrupt)
     if not record.args.resume:
         return 0, 0
     folder, manifest = newest_checkpoint(record)
@@ -1846,8 +1849,6 @@ class Record:
         need(
             all(world.all_gather(self.folder.is_dir())), f"--run-dir {self.folder}: not on storage that all nodes share"
         )
-        signal(SIGINT, self.interrupt)
-        signal(SIGTERM, self.interrupt)
         self.say(f"run folder {self.folder}")
 
     def interrupt(self, number, _):
