@@ -1,0 +1,254 @@
+"""Run experiments with several seeds, and put what runs logged into a table.
+
+./run.sh sweep grpo-toy gpg-toy                             seeds 1, 2 and 3 of each, one run after another
+./run.sh sweep grpo-toy gpg-toy --seeds 1 2 --steps 30      flags that are not its own go to the scripts
+./run.sh sweep grpo-toy gpg-toy --jobs 2                    two runs at a time
+./run.sh table runs/sweep/grpo-toy-seed* runs/sweep/grpo-toy-lr-1e-4-seed*
+
+A run goes to runs/sweep/EXPERIMENT-FLAGS-seedS, what it prints to the file of that name with .txt. The same command
+again runs what is missing: a run that has finished stays, one that was cut off goes on from its last checkpoint, or
+begins again if it has none. Ctrl-C ends all runs. On CPUs, with several at a time, a run is one process with its share
+of the cores; on GPUs a run takes all that it sees, so that --jobs stays 1 there. SCRIPT=mine.py tries a fork.
+"""
+
+import fcntl
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import plot
+import tyro
+from plot import mean_over_steps
+
+ROOT = Path(__file__).parent.parent
+RUNS = ROOT / "runs" / "sweep"
+RULE = (
+    "mean ± standard error over seeds; in brackets the difference to the first method, seed by seed; bold: five seeds "
+    "or more, and at least three standard errors from 0"
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+def launch(words, log):
+    """Let run.sh do something, and add what it prints to a file. Raises ChildProcessError naming the file."""
+    with open(log, "a") as opened:
+        done = subprocess.run(["./run.sh", *words], cwd=ROOT, stdout=opened, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise ChildProcessError(f"see {log}")
+
+
+def go_on(experiment, flags, seed, folder):
+    """Run an experiment in a folder, from its last checkpoint or its beginning. Raises BlockingIOError if it would
+    begin where a run is alive."""
+    words = [experiment, *flags, f"--seed={seed}", f"--run-dir={folder}"]
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "checkpoints").exists():
+        words.append("--resume")
+    else:
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    launch(words, f"{folder}.txt")
+
+
+def attempt(named):
+    """Call a function, say what its name is and how it went, and return whether it failed."""
+    name, run = named
+    said = "done"
+    print(f"{datetime.now():%H:%M:%S}  {name}  begins or goes on", flush=True)
+    try:
+        run()
+    except OSError as error:  # ChildProcessError is one
+        said = f"FAILED: {error}"
+    print(f"{datetime.now():%H:%M:%S}  {name}  {said}", flush=True)
+    return said != "done"
+
+
+def run_all(runs, jobs):
+    """Call the functions of {name: function}, so many at a time; return whether one failed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
+    with ThreadPoolExecutor(jobs) as pool:
+        return any([*pool.map(attempt, runs.items())])
+
+
+def finished(folder):
+    """Say whether a run came to its last step and wrote its model, whose tokenizer is written last."""
+    if not (folder / "model" / "tokenizer_config.json").is_file():
+        return False
+    about = json.loads((folder / "run.json").read_text())
+    return plot.read(folder)[-1]["step"] == about["args"]["steps"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- table
+def at_reward(rows):
+    """Return the five steps around the first whose last ten have a mean reward of 0.5; none where that is never so."""
+    for end in range(11, len(rows) + 1):
+        if mean_over_steps(rows[end - 10 : end], "reward") >= 0.5:
+            return rows[end - 3 : end + 2]
+    return []
+
+
+def at_prompts(rows):
+    """Return the ten steps up to the one with which 3,840 prompts have been drawn, 120 steps of 32."""
+    drawn = itertools.accumulate(row.get("prompts_drawn", 0) for row in rows)
+    before = [row for row, so_far in zip(rows, drawn, strict=True) if so_far <= 3840]
+    return before[-10:]
+
+
+def chosen(rows, how):
+    """Return the rows that a figure is the mean of: `mean`, `end`, `at reward 0.5`, `at 3,840 prompts`, `step 40`,
+    `steps 1–30`."""
+    if how == "mean":
+        return rows
+    if how == "end":
+        return rows[-1:]
+    if how == "at reward 0.5":
+        return at_reward(rows)
+    if how == "at 3,840 prompts":
+        return at_prompts(rows)
+    steps = [int(step) for step in re.findall(r"\d+", how)]
+    return [row for row in rows if steps[0] <= row["step"] <= steps[-1]]
+
+
+def with_error(values, sign=""):
+    """Return mean and standard error over seeds; with a sign, of differences: in bold what five seeds can show."""
+    mean = statistics.fmean(values)
+    text = f"{mean:{sign}.3g}"
+    if len(values) == 1:
+        return text
+    error = statistics.stdev(values) / len(values) ** 0.5
+    text += f" ± {error:.2g}"
+    if sign and len(values) >= 5 and abs(mean) >= 3 * error > 0:
+        return f"**{text}**"
+    return text
+
+
+def cells_of(figure, methods, errors=False):
+    """Return a figure's cells, one for each of {method: {seed: rows}}: mean and standard error over seeds, of all
+    methods or of the first alone; behind the others', in brackets, the difference to the first, seed by seed, which
+    takes two; a dash where a seed has no value."""
+    metric, how = figure.split(", ", 1)
+    base, *_ = methods
+    first = {}
+    cells = []
+    for method, seeds in methods.items():
+        values = {seed: mean_over_steps(chosen(rows, how), metric) for seed, rows in seeds.items()}
+        if any(map(math.isnan, values.values())):
+            cells.append("–")
+            continue
+        cell = f"{statistics.fmean(values.values()):.3g}"
+        if errors or method == base:
+            cell = with_error([*values.values()])
+        apart = [values[seed] - first[seed] for seed in values if seed in first]
+        if len(apart) > 1:
+            cell += f" ({with_error(apart, '+')})"
+        cells.append(cell)
+        if method == base:
+            first = values
+    return cells
+
+
+def markdown(rows):
+    """Return rows of cells, the head first, as a table."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    return "\n".join(lines)
+
+
+def by_seed(runs):
+    """Return {method: {seed: rows}} of run folders or csv files. Raises SystemExit for a seed that comes twice."""
+    found = {}
+    for method, its in plot.grouped(runs).items():
+        seeds = found[method] = {}
+        for run, rows in its.items():
+            _, seed = plot.settings_of(run)
+            if seed in seeds:
+                raise SystemExit(f"{run}: a second run of {method} with seed {seed}; name one of them")
+            seeds[seed] = rows
+    return found
+
+
+def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = ()):
+    """Print a row for each method: runs of one script and the same flags, but for seed and folder.
+
+    Args:
+        runs: run folders or csv files; the first one's method is the one that differences are taken to
+        figures: each a metric and of which steps it is the mean, such as "entropy, mean" or "reward, steps 1–30";
+            none: the reward of the last ten steps and the held-out accuracies at the end
+    """
+    methods = by_seed(runs)
+    plot.panels_of(methods, [figure.split(", ")[0] for figure in figures])
+    if not figures:
+        last = max(rows[-1]["step"] for _, _, rows in plot.coloured(methods))
+        accuracies = [name for name in plot.panels_of(methods, ()) if "/" in name]
+        figures = (f"reward, steps {max(1, last - 9):g}–{last:g}", *(f"{name}, end" for name in accuracies))
+    ends = [sorted({f"{rows[-1]['step']:g}" for rows in seeds.values()}) for seeds in methods.values()]
+    columns = [["", *methods], ["seeds", *map(" ".join, methods.values())], ["to step", *map(", ".join, ends)]]
+    columns += [[figure, *cells_of(figure, methods, errors=True)] for figure in figures]
+    for column in columns:
+        width = max(map(len, column))
+        column[:] = [cell.ljust(width) for cell in column]
+    print(markdown([*zip(*columns, strict=True)]))
+    print(f"\n{RULE}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- sweep
+@dataclass
+class Args:
+    """What to run. Other flags go to the scripts."""
+
+    experiments: tyro.conf.Positional[tuple[str, ...]]
+    """As ./run.sh help lists them."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Seed 1 of all experiments comes first."""
+    jobs: int = 1
+    """Runs at a time."""
+
+
+def folder_of(experiment, flags, seed):
+    """Return the folder of a run, which the same command finds again."""
+    fork = Path(os.environ.get("SCRIPT", "")).stem
+    parts = filter(None, [fork, experiment, *(flag.removeprefix("--") for flag in flags)])
+    return RUNS / f"{'-'.join(parts).replace('/', '-')}-seed{seed}"
+
+
+def sweep(args, flags):
+    """Run what is missing of a sweep, print the table of what is there, and return whether a run failed."""
+    if args.jobs > 1:
+        os.environ.setdefault("PROCESSES", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
+    for experiment in args.experiments:  # run.sh refuses a name that it lacks
+        subprocess.run(["./run.sh", experiment, *flags], cwd=ROOT, env=os.environ | {"DRY": "1"}, check=True)
+    runs = {}
+    for seed in args.seeds:
+        for experiment in args.experiments:
+            folder = folder_of(experiment, flags, seed)
+            runs[folder] = partial(go_on, experiment, flags, seed, folder)
+    todo = {folder.name: run for folder, run in runs.items() if not finished(folder)}
+    failed = run_all(todo, args.jobs)
+    table(tuple(folder for folder in runs if finished(folder)))
+    return failed
+
+
+def main():
+    kind, *words = sys.argv[1:]
+    if kind == "table":
+        return tyro.cli(table, args=words)
+    args, flags = tyro.cli(Args, args=words, description=__doc__, return_unknown_args=True)
+    return sweep(args, flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
