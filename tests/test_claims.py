@@ -1,5 +1,5 @@
-"""tools/claims.py: its arms exist and cost the same, its arithmetic by hand, what is there is not run again; the tables
-of docs/claims.md and docs/real.md are what docs/data gives."""
+"""tools/sweep.py and claims.py: the arms exist and cost the same, arithmetic by hand, what is there is not run again, runs
+are grouped by their settings; docs/tables is what docs/data gives."""
 
 import json
 import math
@@ -12,44 +12,46 @@ from pathlib import Path
 import claims
 import plot
 import pytest
+import sweep
 import tyro
 from conftest import ROOT
 from test_commands import executable, experiments, run_sh
 
-PAGES = dict.fromkeys(("real", "systems"), (ROOT / "docs" / "real.md").read_text())
-PAGE = (ROOT / "docs" / "claims.md").read_text()
-
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "DOCS", tmp_path)
     monkeypatch.setattr(claims, "DATA", tmp_path)
     monkeypatch.setattr(claims, "RUNS", tmp_path / "runs")
+    (tmp_path / "tables").mkdir()
     return tmp_path
 
 
-def logged(folder: Path, rows: list[dict]) -> Path:
+def logged(folder: Path, rows: list[dict], **flags) -> Path:
     """Write the folder of a run that logged these rows."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if flags:
+        (folder / "run.json").write_text(json.dumps({"script": "sspo", "args": flags | {"run_dir": str(folder)}}))
     return folder
 
 
-def args_of(arm: claims.Arm):
-    script, *flags = shlex.split(run_sh(arm.experiment, *shlex.split(arm.flags)))
+def args_of(arm: str):
+    script, *flags = shlex.split(run_sh(*arm.split()))
     return tyro.cli(runpy.run_path(str(ROOT / script))["Args"], args=flags)
 
 
 def test_arms_are_experiments_of_equal_responses_and_steps():
-    assert {arm.experiment for arm in claims.ARMS.values()} <= experiments().keys()
-    assert {name for claim in claims.CLAIMS.values() for name in claim.arms} == claims.ARMS.keys()
+    assert {arm.split()[0] for arm in claims.ARMS.values()} <= experiments().keys()
+    assert {name for claim in claims.CLAIMS.values() for name in claim["arms"].split()} == claims.ARMS.keys()
     for name, arm in claims.ARMS.items():
         args = args_of(arm)
-        real = arm.experiment.endswith("-135m")
+        real = "-135m" in arm
         assert args.prompts_per_step * args.group_size == (64 if real else 256), name
         assert args.steps == (0 if name == "before" else 48 if "-48" in name else 12 if real else 120), name
-        assert not arm.stops or arm.stops[-1] == args.steps, name
+        assert claims.STOPS.get(name, [args.steps])[-1] == args.steps, name
     stage = args_of(claims.ARMS["sps-act"]).rl_steps
-    first, before, second, last = claims.STAGES
+    first, before, second, last = claims.STOPS["sps-act"]
     assert (first, before, second, last % stage) == (stage, 2 * stage - 1, 2 * stage, 0)
 
 
@@ -59,11 +61,13 @@ def test_what_claims_use_of_a_run_and_what_is_evaluated_at_its_stops_stand_in_it
     found = {name: {"mean": 0.25} for name in (*claims.SQUEEZED, "other")}
     evaluation = {"rows": [found | {"set": "heldout"}, found | {"set": "harder"}]}
     (folder / "eval-step40.json").write_text(json.dumps(evaluation))
-    claims.write("sps-act-seed2", folder)
+    claims.write(folder)
     assert (data / "sps-act-seed2.csv").read_text().splitlines()[0].split(",") == claims.columns_of("sps-act")
     before, stop = plot.read(data / "sps-act-seed2.csv")
     assert before == {"step": 0, "time": 1.5}
-    assert stop == {"step": 40, "time": 2, "reward": 0.1235} | dict.fromkeys(claims.EXPLORED, 0.25)
+    explored = {f"sps/heldout/{name}": 0.25 for name in claims.SQUEEZED}
+    explored |= {"sps/harder/pass@1": 0.25, "sps/harder/pass@64": 0.25}
+    assert stop == {"step": 40, "time": 2, "reward": 0.1235} | explored
 
 
 def test_the_steps_that_a_figure_is_the_mean_of():
@@ -71,7 +75,7 @@ def test_the_steps_that_a_figure_is_the_mean_of():
     rows += [{"step": n, "reward": n / 100, "prompts_drawn": 100} for n in range(1, 81)]
 
     def steps(how: str, number: int = 81) -> list[int]:
-        return [row["step"] for row in claims.chosen(rows[:number], how)]
+        return [row["step"] for row in sweep.chosen(rows[:number], how)]
 
     assert steps("mean") == list(range(81))
     assert steps("end") == steps("step 80") == [80]
@@ -84,81 +88,116 @@ def test_the_steps_that_a_figure_is_the_mean_of():
 
 
 def test_mean_error_and_paired_difference_by_hand():
-    claim = claims.Claim(("a", "b"), (), ("reward, end", "kl, end", "b, end"), "paper | 1 | 2")
     runs = {
         "a": {seed: [{"reward": seed / 10}] for seed in range(1, 6)},
         "b": {seed: [{"reward": seed / 10 + seed % 2 / 10 + 0.3, "kl": 1, "b": seed}] for seed in range(1, 7)},
     }
     runs["b"][6] = [{"kl": 7}]
     runs["b"][6][0] |= {"reward": 0.9, "b": math.nan}
-    assert claims.table(claim, runs).splitlines() == [
-        "|  | a (5) | b (6) |",
-        "|---|---|---|",
-        "| `reward`, end | 0.3 ± 0.071 | 0.7 (**+0.36 ± 0.024**) |",  # 0.4, 0.3, 0.4, 0.3, 0.4 apart
-        "| `kl`, end | – | 2 |",
-        "| `b`, end | – | – |",
-        "| paper | 1 | 2 |",
-    ]
+    rewards = ["0.3 ± 0.071", "0.7 (**+0.36 ± 0.024**)"]  # 0.4, 0.3, 0.4, 0.3, 0.4 apart
+    assert sweep.cells_of("reward, end", runs) == rewards
+    assert sweep.cells_of("kl, end", runs) == ["–", "2"]
+    assert sweep.cells_of("b, end", runs) == ["–", "–"]
     fewer = {arm: {seed: runs[arm][seed] for seed in (1, 2, 3, 4)} for arm in ("a", "b")}
-    assert "| 0.25 ± 0.065 | 0.6 (+0.35 ± 0.029) |" in claims.table(claim, fewer)  # bold takes five seeds
-    assert claims.with_error([0.1, 0.1, 0.1, -0.1, 0.1], "+") == "+0.06 ± 0.04"  # and three errors
-    assert claims.with_error([0.25]) == "0.25"
+    assert sweep.cells_of("reward, end", fewer, errors=True) == ["0.25 ± 0.065", "0.6 ± 0.041 (+0.35 ± 0.029)"]
+    assert sweep.with_error([0.1, 0.1, 0.1, -0.1, 0.1], "+") == "+0.06 ± 0.04"  # bold takes five seeds and three errors
+    assert sweep.with_error([0.25]) == "0.25"
+
+
+def test_runs_are_grouped_by_their_settings(data, capsys):
+    """Not by their names, and none is lost. Half a line is no line."""
+    rows = [{"step": step, "time": step, "reward": step / 10, "eval/x/avg@8": 0.5} for step in (0, 1)]
+    lr = {"seed": 1, "lr": 1.0}
+    runs = [
+        logged(data / "a" / "run", rows, **lr),
+        logged(data / "b" / "run", rows, **lr | {"seed": 2, "resume": True}),
+    ]
+    runs.append(logged(data / "c" / "run", rows, seed=1, lr=2.0))
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    found = plot.grouped(runs)
+    assert {label: [*its] for label, its in found.items()} == {"run lr=1.0": runs[:2], "run lr=2.0": runs[2:]}
+    assert found["run lr=1.0"][runs[0]] == rows and plot.panels_of(found, ()) == ["reward", "eval/x/avg@8"]
+    plot.draw_curves(found, ["reward"], data / "curves.png")
+    assert len(plot.plt.gcf().axes[0].lines) == 3
+    sweep.table(runs)
+    assert re.search(r"run lr=1.0 \| 1 2 +\| 0.1 ± 0 +\| 0.5 ± 0 ", capsys.readouterr().out)
+    with pytest.raises(SystemExit, match="c/run: a second run of run lr=2.0 with seed 1"):
+        sweep.table([*runs, logged(data / "d" / "c" / "run", rows, seed=1, lr=2.0)])
+
+
+def test_a_sweep_runs_what_is_missing(data, monkeypatch, capsys):
+    """A run that has finished stays; what was cut goes on from its checkpoint, or begins again."""
+    asked = []
+    monkeypatch.setattr(sweep, "RUNS", data)
+    monkeypatch.setattr(sweep, "launch", lambda words, log: asked.append([words[0], *words[3:]]))
+    for seed, last in ((1, 3), (2, 2), (3, 1)):
+        flags = {"seed": seed, "steps": 3}
+        folder = logged(data / f"grpo-toy-steps-3-seed{seed}", [{"step": last, "reward": seed}], **flags)
+        (folder / ("model" if seed < 3 else "other")).mkdir()
+        (folder / "model" / "tokenizer_config.json").touch() if seed < 3 else None
+    (data / "grpo-toy-steps-3-seed2" / "checkpoints").mkdir()
+    monkeypatch.setattr("sys.argv", ["sweep.py", "sweep", "grpo-toy", "--steps", "3"])
+    assert not sweep.main()
+    runs = [["--seed=2", f"--run-dir={data}/grpo-toy-steps-3-seed2", "--resume"]]
+    runs.append(["--seed=3", f"--run-dir={data}/grpo-toy-steps-3-seed3"])
+    assert asked == [["grpo-toy", *run] for run in runs]
+    assert not (data / "grpo-toy-steps-3-seed3").exists() and "| grpo-toy-steps-3 | 1 " in capsys.readouterr().out
 
 
 def test_what_is_there_is_not_run_again_and_seed_1_comes_first(data, monkeypatch, capsys):
     asked, drawn = [], []
 
-    def run(name):
-        asked.append(name)
-        if name.startswith("gpg-seed"):
+    def run(folder):
+        asked.append(folder.name)
+        if folder.name.startswith("gpg-seed"):
             raise ChildProcessError(1)
-        rows = [{"step": 120, "time": 1.0, "reward": int(name[-1])}]
-        claims.write(name, logged(data / "runs" / name, rows))
+        rows = [{"step": 120, "time": 1.0, "reward": int(folder.name[-1])}]
+        claims.write(logged(folder, rows))
 
     monkeypatch.setattr(claims, "run", run)
     monkeypatch.setattr(plot, "draw_bands", lambda runs, panels, path: drawn.append((list(runs), path.name)))
-    run("gpg-c-seed1")
+    run(data / "runs" / "gpg-c-seed1")
     assert claims.main(("gpg-threshold",), seeds=(1, 2)) == 1  # one failed; the others went on
     assert asked == [f"{arm}-seed{seed}" for seed in (1, 2) for arm in ("gpg-c", "gpg", "gpg-beta0.8")]
-    there = ["gpg-c-seed1", "gpg-c-seed2", "gpg-beta0.8-seed1", "gpg-beta0.8-seed2"]
-    assert drawn == [(there, "claims-gpg-threshold.png")]
-    printed = capsys.readouterr().out
-    assert "FAILED" in printed and "| `reward`, steps 111–120 | 1.5 ± 0.5 | 1.5 (+0 ± 0) |" in printed
+    assert drawn == [(["gpg-c", "gpg-beta0.8"], "claims-gpg-threshold.png")]
+    assert (
+        "| `reward`, steps 111–120 | 1.5 ± 0.5 | 1.5 (+0 ± 0) |" in (data / "tables" / "gpg-threshold.md").read_text()
+    )
+    assert "FAILED" in capsys.readouterr().out
 
 
 # a run that fails after step 8, and goes on to step 16
 CUT_OFF = """
-import sys, time
+import sys
 from pathlib import Path
 folder = Path(sys.argv[-1 - ("--resume" in sys.argv)].removeprefix("--run-dir="))
 (folder / "checkpoints").mkdir(parents=True, exist_ok="--resume" in sys.argv)
 step = 16 if "--resume" in sys.argv else 8
 with (folder / "metrics.jsonl").open("a") as file:
     file.write('{"step": %d, "reward": %d}\\n' % (step, step))
-time.sleep(3 if step == 8 else 0)
 sys.exit(step == 8)
 """
 
 
-def test_a_run_leaves_its_csv_as_it_goes_and_goes_on_where_it_was_cut_off(data, monkeypatch, capsys):
-    monkeypatch.setattr(claims, "ROOT", data)
-    monkeypatch.setitem(claims.CLAIMS, "real", claims.Claim(("grpo-135m-48",), (), ("reward, end",)))
-    executable(data / "run.sh", "echo script.py")
+def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch):
+    monkeypatch.setattr(sweep, "ROOT", data)
+    executable(data / "run.sh", 'exec python3 script.py "$@"')
     (data / "script.py").write_text(CUT_OFF)
-    for failed, last in ((1, 8), (0, 16), (0, 16)):
+    for failed in (1, 0, 0):
         assert claims.main(("real",), seeds=(1,)) == failed
-        assert f"| `reward`, end | {last} |" in capsys.readouterr().out
+        assert (data / "grpo-135m-48-seed1.csv").exists() != failed
     assert len(plot.read(data / "grpo-135m-48-seed1.csv")) == 2
     assert os.listdir(data / "runs" / "grpo-135m-48-seed1") == ["metrics.jsonl"]
 
 
 def test_bands(tmp_path, monkeypatch):
-    runs = {f"a-seed{seed}": [{"step": n, "reward": seed * n} for n in range(3)] for seed in range(1, 6)}
+    runs = {seed: [{"step": n, "reward": seed * n} for n in range(3)] for seed in range(1, 6)}
     shown = []
     monkeypatch.setattr(plot.plt.Axes, "fill_between", lambda _, __, low, high, **___: shown.append([*high - low]))
-    plot.draw_bands(runs, ["reward"], tmp_path / "five.png")
+    plot.draw_bands({"a": runs}, ["reward"], tmp_path / "five.png")
     assert shown == [pytest.approx([0, 2**0.5, 8**0.5])]  # two standard errors
-    two = {name: runs[name] for name in ("a-seed1", "a-seed2")}
+    two = {"a": {seed: runs[seed] for seed in (1, 2)}}
     plot.draw_bands(two, ["reward", "other"], tmp_path / "two.png")  # which no run has
     lines = [[*line.get_ydata()] for line in plot.plt.gcf().axes[0].lines]
     assert lines == [[0, 1.5, 3], [0, 1, 2], [0, 2, 4]] and len(shown) == 1
@@ -169,27 +208,21 @@ def test_a_value_that_was_not_finite_is_a_gap_and_counts_in_no_mean(data):
     runs = {}
     for seed, kl in ((1, [1.0, None, None, 4.0]), (2, [3.0, 5.0, None, 6.0])):
         rows = [{"step": n, "time": n, "kl": x} for n, x in enumerate(kl)]
-        runs[f"a-seed{seed}"] = plot.read(logged(data / f"a-seed{seed}", rows))
-    claims.write("grpo-kl-seed1", data / "a-seed1")
+        runs[seed] = plot.read(logged(data / f"grpo-kl-seed{seed}", rows))
+    claims.write(data / "grpo-kl-seed1")
     assert str(plot.read(data / "grpo-kl-seed1.csv")[1]) == "{'step': 1.0, 'time': 1.0, 'kl': nan}"
-    assert plot.mean_over_steps(runs["a-seed1"], "kl") == 2.5
-    plot.draw_curves(runs, ["kl"], data / "curves.png")
+    assert plot.mean_over_steps(runs[1], "kl") == 2.5
+    plot.draw_curves({"a": runs}, ["kl"], data / "curves.png")
     assert plot.plt.gcf().axes[0].lines[0].get_ydata() == pytest.approx([1, math.nan, math.nan, 4], nan_ok=True)
-    plot.draw_bands(runs, ["kl"], data / "bands.png")
+    plot.draw_bands({"a": runs}, ["kl"], data / "bands.png")
     assert plot.plt.gcf().axes[0].lines[0].get_ydata() == pytest.approx([2, 5, math.nan, 5], nan_ok=True)
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)
-def test_the_tables_of_the_pages_are_what_the_csv_files_give(name):
-    page = PAGES.get(name, PAGE)
-    runs = claims.read_runs(claims.CLAIMS[name])
-    assert list(runs) == list(claims.CLAIMS[name].arms)
-    assert claims.block(name, runs) in page
-    assert (f"![{name}](claims-{name}.png)" in page) == bool(claims.CLAIMS[name].panels)
-
-
-def test_the_pages_have_no_figure_outside_these_tables():
-    folded = re.compile("<details>.*?</details>", re.S)
-    assert len(folded.findall(PAGE)) == len(claims.CLAIMS) - len(PAGES)
-    for page in (PAGE, *PAGES.values()):
-        assert not re.search(r"\d ± \d", folded.sub("", page))
+def test_the_tables_are_what_the_csv_files_give(name):
+    assert list(claims.runs_of(claims.CLAIMS[name])) == claims.CLAIMS[name]["arms"].split()
+    assert claims.page(name) == (ROOT / "docs" / "tables" / f"{name}.md").read_text()
+    page = (ROOT / "docs" / ("real.md" if name in claims.LARGE else "claims.md")).read_text()
+    assert f"](tables/{name}.md)" in page
+    assert (f"![{name}](claims-{name}.png)" in page) == bool(claims.CLAIMS[name]["panels"])
+    assert not re.search(r"\d ± \d", page)

@@ -54,10 +54,11 @@ def read(run):
         rows = csv.DictReader(run.read_text().splitlines())
         return [{key: float(cell) for key, cell in row.items() if cell} for row in rows]
     file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # of a line that is being written there is half
-    if not rows:
+    text = file.read_text() if file.is_file() else ""
+    *lines, _ = text.split("\n")  # of the line that is being written there may be half
+    if not lines:
         raise SystemExit(f"{run}: no metrics.jsonl with rows in it")
+    rows = map(json.loads, lines)
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
 
 
@@ -81,13 +82,12 @@ def settings_of(run):
     """Return what the runs of all seeds share, {"script": ..., flag: value}, and this run's seed. A csv, or a folder
     without run.json, is taken for a run of a script of its name."""
     name, _, seed = run.name.removesuffix(".csv").rpartition("-seed")
+    about = {"script": name or seed, "args": {"seed": seed}}
     file = run / "run.json"
-    if not file.is_file():
-        return {"script": name or seed}, seed
-    about = json.loads(file.read_text())
+    if file.is_file():
+        about = json.loads(file.read_text())
     flags = about["args"]
-    shared = {"script": about["script"]} | flags | {"seed": 0, "run_dir": "", "resume": False}
-    return shared, str(flags["seed"])
+    return {"script": about["script"]} | flags | {"seed": 0, "run_dir": "", "resume": False}, str(flags["seed"])
 
 
 def grouped(runs):
@@ -229,11 +229,7 @@ def draw_accuracy(found, path):
     axes = grid_of(1, len(found), 3, 2.8, sharey=True)
     for axis, (model, (n, right)) in zip(axes[0], found.items(), strict=True):
         axis.hist(np.array(right) / n, bins=10, range=(0, 1), rwidth=0.9)
-        axis.set(
-            title=f"{model}, n = {n}",
-            xlabel="share of right answers",
-            ylabel="questions",
-        )
+        axis.set(title=f"{model}, n = {n}", xlabel="share of right answers", ylabel="questions")
     plt.savefig(path)
 
 
@@ -246,11 +242,7 @@ def draw_pass(found, path):
         ks = np.arange(1, n + 1)
         outcomes = [ks <= count for count in right]
         axis.plot(ks, [pass_at_k(outcomes, k) for k in ks])
-    axis.set(
-        xscale="log",
-        xlabel="k",
-        ylabel="pass@k",
-    )
+    axis.set(xscale="log", xlabel="k", ylabel="pass@k")
     without_tex(axis.xaxis)
     finish(axis, found, path)
 
@@ -391,34 +383,36 @@ class Args:
 
 def main():
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    if not args.runs:
+    paths = args.runs
+    out = args.out
+    if not paths:
         raise SystemExit("plot.py RUN...: which runs? --help says more")
     runs = {}
     if args.figure == "accuracy":
-        draw_accuracy(answered(args.runs), args.out)
+        draw_accuracy(answered(paths), out)
     elif args.figure == "pass":
-        draw_pass(answered(args.runs), args.out)
+        draw_pass(answered(paths), out)
     elif args.figure == "answers":
-        draw_answers(args.runs, args.out)
+        draw_answers(paths, out)
     elif args.figure == "tokens":
-        args.out = args.out.with_suffix(".html")
-        write_page(args.runs, args.out)
+        out = out.with_suffix(".html")
+        write_page(paths, out)
     else:
-        runs = grouped(args.runs)
+        runs = grouped(paths)
     if args.figure == "curves":
-        draw_curves(runs, panels_of(runs, args.panels), args.out)
+        draw_curves(runs, panels_of(runs, args.panels), out)
     elif args.figure == "bands":
-        draw_bands(runs, panels_of(runs, args.panels), args.out)
+        draw_bands(runs, panels_of(runs, args.panels), out)
     elif args.figure == "covariance":
         for _, _, rows in coloured(runs):
             rows[:] = [row for row in rows if row["step"] <= args.until]
-        draw_covariance(runs, args.out)
+        draw_covariance(runs, out)
         print(covariance_table(runs))
-    print(f"{args.figure:<8} {args.out}")
+    print(f"{args.figure:<8} {out}")
     for label, its in runs.items():
-        print(f"{label:<8} {len(its)} of {len(args.runs)} runs")
-    for _, run, rows in coloured(runs):
-        print_summary(run, rows)
+        print(f"{label:<8} {len(its)} of {len(paths)} runs")
+        for run, rows in its.items():
+            print_summary(run, rows)
 
 
 if __name__ == "__main__":

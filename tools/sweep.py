@@ -13,7 +13,6 @@ of the cores; on GPUs a run takes all that it sees, so that --jobs stays 1 there
 
 import fcntl
 import itertools
-import json
 import math
 import os
 import re
@@ -22,9 +21,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -34,10 +33,6 @@ from plot import mean_over_steps
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "sweep"
-RULE = (
-    "mean ± standard error over seeds; in brackets the difference to the first method, seed by seed; bold: five seeds "
-    "or more, and at least three standard errors from 0"
-)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -49,10 +44,10 @@ def launch(words, log):
         raise ChildProcessError(f"see {log}")
 
 
-def go_on(experiment, flags, seed, folder):
-    """Run an experiment in a folder, from its last checkpoint or its beginning. Raises BlockingIOError if it would
-    begin where a run is alive."""
-    words = [experiment, *flags, f"--seed={seed}", f"--run-dir={folder}"]
+def go_on(words, seed, folder):
+    """Run an experiment with its flags in a folder, from its last checkpoint or its beginning. Raises BlockingIOError
+    if it would begin where a run is alive."""
+    words = [*words, f"--seed={seed}", f"--run-dir={folder}"]
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "checkpoints").exists():
         words.append("--resume")
@@ -63,32 +58,31 @@ def go_on(experiment, flags, seed, folder):
     launch(words, f"{folder}.txt")
 
 
-def attempt(named):
-    """Call a function, say what its name is and how it went, and return whether it failed."""
-    name, run = named
+def attempt(run, folder):
+    """Run in a folder, say how it went, and return whether it failed."""
+    print(f"{time.strftime('%X')}  {folder}  begins or goes on", flush=True)
     said = "done"
-    print(f"{datetime.now():%H:%M:%S}  {name}  begins or goes on", flush=True)
     try:
-        run()
+        run(folder)
     except OSError as error:  # ChildProcessError is one
         said = f"FAILED: {error}"
-    print(f"{datetime.now():%H:%M:%S}  {name}  {said}", flush=True)
+    print(f"{time.strftime('%X')}  {folder}  {said}", flush=True)
     return said != "done"
 
 
-def run_all(runs, jobs):
-    """Call the functions of {name: function}, so many at a time; return whether one failed."""
+def run_all(run, folders, jobs):
+    """Run in these folders, so many at a time, and return whether one failed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
     with ThreadPoolExecutor(jobs) as pool:
-        return any([*pool.map(attempt, runs.items())])
+        return any([*pool.map(partial(attempt, run), folders)])
 
 
 def finished(folder):
     """Say whether a run came to its last step and wrote its model, whose tokenizer is written last."""
     if not (folder / "model" / "tokenizer_config.json").is_file():
         return False
-    about = json.loads((folder / "run.json").read_text())
-    return plot.read(folder)[-1]["step"] == about["args"]["steps"]
+    settings, _ = plot.settings_of(folder)
+    return plot.read(folder)[-1]["step"] == settings["steps"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
@@ -110,14 +104,14 @@ def at_prompts(rows):
 def chosen(rows, how):
     """Return the rows that a figure is the mean of: `mean`, `end`, `at reward 0.5`, `at 3,840 prompts`, `step 40`,
     `steps 1–30`."""
-    if how == "mean":
-        return rows
-    if how == "end":
-        return rows[-1:]
-    if how == "at reward 0.5":
-        return at_reward(rows)
-    if how == "at 3,840 prompts":
-        return at_prompts(rows)
+    named = {
+        "mean": rows,
+        "end": rows[-1:],
+        "at reward 0.5": at_reward(rows),
+        "at 3,840 prompts": at_prompts(rows),
+    }
+    if how in named:
+        return named[how]
     steps = [int(step) for step in re.findall(r"\d+", how)]
     return [row for row in rows if steps[0] <= row["step"] <= steps[-1]]
 
@@ -145,12 +139,13 @@ def cells_of(figure, methods, errors=False):
     cells = []
     for method, seeds in methods.items():
         values = {seed: mean_over_steps(chosen(rows, how), metric) for seed, rows in seeds.items()}
-        if any(map(math.isnan, values.values())):
+        each = [*values.values()]
+        if any(map(math.isnan, each)):
             cells.append("–")
             continue
-        cell = f"{statistics.fmean(values.values()):.3g}"
+        cell = f"{statistics.fmean(each):.3g}"
         if errors or method == base:
-            cell = with_error([*values.values()])
+            cell = with_error(each)
         apart = [values[seed] - first[seed] for seed in values if seed in first]
         if len(apart) > 1:
             cell += f" ({with_error(apart, '+')})"
@@ -186,22 +181,24 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
     Args:
         runs: run folders or csv files; the first one's method is the one that differences are taken to
         figures: each a metric and of which steps it is the mean, such as "entropy, mean" or "reward, steps 1–30";
-            none: the reward of the last ten steps and the held-out accuracies at the end
+            none: the reward of the last ten steps and held-out accuracies after the last
     """
     methods = by_seed(runs)
-    plot.panels_of(methods, [figure.split(", ")[0] for figure in figures])
+    metrics = plot.panels_of(methods, [figure.split(", ")[0] for figure in figures])
     if not figures:
         last = max(rows[-1]["step"] for _, _, rows in plot.coloured(methods))
-        accuracies = [name for name in plot.panels_of(methods, ()) if "/" in name]
-        figures = (f"reward, steps {max(1, last - 9):g}–{last:g}", *(f"{name}, end" for name in accuracies))
-    ends = [sorted({f"{rows[-1]['step']:g}" for rows in seeds.values()}) for seeds in methods.values()]
-    columns = [["", *methods], ["seeds", *map(" ".join, methods.values())], ["to step", *map(", ".join, ends)]]
+        figures = [f"reward, steps {max(1, last - 9):g}–{last:g}"]
+        figures += [f"{name}, step {last:g}" for name in metrics if "/" in name]
+    columns = [["", *methods], ["seeds", *map(" ".join, methods.values())]]
     columns += [[figure, *cells_of(figure, methods, errors=True)] for figure in figures]
     for column in columns:
         width = max(map(len, column))
         column[:] = [cell.ljust(width) for cell in column]
     print(markdown([*zip(*columns, strict=True)]))
-    print(f"\n{RULE}")
+    print(
+        "\nmean ± standard error over seeds; in brackets the difference to the first method, seed by seed; bold: five "
+        "seeds or more, and at least three standard errors from 0"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- sweep
@@ -217,37 +214,37 @@ class Args:
     """Runs at a time."""
 
 
-def folder_of(experiment, flags, seed):
+def folder_of(words, seed):
     """Return the folder of a run, which the same command finds again."""
     fork = Path(os.environ.get("SCRIPT", "")).stem
-    parts = filter(None, [fork, experiment, *(flag.removeprefix("--") for flag in flags)])
-    return RUNS / f"{'-'.join(parts).replace('/', '-')}-seed{seed}"
-
-
-def sweep(args, flags):
-    """Run what is missing of a sweep, print the table of what is there, and return whether a run failed."""
-    if args.jobs > 1:
-        os.environ.setdefault("PROCESSES", "1")
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
-    for experiment in args.experiments:  # run.sh refuses a name that it lacks
-        subprocess.run(["./run.sh", experiment, *flags], cwd=ROOT, env=os.environ | {"DRY": "1"}, check=True)
-    runs = {}
-    for seed in args.seeds:
-        for experiment in args.experiments:
-            folder = folder_of(experiment, flags, seed)
-            runs[folder] = partial(go_on, experiment, flags, seed, folder)
-    todo = {folder.name: run for folder, run in runs.items() if not finished(folder)}
-    failed = run_all(todo, args.jobs)
-    table(tuple(folder for folder in runs if finished(folder)))
-    return failed
+    name = "-".join(word.removeprefix("--") for word in (fork, *words)).lstrip("-")
+    return RUNS / f"{name.replace('/', '-')}-seed{seed}"
 
 
 def main():
+    """Print a table; or run what is missing of a sweep, print the table of what has finished, and return whether a run
+    failed."""
     kind, *words = sys.argv[1:]
     if kind == "table":
         return tyro.cli(table, args=words)
     args, flags = tyro.cli(Args, args=words, description=__doc__, return_unknown_args=True)
-    return sweep(args, flags)
+    for experiment in args.experiments:  # run.sh refuses a name that it lacks
+        if subprocess.call(["env", "DRY=1", "./run.sh", experiment], cwd=ROOT, stdout=subprocess.DEVNULL):
+            return True
+    if args.jobs > 1:
+        os.environ.setdefault("PROCESSES", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
+    runs = {}
+    for seed in args.seeds:
+        for experiment in args.experiments:
+            words = [experiment, *flags]
+            runs[folder_of(words, seed)] = (words, seed)
+    missing = [folder for folder in runs if not finished(folder)]
+    failed = run_all(lambda folder: go_on(*runs[folder], folder), missing, args.jobs)
+    done = [folder for folder in runs if finished(folder)]
+    if done:
+        table(done)
+    return failed
 
 
 if __name__ == "__main__":
