@@ -1,5 +1,5 @@
-"""tools/sweep.py and claims.py: the arms exist and cost the same, arithmetic by hand, what is there is not run again, runs
-are grouped by their settings; docs/tables is what docs/data gives."""
+"""tools/sweep.py and claims.py: the arms exist and cost the same, arithmetic by hand, what is there is not run again,
+runs are grouped by their settings; docs/tables is what docs/data gives."""
 
 import json
 import math
@@ -99,7 +99,7 @@ def test_mean_error_and_paired_difference_by_hand():
     assert sweep.cells_of("kl, end", runs) == ["–", "2"]
     assert sweep.cells_of("b, end", runs) == ["–", "–"]
     fewer = {arm: {seed: runs[arm][seed] for seed in (1, 2, 3, 4)} for arm in ("a", "b")}
-    assert sweep.cells_of("reward, end", fewer, errors=True) == ["0.25 ± 0.065", "0.6 ± 0.041 (+0.35 ± 0.029)"]
+    assert sweep.cells_of("reward, end", fewer, errors=True) == ["0.25 ± 0.065", "0.6 ± 0.058 (+0.35 ± 0.029)"]
     assert sweep.with_error([0.1, 0.1, 0.1, -0.1, 0.1], "+") == "+0.06 ± 0.04"  # bold takes five seeds and three errors
     assert sweep.with_error([0.25]) == "0.25"
 
@@ -107,42 +107,37 @@ def test_mean_error_and_paired_difference_by_hand():
 def test_runs_are_grouped_by_their_settings(data, capsys):
     """Not by their names, and none is lost. Half a line is no line."""
     rows = [{"step": step, "time": step, "reward": step / 10, "eval/x/avg@8": 0.5} for step in (0, 1)]
-    lr = {"seed": 1, "lr": 1.0}
-    runs = [
-        logged(data / "a" / "run", rows, **lr),
-        logged(data / "b" / "run", rows, **lr | {"seed": 2, "resume": True}),
-    ]
-    runs.append(logged(data / "c" / "run", rows, seed=1, lr=2.0))
+    runs = [logged(data / n / "run", rows, seed=seed, lr=lr) for n, seed, lr in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2))]
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
     found = plot.grouped(runs)
-    assert {label: [*its] for label, its in found.items()} == {"run lr=1.0": runs[:2], "run lr=2.0": runs[2:]}
-    assert found["run lr=1.0"][runs[0]] == rows and plot.panels_of(found, ()) == ["reward", "eval/x/avg@8"]
+    assert {label: list(its) for label, its in found.items()} == {"run lr=1": runs[:2], "run lr=2": runs[2:]}
+    assert found["run lr=1"][runs[0]] == rows and plot.panels_of(found, ()) == ["reward", "eval/x/avg@8"]
     plot.draw_curves(found, ["reward"], data / "curves.png")
     assert len(plot.plt.gcf().axes[0].lines) == 3
     sweep.table(runs)
-    assert re.search(r"run lr=1.0 \| 1 2 +\| 0.1 ± 0 +\| 0.5 ± 0 ", capsys.readouterr().out)
-    with pytest.raises(SystemExit, match="c/run: a second run of run lr=2.0 with seed 1"):
-        sweep.table([*runs, logged(data / "d" / "c" / "run", rows, seed=1, lr=2.0)])
+    assert re.search(r"run lr=1 \| 1 2 +\| 0.1 ± 0 +\| 0.5 ± 0 ", capsys.readouterr().out)
+    with pytest.raises(SystemExit, match="c/run: a second run of run lr=2 with seed 1"):
+        sweep.table([*runs, logged(data / "d" / "c" / "run", rows, seed=1, lr=2)])
 
 
 def test_a_sweep_runs_what_is_missing(data, monkeypatch, capsys):
     """A run that has finished stays; what was cut goes on from its checkpoint, or begins again."""
     asked = []
     monkeypatch.setattr(sweep, "RUNS", data)
-    monkeypatch.setattr(sweep, "launch", lambda words, log: asked.append([words[0], *words[3:]]))
-    for seed, last in ((1, 3), (2, 2), (3, 1)):
-        flags = {"seed": seed, "steps": 3}
-        folder = logged(data / f"grpo-toy-steps-3-seed{seed}", [{"step": last, "reward": seed}], **flags)
-        (folder / ("model" if seed < 3 else "other")).mkdir()
-        (folder / "model" / "tokenizer_config.json").touch() if seed < 3 else None
-    (data / "grpo-toy-steps-3-seed2" / "checkpoints").mkdir()
+    monkeypatch.setattr(sweep, "launch", lambda words, folder: asked.append(words))
+    runs = [
+        logged(data / f"grpo-toy-steps-3-seed{n}", [{"step": 4 - n, "reward": n}], seed=n, steps=3) for n in (1, 2, 3)
+    ]
+    for run, name in zip(runs, ("model", "checkpoints", "samples"), strict=True):
+        (run / name).mkdir()
+        (run / name / "tokenizer_config.json").touch()
     monkeypatch.setattr("sys.argv", ["sweep.py", "sweep", "grpo-toy", "--steps", "3"])
-    assert not sweep.main()
-    runs = [["--seed=2", f"--run-dir={data}/grpo-toy-steps-3-seed2", "--resume"]]
-    runs.append(["--seed=3", f"--run-dir={data}/grpo-toy-steps-3-seed3"])
-    assert asked == [["grpo-toy", *run] for run in runs]
-    assert not (data / "grpo-toy-steps-3-seed3").exists() and "| grpo-toy-steps-3 | 1 " in capsys.readouterr().out
+    assert not sweep.main() and not any(runs[2].iterdir())
+    command = ["grpo-toy", "--steps", "3"]
+    cut = [*command, "--seed=2", f"--run-dir={runs[1]}", "--resume"]
+    assert asked == [cut, [*command, "--seed=3", f"--run-dir={runs[2]}"]]
+    assert "| grpo-toy-steps-3 | 1 " in capsys.readouterr().out
 
 
 def test_what_is_there_is_not_run_again_and_seed_1_comes_first(data, monkeypatch, capsys):
@@ -182,13 +177,15 @@ sys.exit(step == 8)
 
 def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch):
     monkeypatch.setattr(sweep, "ROOT", data)
+    claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end"}
+    monkeypatch.setitem(claims.CLAIMS, "real", claim)
     executable(data / "run.sh", 'exec python3 script.py "$@"')
     (data / "script.py").write_text(CUT_OFF)
     for failed in (1, 0, 0):
         assert claims.main(("real",), seeds=(1,)) == failed
         assert (data / "grpo-135m-48-seed1.csv").exists() != failed
     assert len(plot.read(data / "grpo-135m-48-seed1.csv")) == 2
-    assert os.listdir(data / "runs" / "grpo-135m-48-seed1") == ["metrics.jsonl"]
+    assert set(os.listdir(data / "runs" / "grpo-135m-48-seed1")) == {"metrics.jsonl", "output.txt"}
 
 
 def test_bands(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def evaluate(folder, step, seed):
     """Let tools/eval.py sample 64 completions of a run's present model, at step 0 of its first, as SPS's paper does."""
     model = str(folder) if step else "tools/toy/model"
     out = folder / f"eval-step{step}.json"
-    sweep.launch(["eval", model, *EVAL.split(), f"--seed={seed}", f"--out={out}"], f"{folder}.txt")
+    sweep.launch(["eval", model, *EVAL.split(), f"--seed={seed}", f"--out={out}"], folder)
 
 
 def squeezed(folder, step):

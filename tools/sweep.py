@@ -5,10 +5,10 @@
 ./run.sh sweep grpo-toy gpg-toy --jobs 2                    two runs at a time
 ./run.sh table runs/sweep/grpo-toy-seed* runs/sweep/grpo-toy-lr-1e-4-seed*
 
-A run goes to runs/sweep/EXPERIMENT-FLAGS-seedS, what it prints to the file of that name with .txt. The same command
-again runs what is missing: a run that has finished stays, one that was cut off goes on from its last checkpoint, or
-begins again if it has none. Ctrl-C ends all runs. On CPUs, with several at a time, a run is one process with its share
-of the cores; on GPUs a run takes all that it sees, so that --jobs stays 1 there. SCRIPT=mine.py tries a fork.
+A run goes to runs/sweep/EXPERIMENT-FLAGS-seedS, and what it prints to output.txt there. The same command again runs
+what is missing: a run that has finished stays, one that was cut off goes on from its last checkpoint, or begins again
+if it has none. Ctrl-C ends all runs. On CPUs, with several at a time, a run is one process with its share of the cores;
+on GPUs a run takes all that it sees, so that --jobs stays 1 there. SCRIPT=mine.py tries a fork.
 """
 
 import fcntl
@@ -36,12 +36,12 @@ RUNS = ROOT / "runs" / "sweep"
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
-def launch(words, log):
-    """Let run.sh do something, and add what it prints to a file. Raises ChildProcessError naming the file."""
-    with open(log, "a") as opened:
-        done = subprocess.run(["./run.sh", *words], cwd=ROOT, stdout=opened, stderr=subprocess.STDOUT)
+def launch(words, folder):
+    """Let run.sh do something, and add what it prints to a file of a folder. Raises ChildProcessError."""
+    with open(folder / "output.txt", "a") as output:
+        done = subprocess.run(["./run.sh", *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     if done.returncode:
-        raise ChildProcessError(f"see {log}")
+        raise ChildProcessError("see its output.txt")
 
 
 def go_on(words, seed, folder):
@@ -55,7 +55,8 @@ def go_on(words, seed, folder):
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)
-    launch(words, f"{folder}.txt")
+        folder.mkdir()
+    launch(words, folder)
 
 
 def attempt(run, folder):
@@ -134,24 +135,23 @@ def cells_of(figure, methods, errors=False):
     methods or of the first alone; behind the others', in brackets, the difference to the first, seed by seed, which
     takes two; a dash where a seed has no value."""
     metric, how = figure.split(", ", 1)
-    base, *_ = methods
     first = {}
     cells = []
-    for method, seeds in methods.items():
+    for seeds in methods.values():
         values = {seed: mean_over_steps(chosen(rows, how), metric) for seed, rows in seeds.items()}
         each = [*values.values()]
         if any(map(math.isnan, each)):
             cells.append("–")
             continue
         cell = f"{statistics.fmean(each):.3g}"
-        if errors or method == base:
+        if errors or not cells:
             cell = with_error(each)
         apart = [values[seed] - first[seed] for seed in values if seed in first]
         if len(apart) > 1:
             cell += f" ({with_error(apart, '+')})"
-        cells.append(cell)
-        if method == base:
+        if not cells:
             first = values
+        cells.append(cell)
     return cells
 
 
