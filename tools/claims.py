@@ -111,8 +111,8 @@ def run(folder):
 # --------------------------------------------------------------------------------------------------------------- report
 def runs_of(claim):
     """Return {arm: {seed: rows}} of the csv files that there are."""
-    files = [DATA.glob(f"{arm}-seed*.csv") for arm in claim["arms"].split()]
-    return sweep.by_seed([file for each in files for file in sorted(each)])
+    arms = claim["arms"].split()
+    return sweep.by_seed([file for arm in arms for file in sorted(DATA.glob(f"{arm}-seed*.csv"))])
 
 
 def page(name):

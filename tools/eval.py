@@ -299,13 +299,14 @@ def run_of(path):
             return folder
 
 
-def own(run, sets, tokenizer):
+def own(run, sets, chat):
     """Return the protocol of sets that no paper has: how a run evaluates while it trains; a model of no run is asked
     once, greedily, by a usual prompt."""
-    flags = vars(common.Args(template="chat-boxed" if tokenizer.chat_template else "plain", max_response_tokens=1024))
+    flags = vars(common.Args(template="chat-boxed" if chat else "plain", max_response_tokens=1024))
     if run:
         flags = json.loads((run / "run.json").read_text())["args"]
-    flags["reward"] = flags["reward"].removeprefix("math")
+    if flags["reward"] == "math":
+        flags["reward"] = ""
     known = {name: flags[name] for name in flags if name in Protocol.__annotations__}
     return Protocol(sets=sets, papers="", ks=(1, flags["eval_samples"]), **known)
 
@@ -541,7 +542,7 @@ def table_of(name, protocol, rows):
     averages over the sets that were run."""
     ours = {row["set"]: row for row in rows}
     papers = PROTOCOLS.get(name, protocol)
-    sets = list(dict.fromkeys([*papers.sets, *ours]))
+    sets = list(dict.fromkeys([*(Path(one).stem for one in papers.sets), *ours]))
     counts = [str(ours[one]["problems"]) if one in ours else "-" for one in sets]
     whole = "all questions" if protocol.by_question else f"average of {len(rows)}"
     lines = [["set", *sets, whole], ["problems", *counts, ""]]
@@ -585,8 +586,8 @@ def main(args):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     asked = {name: PROTOCOLS[name] for name in args.protocols} or PROTOCOLS
-    if not args.protocols and {Path(name).stem for name in args.sets}.difference(SETS):
-        asked = {"own": own(run_of(run), args.sets, tokenizer)}
+    if not args.protocols and any(Path(name).stem not in SETS for name in args.sets):
+        asked = {"own": own(run_of(run), args.sets, tokenizer.chat_template)}
     chosen = {name: with_changes(protocol, args) for name, protocol in asked.items()}
     settings = {name: settings_of(protocol, args) for name, protocol in chosen.items()}
     why_not = {name: obstacle(how, config, tokenizer) for name, how in settings.items()}

@@ -82,8 +82,7 @@ def finished(folder):
     """Say whether a run came to its last step and wrote its model, whose tokenizer is written last."""
     if not (folder / "model" / "tokenizer_config.json").is_file():
         return False
-    settings, _ = plot.settings_of(folder)
-    return plot.read(folder)[-1]["step"] == settings["steps"]
+    return plot.read(folder)[-1]["step"] == plot.settings_of(folder)[0]["steps"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
@@ -233,7 +232,7 @@ def main():
             return True
     if args.jobs > 1:
         os.environ.setdefault("PROCESSES", "1")
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() // args.jobs or 1))
     runs = {}
     for seed in args.seeds:
         for experiment in args.experiments:
