@@ -80,9 +80,8 @@ def run_all(run, folders, jobs):
 
 def finished(folder):
     """Say whether a run came to its last step and wrote its model, whose tokenizer is written last."""
-    if not (folder / "model" / "tokenizer_config.json").is_file():
-        return False
-    return plot.read(folder)[-1]["step"] == plot.settings_of(folder)[0]["steps"]
+    whole = (folder / "model" / "tokenizer_config.json").is_file()
+    return whole and plot.read(folder)[-1]["step"] == plot.settings_of(folder)[0]["steps"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
@@ -182,6 +181,8 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         figures: each a metric and of which steps it is the mean, such as "entropy, mean" or "reward, steps 1–30";
             none: the reward of the last ten steps and held-out accuracies after the last
     """
+    if not runs:
+        raise SystemExit("no run has finished, or none is named; --help says more")
     methods = by_seed(runs)
     metrics = plot.panels_of(methods, [figure.split(", ")[0] for figure in figures])
     if not figures:
@@ -240,9 +241,7 @@ def main():
             runs[folder_of(words, seed)] = (words, seed)
     missing = [folder for folder in runs if not finished(folder)]
     failed = run_all(lambda folder: go_on(*runs[folder], folder), missing, args.jobs)
-    done = [folder for folder in runs if finished(folder)]
-    if done:
-        table(done)
+    table([folder for folder in runs if finished(folder)])
     return failed
 
 
