@@ -8,45 +8,43 @@ sharded. Functions have no annotations: args, world, record, policy and batch ar
 
 import ctypes
 import fcntl
-import functools
 import hashlib
 import importlib.metadata
 import io
 import json
 import logging
 import math
-import multiprocessing
 import os
 import re
-import resource
 import runpy
 import shlex
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
-import traceback
 import warnings
-from collections import ChainMap, Counter
-from concurrent.futures import wait
+from collections import ChainMap, Counter, defaultdict
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from fractions import Fraction
-from multiprocessing import forkserver
+from functools import cache, lru_cache
+from itertools import accumulate, cycle
+from multiprocessing import Pipe, forkserver, get_context, set_start_method
 from pathlib import Path
+from resource import RLIMIT_DATA, RUSAGE_SELF, getpagesize, getrlimit, getrusage, setrlimit
+from signal import ITIMER_PROF, SIGINT, SIGKILL, SIGPROF, SIGTERM, setitimer, signal
+from traceback import format_exc
 from typing import Annotated, Literal
 
 import datasets
 import numpy as np
-import pebble
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import snapshot_download
+from pebble import ProcessPool
 from PIL import Image, ImageOps
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from torch.distributed.checkpoint.state_dict import (
@@ -59,6 +57,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 # ---------------------------- arguments
@@ -81,6 +80,7 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
 }
 Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
+AtLeastTwo = Annotated[int, Field(ge=2)]
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Args:
     steps: NonNegativeInt = 200  # Rollout steps; 0 only evaluates.
 
     prompts_per_step: PositiveInt = 128  # Prompts sampled in a step, or in each of its draws (P).
-    group_size: Annotated[int, Field(ge=2)] = 8  # Responses to each prompt (G).
+    group_size: AtLeastTwo = 8  # Responses to each prompt (G).
     max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted.
     max_response_tokens: PositiveInt = 3000  # A response is cut here and scores as it stands.
     max_total_tokens: NonNegativeInt = 0  # Bound of prompt and response together. 0: none.
@@ -125,8 +125,10 @@ class Args:
     eval_every: PositiveInt = 10  # Evaluate before training, after every N steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
+    samples_every: PositiveInt = 10  # Write the responses of every N-th step to samples/ (ours).
     keep_best: bool = False  # Keep the model of the highest avg@n, mean over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
+    checkpoint_minutes: PositiveFloat = 30  # Also when so much time has passed since the last one (ours).
     checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
     resume: bool = False  # Go on from --run-dir's last whole checkpoint; --steps may grow, at constant lr.
     micro_batch_tokens: PositiveInt = 16384  # Most tokens and patches in a pass: memory, speed.
@@ -145,12 +147,38 @@ def need(holds, message):
 
 @contextmanager
 def naming(place):
-    """Put `place` in front of a ValueError; raise any other exception as one, too."""
+    """Note on an exception where it happened: a flag, a file, a row."""
     try:
         yield
     except Exception as error:
-        reason = error if type(error) is ValueError else repr(error.__cause__ or error)
-        raise ValueError(f"{place}: {reason}") from error
+        error.add_note(place)
+        raise
+
+
+def said(error):
+    """Return in one line where an exception happened, the notes on it, and what it says."""
+    return ": ".join([*reversed(getattr(error, "__notes__", [])), str(error)])
+
+
+def report(kind, error, trace):
+    """Say in one line that a flag is refused, a rank lost or training diverged, also for torchrun's summary; show the
+    traceback of everything else."""
+    script = Path(sys.argv[0]).name
+    text = said(error)
+    if re.search("gloo/transport|remote process exited", text):  # gloo's, NCCL's
+        why = "another rank is gone, or waited for this one in vain; see its output"
+        if "Timed out waiting" in text:
+            why = "a collective timed out; the rank that says nothing did not come"
+        print(f"\n{script}: rank {os.environ['RANK']}: {why}: {text}\n", file=sys.stderr)
+        return  # the summary is for the failure of the rank that is gone
+    refused = isinstance(error, (ValueError, OSError)) and text.startswith("--")
+    if not refused and kind is not FloatingPointError:
+        sys.__excepthook__(kind, error, trace)
+    elif os.environ["LOCAL_RANK"] == "0":
+        print(f"\n{script}: {text}\n", file=sys.stderr)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torch's own handler would write a traceback there
+        message = {"message": f"{script}: {text}", "extraInfo": {"timestamp": int(time.time())}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
 def longest_sequence(args):
@@ -171,17 +199,16 @@ def validate(args, world):
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from None
-    if args.track:
-        need([*importlib.metadata.distributions(name="wandb")], "--track: needs `pip install wandb`")
+    wandb = [*importlib.metadata.distributions(name="wandb")]
+    need(wandb or not args.track, "--track: needs `pip install wandb`")
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
     if args.keep_best or not args.steps:
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
-    if args.eval_samples > 1:
-        need(
-            args.eval_temperature,
-            f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0",
-        )
+    need(
+        args.eval_samples == 1 or args.eval_temperature,
+        f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0",
+    )
     gpus = world.local_size if world.device.type == "cuda" else 1
     need(
         gpus % args.tensor_parallel == 0,
@@ -221,25 +248,6 @@ class World:
         return x
 
 
-def _report(kind, error, trace):
-    """Say a refused flag, a divergence or a lost rank in one line, for torchrun's summary, too."""
-    script = Path(sys.argv[0]).name
-    text = str(error)
-    if re.search("gloo/transport|remote process exited", text):  # gloo's, NCCL's
-        why = "another rank is gone, or waited for this one in vain; see its output"
-        if "Timed out waiting" in text:
-            why = "a collective timed out; the rank that says nothing did not come"
-        print(f"\n{script}: rank {os.environ['RANK']}: {why}: {text}\n", file=sys.stderr)
-        return  # the summary is for the failure of the rank that is gone
-    if kind is not FloatingPointError and not text.startswith("--"):
-        sys.__excepthook__(kind, error, trace)
-    elif os.environ["LOCAL_RANK"] == "0":
-        print(f"\n{script}: {text}\n", file=sys.stderr)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torch's own handler would write a traceback there
-        message = {"message": f"{script}: {text}", "extraInfo": {"timestamp": int(time.time())}}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
-
-
 def end_with_parent(number):
     """Let the kernel send this process a signal when the process that started it ends."""
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
@@ -251,13 +259,8 @@ def init_world():
     if "RANK" not in os.environ:
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
     else:
-        end_with_parent(signal.SIGKILL)
-        # torchrun may be gone by now; joining would wait for it
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    sys.excepthook = _report
+        end_with_parent(SIGKILL)
+    sys.excepthook = report
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in alone)
     device = torch.device("cpu")
     backends = "gloo"
@@ -272,59 +275,40 @@ def init_world():
     return World(rank, size, local_size, device, mesh)
 
 
-def seed_of(*parts):
-    """Return a 63-bit hash of the parts, the same in every process; near neighbours share nothing."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
-
-
-@functools.cache
-def data_limit():
-    """Return how many bytes of data this process may have: 512 MiB more than at the first call."""
-    with open("/proc/self/statm") as pages:
-        return int(pages.read().split()[5]) * resource.getpagesize() + (1 << 29)
-
-
-def begin(run, prepare, *given):
+def begin(run, reward):
     """Start a process of a pool, in a session of its own, where it is killed with whatever it has started: when it ends
-    itself, or when the pipe `run` closes. `prepare` loads what its tasks shall find there."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait until C code comes back
+    itself, or when the pipe `run` closes. Load the reward, from where on it may have 512 MiB of data more."""
     sys.stdout.reconfigure(line_buffering=True)
-    multiprocessing.set_start_method("fork", force=True)  # what a program has by default
+    set_start_method("fork", force=True)  # what a program has by default
     os.setsid()
     if os.fork() == 0:  # a watching child, since a process that hangs in C code or is killed can do nothing more
-        signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-        end_with_parent(signal.SIGTERM)
+        signal(SIGTERM, lambda *_: os.killpg(0, SIGKILL))
+        end_with_parent(SIGTERM)
         run.poll(None)
-        os.killpg(0, signal.SIGKILL)
-    prepare(*given)
+        os.killpg(0, SIGKILL)
+    if reward != "math":
+        with suppress(Exception):  # the first task raises it again
+            reward_function(reward)
+    pages = Path("/proc/self/statm").read_text().split()
+    most = int(pages[5]) * getpagesize() + (1 << 29)
+    with suppress(ValueError):  # others allow it less
+        setrlimit(RLIMIT_DATA, (most, getrlimit(RLIMIT_DATA)[1]))
 
 
-def limit_data(most):
-    """Bound this process's data, in bytes, within what others allow it."""
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-
-
-OUT_OF_MEMORY = 77  # exit code
-ENDS = {OUT_OF_MEMORY: "memory", -signal.SIGPROF: "timeout"}
+ENDS = {77: "memory", -SIGPROF: "timeout", TimeoutError: "timeout"}
 
 
 def attempt(function, *task):
-    """Return what a function says of a task, in a process of a pool. Of an exception the verdict is its traceback. A
+    """Return what a function says of a task, in a process of a pool: of an exception no score and its traceback. A
     process that runs out of memory, or whose task wants to end it, does end, and the pool replaces it."""
     try:
-        limit_data(data_limit())
         return function(*task)
     except MemoryError:
-        os._exit(OUT_OF_MEMORY)
+        os._exit(77)
     except Exception:
-        return 0.0, traceback.format_exc()
+        return None, format_exc()
     except BaseException:
         os._exit(1)
-    finally:
-        limit_data(1 << 62)  # else pebble itself might lose the next task
 
 
 # --------------------------------- data
@@ -350,8 +334,7 @@ class Picture:
     token: int
 
     def __post_init__(self):
-        height_width = self.processed()["image_grid_thw"][0, 1:] // self.processor.merge_size
-        self.grid = height_width.tolist()
+        self.grid = (self.processed()["image_grid_thw"][0, 1:] // self.processor.merge_size).tolist()
 
     @property
     def tokens(self):
@@ -368,7 +351,7 @@ class Picture:
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
 
-    @functools.lru_cache(maxsize=32)  # noqa: B019  10 MB each, one for a group
+    @lru_cache(maxsize=32)  # noqa: B019  10 MB each, one for a group
     def processed(self):
         """Return the vision tower's pixel_values, a row for each patch, and image_grid_thw."""
         return self.processor(images=[self.open()], return_tensors="pt")
@@ -447,8 +430,8 @@ def read_table(source, flag, number=None):
     Raises ValueError naming flag and source."""
     path, _, split = source.partition(":")
     with naming(
-        f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder "
-        "without an empty split, or a hub id"
+        f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder without an "
+        f"empty split, or a hub id, {path}:SPLIT or {path}:{split or 'CONFIGURATION'}:SPLIT"
     ):
         if path.endswith((".json", ".jsonl")):
             need(not split, "it has no splits")
@@ -459,8 +442,7 @@ def read_table(source, flag, number=None):
             table = datasets.load_from_disk(path)
         else:
             config, _, split = split.rpartition(":")
-            with naming(f"a split is {path}:SPLIT or {path}:{config or split or 'CONFIGURATION'}:SPLIT"):
-                table = datasets.load_dataset(path, config or None)
+            table = datasets.load_dataset(path, config or None)
     splits = table if isinstance(table, dict) else {"": table}
     wanted = split or ",".join(splits)  # of several that would be none
     need(wanted in splits, f"{flag} {source}: name one of its splits, if it has any: {list(filter(None, splits))}")
@@ -552,15 +534,14 @@ def prompt_tokens(text, image, template, tokenizer, config):
 def read_picture(value, processor, token, folder):
     """Return a row's image, bytes or a path below the data's folder. Raises ValueError if it cannot be read."""
     with naming("its image cannot be read"):
-        data = value
         if isinstance(value, dict):
-            data = value["bytes"] or value["path"]
-        if isinstance(data, str):
-            file = (folder / data).resolve()
+            value = value["bytes"] or value["path"]
+        if isinstance(value, str):
+            file = (folder / value).resolve()
             need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
             need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
-            data = file.read_bytes()
-        return Picture(data, processor, token)
+            value = file.read_bytes()
+        return Picture(value, processor, token)
 
 
 def problem_text(value):
@@ -599,6 +580,11 @@ def reference_answer(value, column):
     if text.count("$") == 2 and text[0] == text[-1] == "$":
         return text[1:-1].strip()
     return text
+
+
+def seed_of(*parts):
+    """Return a 63-bit hash of the parts, the same in every process; near neighbours share nothing."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 def problems_from(problems, args, position):
@@ -651,10 +637,32 @@ def compute_dtype(args, world):
     return getattr(torch, args.compute_dtype, auto)  # there is no torch.auto
 
 
+class Progress(tqdm):
+    """tqdm's bar, of rank 0 alone: on a terminal, from the first second on; elsewhere a line, at most every 30 s."""
+
+    def __init__(self, *items, **settings):
+        self.said = time.time()
+        pause = 1 if sys.stderr.isatty() else 30
+        hidden = os.environ.get("RANK", "0") != "0"
+        super().__init__(*items, **settings, delay=pause, mininterval=pause, leave=False, disable=hidden)
+
+    def display(self, msg=None, pos=None):
+        now = time.time()
+        if now - self.said < self.delay:
+            return  # vLLM asks for it at the end of a batch, however short
+        if sys.stderr.isatty():
+            super().display(msg, pos)
+        elif msg is None:
+            self.said = now
+            print(self, flush=True)
+
+
 class Sampler:
     """The only contact with vLLM: an engine for --tensor-parallel ranks. It has no weights before `load`."""
 
     def __init__(self, folder, tokenizer, args, world):
+        if world.rank == 0:
+            print("starting the engine", flush=True)
         os.environ.update(VLLM | os.environ)
         logging.getLogger("vllm").setLevel("ERROR")  # for what its imports log
         warnings.simplefilter("ignore", FutureWarning)
@@ -729,7 +737,7 @@ class Sampler:
                 for key, g in part
             ]
             prompts = [asked[key].for_sampler() for key, _ in part]
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            outputs = self.llm.generate(prompts, params, use_tqdm=self.world.rank == 0 and Progress)
             for key_g, output in zip(part, outputs, strict=True):
                 only = output.outputs[0]
                 rollout_of[key_g] = Rollout(
@@ -801,34 +809,32 @@ def verify(verifier, groups):
     """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank. Raises
     ValueError, on every rank, where a reward of one's own does."""
     world = verifier.world
-    asked = [(rollout.text, group.problem) for group in groups for rollout in group.rollouts]
-    cases = [(text, *problem.given) for text, problem in asked[world.rank :: world.size]]
-    everyone = [None] * len(asked)
-    for rank, part in enumerate(world.all_gather(verifier.judge(*zip(*cases, strict=True)))):
-        everyone[rank :: world.size] = part
-    for (text, problem), (_, verdict) in zip(asked, everyone, strict=True):
-        need(verdict in VERDICTS, f"--reward: {problem.place}, completion {text[:500]!r}: {verdict}")
-    graded = iter(everyone)
+    cases = [(rollout.text, *group.problem.given) for group in groups for rollout in group.rollouts]
+    mine = cases[world.rank :: world.size]
+    dealt = cycle(map(iter, world.all_gather(verifier.judge(mine))))
     for group in groups:
-        scores, group.verdicts = zip(*(next(graded) for _ in group.rollouts), strict=True)
+        scores = []
+        group.verdicts = ()
+        for rollout in group.rollouts:
+            score, verdict = next(next(dealt))
+            need(score is not None, f"--reward: {group.problem.place}, completion {rollout.text[:500]!r}: {verdict}")
+            scores.append(score)
+            group.verdicts += (verdict,)
         group.correct_G = torch.tensor(scores, dtype=torch.float64)
         group.reward_G = group.correct_G.clone()
 
 
 logging.getLogger("math_verify").setLevel("ERROR")  # it warns of timeouts that are ours
-VERDICTS = ("graded", "no_answer", "too_long", "timeout", "memory", "error", "crash")
 
 
 def last_boxed(text):
     """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
     _, box, inside = text.replace("\\boxed {", "\\boxed{").rpartition("\\boxed{")
     shown = inside.replace(r"\\", "  ").replace(r"\{", "  ").replace(r"\}", "  ")
+    deeper = {"{": 1, "}": -1}
     depth = 1
     for place, character in enumerate(shown if box else ""):
-        if character == "{":
-            depth += 1
-        if character == "}":
-            depth -= 1
+        depth += deeper.get(character, 0)
         if depth == 0:
             return inside[:place]
     return None
@@ -846,22 +852,16 @@ UNIT = (  # any words that are marked as text or have two letters, but for those
 )
 
 
-def table(rules):
-    """Return a function that rewrites a text by rules: a pattern, a replacement and an example that needs the rule. …
-    is what stands between two brackets."""
-    rules = rules.replace("…", INSIDE).replace("UNIT", UNIT)
-    rows = [line.split(" ┊ ") for line in rules.strip().splitlines()]
-
-    def rewrite(text):
-        for pattern, new, _ in rows:
-            text = re.sub(pattern, new, text)
-        return text
-
-    return rewrite
+def rewrite(rules, text):
+    """Return a text rewritten by rules: a pattern, a replacement and an example that needs the rule."""
+    for rule in rules.strip().splitlines():
+        pattern, new, _ = rule.split(" ┊ ")
+        text = re.sub(pattern, new, text)
+    return text
 
 
-# one spelling for what LaTeX spells in many ways; ~ is where text begins or ends
-spelled = table(r"""
+# One spelling for what LaTeX spells in many ways. ~ is where text begins or ends, … what is between two brackets.
+SPELLED = r"""
 (?<=\d) ?(, ?\\!|\{\\?,\})\s?(?=\d{3}) ┊  ┊ 10,\!080
 \\(left|right|[bB]igg?[lr]?|\w+style|bf|rm)\b\.? ┊  ┊ \left(1,2\right)
 ([\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(q?quad|pounds))+ ┊   ┊ \$5
@@ -892,58 +892,60 @@ _\{?~eight~\}? ┊ _8 ┊ 52_{\text{eight}}
 [.,;:~]+$|~ ┊  ┊ 5.
 ^([^,=]*=)?([^,=]*)\\pm([^,]*)$ ┊ \1\2+\3,\1\2-\3 ┊ 1\pm2
 (?<=[\d)}])\\approx-?\d*\.\d+$ ┊  ┊ \frac13\approx0.33
-""")
+""".replace("…", INSIDE).replace("UNIT", UNIT)
 # a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
-as_fraction = table(r"""
+AS_FRACTION = r"""
 ^\(([^,]*)\)$ ┊ \1 ┊ (5)
 (?<=\d)[ ,](?=\d{3}(?![\d/])) ┊  ┊ 58,500
 ^(-?)(\d*)\\frac(\d|\{[^{}]+\}) ?(\d|\{[^{}]+\})$ ┊ \g<1>0\2 \1\3/\4 ┊ 1\frac{4}{5}
 [{}] ┊  ┊ {12}
 (?<=\d)\*10\^(-?\d{1,3})$ ┊ e\1 ┊ 3*10^5
 \.(?=/|$) ┊  ┊ 5.
-""")
-bare = table(r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d) ┊  ┊ 0+x")
-without_marks = table(r"^0+|(?<!\d)[\s.,(){}]|[\s.,(){}](?!\d) ┊  ┊ (C)")
+"""
+BARE = r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d) ┊  ┊ 0+x"
+WITHOUT_MARKS = r"^0+|(?<!\d)[\s.,(){}]|[\s.,(){}](?!\d) ┊  ┊ (C)"
 # what latex2sympy would misread: i in two ways, \gamma as a function, B as b, 45,135 as a number
-for_parser = table(r"""
+FOR_PARSER = r"""
 (?<![a-zA-Z\\])(d[a-z]|i)\b|\\(gamma)|(?<!\\)(?<!b\{)([A-Z](?:_\w)?) ┊ x_{c\1\2\3} ┊ i
 , ┊ ,  ┊ 45,135
-""")
+"""
 
 
 FUNCTION = r"\\(?:sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)"
-NAME = re.compile(  # of what an answer is the value: x_1, f(x), AB, m+n, (x,y), \overline{AB}
+NAME = (  # of what an answer is the value: x_1, f(x), AB, m+n, (x,y), \overline{AB}
     rf"(?<![^,])((?!{FUNCTION}|\\?not|\(y)(10+|[a-zA-Z|\\{{}} :]|\+(?=[a-z][+=])|_\w|_\{{\w+\}}|\([\w,]*\))*?)"
     r"(=(?![A-Z]{2})|\\approx|\\in(?![a-z]))"
 )
-NUMBER = re.compile(r"[+-]?\d*\.?\d+([eE][+-]?\d{1,3})?|(\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*")
-WORDS = re.compile(  # what is compared as text: words, letters to choose from, 52_8 and 3:1
+NUMBER = r"[+-]?\d*\.?\d+([eE][+-]?\d{1,3})?|(\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*"
+WORDS = (  # what is compared as text: words, letters to choose from, 52_8 and 3:1
     r"(?=.*[A-Za-z]{3})[\w .,:()'-]+|[A-Z ,()]+|-?[\dA-Z.]+_[\d{}]+|.+:.+"
 )
-SYMBOL = re.compile(  # names and signs, which equal expressions share; functions give nothing
+SYMBOL = (  # names and signs, which equal expressions share; functions give nothing
     rf"\\\\|(?:\\frac|{FUNCTION})|$"
     r"|(\\[a-zA-Z]+|[a-df-zA-Z]|\d{3,}!|\^\{(?:-\d|\d\d)\d+\}|\.\d{16,}|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
 )
 PART = rf"(?:(?!,)(?:{PLAIN})|\\?[(\[{{]{INSIDE}\\?[\])}}])"
-VALUE = re.compile(f"{PART}++")
-TUPLE = re.compile(rf"([(\[]|\\{{)({PART}*+(?:,{PART}*+)++)([\])]|\\}})")
+VALUE = f"{PART}++"
+TUPLE = rf"([(\[]|\\{{)({PART}*+(?:,{PART}*+)++)([\])]|\\}})"
 
 
-@functools.lru_cache
+@lru_cache
 def spell(text):
-    """Return an answer in one spelling, without its unit; where it is a plain number also its name and its value."""
-    text = spelled(text)
-    name = NAME.match(text)
-    plain = as_fraction(NAME.sub("", text))
-    value = sum(map(Fraction, plain.split())) if NUMBER.fullmatch(plain) else None
-    return text, name and name[1], value
+    """Return an answer in one spelling, without its unit; the same without its name; the name; and its value where it
+    is a plain number."""
+    text = rewrite(SPELLED, text)
+    name = re.match(NAME, text)
+    unnamed = re.sub(NAME, "", text)
+    plain = rewrite(AS_FRACTION, unnamed)
+    value = sum(map(Fraction, plain.split())) if re.fullmatch(NUMBER, plain) else None
+    return text, unnamed, name and name[1], value
 
 
 def values(text):
     """Return what is around and between the values of a list, set, tuple or interval, and the values."""
-    match = TUPLE.fullmatch(text)
+    match = re.fullmatch(TUPLE, text)
     left, inside, right = match.groups() if match else ("", text, "")
-    return left + VALUE.sub("", inside) + right, VALUE.findall(inside)
+    return left + re.sub(VALUE, "", inside) + right, re.findall(VALUE, inside)
 
 
 def ingredients(text):
@@ -951,30 +953,30 @@ def ingredients(text):
     relations = len(re.findall("[=<>≤≥≠]", text))
     operations = re.findall(rf"(?<=[\w)}}\]|])[-+]|[!^]|(?<=\d)\*(?=[\d(])|{FUNCTION}", text)
     numbers = re.findall(r"(?!1\b)\d+(?:\.\d*[1-9])?", text)  # which may be copied, but for 1
-    return set(SYMBOL.findall(text)), relations, len(operations), set(numbers)
+    return set(re.findall(SYMBOL, text)), relations, len(operations), set(numbers)
 
 
 def compare(answer, gold, problem=""):
-    """Say whether an answer equals the gold one, or return both for math_verify to say."""
-    answer, name, value = spell(answer)
-    gold, gold_name, gold_value = spell(gold)
+    """Say whether an answer equals the gold one, or return the gold one and it for math_verify to say."""
+    answer, unnamed, name, value = spell(answer)
+    gold, gold_unnamed, gold_name, gold_value = spell(gold)
     if answer == gold:
         return True
     # A number is written out, as 1/2 for 0.5 but not 1+1 for 2, and has no other name, such as y=5 for x=5.
     if gold_value is not None:
-        return value == gold_value and (not name or not gold_name or name == gold_name)
+        return value == gold_value and (None in (name, gold_name) or name == gold_name)
     if "=" not in answer or "=" not in gold:
-        answer, gold = NAME.sub("", answer), NAME.sub("", gold)
+        answer, gold = unnamed, gold_unnamed
     # Words, letters, bases and ratios are text: DC is not CD.
-    if WORDS.fullmatch(gold):
-        answer, gold = without_marks(answer), without_marks(gold)
+    if re.fullmatch(WORDS, gold):
+        answer, gold = rewrite(WITHOUT_MARKS, answer), rewrite(WITHOUT_MARKS, gold)
         return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
     names, relations, operations, numbers = ingredients(answer)
     gold_names, gold_relations, gold_operations, gold_numbers = ingredients(gold)
     # A solved inequality may stand for an interval, x>5 for (5,∞). Else there are as many relations: not 1=1 for 0.
     if relations != gold_relations:
         solved = re.search("(?<![^<>≤≥≠])[a-z](?![^<>≤≥≠])", f"{answer}<{gold}")
-        return bool(solved) and numbers == gold_numbers and (answer, gold)
+        return bool(solved) and numbers == gold_numbers and (gold, answer)
     # Brackets are the same, so [1,2) is not (1,2), but those of a tuple or a set may be left out.
     kind, parts = values(answer)
     gold_kind, golds = values(gold)
@@ -991,12 +993,12 @@ def compare(answer, gold, problem=""):
         return False
     # The question's own expression is no answer to it: x^8-256 are not its factors.
     problem = spell(problem)[0]
-    if numbers & ingredients(problem)[3] - gold_numbers or bare(answer) in bare(problem):
+    if numbers & ingredients(problem)[3] - gold_numbers or rewrite(BARE, answer) in rewrite(BARE, problem):
         return False
-    return for_parser(answer), for_parser(gold)
+    return gold, answer
 
 
-@functools.lru_cache
+@lru_cache
 def _parse(text):
     """Return what math_verify reads in an answer; decimals are exact."""
     from latex2sympy2_extended import NormalizationConfig
@@ -1004,6 +1006,7 @@ def _parse(text):
 
     config = NormalizationConfig(malformed_operators=True)  # math_verify's own drops units such as m
     boxes = [LatexExtractionConfig(normalization_config=config)]
+    text = rewrite(FOR_PARSER, text)
     text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)
     return parse(rf"\boxed{{{text}}}", boxes, "no_fallback", "first_match", None)
 
@@ -1014,37 +1017,31 @@ def judge(completion, gold, problem="", seconds=1.0):
     docs/evaluation.md."""
     from math_verify import verify
 
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # the default action of SIGPROF
+    setitimer(ITIMER_PROF, seconds)  # the default action of SIGPROF
     try:
         answer = (last_boxed(completion) or "").strip()
-        if max(len(answer), len(gold)) > 2000:  # characters
+        if len(answer) > 2000:  # characters
             return 0.0, "too_long"
         if not spell(answer)[0]:
             return 0.0, "no_answer"
         equal = compare(answer, gold, problem)
-        if not isinstance(equal, bool):
-            answer, gold = equal
-            equal = verify(_parse(gold), _parse(answer), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
+        if isinstance(equal, tuple):
+            equal = verify(*map(_parse, equal), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
         return float(equal), "graded"
     except MemoryError:
         raise
     except Exception:
         return 0.0, "error"
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        setitimer(ITIMER_PROF, 0)
 
 
-@functools.cache
+@cache
 def reward_function(reward):
     """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
     path, _, name = reward.rpartition(":")
     sys.path.append(os.path.dirname(path))  # last: it shadows nothing
     return runpy.run_path(path)[name]
-
-
-def _load(reward):
-    with suppress(Exception):  # the first task raises it again
-        reward_function(reward)
 
 
 def own_reward(reward, completion, row):
@@ -1054,95 +1051,70 @@ def own_reward(reward, completion, row):
     return score, "graded"
 
 
-def _verdict(future):
-    """Return the score and verdict that a pool's future holds. Raises what is no fault of its task."""
-    try:
-        return future.result()
-    except TimeoutError:
-        return 0.0, "timeout"
-    except pebble.ProcessExpired as end:
-        return 0.0, ENDS.get(end.exitcode, "crash")
-
-
 class Verifier:
     """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. They
     run the main file again, without its `if __name__ == "__main__"`, so a program on standard input has none. A reward
     is tried on the first row of each of `sets`, with an empty completion. Raises ValueError where that fails."""
 
+    task = (judge,)
     limit = 10  # on the clock: a loaded machine may give a process a tenth of a core
 
     def __init__(self, args, world, sets=()):
         self.world = world
-        self.function = judge
-        self.prepare = importlib.import_module, "math_verify"
-        trial = []
-        if args.reward != "math":
-            self.function = functools.partial(own_reward, args.reward)
-            self.prepare = _load, args.reward
-            self.limit = args.reward_seconds
-            trial = [Group(problems[0], [Rollout([], [], "", False)]) for problems in sets if problems]
+        self.reward = args.reward
         with chdir(Path(__file__).parent):  # where Python 3.11's server finds this file and no other folder's
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
         self.start()
-        if trial:
-            verify(self, trial)
-        for group in trial:
-            [verdict] = group.verdicts
-            need(verdict == "graded", f"--reward: {group.problem.place}, an empty completion: {verdict}")
+        if self.reward != "math":
+            self.task = (own_reward, self.reward)
+            self.limit = args.reward_seconds
+            for problems in filter(None, sets):
+                [(_, verdict)] = self.judge([("", *problems[0].given)])
+                need(verdict == "graded", f"--reward: {problems[0].place}, an empty completion: {verdict}")
 
     def start(self):
         """Make a new pool; its processes start with its first task."""
         share = len(os.sched_getaffinity(0)) // self.world.local_size
-        run, self.alive = multiprocessing.Pipe(duplex=False)
-        self.pool = pebble.ProcessPool(
-            max_workers=min(max(1, share), 8),
+        run, self.alive = Pipe(duplex=False)
+        self.pool = ProcessPool(
+            max_workers=min(share or 1, 8),
             initializer=begin,
-            initargs=(run, *self.prepare),
-            context=multiprocessing.get_context("forkserver"),
+            initargs=(run, self.reward),
+            context=get_context("forkserver"),
         )
 
     def ask(self, cases):
-        """Return the pool's futures of the cases, when all are done or none ends any more."""
-        futures = []
-        with suppress(RuntimeError):  # pebble gives a pool up when a process dies while no task runs
-            for case in cases:
-                futures.append(self.pool.schedule(attempt, (self.function, *case), timeout=self.limit))
-        ended = -1
-        while True:
-            done, waiting = wait(futures, timeout=self.limit + 5)  # one ends in this time, if any does
-            if not waiting or len(done) == ended:
-                return futures
-            ended = len(done)
+        """Return score and verdict of each case, or only of the first ones if the pool breaks or is stuck."""
+        graded = []
+        with suppress(RuntimeError, TimeoutError):  # pebble gives a pool up when a process dies while no task runs
+            for future in [self.pool.schedule(attempt, (*self.task, *case), timeout=self.limit) for case in cases]:
+                end = future.exception(self.limit + 5)  # those before it have ended, so it ends in this time, if ever
+                if isinstance(end, OSError):  # what ended the process, or that it was ended
+                    how = getattr(end, "exitcode", TimeoutError)
+                    graded.append((0.0, ENDS.get(how, "crash")))
+                else:
+                    graded.append(future.result())
+        return graded
 
-    def judge(self, *lists):
-        """Return for each case a score and a verdict. The lists: completions, gold answers or rows, and perhaps the
-        problems' texts. A pool that is broken or stuck is replaced, and what it has not graded is asked again. Raises
-        ValueError when processes do not start."""
-        cases = [*zip(*lists, strict=True)]
-        verdicts = [None] * len(cases)
-        barren = 0  # rounds in a row
-        while None in verdicts:
-            left = [n for n, verdict in enumerate(verdicts) if verdict is None]
-            futures = self.ask([cases[n] for n in left])
-            barren += 1
-            for n, future in zip(left, futures, strict=False):
-                if future.done() and not isinstance(future.exception(), RuntimeError):
-                    verdicts[n] = _verdict(future)
-                    barren = 0
-            if None in verdicts:
-                self.pool.stop()
-                self.pool.join()
-                self.start()
-                with naming("--reward: the processes that grade do not start; what they said stands above"):
-                    self.pool.schedule(os.getpid).result()
-            if barren > 1:
-                verdicts[left[0]] = 0.0, "crash"
-        return verdicts
+    def judge(self, cases):
+        """Return score and verdict of each case: a completion, and its gold answer, perhaps with the problem's text, or
+        its row. A pool that is broken or stuck is replaced, and what it has not graded is asked again. Raises
+        ValueError when that does not help."""
+        graded = self.ask(cases)
+        replaced = 0
+        while len(graded) < len(cases):
+            need(replaced < len(graded) + 3, "--reward: processes that grade end at once; they say above why")
+            self.pool.stop()
+            self.pool.join()
+            self.start()
+            replaced += 1
+            graded += self.ask(cases[len(graded) :])
+        return graded
 
     def grade(self, *lists):
-        """Return the scores of `judge` alone."""
-        return [score for score, _ in self.judge(*lists)]
+        """Return the scores of completions by what each is graded by: lists of one length."""
+        return [score for score, _ in self.judge([*zip(*lists, strict=True)])]
 
 
 # -------------------------------- batch
@@ -1168,13 +1140,16 @@ def mean_by(x, number):
     return sums / counts.clamp(min=1)
 
 
+VERDICTS = ("graded", "no_answer", "too_long", "timeout", "memory", "error", "crash")
+
+
 def drawn_metrics(groups, draws=1):
     """Return metrics of everything drawn, trained on or not; docs/metrics.md explains each."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    reward_PG = np.stack([group.reward_G for group in groups])
+    batch = Batch(groups)
+    reward_PG = batch.reward_PG.numpy()
     correct_PG = np.stack([group.correct_G for group in groups])
-    tokens = sum(len(rollout.ids) for rollout in rollouts)
-    logp = sum(rollout.logp.sum(dtype=np.float64) for rollout in rollouts)
+    responses = len(batch.rollout_R)
+    tokens = batch.length_R.sum().item()
     verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
     metrics = {
         "reward": reward_PG.mean(),
@@ -1184,10 +1159,10 @@ def drawn_metrics(groups, draws=1):
         "all_wrong_share": (correct_PG < 1).all(1).mean(),
         "draws": draws,
         "prompts_drawn": len(groups),
-        "responses_drawn": len(rollouts),
-        "response_length": tokens / len(rollouts),
-        "truncated_share": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-        "sampler_nll": -logp / tokens,
+        "responses_drawn": responses,
+        "response_length": tokens / responses,
+        "truncated_share": sum(rollout.truncated for rollout in batch.rollout_R) / responses,
+        "sampler_nll": -batch.sampler_logp_T.double().mean().item(),
     }
     for verdict in VERDICTS:
         metrics[f"verifier/{verdict}"] = verdicts[verdict]
@@ -1209,7 +1184,7 @@ class MicroBatch:
 
 class Batch:
     """The whole step, the same on every rank. Response r = p G + g; its token k is entry sum(length_R[:r]) + k of *_T.
-    total_R counts its tokens, its prompt's and image patches."""
+    cost_R counts its tokens, its prompt's and image patches."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -1217,7 +1192,7 @@ class Batch:
         self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
-        self.total_R = self.length_R + torch.tensor([groups[p].problem.cost for p in self.group_R])
+        self.cost_R = self.length_R + torch.tensor([groups[p].problem.cost for p in self.group_R])
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
         self.place_R = torch.arange(len(self.response_T)).split(self.length_R.tolist())
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
@@ -1227,21 +1202,23 @@ class Batch:
     def deal(self, chosen_R, world, budget):
         """Return this rank's micro-batches, lists of response numbers: as many on every rank, some empty, none above
         `budget` (packed tokens). A bundle shares a prompt; one of several is at most an eighth of a rank's load."""
-        most = min(budget, int(self.total_R[chosen_R].sum()) // (8 * world.size))  # for balance
+        most = min(budget, int(self.cost_R[chosen_R].sum()) // (8 * world.size))  # for balance
         bundles = []
         costs = []
+        group = None
         for r in chosen_R.nonzero()[:, 0].tolist():
             length = int(self.length_R[r])
-            if bundles and self.group_R[bundles[-1][0]] == self.group_R[r] and costs[-1] + length <= most:
+            if self.group_R[r] == group and costs[-1] + length <= most:
                 bundles[-1].append(r)
                 costs[-1] += length
             else:
                 bundles.append([r])
-                costs.append(int(self.total_R[r]))
+                costs.append(int(self.cost_R[r]))
+            group = self.group_R[r]
         longest = max(costs, default=0)
         need(longest <= budget, f"a response of {longest} tokens exceeds --micro-batch-tokens {budget}")
-        rounds = math.ceil(sum(costs) / (world.size * budget))
-        while True:
+        fewest = math.ceil(sum(costs) / (world.size * budget))
+        for rounds in range(fewest, len(costs) + 1):
             loads = np.zeros(rounds * world.size, int)
             bins = [[] for _ in loads]
             for n in np.argsort([-cost for cost in costs], kind="stable"):  # longest first, into the emptiest
@@ -1250,7 +1227,6 @@ class Batch:
                 loads[number] += costs[n]
             if loads.max(initial=0) <= budget:
                 break
-            rounds += 1
         fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
@@ -1284,15 +1260,18 @@ class Batch:
                 row[name] = torch.cat([each[name] for each in processed])
         row = {name: x.to(device) for name, x in row.items()}
         for side, pieces in (("q", ids), ("k", keys)):  # queries, keys
-            lengths = torch.tensor([len(piece) for piece in pieces])
-            row[f"cu_seq_lens_{side}"] = F.pad(lengths.cumsum(0), (1, 0)).int().to(device)
-            row[f"max_length_{side}"] = int(lengths.max())
+            lengths = [len(piece) for piece in pieces]
+            row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            row[f"max_length_{side}"] = max(lengths)
         parts = {}
         for name, x in (inputs or {}).items():
             if name.endswith("_T"):
                 x = x[token_T]
             parts[name] = x.to(device) if isinstance(x, torch.Tensor) else x
-        index_T = key_N[:-1][key_N[1:] >= first].to(device)  # a response's token sees before itself what predicts it
+        # The key before a response's token, its prompt's last token or the one before it in the response, is the place
+        # whose hidden state predicts it.
+        predicted = key_N[1:] >= first
+        index_T = key_N[:-1][predicted].to(device)
         target_T = input_ids_N[first:].to(device)
         cost = len(place_N) + len(row.get("pixel_values", ()))
         return MicroBatch(row, index_T, target_T, token_T, parts, cost)
@@ -1312,9 +1291,18 @@ def packed_attention(
         from torch.nn.attention.varlen import varlen_attn  # neither a CPU nor float32 has it
 
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        borders = (cu_seq_lens_q, cu_seq_lens_k, rest["max_length_q"], rest["max_length_k"])
-        window = (-1, 0 if is_causal else -1)
-        out = varlen_attn(query, key, value, *borders, scale=scaling, window_size=window, enable_gqa=True)
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            rest["max_length_q"],
+            rest["max_length_k"],
+            scale=scaling,
+            window_size=(-1, 0 if is_causal else -1),
+            enable_gqa=True,
+        )
         return out[None], None
     length_q = cu_seq_lens_q.diff().tolist()
     length_k = cu_seq_lens_k.diff().tolist()
@@ -1415,9 +1403,11 @@ def model_folder(args):
         need(longest_sequence(args) <= context, f"context or window {context}, and {longest_sequence(args)} are needed")
         zero = torch.tensor([0])
         group = Group(Problem("", [0], ""), [Rollout(zero, zero, "", False)], reward_G=zero)
-        with naming(f"a {config.model_type} like this does not take packed rows"):
+        try:
             policy = Policy(empty_model(config, dtype=torch.bfloat16), 1.0)
             policy(Batch([group]).pack([0], "meta"))
+        except Exception as error:  # whatever a model may raise
+            raise ValueError(f"a {config.model_type} like this does not take packed rows: {error!r}") from error
         # a policy leaves out the bias of a head
         names = set(map(hub_name, policy.state_dict())) - {"lm_head.bias"}
         unlike = names ^ reader_of(folder).read_metadata().state_dict_metadata.keys()
@@ -1447,6 +1437,8 @@ def hub_name(name):
 
 def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part. Weights and reductions are float32."""
+    if world.rank == 0:
+        print("loading the model", flush=True)
     config = AutoConfig.from_pretrained(folder)
     lm = empty_model(config, dtype=torch.float32)
     units = list(lm.get_decoder().layers)
@@ -1461,7 +1453,9 @@ def load_policy(folder, args, world):
     dtype = compute_dtype(args, world)
     if dtype == torch.bfloat16:  # the head's product, the only one in float32, as TF32, which holds bf16 exactly
         torch.set_float32_matmul_precision("high")
-    for module in (*units, policy):  # gathered for each chunk, a head of its own deadlocks
+    # lm_head stays in the root's unit: as a unit of its own it would be gathered for each chunk of logits, and ranks
+    # have different numbers of chunks.
+    for module in (*units, policy):
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     if world.device.type == "cpu":
         policy.set_reshard_after_forward(False)  # memory has room; the backward pass need not gather again
@@ -1486,8 +1480,36 @@ def set_lr(optimizer, args, step):
         group["lr"] = args.lr * share
 
 
+def passes(policy, micro_batches):
+    """Yield an update's micro-batches, and show how many are done. Each node adds up its own gradients; the last one's
+    backward pass, which every rank has at the same time, adds those of all nodes."""
+    for number, responses in enumerate(Progress(micro_batches, desc="update"), 1):
+        policy.set_requires_all_reduce(number == len(micro_batches))
+        yield responses
+
+
+SKIPS_IN_A_ROW = 5  # updates
+
+
+def clip_and_step(policy, optimizer, record, prefix=""):
+    """Scale the gradient down to --max-grad-norm and make an optimiser's step, which counts in the metrics
+    <prefix>grad_norm and optimizer_steps. Skip it if the gradient is not finite. Raises FloatingPointError where
+    SKIPS_IN_A_ROW were skipped."""
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), record.args.max_grad_norm).full_tensor().item()
+    if math.isfinite(norm):
+        optimizer.step()
+        record.grad_norms[prefix].append(norm)
+        record.skips_in_a_row = 0
+        return
+    record.skipped += 1
+    record.skips_in_a_row += 1
+    record.say(f"an update is skipped: its gradient is not finite (norm {norm})")
+    if record.skips_in_a_row == SKIPS_IN_A_ROW:
+        raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
+
+
 @torch.no_grad()
-def score(policy, batch, micro_batches, record, phase, entropies=True):
+def score(policy, batch, micro_batches, record, phase, entropies=False):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
     world = record.world
     logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
@@ -1505,10 +1527,9 @@ def score(policy, batch, micro_batches, record, phase, entropies=True):
     return world.all_reduce(logp_T), world.all_reduce(entropy_T)
 
 
-def truncated_ratio(logp_T, sampler_logp_T, cap):
-    """Return truncated importance sampling's factor, min(exp(logp - sampler's), cap); 1 if cap is 0."""
-    ratio_T = (logp_T - sampler_logp_T.to(logp_T.device)).exp().clamp(max=cap)
-    return ratio_T if cap else torch.ones_like(logp_T)
+def tis_factor(logp_T, sampler_logp_T, cap):
+    """Return what truncated importance sampling multiplies advantages by: min(exp(logp - sampler's), cap)."""
+    return (logp_T - sampler_logp_T).exp().clamp(max=cap)
 
 
 def full_weights(policy, dtype):
@@ -1532,7 +1553,7 @@ def save_model(policy, folder, source, dtype, world):
         lm.save_pretrained(folder, state_dict=weights)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         if hasattr(lm.config, "vision_config"):
-            AutoImageProcessor.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+            AutoImageProcessor.from_pretrained(source).save_pretrained(folder)
     dist.barrier()
 
 
@@ -1547,19 +1568,20 @@ def pass_at_k(correct_PN, k):
 
 
 def evaluate(held_out, sampler, verifier, record, step):
-    """Sample all held-out sets at once, which share one tail, by the same seeds each time; write samples/; return
-    avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
-    if not held_out:
-        return {}
+    """Sample all held-out sets as one batch, so that we wait for the longest response only once, with the same seeds
+    each time. Write samples/, return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
     args = record.args
     n = args.eval_samples
     asked = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
-    graded = sampler.sample(asked, n, args.eval_temperature, args)
-    verify(verifier, graded)
+    sampled = []
+    with record.phase("evaluate"):
+        if held_out:
+            sampled = sampler.sample(asked, n, args.eval_temperature, args)
+            verify(verifier, sampled)
+    graded = iter(sampled)
     metrics = {}
     for name, problems in held_out.items():
-        groups = graded[: len(problems)]
-        graded = graded[len(problems) :]
+        groups = [next(graded) for _ in problems]
         drawn = drawn_metrics(groups)
         correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
         metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
@@ -1629,7 +1651,6 @@ def save_checkpoint(policy, optimizer, step, position, record):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    need(all(world.all_gather(partial.is_dir())), f"--run-dir {record.folder}: not on storage that all nodes share")
     state = {"policy": get_model_state_dict(policy)}
     if optimizer.state:  # else asking for it would make it, a step old
         state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
@@ -1649,6 +1670,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
         written = found[: found.index(final) + 1]  # a later one is damaged
         for old in written[: -record.args.checkpoints_kept]:
             shutil.rmtree(old)
+    record.saved = time.time()
     dist.barrier()
 
 
@@ -1704,6 +1726,8 @@ MAY_CHANGE = {  # when a run is resumed
     "steps",
     "eval_every",
     "checkpoint_every",
+    "checkpoint_minutes",
+    "samples_every",
     "checkpoints_kept",
     "micro_batch_tokens",
     "activation_checkpointing",
@@ -1715,14 +1739,13 @@ MAY_CHANGE = {  # when a run is resumed
 
 
 def inputs_of(args):
-    """Return the SHA-256 of the files that flags name, and the sizes of the model's."""
-    found = sizes(Path(args.model))
-    for source in filter(None, [args.template, args.reward, args.dataset, *args.eval.split(",")]):
+    """Return the sizes of the files that flags name, in bytes."""
+    found = {}
+    for source in filter(None, [args.model, args.template, args.reward, args.dataset, *args.eval.split(",")]):
         path = Path(source.partition(":")[0])
-        for file in [path, *path.glob("**/*.arrow")]:
+        for file in [path, *path.glob("*.safetensors"), *path.glob("**/*.arrow")]:
             if file.is_file():
-                with open(file, "rb") as opened:
-                    found[str(file)] = hashlib.file_digest(opened, "sha256").hexdigest()
+                found[str(file)] = file.stat().st_size
     return found
 
 
@@ -1734,7 +1757,7 @@ def open_run(folder, args, script, world):
         "script": script,
         "commands": [shlex.join(sys.argv)],
         "args": json.loads(json.dumps(asdict(args))),
-        "inputs": inputs_of(args),
+        "inputs": {"script": script, **inputs_of(args)},
         "ranks": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
@@ -1747,21 +1770,14 @@ def open_run(folder, args, script, world):
         need(file.exists(), f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
         before = json.loads(file.read_text())
         about["commands"] = before["commands"] + about["commands"]
-        need(
-            before["script"] == script,
-            f"--resume: {args.run_dir} holds a run of {before['script']}.py, not of {script}.py",
-        )
         may_change = MAY_CHANGE
         if args.lr_warmup or args.lr_floor < 1:
             may_change = MAY_CHANGE - {"steps"}  # the schedule would bend
-        for name, old in before["args"].items():
-            new = about["args"].get(name)
-            need(
-                new == old or name in may_change,
-                f"--resume with --{name.replace('_', '-')} {new}: the run was started with {old}",
-            )
-        for name, old in before["inputs"].items():
-            need(about["inputs"].get(name) == old, f"--resume: {name} has changed since the run was started")
+        for part in ("inputs", "args"):
+            for name, old in before[part].items():
+                new = about[part].get(name)
+                holds = new == old or name in may_change
+                need(holds, f"--resume: {name} has changed since the run was started: {old!r}, now {new!r}")
     else:
         need(not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     (folder / "samples").mkdir(parents=True, exist_ok=True)
@@ -1772,8 +1788,19 @@ def open_run(folder, args, script, world):
     return lock
 
 
-SKIPS_IN_A_ROW = 5  # updates
 # in the line of a step
+def name_of(script, args):
+    """Return what a run's folder is named after: run.sh's experiment, else script, model and, where they are short, the
+    flags that differ from the script's defaults."""
+    differ = ""
+    for flag, value in asdict(args).items():
+        if flag not in ("model", "seed") and value != getattr(type(args), flag):
+            differ += f"-{flag}{value}"
+    if len(differ) > 40 or "/" in differ:
+        differ = ""
+    return os.environ.get("EXPERIMENT") or f"{script}-{Path(args.model).name}{differ}"
+
+
 SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "tokens_per_second/update")
 
 
@@ -1781,13 +1808,17 @@ class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
     def __init__(self, args, script, world):
-        name = f"{script}-{Path(args.model).name}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        name = f"{name_of(script, args)}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.args = args
         self.world = world
         self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
         self.started = time.time()
+        self.saved = self.started  # the last checkpoint
         self.start_step()
         self.skips_in_a_row = 0
+        self.at = 0  # step
+        self.recent = []  # seconds of steps, without evaluations
+        self.evaluation = 0  # seconds of the last one
         # between sampler and trainer, until it is measured
         self.most_gap = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01
         self.board = None
@@ -1796,8 +1827,32 @@ class Record:
             if args.track:
                 import wandb
 
-                wandb.init(project=args.track, name=self.folder.name, config=asdict(args), sync_tensorboard=True)
+                file = self.folder / "wandb.id"  # of a run that --resume goes on with there, too
+                if not file.exists():
+                    file.write_text(wandb.util.generate_id())
+                wandb.init(
+                    project=args.track,
+                    name=self.folder.name,
+                    id=file.read_text(),
+                    resume="allow",
+                    dir=self.folder,
+                    config=asdict(args),
+                    sync_tensorboard=True,
+                )
+        world.all_gather(None)  # rank 0 has made the folder
+        need(
+            all(world.all_gather(self.folder.is_dir())), f"--run-dir {self.folder}: not on storage that all nodes share"
+        )
+        signal(SIGINT, self.interrupt)
+        signal(SIGTERM, self.interrupt)
         self.say(f"run folder {self.folder}")
+
+    def interrupt(self, number, _):
+        """End at Ctrl-C or a SIGTERM, and say from where --resume goes on."""
+        found = checkpoints_of(self.folder / "checkpoints")
+        last = found[-1].name if found else "no checkpoint"
+        self.say(f"stopped after step {self.at}; the same command with --run-dir {self.folder} --resume: from {last}")
+        os._exit(128 + number)
 
     def start_step(self):
         """Reset what is counted in a step."""
@@ -1805,6 +1860,7 @@ class Record:
         self.tokens = Counter()
         self.memory = Counter()  # GiB
         self.skipped = 0  # updates
+        self.grad_norms = defaultdict(list)  # by the prefix of the metrics
 
     def write(self, name, line):
         """Add a line to a file of the run folder."""
@@ -1813,18 +1869,16 @@ class Record:
                 file.write(line + "\n")
 
     def say(self, text):
-        """Print a line on rank 0's terminal and to log.txt."""
+        """Print a line on rank 0's terminal and, with the time of day, to log.txt."""
         if self.world.rank == 0:
             print(text, flush=True)
-        self.write("log.txt", text)
+        self.write("log.txt", f"{datetime.now():%H:%M:%S} {text}")
 
-    def skip_update(self, norm):
-        """Count an update that is not finite, and say so. Raises FloatingPointError after SKIPS_IN_A_ROW."""
-        self.skipped += 1
-        self.skips_in_a_row += 1
-        self.say(f"an update is skipped: its gradient is not finite (norm {norm})")
-        if self.skips_in_a_row == SKIPS_IN_A_ROW:
-            raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
+    def checkpoint_due(self, step):
+        """Say whether a checkpoint comes after a step; rank 0's clock decides for all."""
+        late = time.time() - self.saved > 60 * self.args.checkpoint_minutes
+        planned = step % self.args.checkpoint_every == 0 or step == self.args.steps
+        return planned or self.world.all_gather(late)[0]
 
     def stop_requested(self):
         """Say whether the run folder has a file `stop`, and remove it."""
@@ -1840,7 +1894,7 @@ class Record:
         """Add a block's wall-clock seconds, GPU work included, to a phase; note its memory."""
         start = time.perf_counter()
         yield
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        used = getrusage(RUSAGE_SELF).ru_maxrss << 10
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()  # torch's counters do not see the engine sleep
@@ -1862,21 +1916,23 @@ class Record:
                 text += f"\n-- response {g}: {about}\n{rollout.text}\n"
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
-    def training(self, step, batch, seen, tokenizer, updates=1):
-        """Write samples/train-step<step>.txt, and as .parquet what the loss saw of each token, the *_T of `seen`, with
-        a row for each response."""
+    def training(self, step, batch, seen):
+        """Write samples/train-step<step>.txt with every --samples-every-th step and where an evaluation was; there also
+        .parquet, what the loss saw of each token: the *_T of `seen`, with a row for each response."""
         file = f"train-step{step:05d}"
-        self.samples(file, batch.groups)
-        if self.world.rank:
+        evaluated = "evaluate" in self.seconds
+        if evaluated or step % self.args.samples_every == 0:
+            self.samples(file, batch.groups)
+        if self.world.rank or not evaluated:
             return
+        problems = [batch.groups[p].problem for p in batch.group_R]
         table = {
             "group": batch.group_R,
-            "update": [p * updates // len(batch.groups) for p in batch.group_R],
-            "problem": [batch.groups[p].problem.text for p in batch.group_R],
-            "answer": [batch.groups[p].problem.answer for p in batch.group_R],
+            "problem": [problem.text for problem in problems],
+            "answer": [problem.answer for problem in problems],
             "reward": batch.reward_PG.flatten(),
             "truncated": [rollout.truncated for rollout in batch.rollout_R],
-            "tokens": [tokenizer.batch_decode(rollout.ids[:, None]) for rollout in batch.rollout_R],
+            "ids": [rollout.ids for rollout in batch.rollout_R],
             "sampler_logp_T": [rollout.logp for rollout in batch.rollout_R],
         }
         for name, x in seen.items():
@@ -1889,6 +1945,9 @@ class Record:
         tokens = sum(self.world.all_gather(self.tokens), Counter())
         if step:
             tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
+            metrics["optimizer_steps"] = len(self.grad_norms[""])
+        for prefix, norms in self.grad_norms.items():
+            metrics[f"{prefix}grad_norm"] = sum(norms) / max(1, len(norms))
         for name, taken in self.seconds.items():
             metrics[f"seconds/{name}"] = taken
             metrics[f"memory_gib/{name}"] = self.memory[name]
@@ -1906,9 +1965,15 @@ class Record:
             if name in SHOWN or name.startswith("eval/"):
                 line += f"  {name} {value:,.3f}"
         self.write("metrics.jsonl", json.dumps(row))
+        for name, taken in self.seconds.items():
+            line += f"  {name} {taken:.2f} s"
+        self.at = step
+        self.evaluation = self.seconds["evaluate"] or self.evaluation
         if step:
-            left = (self.args.steps - step) * row["time"] / step / 60
-            line += f"  {self.seconds.total():.2f} s  left {left:.1f} min"
+            self.recent.append(self.seconds.total() - self.seconds["evaluate"])
+            ahead = self.args.steps - step
+            left = ahead * np.median(self.recent[-20:]) + math.ceil(ahead / self.args.eval_every) * self.evaluation
+            line += f"  left {left / 60:.1f} min"
         self.start_step()
         self.say(line)
         if metrics.get("zero_advantage_share") == 1:

@@ -18,7 +18,7 @@ A vector whose name ends in _T has an entry for each response token of the step,
 responses, _P: prompts, _G: responses to a prompt). `policy_loss` gets a micro-batch's part of it.
 
     ./run.sh cwgrpo-1.5b                     R1-Distill-Qwen-1.5B of Table 2; also cwgrpo-7b, grpo-kl-..., clip-cov-...
-    torchrun --nproc-per-node 4 cwgrpo.py    the same, without recomputing activations
+    torchrun --nproc-per-node 4 cwgrpo.py    the same training; no activation checkpointing
 
 Settings: The paper's baseline GRPO is --reweight none. Its other baseline, Clip-Cov (arXiv 2505.22617), is --reweight
 clip-cov --normaliser token. Clip-Cov centres the covariance over the whole update. Among the tokens whose covariance
@@ -60,16 +60,15 @@ not say, and we chose.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from itertools import chain
+from typing import Literal
 
 import torch
 import tyro
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from transformers import AutoTokenizer
 
 import common
-
-LOW, HIGH = 0.0, 2.0  # bounds of the ratio (Clip-Cov's authors); with a single update it is 1
 
 
 @dataclass
@@ -84,7 +83,7 @@ class Args(common.Args):
     steps: NonNegativeInt = 300
     """Rollout steps, over which the learning rate is scheduled (released code). The paper's checkpoint is step 100."""
     prompts_per_step: PositiveInt = 12  # Prompts sampled in a step (P; our reading of Table 5).
-    group_size: Annotated[int, Field(ge=2)] = 12  # Responses to each prompt (G; Table 5).
+    group_size: common.AtLeastTwo = 12  # Responses to each prompt (G; Table 5).
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are left out of the data, and counted (Table 5)."""
     max_response_tokens: PositiveInt = 4096
@@ -106,6 +105,9 @@ class Args(common.Args):
     """What multiplies advantages. kernel: w~ of section 2.3. none: 1, which is GRPO. clip-cov: Clip-Cov's mask."""
     detach_kernel: bool = False
     """Take w~ as a constant (ours). The paper's objective, as printed, has a gradient through it."""
+    clip_low: NonNegativeFloat = 1.0
+    """How far below 1 the ratio may fall (Clip-Cov's authors). With a single update it is 1."""
+    clip_high: NonNegativeFloat = 1.0  # How far above 1 it may rise (Clip-Cov's authors).
     kl_coef: NonNegativeFloat = 0.04
     """Weight of the KL to the initial model (default of the recipe's TRL). 0: no reference model is loaded."""
     normaliser: Literal["response", "token"] = "response"
@@ -124,7 +126,7 @@ class Args(common.Args):
 def advantages(reward_PG):
     """Return advantage_PG (section 2.1). The std is unbiased, and 1e-6 is added to it. A dead group gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
-    advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)
+    advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
@@ -160,7 +162,7 @@ def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T):
 
     k is not w~, and it may be negative. weight_T holds whatever else multiplies ratio, w~ and A. J has no KL. A token
     with A = 0 has no gradient, since log-probs are centred within its response."""
-    logp_T, advantage_T, weight_T = (x.detach().double() for x in (logp_T, advantage_T, weight_T))
+    logp_T, advantage_T, weight_T = (x.double() for x in (logp_T, advantage_T, weight_T))
     leaf_T = logp_T.clone().requires_grad_()
     c_T = covariance(leaf_T, advantage_T, response_T, group_T)
     ratio_T = (leaf_T - logp_T).exp()
@@ -193,25 +195,28 @@ def token_weights(length_R, normaliser: str = "response"):
     the number of tokens. Either sums to 1."""
     tokens_R = length_R.double()
     if normaliser == "token":
-        tokens_R = tokens_R.mean().expand(len(length_R))
+        tokens_R = torch.full_like(tokens_R, tokens_R.mean())
     weight_R = 1 / (len(length_R) * tokens_R)
     return weight_R.repeat_interleave(length_R)
 
 
-def policy_loss(logp_T, old_logp_T, advantage_T, factor_T, weight_T, kl_coef: float, ref_logp_T=None):
-    """Return the loss (section 2.3), summed over these tokens, and what it saw of each: its ratio, whether a bound
-    clips it, and its KL to the reference (k3, nats), which is 0 without ref_logp_T, the reference's log-probs. factor_T
-    multiplies the advantage. Since it may be negative, the sign of the product decides which bound acts."""
+def policy_loss(logp_T, advantage_T, factor_T, weight_T, low, high, kl_coef, old_logp_T=None, ref_logp_T=None):
+    """Return the loss (section 2.3), summed over these tokens, and what it saw of each: its ratio, whether low or high
+    clips it, and its KL to the reference (k3, nats). factor_T multiplies the advantage. Since it may be negative, the
+    sign of the product decides which bound acts. Without old_logp_T or ref_logp_T, the log-probs of the old policy or
+    of the reference, the ratio is 1 or the KL 0: the policy's own, detached, stand for them."""
+    if old_logp_T is None:
+        old_logp_T = logp_T.detach()
     if ref_logp_T is None:
         ref_logp_T = logp_T.detach()
     ratio_T = (logp_T - old_logp_T).exp()
     gain_T = factor_T * advantage_T
-    clipped_T = ratio_T.clamp(LOW, HIGH)
-    surrogate_T = torch.minimum(ratio_T * gain_T, clipped_T * gain_T)
+    free_T = ratio_T * gain_T
+    clipped_T = ratio_T.clamp(low, high) * gain_T
     behind_T = ref_logp_T - logp_T
     kl_T = behind_T.exp() - behind_T - 1  # k3
-    loss = (weight_T * (kl_coef * kl_T - surrogate_T)).sum()  # loss
-    return loss, {"ratio_T": ratio_T, "clipped_T": clipped_T * gain_T < ratio_T * gain_T, "kl_T": kl_T}
+    loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_T))).sum()  # loss
+    return loss, {"ratio_T": ratio_T, "clipped_T": clipped_T < free_T, "kl_T": kl_T}
 
 
 def format_reward(text: str) -> float:
@@ -225,16 +230,16 @@ def covariance_summary(c_T):
     % and 40-100 %. A band's name has its end. covariance/cumulative@p% is the share of sum |c| that the p % of tokens
     with the largest |c| make up."""
     summary = {}
-    for sign, signed_T in (("positive", c_T[c_T > 0]), ("negative", c_T[c_T < 0])):
-        order = signed_T.abs().argsort(descending=True)
-        ordered_T = signed_T[order].double()
+    c_T = c_T.double()
+    by_size = {"positive": c_T[c_T > 0].sort(descending=True), "negative": c_T[c_T < 0].sort()}
+    for sign, (ordered_T, _) in by_size.items():
         first = 0
         for percent in (0.01, 1, 20, 40, 100):
             end = math.ceil(len(ordered_T) * percent / 100)
             if end > first:
                 summary[f"covariance/{sign}@{percent}%"] = ordered_T[first:end].mean().item()
             first = end
-    size_T = c_T.abs().sort(descending=True).values.double()
+    size_T = c_T.abs().sort(descending=True).values
     total = size_T.sum()
     if total > 0:
         for percent in (0.01, 0.1, 1, 5, 10, 20, 40, 60, 80):
@@ -244,7 +249,7 @@ def covariance_summary(c_T):
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def learn(policy, reference, optimizer, batch, seed, record):
+def learn(policy, reference, optimizer, batch, step, record):
     """Train on one step's rollouts, which every rank holds whole. Return the step's metrics and, as *_T, what the loss
     saw of each token, the same on every rank."""
     args = record.args
@@ -253,65 +258,66 @@ def learn(policy, reference, optimizer, batch, seed, record):
     # ---- advantages, and everything else that needs no log-probs
     advantage_R = advantages(batch.reward_PG).flatten().float()
     advantage_T = advantage_R[batch.response_T]
-    group_R = torch.arange(len(advantage_R)) // args.group_size
-    group_T = group_R[batch.response_T]
+    group_T = torch.tensor(batch.group_R)[batch.response_T]
     valid_P = common.valid(batch.reward_PG)
-    trained_R = valid_P[group_R] | (args.kl_coef > 0)  # without KL a dead group has no gradient
+    trained_R = valid_P[batch.group_R] | (args.kl_coef > 0)  # without KL a dead group has no gradient
     trained_T = trained_R[batch.response_T]
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    updates = []  # of each, this rank's micro-batches: lists of response numbers
+    micro_batches_by_update = []  # this rank's: each micro-batch is a list of response numbers
     for update in range(args.updates_per_step):
         in_update_R = update_R == update
         weights.append(token_weights(batch.length_R[in_update_R], args.normaliser))
-        updates.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
+        micro_batches_by_update.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
     # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
     inputs = {
         "advantage_T": advantage_T,
         "factor_T": torch.ones(len(advantage_T)),
         "weight_T": torch.cat(weights).float(),
+        "low": 1 - args.clip_low,
+        "high": 1 + args.clip_high,
         "kl_coef": args.kl_coef,
     }
 
     # ---- old and reference log-probs, in the micro-batches of the updates, so that the first one's ratio is 1
-    all_micro_batches = [responses for micro_batches in updates for responses in micro_batches]
-    if args.reweight != "none" or args.updates_per_step > 1:  # else the only update sees the policy that sampled
-        old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp", entropies=False)
-        inputs["old_logp_T"] = old_logp_T
+    all_micro_batches = list(chain(*micro_batches_by_update))
+    if args.reweight != "none" or args.updates_per_step > 1 or args.tis_cap:
+        old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
+        inputs["old_logp_T"] = old_logp_T  # else the only update sees the policy that sampled
+    tis_T = 1.0
+    if args.tis_cap:
+        tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+        inputs["advantage_T"] = advantage_T * tis_T
     if reference is not None:
-        inputs["ref_logp_T"], _ = common.score(
-            reference, batch, all_micro_batches, record, "reference", entropies=False
-        )
+        inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
 
     # ---- the kernel, over the whole step: c, sigma and the normaliser span micro-batches and ranks
     if args.reweight == "kernel":
-        if args.detach_kernel:
-            c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
-            factor_T = kernel_weights(c_T, group_T)
-        else:
-            # whatever else scales the policy term must enter here, too: the kernel's gradient is of the whole term
-            scale_T = inputs["weight_T"] * common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+        c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
+        factor_T = kernel_weights(c_T, group_T)
+        if not args.detach_kernel:
+            # whatever else scales the policy term enters here, too: the kernel's gradient is of the whole term
+            scale_T = inputs["weight_T"] * tis_T
             factor_T = effective_kernel(old_logp_T, advantage_T, scale_T, batch.response_T, group_T)
         inputs["factor_T"] = factor_T.float()
 
     # ---- updates
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(common.seed_of(args.seed, "clip-cov", step))
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
-    grad_norms = []
-    for update, micro_batches in enumerate(updates):
+    for update, micro_batches in enumerate(micro_batches_by_update):
         if not micro_batches:
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         if args.reweight == "clip-cov":
             start_logp_T = old_logp_T
             if update:  # the policy has moved since it sampled
-                start_logp_T, _ = common.score(policy, batch, micro_batches, record, "start_logp", entropies=False)
+                start_logp_T, _ = common.score(policy, batch, micro_batches, record, "start_logp")
             own_T = trained_T & (update_R == update)[batch.response_T]
             inputs["factor_T"][own_T] = clip_cov_mask(
                 start_logp_T[own_T],
                 old_logp_T[own_T],
                 advantage_T[own_T],
-                LOW,
-                HIGH,
+                inputs["low"],
+                inputs["high"],
                 share=args.clip_cov_share,
                 cov_low=args.clip_cov_low,
                 cov_high=args.clip_cov_high,
@@ -319,61 +325,49 @@ def learn(policy, reference, optimizer, batch, seed, record):
             )
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in micro_batches:
+            for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)
-                old_logp = micro.inputs.setdefault("old_logp_T", logp.detach())  # without a pass its own
-                sampled = batch.sampler_logp_T[micro.token_T]
-                micro.inputs["advantage_T"] *= common.truncated_ratio(old_logp, sampled, args.tis_cap)
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
                 record.tokens["update"] += micro.cost
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if math.isfinite(norm):
-                optimizer.step()
-                grad_norms.append(norm)
-                record.skips_in_a_row = 0
-            else:
-                record.skip_update(norm)
+            common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
     old_logp_T = inputs.setdefault("old_logp_T", logp_T)
     c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
+    seen = {"covariance_T": c_T, "entropy_T": entropy_T, "trained_T": trained_T}
+    w_T = inputs["factor_T"]
+    if args.reweight == "kernel":  # the loss has the value that w~ gives it; k reproduces only its gradient
+        w_T = kernel_weights(c_T, group_T)
+        seen["kernel_T"] = w_T
     inputs["logp_T"] = logp_T
-    inputs["advantage_T"] = advantage_T * common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-    seen = {**inputs, "covariance_T": c_T, "entropy_T": entropy_T, "trained_T": trained_T}
-    if args.reweight == "kernel":  # the value of the loss has w~: k reproduces only its gradient
-        inputs["factor_T"] = kernel_weights(c_T, group_T)
-        seen["kernel_T"] = inputs["factor_T"]
-    loss, by_token = policy_loss(**inputs)
-    seen.update(by_token)
+    loss, by_token = policy_loss(**{**inputs, "factor_T": w_T})
     metrics = {
         "loss": loss.item() / args.updates_per_step,
-        "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
         "lr": optimizer.param_groups[0]["lr"],
-        "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
     valid_T = valid_P[group_T]
     metrics.update(covariance_summary(c_T[valid_T]))
     if reference is not None:
-        metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
+        metrics["kl"] = (inputs["weight_T"] * by_token["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
         metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         entropy_R = common.mean_by(entropy_T.double(), batch.response_T)
-        metrics["entropy_response"] = entropy_R[batch.response_T[trained_T].unique()].mean().item()  # section 2.2
-    if valid_T.any():
-        w_T = inputs["factor_T"][valid_T]
-        sigma_P = bandwidth(c_T, group_T)[group_T[valid_T].unique()]
+        metrics["entropy_response"] = entropy_R[trained_R].mean().item()  # section 2.2
+    if valid_P.any():
+        w_T = w_T[valid_T]
+        sigma_P = bandwidth(c_T, group_T)[valid_P]
         metrics["covariance/sigma"] = sigma_P.double().mean().item()
         metrics["weight_removed"] = (1 - w_T).clamp(min=0).double().mean().item()
         metrics["weight_below_half"] = (w_T < 0.5).double().mean().item()
-    return metrics, seen
+    return metrics, {**inputs, **by_token, **seen}
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -383,8 +377,8 @@ def main(args: Args) -> None:
     world = common.init_world()
     common.validate(args, world)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
-    several = args.updates_per_step > 1
-    common.need(not several or args.reweight != "kernel", "--updates-per-step: 1, or another --reweight than kernel")
+    if args.reweight == "kernel":
+        common.need(args.updates_per_step == 1, "--updates-per-step: 1, or another --reweight than kernel")
     common.need(args.clip_cov_low <= args.clip_cov_high, "--clip-cov-low: at most --clip-cov-high")
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -425,9 +419,8 @@ def main(args: Args) -> None:
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        seed = common.seed_of(args.seed, "clip-cov", step)
         metrics = common.drawn_metrics(groups)
-        learned, seen = learn(policy, reference, optimizer, batch, seed, record)
+        learned, seen = learn(policy, reference, optimizer, batch, step, record)
         metrics.update(learned)
 
         # ---- sync
@@ -437,13 +430,12 @@ def main(args: Args) -> None:
 
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
-            with record.phase("evaluate"):
-                metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-                common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
-            record.training(step, batch, seen, tokenizer, args.updates_per_step)
+            metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
+            common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
+        record.training(step, batch, seen)
         record.step(step, metrics)
         stopping = record.stop_requested()
-        if stopping or step % args.checkpoint_every == 0 or step == args.steps:
+        if stopping or record.checkpoint_due(step):
             common.save_checkpoint(policy, optimizer, step, position, record)
         if stopping:
             break

@@ -15,7 +15,7 @@ A vector whose name ends in _T has an entry for each response token of the step,
 responses, _P: prompts, _G: responses to a prompt). `policy_loss` gets a micro-batch's part of it.
 
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4 (also gpg-rs1, gpg-rs3, the ablations: ./run.sh help)
-    torchrun --nproc-per-node 8 gpg.py    the same, without evaluation and without recomputing activations
+    torchrun --nproc-per-node 8 gpg.py    the same training; no --eval, no activation checkpointing
 
 Settings: In Table 15, row A is --norm group --no-accurate-gradient --beta-th 0, row B is --no-accurate-gradient
 --beta-th 0, row C is --beta-th 0, and row D is the default. The batch normalisation of Table 13 is row B with --norm
@@ -55,7 +55,6 @@ not say, and we chose. docs/gpg.md compares the paper with its released code.
   advantage by min(pi / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,7 +107,7 @@ def advantages(reward_PG, norm: str = "none"):
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if norm != "none":
         std = reward_PG.std(1, keepdim=True) if norm == "group" else reward_PG.std()
-        advantage_PG = advantage_PG / (std + 1e-6)  # Eq. 6
+        advantage_PG /= std + 1e-6  # Eq. 6
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
@@ -172,47 +171,37 @@ def learn(policy, reference, optimizer, batch, record):
     }
     micro_batches = batch.deal(trained_R, world, args.micro_batch_tokens)
 
-    # ---- reference log-probs
+    # ---- old and reference log-probs; the loss has no ratio, so that only --tis-cap asks for the old ones
+    if args.tis_cap:
+        old_logp_T, _ = common.score(policy, batch, micro_batches, record, "old_logp")
+        inputs["advantage_T"] *= common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     if reference is not None:
-        inputs["ref_logp_T"], _ = common.score(reference, batch, micro_batches, record, "reference", entropies=False)
+        inputs["ref_logp_T"], _ = common.score(reference, batch, micro_batches, record, "reference")
 
     # ---- update
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
-    grad_norms = []
     if micro_batches:  # else nothing to learn; after gradients of 0 AdamW's momentum and decay would move the weights
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in micro_batches:
+            for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)
-                # there is no pass for old log-probs: before the only update they are the policy's own
-                sampled = batch.sampler_logp_T[micro.token_T]
-                micro.inputs["advantage_T"] *= common.truncated_ratio(logp.detach(), sampled, args.tis_cap)
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
                 record.tokens["update"] += micro.cost
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if math.isfinite(norm):
-                optimizer.step()
-                grad_norms.append(norm)
-                record.skips_in_a_row = 0
-            else:
-                record.skip_update(norm)
+            common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
     inputs["logp_T"] = logp_T
-    inputs["advantage_T"] *= common.truncated_ratio(logp_T, batch.sampler_logp_T, args.tis_cap)
     loss, seen = policy_loss(**inputs)
     metrics = {
         "loss": loss.item(),
         "alpha": alpha(batch.reward_PG),
-        "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
         "lr": optimizer.param_groups[0]["lr"],
-        "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
     if reference is not None:
@@ -292,13 +281,12 @@ def main(args: Args) -> None:
 
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
-            with record.phase("evaluate"):
-                metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-                common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
-            record.training(step, batch, seen, tokenizer)
+            metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
+            common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
+        record.training(step, batch, seen)
         record.step(step, metrics)
         stopping = record.stop_requested()
-        if stopping or step % args.checkpoint_every == 0 or step == args.steps:
+        if stopping or record.checkpoint_due(step):
             common.save_checkpoint(policy, optimizer, step, position, record)
         if stopping:
             break

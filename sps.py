@@ -57,6 +57,7 @@ not say, and we chose.
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -85,6 +86,9 @@ class Args(common.Args):
     """How much AdamW's moments keep (ms-swift's default)."""
     updates_per_step: PositiveInt = 1
     """Optimiser steps on one rollout batch (ours). Each has its own prompts. 4 is the other reading of section 5.1."""
+    clip_low: NonNegativeFloat = 0.2
+    """How far below 1 the ratio may fall in RL stages (TRL's default)."""
+    clip_high: NonNegativeFloat = 0.2  # How far above 1 it may rise.
     kl_coef: NonNegativeFloat = 0.01
     """Weight of the KL to the initial model in RL stages (Table 2). 0: no reference model is loaded."""
     rl_steps: NonNegativeInt = 0
@@ -106,15 +110,12 @@ class Args(common.Args):
     quantile: the least likely of a step's (C.1), as many as l2te has (ours)."""
 
 
-CLIP = {"low": 0.8, "high": 1.2}
-
-
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG):
     """Return advantage_PG (Eq. 25). The std is unbiased, and 1e-6 is added to it. A dead group, whose rewards are all
     equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
-    advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 25
+    advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 25
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
@@ -124,14 +125,17 @@ def token_weights(length_R, normaliser: str = "response"):
     (for Eq. 4). Either sums to 1."""
     tokens_R = length_R.double()
     if normaliser == "token":
-        tokens_R = tokens_R.mean().expand(len(length_R))
+        tokens_R = torch.full_like(tokens_R, tokens_R.mean())
     weight_R = 1 / (len(length_R) * tokens_R)
     return weight_R.repeat_interleave(length_R)
 
 
-def policy_loss(logp_T, old_logp_T, advantage_T, weight_T, low: float, high: float, kl_coef: float, ref_logp_T=None):
+def policy_loss(logp_T, advantage_T, weight_T, low, high, kl_coef, old_logp_T=None, ref_logp_T=None):
     """Return the RL loss (Eq. 23), summed over these tokens, and what it saw of each: its ratio, whether low or high
-    clips it, and its KL to the reference (k3, nats), which is 0 without ref_logp_T, the reference's log-probs."""
+    clips it, and its KL to the reference (k3, nats). Without old_logp_T or ref_logp_T, the log-probs of the old policy
+    or of the reference, the ratio is 1 or the KL 0: the policy's own, detached, stand for them."""
+    if old_logp_T is None:
+        old_logp_T = logp_T.detach()
     if ref_logp_T is None:
         ref_logp_T = logp_T.detach()
     ratio_T = (logp_T - old_logp_T).exp()
@@ -184,67 +188,56 @@ def learn(policy, reference, optimizer, batch, record):
     trained_T = trained_R[batch.response_T]
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    updates = []  # of each, this rank's micro-batches: lists of response numbers
+    micro_batches_by_update = []  # this rank's: each micro-batch is a list of response numbers
     for update in range(args.updates_per_step):
         in_update_R = update_R == update
         weights.append(token_weights(batch.length_R[in_update_R]))
-        updates.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
+        micro_batches_by_update.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
     # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
     inputs = {
         "advantage_T": advantage_R[batch.response_T],
         "weight_T": torch.cat(weights).float(),
         "kl_coef": args.kl_coef,
-        **CLIP,
+        "low": 1 - args.clip_low,
+        "high": 1 + args.clip_high,
     }
 
     # ---- old and reference log-probs, in the micro-batches of the updates, so that the first one's ratio is 1
-    all_micro_batches = [responses for micro_batches in updates for responses in micro_batches]
-    if args.updates_per_step > 1:  # the only update would see the policy that sampled
-        inputs["old_logp_T"], _ = common.score(policy, batch, all_micro_batches, record, "old_logp", entropies=False)
+    all_micro_batches = list(chain(*micro_batches_by_update))
+    if args.updates_per_step > 1 or args.tis_cap:  # else the only update sees the policy that sampled
+        old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
+        inputs["old_logp_T"] = old_logp_T
+    if args.tis_cap:
+        inputs["advantage_T"] *= common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     if reference is not None:
-        inputs["ref_logp_T"], _ = common.score(
-            reference, batch, all_micro_batches, record, "reference", entropies=False
-        )
+        inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
 
     # ---- updates
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
-    grad_norms = []
-    for micro_batches in updates:
+    for micro_batches in micro_batches_by_update:
         if not micro_batches:
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in micro_batches:
+            for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)
-                old_logp = micro.inputs.setdefault("old_logp_T", logp.detach())  # without a pass its own
-                sampled = batch.sampler_logp_T[micro.token_T]
-                micro.inputs["advantage_T"] *= common.truncated_ratio(old_logp, sampled, args.tis_cap)
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
                 record.tokens["update"] += micro.cost
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if math.isfinite(norm):
-                optimizer.step()
-                grad_norms.append(norm)
-                record.skips_in_a_row = 0
-            else:
-                record.skip_update(norm)
+            common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
-    inputs["logp_T"] = logp_T
     old_logp_T = inputs.setdefault("old_logp_T", logp_T)
-    inputs["advantage_T"] *= common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+    inputs["logp_T"] = logp_T
     loss, seen = policy_loss(**inputs)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
-        "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
         "lr": optimizer.param_groups[0]["lr"],
-        "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
     if reference is not None:
@@ -268,26 +261,19 @@ def learn_irl(policy, batches, record):
         fused=True,
     )
     rows = []
-    grad_norms = []
     for batch in batches:
         inputs = {"weight_T": token_weights(batch.length_R, "token").float()}
-        micro_batches = batch.deal(batch.total_R > 0, world, args.micro_batch_tokens)
+        micro_batches = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
         logp_T = torch.zeros(len(batch.response_T))
         optimizer.zero_grad()
-        for responses in micro_batches:
+        for responses in common.passes(policy, micro_batches):
             micro = batch.pack(responses, world.device, inputs)
             logp, _ = policy(micro, entropies=False)
             loss, _ = irl_loss(logp, **micro.inputs)
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
             logp_T[micro.token_T] = logp.detach().cpu()
             record.tokens["irl"] += micro.cost
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-        if math.isfinite(norm):
-            optimizer.step()
-            grad_norms.append(norm)
-            record.skips_in_a_row = 0
-        else:
-            record.skip_update(norm)
+        common.clip_and_step(policy, optimizer, record, "irl/")
         loss, means = irl_loss(world.all_reduce(logp_T), **inputs)
         row = {
             "irl/loss": loss.item(),
@@ -298,7 +284,6 @@ def learn_irl(policy, batches, record):
         rows.append(row)
     metrics = {name: sum(row[name] for row in rows) / len(rows) for name in row}
     metrics["irl/loss_last"] = row["irl/loss"]
-    metrics["irl/grad_norm"] = sum(grad_norms) / max(1, len(grad_norms))
     return metrics
 
 
@@ -467,13 +452,12 @@ def main(args: Args) -> None:
 
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps:
-            with record.phase("evaluate"):
-                metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-                common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
-            record.training(step, batch, seen, tokenizer, args.updates_per_step)
+            metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
+            common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
+        record.training(step, batch, seen)
         record.step(step, metrics)
         stopping = record.stop_requested()
-        if stopping or step % args.checkpoint_every == 0 or step == args.steps:
+        if stopping or record.checkpoint_due(step):
             common.save_checkpoint(policy, optimizer, step, position, record)
             if world.rank == 0:
                 forget_demonstrations(kept, record.folder / "checkpoints", rl_steps)

@@ -13,7 +13,7 @@ A vector whose name ends in _T has an entry for each response token of the step,
 responses, _P: prompts, _G: responses to a prompt, _S: segments). `policy_loss` gets a micro-batch's part of it.
 
     ./run.sh sspo-1.5b                     our reading of the paper's run, with its data and evaluation sets
-    torchrun --nproc-per-node 8 sspo.py    the same, without evaluation and without recomputing activations
+    torchrun --nproc-per-node 8 sspo.py    the same training; no --eval, no activation checkpointing
                                            (./run.sh data fetches the data to where --dataset looks)
 
 GRPO, GSPO, clip-high, Dr. GRPO, "+SIR" (SSPO's ratio with a fixed clip) and DAPO are settings of this script, and
@@ -39,8 +39,8 @@ not say, and we chose.
   segment share a ratio, so their gradients see the mean of these factors.
 """
 
-import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -96,7 +96,7 @@ def advantages(reward_PG, scale: bool = True):
     dead group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if scale:
-        advantage_PG = advantage_PG / (reward_PG.std(1, keepdim=True) + 1e-6)  # Eq. 8
+        advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 8
     return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
 
 
@@ -149,8 +149,12 @@ def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
     because each token of a segment adds the segment's term once.
     token: 1 / sum |y_i| (DAPO). This and the first sum to 1.
     constant: 1 / (R max_length) (Dr. GRPO)."""
-    tokens = {"response": length_R, "token": length_R.double().mean(), "constant": max_length}[normaliser]
-    weight_R = torch.ones(len(length_R), dtype=torch.float64) / (len(length_R) * tokens)  # Eq. 16: 1/G 1/|y_i|
+    tokens_R = length_R.double()
+    if normaliser == "token":
+        tokens_R = torch.full_like(tokens_R, tokens_R.mean())
+    if normaliser == "constant":
+        tokens_R = torch.full_like(tokens_R, max_length)
+    weight_R = 1 / (len(length_R) * tokens_R)  # Eq. 16: 1/G 1/|y_i|
     return weight_R.repeat_interleave(length_R)
 
 
@@ -162,9 +166,8 @@ def overlong_penalty(length_R, max_length: int, buffer: int):
 
 def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weight_T):
     """Return -J (Eq. 16), summed over these tokens, and what it saw of each: its ratio, the ratio's bounds, and whether
-    it is clipped, which means that the clipped branch is strictly the smaller one. segment_T indexes low_S and high_S,
-    so its numbers are unique over all responses, not only inside each. low_S and high_S are never cut, nor are
-    segments: no response is."""
+    it is clipped, which means that the clipped branch is strictly the smaller one. Micro-batches hold whole responses,
+    so no segment is split; segment_T numbers the segments of the whole step, and indexes low_S and high_S."""
     ratio_S = segment_mean(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
     ratio_T = ratio_S[segment_T]
     low_T = low_S[segment_T]
@@ -201,25 +204,27 @@ def learn(policy, optimizer, batch, tokenizer, record):
     segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
     update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
     weights = []
-    updates = []  # of each, this rank's micro-batches: lists of response numbers
+    micro_batches_by_update = []  # this rank's: each micro-batch is a list of response numbers
     for update in range(args.updates_per_step):
         in_update_R = update_R == update
         weights.append(token_weights(batch.length_R[in_update_R], args.normaliser, args.max_response_tokens))
-        updates.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
+        micro_batches_by_update.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
 
     # ---- old log-probs and entropies, in the micro-batches of the updates, so that the first one's ratio is 1
-    all_micro_batches = [responses for micro_batches in updates for responses in micro_batches]
-    old_logp_T, entropy_T = common.score(policy, batch, all_micro_batches, record, "old_logp")  # Eq. 12
+    all_micro_batches = list(chain(*micro_batches_by_update))
+    old_logp_T, entropy_T = common.score(policy, batch, all_micro_batches, record, "old_logp", entropies=True)  # Eq. 12
     entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
     low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
     if args.clip == "fixed":
         low_S = torch.full_like(low_S, 1 - args.clip_low)
         high_S = torch.full_like(high_S, 1 + args.clip_high)
-    truncated_T = common.truncated_ratio(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+    advantage_T = advantage_R[batch.response_T]
+    if args.tis_cap:
+        advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
     inputs = {
         "old_logp_T": old_logp_T,
-        "advantage_T": advantage_R[batch.response_T] * truncated_T,
+        "advantage_T": advantage_T,
         "segment_T": segment_T,
         "low_S": low_S,
         "high_S": high_S,
@@ -228,26 +233,19 @@ def learn(policy, optimizer, batch, tokenizer, record):
 
     # ---- updates
     logp_T = torch.zeros(len(trained_T))
-    grad_norms = []
-    for micro_batches in updates:
+    for micro_batches in micro_batches_by_update:
         if not micro_batches:
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in micro_batches:
+            for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device, inputs)
                 logp, _ = policy(micro, entropies=False)
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
                 record.tokens["update"] += micro.cost
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-            if math.isfinite(norm):
-                optimizer.step()
-                grad_norms.append(norm)
-                record.skips_in_a_row = 0
-            else:
-                record.skip_update(norm)
+            common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since shares and extremes of micro-batches do not add up
     inputs["logp_T"] = world.all_reduce(logp_T)
@@ -260,9 +258,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
         "clip_fraction": high + low,
         "clip_fraction_high": high,
         "clip_fraction_low": low,
-        "grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
         "lr": optimizer.param_groups[0]["lr"],
-        "optimizer_steps": len(grad_norms),
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
     if trained_T.any():
@@ -344,13 +340,12 @@ def main(args: Args) -> None:
 
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
-            with record.phase("evaluate"):
-                metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-                common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
-            record.training(step, batch, seen, tokenizer, args.updates_per_step)
+            metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
+            common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
+        record.training(step, batch, seen)
         record.step(step, metrics)
         stopping = record.stop_requested()
-        if stopping or step % args.checkpoint_every == 0 or step == args.steps:
+        if stopping or record.checkpoint_due(step):
             common.save_checkpoint(policy, optimizer, step, position, record)
         if stopping:
             break

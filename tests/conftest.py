@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,16 +22,16 @@ PACKED = "packed"  # common.py's attention, as transformers knows it
 torch.set_num_threads(1)  # the models here are too small for more: their threads would only wait for each other
 
 
-def torchrun(script: str | Path, *arguments, ranks: int = 2, plain: bool = False, timeout: int = 420):
-    """Run a script as `ranks` processes (or as plain `python`) from the repository root; return its output.
+def torchrun(script: str, *arguments, ranks: int = 2, plain: bool = False, timeout: int = 420, folder=ROOT, **own: str):
+    """Run a script as `ranks` processes (or as plain `python`) from a folder; return its output.
 
     Fails the test with the output when the exit code is not 0.
     """
-    launcher = [] if plain else ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, str(script), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    launcher = [] if plain else ["-P", "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+    command = [sys.executable, *map(str, [*launcher, ROOT / script, *arguments])]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, text=True, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)} | own, timeout=timeout, **pipes
     )
     assert done.returncode == 0, f"{' '.join(command)} exited with {done.returncode}\n{done.stdout[-6000:]}"
     return done.stdout
@@ -98,16 +100,20 @@ OWN = {
 
 
 def flags_of(script: str, folder: Path) -> list:
-    """Return the flags of the runs that tests stop and kill: tools/faults.py's, fewer steps."""
+    """Return the flags of the runs that tests stop and kill: those of faults.py, fewer steps."""
     own = [*faults.OWN[script], *OWN.get(script, [])]
     return [*faults.FLAGS, *own, "--steps", 4, "--checkpoint-every", 2, "--checkpoints-kept", 3, "--run-dir", folder]
 
 
 @pytest.fixture(scope="session")
 def sspo_run(tmp_path_factory) -> Run:
-    """`torchrun sspo.py`, from nothing to a saved model."""
-    folder = tmp_path_factory.mktemp("runs") / "sspo"
-    return Run(folder, torchrun("sspo.py", *flags_of("sspo", folder)))
+    """`torchrun sspo.py`, from nothing to a saved model, started beside modules that would write a file, `mark`."""
+    away = tmp_path_factory.mktemp("away")
+    for name in ("json", "math_verify", "re", "signal", "sitecustomize"):
+        (away / f"{name}.py").write_text(f"open({str(away / 'mark')!r}, 'w')\n")
+    folder = away / "sspo"
+    flags = flags_of("sspo", folder)
+    return Run(folder, torchrun("sspo.py", *flags, folder=away, VLLM_CACHE_ROOT=str(away / "cache")))
 
 
 def check_sampler(engine: Jobs, flags: list) -> dict:
@@ -117,25 +123,21 @@ def check_sampler(engine: Jobs, flags: list) -> dict:
     return json.loads(output.splitlines()[-1])
 
 
-def run_on(engine: Jobs, tmp_path_factory, script: str) -> Run:
-    folder = tmp_path_factory.mktemp("runs") / script
-    return Run(folder, engine(script=script, flags=flags_of(script, folder)))
+def run_on(script: str):
+    """Return a fixture: a run of a script on the engine. That of sps.py has two rounds of two RL steps and an IRL stage
+    of two."""
+
+    @pytest.fixture(scope="session")
+    def run(engine, tmp_path_factory) -> Run:
+        folder = tmp_path_factory.mktemp("runs") / script
+        return Run(folder, engine(script=script, flags=flags_of(script, folder)))
+
+    return run
 
 
-@pytest.fixture(scope="session")
-def gpg_run(engine, tmp_path_factory) -> Run:
-    return run_on(engine, tmp_path_factory, "gpg")
-
-
-@pytest.fixture(scope="session")
-def cwgrpo_run(engine, tmp_path_factory) -> Run:
-    return run_on(engine, tmp_path_factory, "cwgrpo")
-
-
-@pytest.fixture(scope="session")
-def sps_run(engine, tmp_path_factory) -> Run:
-    """Two rounds of two RL steps and an IRL stage of two."""
-    return run_on(engine, tmp_path_factory, "sps")
+gpg_run = run_on("gpg")
+cwgrpo_run = run_on("cwgrpo")
+sps_run = run_on("sps")
 
 
 def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, sets=(), seconds: float = 1.0):
@@ -148,8 +150,23 @@ def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, set
         patch.setattr(os, "sched_getaffinity", lambda process: range(workers))
         verifier = common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), one, sets)
     if reward == "math":
-        verifier.function = partial(common.judge, seconds=seconds)
+        verifier.task = (partial(common.judge, seconds=seconds),)
     return verifier
+
+
+@contextmanager
+def refused(match: str, kind=(ValueError, OSError)):
+    """Expect an error, by default one that is said in a line; where it happened and what it says matches."""
+    import common
+
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert re.search(match, common.said(caught.value)), common.said(caught.value)
+
+
+def judged(verifier, *lists):
+    """Return score and verdict of each case, where completions and what each is graded by are lists of their own."""
+    return verifier.judge([*zip(*lists, strict=True)])
 
 
 def random_model(folder: Path, tied: bool = False, kind: str = "qwen2", norms: float = 0, **settings) -> Path:
@@ -187,9 +204,3 @@ def random_model(folder: Path, tied: bool = False, kind: str = "qwen2", norms: f
 def tiny(tmp_path_factory) -> Path:
     """A random model with a language head of its own."""
     return random_model(tmp_path_factory.mktemp("tiny"), tied=False)
-
-
-@pytest.fixture(scope="session")
-def tiny_tied(tmp_path_factory) -> Path:
-    """A random model whose head is its embedding."""
-    return random_model(tmp_path_factory.mktemp("tied"), tied=True)

@@ -109,7 +109,9 @@ def update(
                 seed = [5] if script == "cwgrpo" else []
                 metrics, seen = module.learn(policy, reference, optimizer, batch, *seed, record)
     except (FloatingPointError, ValueError) as error:
-        said = str(error)
+        said = common.said(error)
+    metrics["optimizer_steps"] = len(record.grad_norms[""])
+    metrics["grad_norm"] = sum(record.grad_norms[""])
     return {
         "gradient": {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None},
         "moved": {name: p.full_tensor() - before[name] for name, p in policy.named_parameters()},

@@ -353,12 +353,12 @@ def learn(
         policy = common.load_policy(Path(model), args, world)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, fused=True)
         if irl:
-            metrics = module.learn_irl(policy, [batch] * 2, record)
+            module.learn_irl(policy, [batch] * 2, record)
         else:
             reference = None
             if script != "sspo" and args.kl_coef:
                 reference = common.load_policy(Path(model), args, world).requires_grad_(False).to("cpu")
-            metrics = step(script, policy, reference, optimizer, batch, record)
+            step(script, policy, reference, optimizer, batch, record)
             del reference
         weights = list(policy.parameters())
         gradients = [x.grad for x in weights]
@@ -370,7 +370,7 @@ def learn(
         assert 1 <= here * (local or ranks) / sum(x.numel() for x in weights) < 1.05, "a share of the policy"
         assert held(gpu) == sum(-(-x.nbytes() // 512) * 512 for x in storages), "and nothing else"
         return {
-            "optimizer_steps": metrics.get("optimizer_steps"),
+            "optimizer_steps": len(record.grad_norms[""]),
             "skipped": record.skipped,
             "windows": windows,
             "scored": scored,

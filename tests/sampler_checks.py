@@ -46,7 +46,7 @@ def main(args: Args) -> None:
 
     def gap(groups):
         batch = common.Batch([replace(group, reward_G=torch.zeros(len(group.rollouts))) for group in groups])
-        mine = batch.deal(batch.total_R > 0, world, args.micro_batch_tokens)
+        mine = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
         logp_T, _ = common.score(policy, batch, mine, record, "gap")
         return common.sampler_gap(logp_T, batch.sampler_logp_T, record)["gap_max"]
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import (
+    AutoTokenizer,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -83,3 +85,14 @@ def settings(folder: Path, **flags) -> common.Args:
     limits = {"max_prompt_tokens": 160, "max_response_tokens": 64, "micro_batch_tokens": 4096}
     fixed = {"model": str(folder), "dataset": str(folder / "problems.parquet"), "template": "plain"}
     return common.Args(image_column="image", **fixed | limits | flags)
+
+
+def load(file: Path, model: Path, **changes) -> list[common.Problem]:
+    args = replace(settings(model), dataset=str(file), **changes)
+    return common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
+
+
+def write_rows(folder: Path, *images: bytes, problem: str = "a?") -> Path:
+    rows = [{"image": {"bytes": data, "path": None}, "problem": problem, "answer": "1"} for data in images]
+    datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
+    return folder / "rows.parquet"

@@ -1,8 +1,5 @@
 """What tools/bench.py computes and prints; `fit` is held against a trace in test_pretend_gpu.py."""
 
-import re
-import sys
-
 import bench
 import pytest
 import torch
@@ -29,24 +26,3 @@ def test_what_fits(capsys):
     assert "| qwen2.5-1.5b | 1 (trains in 53) |" in capsys.readouterr().out
     seven = SHAPES["qwen2.5-7b"]
     assert bench.trains_in(seven, 4, 80, share=0.6) and not bench.trains_in(seven, 4, 80, share=0.8)
-
-
-def test_the_speed_of_the_policy(plain_python, capsys):
-    bench.policy(lengths=(32, 64), tokens=256, repeats=1)
-    output = capsys.readouterr().out
-    for length in (32, 64):
-        speed, share, gib = re.search(
-            rf"length +{length}: +(\d+) tokens/s +(\d+)% of [\d.]+ TFLOP/s +([\d.]+) GiB", output
-        ).groups()
-        assert int(speed) > 0 and 0 < int(share) < 100 and float(gib) > 0.1
-
-
-def test_without_trl_it_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(SystemExit, match=r"pip install trl==1\.16\.0"):
-        bench.trl()
-
-
-def test_pace_leaves_out_the_first_steps():
-    rows = [{"time": end, "response_length": end} for end in (10, 20, 30, 40, 50, 51, 53, 60)]
-    assert bench.pace(rows).strip() == "2.00 s a step, 55 tokens a response"

@@ -16,8 +16,8 @@ OWN = {"sspo": [], "gpg": [], "cwgrpo": [], "sps": ["--rl-steps", 1, "--irl-step
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory) -> Jobs:
-    """Two processes, each with an engine in bf16."""
-    jobs = Jobs("runs.py", tmp_path_factory.mktemp("engine"), TOY / "model", "bfloat16", ranks=2)
+    """A process with an engine in bf16."""
+    jobs = Jobs("runs.py", tmp_path_factory.mktemp("engine"), TOY / "model", "bfloat16")
     yield jobs
     jobs.end()
 

@@ -1,21 +1,18 @@
-"""tools/sweep.py and claims.py: the arms exist and cost the same, arithmetic by hand, what is there is not run again,
-runs are grouped by their settings; docs/tables is what docs/data gives."""
+"""tools/sweep.py and claims.py: the arms cost the same, arithmetic by hand, what is there is not run again, runs are
+grouped by their settings; docs/tables is what docs/data gives."""
 
 import json
 import math
 import os
 import re
-import runpy
-import shlex
 from pathlib import Path
 
 import claims
 import plot
 import pytest
 import sweep
-import tyro
 from conftest import ROOT
-from test_commands import executable, experiments, run_sh
+from test_commands import executable, settings
 
 
 @pytest.fixture
@@ -31,43 +28,18 @@ def logged(folder: Path, rows: list[dict], **flags) -> Path:
     """Write the folder of a run that logged these rows."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if flags:
-        (folder / "run.json").write_text(json.dumps({"script": "sspo", "args": flags | {"run_dir": str(folder)}}))
+    (folder / "run.json").write_text(json.dumps({"script": "sspo", "args": flags | {"run_dir": str(folder)}}))
     return folder
 
 
-def args_of(arm: str):
-    script, *flags = shlex.split(run_sh(*arm.split()))
-    return tyro.cli(runpy.run_path(str(ROOT / script))["Args"], args=flags)
-
-
 def test_arms_are_experiments_of_equal_responses_and_steps():
-    assert {arm.split()[0] for arm in claims.ARMS.values()} <= experiments().keys()
     assert {name for claim in claims.CLAIMS.values() for name in claim["arms"].split()} == claims.ARMS.keys()
     for name, arm in claims.ARMS.items():
-        args = args_of(arm)
+        args = settings(*arm.split())
         real = "-135m" in arm
         assert args.prompts_per_step * args.group_size == (64 if real else 256), name
         assert args.steps == (0 if name == "before" else 48 if "-48" in name else 12 if real else 120), name
         assert claims.STOPS.get(name, [args.steps])[-1] == args.steps, name
-    stage = args_of(claims.ARMS["sps-act"]).rl_steps
-    first, before, second, last = claims.STOPS["sps-act"]
-    assert (first, before, second, last % stage) == (stage, 2 * stage - 1, 2 * stage, 0)
-
-
-def test_what_claims_use_of_a_run_and_what_is_evaluated_at_its_stops_stand_in_its_csv(data):
-    rows = [{"step": 0, "time": 1.5, "other": 1}, {"step": 40, "time": 2.0, "reward": 0.123456, "clip_fraction": 1}]
-    folder = logged(data / "runs" / "sps-act-seed2", rows)
-    found = {name: {"mean": 0.25} for name in (*claims.SQUEEZED, "other")}
-    evaluation = {"rows": [found | {"set": "heldout"}, found | {"set": "harder"}]}
-    (folder / "eval-step40.json").write_text(json.dumps(evaluation))
-    claims.write(folder)
-    assert (data / "sps-act-seed2.csv").read_text().splitlines()[0].split(",") == claims.columns_of("sps-act")
-    before, stop = plot.read(data / "sps-act-seed2.csv")
-    assert before == {"step": 0, "time": 1.5}
-    explored = {f"sps/heldout/{name}": 0.25 for name in claims.SQUEEZED}
-    explored |= {"sps/harder/pass@1": 0.25, "sps/harder/pass@64": 0.25}
-    assert stop == {"step": 40, "time": 2, "reward": 0.1235} | explored
 
 
 def test_the_steps_that_a_figure_is_the_mean_of():
@@ -140,28 +112,6 @@ def test_a_sweep_runs_what_is_missing(data, monkeypatch, capsys):
     assert "| grpo-toy-steps-3 | 1 " in capsys.readouterr().out
 
 
-def test_what_is_there_is_not_run_again_and_seed_1_comes_first(data, monkeypatch, capsys):
-    asked, drawn = [], []
-
-    def run(folder):
-        asked.append(folder.name)
-        if folder.name.startswith("gpg-seed"):
-            raise ChildProcessError(1)
-        rows = [{"step": 120, "time": 1.0, "reward": int(folder.name[-1])}]
-        claims.write(logged(folder, rows))
-
-    monkeypatch.setattr(claims, "run", run)
-    monkeypatch.setattr(plot, "draw_bands", lambda runs, panels, path: drawn.append((list(runs), path.name)))
-    run(data / "runs" / "gpg-c-seed1")
-    assert claims.main(("gpg-threshold",), seeds=(1, 2)) == 1  # one failed; the others went on
-    assert asked == [f"{arm}-seed{seed}" for seed in (1, 2) for arm in ("gpg-c", "gpg", "gpg-beta0.8")]
-    assert drawn == [(["gpg-c", "gpg-beta0.8"], "claims-gpg-threshold.png")]
-    assert (
-        "| `reward`, steps 111–120 | 1.5 ± 0.5 | 1.5 (+0 ± 0) |" in (data / "tables" / "gpg-threshold.md").read_text()
-    )
-    assert "FAILED" in capsys.readouterr().out
-
-
 # a run that fails after step 8, and goes on to step 16
 CUT_OFF = """
 import sys
@@ -188,31 +138,11 @@ def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch
     assert set(os.listdir(data / "runs" / "grpo-135m-48-seed1")) == {"metrics.jsonl", "output.txt"}
 
 
-def test_bands(tmp_path, monkeypatch):
-    runs = {seed: [{"step": n, "reward": seed * n} for n in range(3)] for seed in range(1, 6)}
-    shown = []
-    monkeypatch.setattr(plot.plt.Axes, "fill_between", lambda _, __, low, high, **___: shown.append([*high - low]))
-    plot.draw_bands({"a": runs}, ["reward"], tmp_path / "five.png")
-    assert shown == [pytest.approx([0, 2**0.5, 8**0.5])]  # two standard errors
-    two = {"a": {seed: runs[seed] for seed in (1, 2)}}
-    plot.draw_bands(two, ["reward", "other"], tmp_path / "two.png")  # which no run has
-    lines = [[*line.get_ydata()] for line in plot.plt.gcf().axes[0].lines]
-    assert lines == [[0, 1.5, 3], [0, 1, 2], [0, 2, 4]] and len(shown) == 1
-
-
-def test_a_value_that_was_not_finite_is_a_gap_and_counts_in_no_mean(data):
-    """metrics.jsonl holds null for it. A csv says so, too; what was not logged is absent there."""
-    runs = {}
-    for seed, kl in ((1, [1.0, None, None, 4.0]), (2, [3.0, 5.0, None, 6.0])):
-        rows = [{"step": n, "time": n, "kl": x} for n, x in enumerate(kl)]
-        runs[seed] = plot.read(logged(data / f"grpo-kl-seed{seed}", rows))
-    claims.write(data / "grpo-kl-seed1")
+def test_a_value_that_was_not_finite_counts_in_no_mean(data):
+    run = logged(data / "grpo-kl-seed1", [{"step": n, "time": n, "kl": x} for n, x in enumerate((1, None, None, 4))])
+    claims.write(run)
     assert str(plot.read(data / "grpo-kl-seed1.csv")[1]) == "{'step': 1.0, 'time': 1.0, 'kl': nan}"
-    assert plot.mean_over_steps(runs[1], "kl") == 2.5
-    plot.draw_curves({"a": runs}, ["kl"], data / "curves.png")
-    assert plot.plt.gcf().axes[0].lines[0].get_ydata() == pytest.approx([1, math.nan, math.nan, 4], nan_ok=True)
-    plot.draw_bands({"a": runs}, ["kl"], data / "bands.png")
-    assert plot.plt.gcf().axes[0].lines[0].get_ydata() == pytest.approx([2, 5, math.nan, 5], nan_ok=True)
+    assert plot.mean_over_steps(plot.read(run), "kl") == 2.5
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)

@@ -20,7 +20,7 @@ def group(name: str, rewards: list[float]) -> common.Group:
     """Return a group of two, of two and of three tokens, the second one cut off."""
     rollouts = [common.Rollout(np.zeros(2 + g), np.array([-1.0] * (2 + g)), f"{name}{g}", g == 1) for g in range(2)]
     correct_G = torch.tensor(rewards, dtype=torch.float64)
-    return common.Group(name, rollouts, correct_G, correct_G - 0.5, ["graded", "no_answer"])
+    return common.Group(common.Problem(name, [0], ""), rollouts, correct_G, correct_G - 0.5, ["graded", "no_answer"])
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_which_groups_are_chosen(rewards, count, updates, chosen):
     drawn = [group(name, pair) for name, pair in zip("abcdefghijkl", rewards, strict=False)]
     valid_P = common.valid(torch.stack([one.reward_G for one in drawn]))
     assert valid_P.tolist() == [pair == MIXED for pair in rewards]
-    assert "".join(one.problem for one in common.first_valid(drawn, valid_P, count, updates)) == chosen
+    assert "".join(one.problem.text for one in common.first_valid(drawn, valid_P, count, updates)) == chosen
 
 
 def test_metrics_are_of_everything_drawn():

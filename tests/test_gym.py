@@ -1,13 +1,12 @@
 """tools/gym.py and its reward: rows that a run reads, scores that are the task's own, errors that say what to do."""
 
-import re
 from decimal import Decimal
 
 import gym
 import pytest
 import rewards
 import tyro
-from conftest import ROOT, make_verifier
+from conftest import ROOT, judged, make_verifier, refused
 
 import common
 
@@ -50,8 +49,8 @@ def test_the_reward_is_the_tasks_own_score_of_the_last_box(tmp_path):
     verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:gym", 60)
     for error, right in (("0.000009", True), ("0.001", False)):  # a unit of the last digit counts as right
         answer = Decimal(row["answer"]) + Decimal(error)
-        assert (verifier.judge([rf"\boxed{{{answer}}}"], [row]) == [(1.0, "graded")]) is right, error
-    with pytest.raises(ValueError, match=r"^--reward tools/rewards.py:gym .* 'entry'; there are \['problem'\]"):
+        assert (judged(verifier, [rf"\boxed{{{answer}}}"], [row]) == [(1.0, "graded")]) is right, error
+    with refused(r"^--reward tools/rewards.py:gym .* 'entry'; there are \['problem'\]"):
         rewards.gym("1", {"problem": "?"})
 
 
@@ -77,24 +76,5 @@ def test_without_the_library(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"tools/gym\.py: needs `pip install reasoning-gym=="):
         make(tmp_path, "chain_sum")
     monkeypatch.setattr(rewards, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^--reward tools/rewards\.py:gym: needs `pip install reasoning-gym=="):
+    with refused(r"^--reward tools/rewards\.py:gym: needs `pip install reasoning-gym=="):
         rewards.scorer.__wrapped__("chain_sum", "{}")
-
-
-@needs_library
-def test_no_other_scorer_evaluates():
-    """Of the library's own text: wherever it evaluates anything in a scorer, the task is refused."""
-    import inspect
-
-    from reasoning_gym.factory import DATASETS
-
-    found = set()
-    for name, (task, _) in DATASETS.items():
-        if re.search(r"\b(eval|exec|parse_expr|sympify)\(.*answer(?!\"\])", inspect.getsource(task.score_answer)):
-            found.add(name)
-    assert found == gym.EVALUATED - {"composite"}
-
-
-def test_values_of_settings():
-    assert gym.setting("a=3") == ("a", 3) and gym.setting("a=[1, 2]") == ("a", [1, 2])
-    assert gym.setting("a=b=c") == ("a", "b=c") and gym.setting("a=True") == ("a", True)

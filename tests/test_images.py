@@ -1,14 +1,11 @@
 """Images: packed against one sequence at a time by transformers' own path, positions, ranks, vLLM, errors."""
 
-import json
 import re
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PACKED, check_sampler
+from conftest import PACKED, check_sampler, refused
 from faults import differences
 from jobs import Jobs
 from safetensors.torch import load_file
@@ -16,9 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationC
 
 pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
 
-import datasets
-import plot
-from seeing import STOPS, png, random_seeing_model, settings, write_images
+from seeing import STOPS, load, png, random_seeing_model, settings, write_images, write_rows
 from test_invariance import check_alike, largest_difference
 
 import common
@@ -34,8 +29,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 
 def problems_of(folder: Path) -> list[common.Problem]:
-    args = settings(folder)
-    return common.load_problems(args.dataset, AutoTokenizer.from_pretrained(folder), args, "--dataset")
+    return load(folder / "problems.parquet", folder)
 
 
 def batch_of(problems: list[common.Problem]) -> common.Batch:
@@ -119,8 +113,8 @@ def test_cost_is_tokens_and_patches(models):
     """An image of two responses counts once."""
     batch = batch_of(problems_of(models["qwen2_vl"]))
     for p, tokens in enumerate((4, 6, 25, 8, 0, 4)):
-        assert batch.total_R[2 * p] - batch.length_R[2 * p] == len(batch.groups[p].problem.prompt_ids) + 4 * tokens
-    once = batch.total_R[[0, 8]].sum() + batch.length_R[1]
+        assert batch.cost_R[2 * p] - batch.length_R[2 * p] == len(batch.groups[p].problem.prompt_ids) + 4 * tokens
+    once = batch.cost_R[[0, 8]].sum() + batch.length_R[1]
     assert batch.pack([0, 1, 8], CPU).cost == once
 
 
@@ -203,34 +197,6 @@ def test_evaluation_shows_the_images(seeing, tmp_path):
         assert texts[0] != texts[1]
 
 
-def test_answers_are_drawn(tmp_path, monkeypatch):
-    """The ends of first answers before and after, with their image and a box in thousandths of it, or as text alone."""
-    write_images(tmp_path / "seen.parquet", [(16, 24)])
-    flags = {"eval": f"{tmp_path}/seen.parquet,other", "image_column": "image"}
-    (tmp_path / "samples").mkdir()
-    place = SimpleNamespace(world=SimpleNamespace(rank=0), folder=tmp_path)
-    for step, text, reward in ((0, "one\n\nor $\\boxed{2}$", 0), (20, "x" * 990 + "\n(250,500),(750,1000)", 0.5)):
-        rollouts = [common.Rollout([], [], text, False), common.Rollout([], [], "(0,0),(9,9)", False)]
-        group = common.Group(common.Problem("what?", [], "1"), rollouts, reward_G=torch.full((2,), reward))
-        common.Record.samples(place, f"seen-step{step:05d}", [group])
-    draw = ["plot.py", str(tmp_path), "--figure", "answers", "-o", str(tmp_path / "answers.png")]
-    monkeypatch.setattr("sys.argv", draw)
-    after = ["after, reward 0.5, 0 tokens", *["x" * 40] * 3]
-    joined = ["before, reward 0, 0 tokens", "one or $\\boxed{2}$", *after, "x" * 19 + " (250,500),(750,1000)"]
-    apart = [joined[0], "one", "", "or $\\boxed{2}$", *after, "x" * 19, "(250,500),(750,1000)"]
-    for column in ("image", ""):
-        (tmp_path / "run.json").write_text(json.dumps({"args": flags | {"image_column": column}}))
-        plot.main()
-        axis = plot.plt.gcf().axes[0]
-        assert axis.get_title() == "what?" and (tmp_path / "answers.png").stat().st_size > 5000
-        assert axis.texts[0].get_text().split("\n") == (joined if column else apart)
-        corners = [line.get_xydata()[[0, 2]].tolist() for line in axis.lines]
-        assert corners == ([[[5.5, 7.5], [17.5, 15.5]]] if column else [])
-    (tmp_path / "samples" / "seen-step00020.txt").unlink()
-    with pytest.raises(SystemExit, match="no answers before and after"):
-        plot.main()
-
-
 def test_a_saved_model_is_whole(models, tmp_path, plain_python):
     """Names as on the hub, and the image processor beside it."""
     folder, args = models["qwen2_5_vl"], settings(models["qwen2_5_vl"])
@@ -249,39 +215,33 @@ def test_a_saved_model_is_whole(models, tmp_path, plain_python):
 @pytest.mark.parametrize(
     ("image", "reason"),
     [
-        ({"bytes": b"no image", "path": None}, "cannot identify image file"),
-        ({"bytes": b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "path": None}, "broken PNG file"),
-        ({"bytes": None, "path": "nowhere/a.png"}, "no file of at most 64 MiB"),
-        ({"bytes": png(2, 900), "path": None}, "absolute aspect ratio must be"),
+        (b"no image", "cannot identify image file"),
+        (b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "broken PNG file"),
+        (png(2, 900), "absolute aspect ratio must be"),
     ],
 )
 def test_rows_that_cannot_be_seen(models, tmp_path, image, reason):
-    rows = [{"image": {"bytes": png(16, 16), "path": None}, "problem": "a?", "answer": "1"}] * 2
-    datasets.Dataset.from_list([*rows, rows[0] | {"image": image}]).to_parquet(tmp_path / "rows.parquet")
-    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "rows.parquet"))
-    with pytest.raises(ValueError, match=rf"^--dataset .*rows\.parquet, row 2: its image cannot be read.*{reason}"):
-        common.load_data(args, AutoTokenizer.from_pretrained(args.model))
+    file = write_rows(tmp_path, png(16, 16), png(16, 16), image)
+    with refused(rf"^--dataset .*rows\.parquet, row 2: its image cannot be read.*{reason}"):
+        load(file, models["qwen2_vl"])
 
 
 def test_a_problem_that_names_the_placeholder_is_left_out(models, tmp_path):
-    row = {"image": {"bytes": png(16, 16), "path": None}, "problem": "what is <|image_pad|>?", "answer": "1"}
-    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
-    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "rows.parquet"))
-    with pytest.raises(ValueError, match=r"no usable row among 1; left out: {'spells <\|image_pad\|>': 1}"):
-        common.load_data(args, AutoTokenizer.from_pretrained(args.model))
+    file = write_rows(tmp_path, png(16, 16), problem="what is <|image_pad|>?")
+    with refused(r"no usable row among 1; left out: {'spells <\|image_pad\|>': 1}"):
+        load(file, models["qwen2_vl"])
 
 
 def test_flags_that_cannot_work(models, tiny):
-    args = settings(models["qwen2_vl"])
-    with pytest.raises(ValueError, match=r"--model .* no vision tower"):
-        common.model_folder(replace(args, model=str(tiny)))
-    with pytest.raises(ValueError, match=r"no image column; looked for \['photo'\], saw \['image', .*; --image-column"):
-        common.load_data(replace(args, image_column="photo"), AutoTokenizer.from_pretrained(args.model))
+    model = models["qwen2_vl"]
+    with refused(r"--model .* no vision tower"):
+        common.model_folder(settings(tiny))
+    with refused(r"no image column; looked for \['photo'\], saw \['image', .*; --image-column"):
+        load(model / "problems.parquet", model, image_column="photo")
 
 
 def test_larger_images_are_shrunk(models, tmp_path):
     write_images(tmp_path / "large.parquet", [(100, 60), (16, 16)])
-    args = replace(settings(models["qwen2_vl"]), dataset=str(tmp_path / "large.parquet"), max_pixels=1600)
-    problems, _ = common.load_data(args, AutoTokenizer.from_pretrained(args.model))
+    problems = load(tmp_path / "large.parquet", models["qwen2_vl"], max_pixels=1600)
     assert [problem.image.grid for problem in problems] == [[6, 3], [2, 2]]
     assert problems[0].image.patches == 4 * 6 * 3

@@ -44,9 +44,7 @@ def check_no_step(result: dict) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_gradient_and_metrics(step, script):
     """Ranks, budget and order at once; alone is one process with everything in one micro-batch."""
-    alone = step(1, script)
-    assert len(alone["gradient"]) == 27
-    check_alike(step(3, script, 50, reverse=True), alone)
+    check_alike(step(3, script, 50, reverse=True), step(1, script))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -135,18 +133,15 @@ def test_clip_cov_knows_nothing_of_groups_without_a_gradient(step):
 
 
 def test_a_later_update_of_clip_cov_starts_from_the_policy_that_the_first_one_left(step):
-    """Its covariances are those of that policy, on any number of processes; with learning rate 0 it is the old one."""
+    """Its covariances are those of that policy, on any number of processes."""
     args = CLIP_COV | {"updates_per_step": 3, "lr": 1e-2}
     one, three = (step(ranks, "cwgrpo", 60, args) for ranks in (1, 3))
-    still = step(1, "cwgrpo", 60, args | {"lr": 0.0})
+    still = step(1, "cwgrpo", 60, args | {"lr": 0.0})  # where it is the old one
     assert one["metrics"]["optimizer_steps"] == three["metrics"]["optimizer_steps"] == 3
     for name in ("loss", "kl", "weight_removed"):
         assert three["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-3), name
-    assert (
-        largest_difference(three["gradient"], one["gradient"])
-        < 1e-2
-        < largest_difference(still["gradient"], one["gradient"])
-    )
+    assert largest_difference(three["gradient"], one["gradient"]) < 1e-2
+    assert largest_difference(still["gradient"], one["gradient"]) > 1e-2
 
 
 def test_a_later_mask_of_clip_cov_is_of_the_policy_that_the_first_update_left(step):

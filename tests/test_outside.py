@@ -1,33 +1,25 @@
 """What comes in from outside is data: nothing in a model folder, a data set, an answer or a run folder is run as code,
 and no row of a data set reads other files or the network."""
 
-import http.server
 import io
 import json
 import math
 import os
 import pickle
 import shutil
+import socket
 import struct
-import subprocess
-import sys
-import threading
 import zlib
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
-import jinja2
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import PACKED, ROOT, TOY
+from conftest import refused
 from PIL import Image
-from transformers import AutoTokenizer
-
-import common
+from seeing import load, png, random_seeing_model, write_rows
 
 
 class Hostile:
@@ -47,23 +39,12 @@ def mark(tmp_path):
     assert not (tmp_path / "mark").exists(), "code from outside was run"
 
 
-def test_workers_import_nothing_from_the_folder_where_a_run_is_started(mark, tmp_path):
-    """Not the server that forks them, nor multiprocessing's other helpers, whatever PYTHONPATH says."""
-    for name in ("json", "math_verify", "re", "signal", "sitecustomize"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'w')\n")
-    program = [
-        "from types import SimpleNamespace",
-        "import common",
-        "if __name__ == '__main__':",
-        "    world = common.World(0, 1, 1, None, None)",
-        "    verifier = common.Verifier(SimpleNamespace(reward='math'), world)",
-        r"    assert verifier.grade([r'\boxed{1+x}'], ['x+1']) == [1.0]",
-    ]
-    (tmp_path / "away").mkdir()
-    (tmp_path / "away" / "run.py").write_text("\n".join(program))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    environment.pop("PYTHONSAFEPATH", None)
-    subprocess.run([sys.executable, "away/run.py"], cwd=tmp_path, env=environment, check=True, timeout=120)
+def test_nothing_is_imported_from_the_folder_where_a_run_is_started(sspo_run):
+    """By no rank, nor the server that forks the verifier's processes, nor the child in which vLLM inspects an
+    architecture, once: then its cache has it."""
+    away = sspo_run.folder.parent
+    assert list((away / "cache" / "modelinfos").iterdir()), "vLLM started no child"
+    assert not (away / "mark").exists()
 
 
 def test_what_a_run_leaves_is_no_pickle(sspo_run, sps_run):
@@ -86,57 +67,10 @@ def test_a_hostile_file_of_demonstrations_is_refused(mark, tmp_path):
         sps.demonstrations(tmp_path, range(1, 2), [], 1, 0)
 
 
-def test_a_hostile_table_of_contents_is_not_read(mark, tiny, plain_python, tmp_path):
-    """PyTorch's own format of distributed checkpoints has a pickled `.metadata`."""
-    from eval import weights_of
-
-    world = common.init_world()
-    args = common.Args(model=str(tiny), run_dir=str(tmp_path), resume=True, max_prompt_tokens=8, max_response_tokens=8)
-    policy = common.load_policy(tiny, args, world)
-    optimizer = torch.optim.AdamW(policy.parameters())
-    (tmp_path / "metrics.jsonl").touch()
-    record = SimpleNamespace(args=args, world=world, folder=tmp_path, say=print, started=0.0)
-    common.save_checkpoint(policy, optimizer, 1, 2, record)
-    folder = tmp_path / "checkpoints" / "step-00001"
-    (folder / ".metadata").write_bytes(pickle.dumps(Hostile(mark)))
-    manifest = json.loads((folder / "manifest.json").read_text()) | {"files": common.sizes(folder)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert common.resume(policy, optimizer, record) == (1, 2)
-    found = dict(weights_of(folder, policy.model.config, torch.float32))
-    assert found.keys() == dict(policy.named_parameters()).keys()
-
-
-def test_the_attention_that_a_config_names_is_not_taken(tmp_path, plain_python):
-    folder = tmp_path / "model"
-    shutil.copytree(TOY / "model", folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"attn_implementation": "flash_attention_2", "_attn_implementation": "nobody/kernel"}
-    (folder / "config.json").write_text(json.dumps(config))
-    args = common.Args(model=str(folder), max_prompt_tokens=8, max_response_tokens=8)
-    policy = common.load_policy(common.model_folder(args), args, common.init_world())
-    assert policy.model.config._attn_implementation == PACKED
-
-
-def test_a_chat_template_runs_in_a_sandbox(mark):
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
-    tokenizer.chat_template = f"{{{{ cycler.__init__.__globals__.os.system('touch {mark}') }}}}"
-    with pytest.raises(jinja2.exceptions.SecurityError):
-        common.prompt_of("1+1?", "chat", tokenizer)
-
-
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory) -> Path:
     pytest.importorskip("torchvision", reason="image processors need torchvision, which is not installed")
-    from seeing import random_seeing_model
-
     return random_seeing_model(tmp_path_factory.mktemp("seeing"), "qwen2_vl", tied=True)
-
-
-def load(file: Path, model: Path, **changes):
-    from seeing import settings
-
-    args = replace(settings(model), dataset=str(file), **changes)
-    return common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
 
 
 def test_code_of_an_image_processor_is_not_run(mark, seeing, tmp_path, monkeypatch):
@@ -144,9 +78,9 @@ def test_code_of_an_image_processor_is_not_run(mark, seeing, tmp_path, monkeypat
     folder = tmp_path / "model"
     shutil.copytree(seeing, folder)
     (folder / "code.py").write_text(f"open({str(mark)!r}, 'w')\nclass P: pass\n")
-    settings = {"image_processor_type": "P", "auto_map": {"AutoImageProcessor": "code.P"}}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    about = {"image_processor_type": "P", "auto_map": {"AutoImageProcessor": "code.P"}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(about))
+    with refused("trust_remote_code"):
         load(seeing / "problems.parquet", folder)
 
 
@@ -158,8 +92,6 @@ def rows_with(tmp_path, path) -> Path:
 
 
 def test_an_image_is_a_file_below_the_data_sets_folder(seeing, tmp_path):
-    from seeing import png
-
     file = rows_with(tmp_path, "images/a.png")
     (file.parent / "images").mkdir()
     (file.parent / "images" / "a.png").write_bytes(png(16, 16))
@@ -168,18 +100,16 @@ def test_an_image_is_a_file_below_the_data_sets_folder(seeing, tmp_path):
     assert load(file, seeing)[0].image.data == png(16, 16)
     assert load(rows_with(tmp_path, str(file.parent / "images" / "a.png")), seeing)[0].image.data == png(16, 16)
     for path in ("../outside.png", str(tmp_path / "outside.png"), "link.png", "/dev/zero"):
-        with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image .* is not below the data's folder"):
+        with refused(r"--dataset .*, row 0: its image .* is not below the data's folder"):
             load(rows_with(tmp_path, path), seeing)
     with open(file.parent / "images" / "a.png", "ab") as grown:
         grown.truncate((1 << 26) + 1)  # takes no room on a disk
-    with pytest.raises(ValueError, match=r"--dataset .*, row 0: its image cannot be read.*no file of at most 64 MiB"):
+    with refused(r"--dataset .*, row 0: its image cannot be read.*no file of at most 64 MiB"):
         load(rows_with(tmp_path, "images/a.png"), seeing)
 
 
 def test_images_of_a_folder_of_the_hub_and_of_other_kinds(seeing, tmp_path, monkeypatch):
     """What a `save_to_disk` folder names lies in it; a hub id is no folder; a pipe would never end."""
-    from seeing import png
-
     row = {"image": "a.png", "problem": "a?", "answer": "1"}
     datasets.Dataset.from_list([row]).save_to_disk(tmp_path / "data")
     for folder in (tmp_path, tmp_path / "data"):
@@ -190,83 +120,47 @@ def test_images_of_a_folder_of_the_hub_and_of_other_kinds(seeing, tmp_path, monk
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.Dataset.from_list([row]))
     for source in (tmp_path / "data", "owner/name", "name"):
         (tmp_path / "data" / "a.png").unlink(missing_ok=True)
-        with pytest.raises(ValueError, match=r"row 0: its image cannot be read: .* is no file of at most 64 MiB"):
+        with refused(r"row 0: its image cannot be read: .* is no file of at most 64 MiB"):
             load(source, seeing)
     os.mkfifo(tmp_path / "data" / "a.png")
-    with pytest.raises(ValueError, match=r"row 0: its image cannot be read: .* is no file of at most 64 MiB"):
+    with refused(r"row 0: its image cannot be read: .* is no file of at most 64 MiB"):
         load(tmp_path / "data", seeing)
 
 
-def encoded(image: Image.Image, kind: str) -> dict:
-    file = io.BytesIO()
-    image.save(file, kind)
-    return {"bytes": file.getvalue(), "path": None}
-
-
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "EPS", "TIFF", "PPM", "ICO"])
-def test_images_are_of_five_kinds(mark, seeing, tmp_path, monkeypatch, kind):
-    """PIL lets Ghostscript, which runs programs, draw an EPS."""
-    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {mark}\n")
-    (tmp_path / "gs").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    rows = [{"image": encoded(Image.new("RGB", (16, 16)), kind), "problem": "a?", "answer": "1"}]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    if kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
-        assert len(load(tmp_path / "rows.parquet", seeing)) == 1
-    else:
-        with pytest.raises(ValueError, match=r"row 0: its image cannot be read: .*cannot identify image file"):
-            load(tmp_path / "rows.parquet", seeing)
+def test_images_are_of_five_kinds(seeing, tmp_path):
+    images = []
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
+        file = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(file, kind)
+        images.append(file.getvalue())
+    with refused(r"row 5: its image cannot be read: .*cannot identify image file"):
+        load(write_rows(tmp_path, *images), seeing)
 
 
 @pytest.mark.parametrize("size", [(9000, 9000), (1, 50_000_001), (65_000, 65_000)])
 def test_a_bomb_of_pixels_is_refused_by_its_size(seeing, tmp_path, size):
     """A file that ends before its pixels."""
-    header = encoded(Image.new("1", (8, 8)), "PNG")["bytes"][:29]
+    header = png(8, 8)[:29]
     about = header[12:16] + struct.pack(">II", *size) + header[24:]
     data = header[:12] + about + struct.pack(">I", zlib.crc32(about)) + struct.pack(">I", 9) + b"IDAT"
-    rows = [{"image": {"bytes": data, "path": None}, "problem": "a?", "answer": "1"}]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=f"row 0: .*{math.prod(size)} pixels.* exceeds limit of 50000000 pixels"):
-        load(tmp_path / "rows.parquet", seeing)
-
-
-def test_the_child_of_vllm_imports_nothing_from_the_folder_where_a_run_is_started(mark, tmp_path):
-    """vLLM inspects an architecture in a `python -m`, once: then its cache has it."""
-    (tmp_path / "json.py").write_text(f"open({str(mark)!r}, 'w')\n")
-    flags = ["--model", TOY / "model", "--template", "plain", "--steps", 0, "--eval", TOY / "harder.jsonl"]
-    flags += ["--max-prompt-tokens", 32, "--max-response-tokens", 4, "--run-dir", tmp_path / "run"]
-    environment = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    command = [sys.executable, ROOT / "gpg.py", *map(str, flags)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "cache" / "modelinfos").iterdir()), "vLLM started no child"
+    with refused(f"row 0: .*{math.prod(size)} pixels.* exceeds limit of 50000000 pixels", Exception):
+        load(write_rows(tmp_path, data), seeing)
 
 
 def test_no_row_is_fetched_from_the_network(seeing, tmp_path):
     """A column that the file's metadata calls an image would be fetched when the row is read."""
-    asked = []
-
-    class Server(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            self.send_error(404)
-
-        do_HEAD = do_GET
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    image = {"bytes": None, "path": f"http://127.0.0.1:{server.server_port}/a.png"}
-    media = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-    columns = {"problem": ["1+1?"], "answer": ["2"], "image": pyarrow.array([image], media)}
+    server = socket.create_server(("127.0.0.1", 0))
+    image = {"bytes": None, "path": f"http://127.0.0.1:{server.getsockname()[1]}/a.png"}
     text = datasets.Value("string")
     features = datasets.Features(problem=text, answer=text, image=datasets.Image())
-    table = pyarrow.table(columns).replace_schema_metadata(features.arrow_schema.metadata)
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    args = common.Args(template="plain", reward="mine.py:score")  # a reward of one's own is given every column
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
-    (problem,) = common.load_problems(str(tmp_path / "rows.parquet"), tokenizer, args, "--dataset")
+    table = datasets.Dataset.from_list([{"problem": "1+1?", "answer": "2", "image": image}], features).data.table
+    assert b"Image" in table.schema.metadata[b"huggingface"]
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(table, file)
+    (problem,) = load(file, seeing, reward="mine.py:score", image_column="")  # which is given every column
     assert problem.given[0]["image"] == image
-    with pytest.raises(ValueError, match=r"row 0: its image cannot be read"):
-        load(tmp_path / "rows.parquet", seeing)
-    server.shutdown()
-    assert asked == []
+    with refused(r"row 0: its image cannot be read"):
+        load(file, seeing)
+    server.setblocking(False)
+    with pytest.raises(BlockingIOError):  # nobody has called
+        server.accept()

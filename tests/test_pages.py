@@ -6,8 +6,6 @@ import textwrap
 import pytest
 from conftest import ROOT
 
-import sps
-
 README = ROOT / "README.md"
 PAGES = [README, *sorted(ROOT.glob("docs/*.md"))]
 # how a script's line says which equation it is; CW-GRPO's have no numbers
@@ -55,13 +53,3 @@ def test_excerpts_are_the_scripts_lines(script):
         numbered = {line.strip() for line in source.splitlines() if EQUATION.search(line)}
         missing = numbered - shown
         assert not missing
-
-
-@pytest.mark.parametrize("problems, ends", [(3000, [188, 376, 564]), (5000, [313, 626]), (10_000, [625])])
-def test_the_ends_of_spss_stages(problems, ends):
-    """docs/sps.md says that its runs evaluate there, and that --eval-every 100 alone would not."""
-    args = sps.Args()
-    rl_steps, _ = sps.stage_lengths(args, problems)
-    assert list(range(rl_steps, args.steps + 1, rl_steps)) == ends and all(end % 100 for end in ends)
-    page = (ROOT / "docs" / "sps.md").read_text()
-    assert ", ".join(map(str, ends)).replace(", 564", " and 564").replace(", 626", " and 626") in page

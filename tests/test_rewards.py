@@ -1,17 +1,14 @@
 """tools/rewards.py on rows as the data sets have them, and tools/images.py on files of the same layout."""
 
-import io
 import json
 import random
 
 import datasets
 import images
-import pyarrow
-import pyarrow.parquet
 import pytest
 import rewards
-from conftest import ROOT, make_verifier
-from PIL import Image
+from conftest import ROOT, make_verifier, refused
+from seeing import png
 
 import common
 
@@ -115,26 +112,22 @@ def test_boxes_that_are_none():
         assert rewards.iou(answered(text), gold) == rewards.giou(answered(text), gold) == 0, text
 
 
+def judged(name: str, *cases: tuple[str, str]) -> list:
+    answers, solutions = zip(*cases, strict=True)
+    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:{name}")
+    return verifier.judge([*zip(map(answered, answers), map(row, solutions), strict=True)])
+
+
 def test_as_a_flag():
-    """As a script reads it, the format beside it."""
-    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:iou")
-    rows = [row("(0,0),(10,20)"), {"image": None, "answer": "(0,0),(10,20)"}]
-    right, (_, why) = verifier.judge([answered("(0,0),(10,10)")] * 2, rows)
-    assert right == (0.5, "graded") and "column 'solution'; there are ['image', 'answer']" in why
-
-
-def test_geometry_as_a_flag():
     """An answer that never ends is wrong, and the next one is graded."""
-    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:geoqa")
-    answers = [answered(r"5^{5^{5^{5^5}}}"), answered(r"\sqrt{3}\cdot 2")]
-    rows = [row(r"\sqrt{5}+\sqrt{7}"), row("√(12)")]
-    assert verifier.judge(answers, rows) == [(0.0, "timeout"), (1.0, "graded")]
+    assert judged("iou", ("(0,0),(10,10)", "(0,0),(10,20)")) == [(0.5, "graded")]
+    verdicts = judged("geoqa", (r"5^{5^{5^{5^5}}}", r"\sqrt{5}+\sqrt{7}"), (r"\sqrt{3}\cdot 2", "√(12)"))
+    assert verdicts == [(0.0, "timeout"), (1.0, "graded")]
 
 
-def picture(color: tuple[int, int, int], size: tuple[int, int] = (20, 10), kind: str = "PNG") -> bytes:
-    drawn = io.BytesIO()
-    Image.new("RGB", size, color).save(drawn, kind)
-    return drawn.getvalue()
+def test_a_row_without_a_solution_is_named():
+    with refused(r"column 'solution'; there are \['image', 'answer'\]"):
+        rewards.iou(answered("(0,0),(10,10)"), {"image": None, "answer": "(0,0),(10,20)"})
 
 
 def prepare(monkeypatch, folder, *arguments) -> dict[str, list[dict]]:
@@ -150,17 +143,13 @@ def prepare(monkeypatch, folder, *arguments) -> dict[str, list[dict]]:
 
 def test_options_of_sat(tmp_path, monkeypatch):
     """Rows with two images are left out; the right option is not always the first, and is the same again."""
-    rows = [
-        {
-            "image_bytes": [picture((number, 0, 0))] * (1 + (number == 3)),
-            "question": f"q{number}?",
-            "answers": ["near", "far"],
-            "correct_answer": "near",
-        }
-        for number in range(12)
-    ]
+    rows = []
+    for number in range(12):
+        images = [png(10, 20, number)] * (1 + (number == 3))
+        row = {"image_bytes": images, "question": f"q{number}?", "answers": ["near", "far"], "correct_answer": "near"}
+        rows.append(row)
     file = tmp_path / "SAT_train.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    datasets.Dataset.from_list(rows).to_parquet(file)
     made = prepare(monkeypatch, tmp_path, "sat", file)["sat"]
     assert len(made) == 11 and made == prepare(monkeypatch, tmp_path, "sat", file)["sat"]
     assert {one["solution"] for one in made} == {"<answer> (A) near </answer>", "<answer> (B) near </answer>"}
@@ -173,10 +162,10 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     """Around every polygon of the target; of the training images each wording is a row."""
     polygons = [[[20, 10], [60, 20], [40, 50]], [[70, 30], [90, 30], [80, 45]]]
     shapes = [{"label": "target", "points": points} for points in polygons]
-    shapes += [{"label": "ignore", "points": [[0, 0], [199, 0], [199, 99]]}]
+    shapes.append({"label": "ignore", "points": [[0, 0], [199, 0], [199, 99]]})
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
-        (tmp_path / split / "a.jpg").write_bytes(picture((9, 9, 9), (200, 100), "JPEG"))
+        (tmp_path / split / "a.jpg").write_bytes(png(100, 200))
         (tmp_path / split / "a.json").write_text(json.dumps({"text": ["one", "two"], "shapes": shapes}))
         made = prepare(monkeypatch, tmp_path, "lisa", tmp_path / split)
     first, second = made["lisa-train"]

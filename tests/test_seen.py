@@ -60,7 +60,8 @@ def test_the_file_has_two_groups_with_a_gradient_of_each_update(monkeypatch, tmp
     """Six groups of two in two updates; of the second update only one group has rewards that differ. A forker's vector
     is there, too, half a character is a token, and a value that is not finite is null."""
     monkeypatch.setattr("sys.argv", ["mine.py"])
-    record = common.Record(sspo.Args(run_dir=str(tmp_path)), "mine", ALONE)
+    args = sspo.Args(model=str(TOY / "model"), run_dir=str(tmp_path), updates_per_step=2)
+    record = common.Record(args, "mine", ALONE)
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     pieces = tokenizer.encode("é</script>\n\n")
     groups = []
@@ -71,7 +72,7 @@ def test_the_file_has_two_groups_with_a_gradient_of_each_update(monkeypatch, tmp
     mine_T = torch.arange(len(batch.response_T)) / 3
     mine_T[batch.place_R[2][0]] = math.nan
     seen = {"mine_T": mine_T, "trained_T": batch.response_T != 3, "alpha": 1.0}
-    record.training(7, batch, seen, tokenizer, updates=2)
+    record.training(7, batch, seen)
     assert "problem 3" in (tmp_path / "samples" / "train-step00007.txt").read_text()
     step = tokens.read(tmp_path / "samples" / "train-step00007.parquet", 9)
     groups = step["groups"]
@@ -97,11 +98,11 @@ def test_a_run_writes_what_its_evaluations_saw(sspo_run, gpg_run, cwgrpo_run, sp
         assert [file.stem for file in files] == [file.stem for file in sorted(samples.glob("train-step*.txt"))] != []
         table = pandas.read_parquet(files[0]).groupby("group").filter(lambda group: group["reward"].nunique() > 1)
         for row in table.to_dict("records"):
-            n = len(row["tokens"])
+            n = len(row["ids"])
             vectors = {name: list(x) for name, x in row.items() if name.endswith("_T")}
             assert {len(values) for values in vectors.values()} == {n}
             assert set(vectors) >= ALWAYS | {"sampler_logp_T"}
-            if script == "sspo" and not row["update"] and any(row["trained_T"]):
+            if script == "sspo" and row["group"] == 0 and any(row["trained_T"]):
                 assert vectors["ratio_T"] == pytest.approx([1] * n, abs=1e-4)
             if script == "sps":  # one of two, and wrong ones come first
                 assert vectors["demonstration_T"] == [row["reward"] < 1] * n

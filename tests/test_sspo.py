@@ -102,7 +102,7 @@ def test_clip_summary():
 def test_one_segment_is_gspo():
     """Eqs. 4 to 6: GRPO's loss of one ratio a response."""
     logp, old, reward, entropy, segment = draw(3)
-    whole = [[[0 for _ in response] for response in row] for row in segment]
+    whole = [[[0] * len(response) for response in row] for row in segment]
     loss, *_ = ours(logp, old, reward, entropy, whole, fixed=0.2)
 
     def mean(nested):

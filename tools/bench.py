@@ -31,7 +31,6 @@ import datasets
 import numpy as np
 import torch
 import tyro
-from faults import read
 from torch.utils.benchmark import Timer
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -141,8 +140,8 @@ def flop_rate(policy, batch, speed):
     head = decoder.embed_tokens.weight.numel()
     body = sum(parameter.numel() for parameter in decoder.parameters()) - head
     width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
-    flop_R = body * batch.total_R + head * batch.length_R + width * batch.total_R.double().square()
-    return 6 * speed * (flop_R.sum() / batch.total_R.sum()).item()
+    flop_R = body * batch.cost_R + head * batch.length_R + width * batch.cost_R.double().square()
+    return 6 * speed * (flop_R.sum() / batch.cost_R.sum()).item()
 
 
 def train(policy, length, tokens, world, dtype, repeats=1):
@@ -374,7 +373,8 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
         run = Path(home, "run")
         subprocess.run([*ours, *flags, "--run-dir", run], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
         args = sps.Args(**json.loads((run / "run.json").read_text())["args"])
-        print(f"sps.py      {pace(read(run / 'metrics.jsonl')[-args.steps :])}", flush=True)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        print(f"sps.py      {pace(rows[-args.steps :])}", flush=True)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
         prompts = [common.prompt_of(problem.text, args.template, tokenizer) for problem in problems]

@@ -102,7 +102,7 @@ class Check:
 
     def dealt(self, batch):
         """Return this rank's micro-batches of a batch."""
-        return batch.deal(batch.total_R > 0, self.world, self.args.micro_batch_tokens)
+        return batch.deal(batch.cost_R > 0, self.world, self.args.micro_batch_tokens)
 
     def sample(self, problems, n, stream):
         """Sample n responses to each problem; `stream` tells one call's seeds from another's."""

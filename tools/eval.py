@@ -604,7 +604,7 @@ def main(args):
             if grading not in verifiers:
                 verifiers[grading] = common.Verifier(settings[name], world, sets.values())
             if grading == "unboxed":
-                verifiers[grading].function = judge_unboxed
+                verifiers[grading].task = (judge_unboxed,)
                 verifiers[grading].limit = 300  # seconds
         sampler = common.Sampler(folder, tokenizer, widest, world)
         sampler.load(weights_of(run, folder, config, sampler.dtype))

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pandas
+from transformers import AutoTokenizer
 
 ROOM = 1_980_000  # bytes for the steps, so that the page stays under 2 MB
 
@@ -46,10 +47,10 @@ def visible(text, newline="↵\n"):
     return re.sub("\n(?=↵)", "", newline.join(lines))
 
 
-def pack(response, most):
+def pack(response, most, tokenizer):
     """Return a response as the page wants it: what stands beside it, and up to so many tokens and their vectors, in six
     digits. A constant vector becomes one number."""
-    tokens = response["tokens"]
+    tokens = tokenizer.batch_decode([[token] for token in response["ids"]])
     vectors = {}
     trained = any(response.pop("trained_T"))
     for name, vector in response.items():
@@ -87,7 +88,13 @@ def read(file, most):
     """Return a step as the page wants it, with the sizes of its groups in bytes, but not more groups than can have
     room: of each update the first two with a gradient. Those of the last update come first: in the first update every
     ratio is 1."""
+    folder = file.parent.parent
+    args = json.loads((folder / "run.json").read_text())["args"]
+    updates = args.get("updates_per_step", 1)
+    saved = folder / "model"  # by the end of the run
+    tokenizer = AutoTokenizer.from_pretrained(saved if saved.exists() else args["model"])
     table = pandas.read_parquet(file)
+    table["update"] = table["group"] * updates // (table["group"].max() + 1)
     ordered = []
     for _, update in table.groupby(-table["update"]):
         groups = [group.to_dict("records") for _, group in update.groupby("group") if group["reward"].nunique() > 1]
@@ -100,8 +107,8 @@ def read(file, most):
         first = responses[0]
         packed = {
             "problem": visible(first["problem"][:2000], newline="\n"),
-            "about": f"answer {visible(first['answer'])}, update {first['update'] + 1} of {table['update'].max() + 1}",
-            "responses": [pack(response, most) for response in responses],
+            "about": f"answer {visible(first['answer'])}, update {first['update'] + 1} of {updates}",
+            "responses": [pack(response, most, tokenizer) for response in responses],
         }
         groups.append(packed)
         sizes.append(len(as_json(packed)) + 9)

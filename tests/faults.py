@@ -1,6 +1,6 @@
 """Kill runs at random moments and resume them until they end; compare them with runs that nothing disturbed.
 
-    python tools/faults.py kills --count 25      25 kills of each script
+    python tests/faults.py --count 25      25 kills of each script
 
 Nothing is simulated: torchrun with two processes, real signals, what then lies in the run folder. Linux.
 """
@@ -152,42 +152,43 @@ def start(script, run):
 
 def trial(script, run, last):
     """Start or resume a run, and kill it at a random moment unless it is the `last` time: in the start-up, of some 20
-    seconds, or within a second after one of its next five steps. Return what happened and what was lost."""
+    seconds, or within a second after one of its next five steps. Return how it was killed, or nothing if it came to
+    its end. Raises SystemExit where something was lost."""
     steps = random.randint(0, 5)
     running = start(script, run)
-    result = {"script": script, "steps": steps, "lost": []}
+    how = ""
+    lost = []
     line = re.compile(r"^step \d+/", re.MULTILINE)
     while running.process.poll() is None and len(line.findall(running.log.read_text())) < steps:
         time.sleep(0.05)
     try:
         code = running.process.wait(None if last else random.uniform(0, 1 if steps else 20))
-        result["lost"] = [f"exit code {code}"] if code else differences(run, run.with_name("whole"))
+        lost = [f"exit code {code}"] if code else differences(run, run.with_name("whole"))
     except subprocess.TimeoutExpired:
-        result["how"] = random.choice(WAYS)
-        kill(running, result["how"])
-    result["gone"] = running.gone_within(60)
-    if result["gone"] is None:
-        result["lost"].append(f"processes left behind: {running.processes()}")
+        how = random.choice(WAYS)
+        kill(running, how)
+    gone = running.gone_within(60)
+    if gone is None:
+        lost.append(f"processes left behind: {running.processes()}")
         running.end()
-    return result
+    print(f"{script}, after {steps} steps: {how or 'its end'}; all gone after {gone} s", flush=True)
+    if lost:
+        raise SystemExit(f"lost: {lost}; see {run.parent}")
+    return how
 
 
-def kills(folder: Path = Path("runs/faults"), count: int = 25):
-    """Kill each script so many times, going on with what lies in the folder, and let its last run come to its end.
-    Raises SystemExit where something was lost."""
+def main(folder: Path = Path("runs/faults"), count: int = 25):
+    """Kill each script so many times, going on with what lies in the folder, and let its last run come to its end."""
     for script in OWN:
         run = folder.resolve() / script / "run"
         whole = run.with_name("whole")
         if not (whole / "model").exists() and start(script, whole).process.wait():
             raise SystemExit(f"an undisturbed run broke; see {whole.with_name('log.txt')}")
         killed = 0
-        result = {"how": "not yet"}
-        while killed < count or "how" in result:
-            result = trial(script, run, last=killed >= count)
-            print(json.dumps(result), flush=True)
-            if result["lost"]:
-                raise SystemExit(f"lost: {result['lost']}; see {run.parent}")
-            if "how" in result:
+        how = "not yet"
+        while killed < count or how:
+            how = trial(script, run, last=killed >= count)
+            if how:
                 killed += 1
             else:
                 shutil.rmtree(run)
@@ -195,4 +196,4 @@ def kills(folder: Path = Path("runs/faults"), count: int = 25):
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"kills": kills}, description=__doc__)
+    tyro.cli(main)
