@@ -360,6 +360,8 @@ start() {  # EXPERIMENT ARGS...
   words=("${SCRIPT:-${words[0]}}" "${words[@]:1}" "${@:2}")
   if [ ! -f "${SCRIPT:-run.sh}" ]; then echo "run.sh: SCRIPT=$SCRIPT: no such file in $PWD" >&2; exit 2; fi
   if [ -n "${DRY:-}" ]; then printf '%q ' "${words[@]}"; echo; exit; fi
+  local fork=${SCRIPT:-}; fork=${fork##*/}
+  export EXPERIMENT=${fork:+${fork%.py}-}$1  # a run's folder is named after it
   if [[ ${words[*]} == *" data/understand-r1-zero/"* ]]; then data; fi
   setup
   case " ${words[*]} " in
