@@ -310,7 +310,7 @@ install() {  # a file of requirements, and the file that says it is done
     "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" torch==2.13.0
   fi
   "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" -r "$requirements"
-  if ! "$python" -c 'import torchvision' 2>/dev/null; then  # builds for CUDA, which break `import transformers`
+  if ! "$python" -c 'import torchaudio, torchvision' 2>/dev/null; then  # builds for CUDA, which break `import transformers`
     "$python" -m pip uninstall -q -y torchaudio torchcodec
     # images need torchvision's Python part: of what only its compiled part has, it guards all but these two (nms, qnms)
     sed -i 's/^@torch.library.register_fake("torchvision::\(q*nms\)")$/@register_meta("\1")/' \
@@ -341,8 +341,20 @@ launch() {  # a rank for each GPU, else CPU processes that share the cores; no s
   printf 'torchrun --nproc-per-node %s' "$ranks"
   printf ' %q' "$@"
   echo
-  exec "$python" -m torch.distributed.run --nproc-per-node "$ranks" "$@"
+  # a run that is stopped ends at once, and leaves its semaphores
+  export PYTHONWARNINGS=ignore::UserWarning:multiprocessing.resource_tracker LOGLEVEL=${LOGLEVEL:-ERROR}
+  exec "$python" -c "$torchrun" --nproc-per-node "$ranks" "$@"
 }
+
+torchrun='  # without its traceback where Ctrl-C or a SIGTERM ends it: the script has said what there is to say
+import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.run import main
+try:
+    main()
+except SignalException as stopped:
+    sys.exit(128 + stopped.sigval)
+'
 
 data() {  # MATH levels 3-5 as Dr. GRPO and SSPO used it
   once data/understand-r1-zero/datasets/train/math_lvl3to5_8k fetch understand-r1-zero

@@ -580,6 +580,7 @@ def show(name, protocol, rows, why_not):
 
 
 def main(args):
+    sys.excepthook = common.report
     world = common.init_world()
     run = Path(args.model)
     folder = common.model_folder(common.Args(model=model_of(run), max_prompt_tokens=1, max_response_tokens=1))
