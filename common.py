@@ -17,6 +17,7 @@ import math
 import os
 import re
 import runpy
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -173,7 +174,7 @@ def report(kind, error, trace):
         print(f"\n{script}: rank {os.environ['RANK']}: {why}: {text}\n", file=sys.stderr)
         return  # the summary is for the failure of the rank that is gone
     refused = isinstance(error, (ValueError, OSError)) and text.startswith("--")
-    if not refused and kind is not FloatingPointError:
+    if not refused and kind not in (FloatingPointError, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{script}: {text}\n", file=sys.stderr)
@@ -1378,14 +1379,13 @@ def model_folder(args):
     ValueError for a model that this project cannot train. That is no list of kinds: config.json says what neither
     attention nor head can do, a packed row runs through the policy, whose weights are those of the files; and
     `sampler_gap` has the last word."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()  # the hub's, too
+    if os.environ.get("RANK", "0") == "0":
+        enable_progress_bars()
     folder = Path(args.model)
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         if not folder.is_dir():
-            # of the bars only those of the hub, and of one rank
-            transformers.utils.logging.disable_progress_bar()
-            datasets.disable_progress_bars()
-            if os.environ.get("RANK", "0") == "0":
-                enable_progress_bars()
             patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # a node's other ranks wait for one
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -1692,7 +1692,10 @@ def newest_checkpoint(record):
 
 
 def resume(policy, optimizer, record):
-    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0."""
+    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0. From here
+    on Ctrl-C and SIGTERM end the run in words."""
+    signal(SIGINT, record.interrupt)
+    signal(SIGTERM, record.interrupt)
     if not record.args.resume:
         return 0, 0
     folder, manifest = newest_checkpoint(record)
@@ -1832,7 +1835,7 @@ class Record:
 
                 file = self.folder / "wandb.id"  # of a run that --resume goes on with there, too
                 if not file.exists():
-                    file.write_text(wandb.util.generate_id())
+                    file.write_text(secrets.token_hex(4))
                 wandb.init(
                     project=args.track,
                     name=self.folder.name,
@@ -1846,8 +1849,6 @@ class Record:
         need(
             all(world.all_gather(self.folder.is_dir())), f"--run-dir {self.folder}: not on storage that all nodes share"
         )
-        signal(SIGINT, self.interrupt)
-        signal(SIGTERM, self.interrupt)
         self.say(f"run folder {self.folder}")
 
     def interrupt(self, number, _):
@@ -1878,19 +1879,15 @@ class Record:
         self.write("log.txt", f"{datetime.now():%H:%M:%S} {text}")
 
     def checkpoint_due(self, step):
-        """Say whether a checkpoint comes after a step; rank 0's clock decides for all."""
-        late = time.time() - self.saved > 60 * self.args.checkpoint_minutes
-        planned = step % self.args.checkpoint_every == 0 or step == self.args.steps
-        return planned or self.world.all_gather(late)[0]
-
-    def stop_requested(self):
-        """Say whether the run folder has a file `stop`, and remove it."""
+        """Say whether a checkpoint comes after a step. Rank 0 decides for all by its clock, and whether the run ends
+        there: `stopping`, if the run folder has a file `stop`, which goes."""
         file = self.folder / "stop"
-        requested = self.world.all_gather(file.exists())[0]
-        if requested:
+        late = time.time() - self.saved > 60 * self.args.checkpoint_minutes
+        self.stopping, late = self.world.all_gather((file.exists(), late))[0]
+        if self.stopping:
             file.unlink(missing_ok=True)
             self.say("a stop file: ending with a checkpoint; --resume goes on")
-        return requested
+        return self.stopping or late or step % self.args.checkpoint_every == 0 or step == self.args.steps
 
     @contextmanager
     def phase(self, name):
@@ -1965,11 +1962,9 @@ class Record:
             row[name] = value if math.isfinite(value) else None  # JSON has no NaN
             if self.board:
                 self.board.add_scalar(name, value, step)
-            if name in SHOWN or name.startswith("eval/"):
+            if name in SHOWN or name.startswith(("eval/", "seconds/")):
                 line += f"  {name} {value:,.3f}"
         self.write("metrics.jsonl", json.dumps(row))
-        for name, taken in self.seconds.items():
-            line += f"  {name} {taken:.2f} s"
         self.at = step
         self.evaluation = self.seconds["evaluate"] or self.evaluation
         if step:

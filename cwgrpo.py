@@ -434,10 +434,9 @@ def main(args: Args) -> None:
             common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
         record.training(step, batch, seen)
         record.step(step, metrics)
-        stopping = record.stop_requested()
-        if stopping or record.checkpoint_due(step):
+        if record.checkpoint_due(step):
             common.save_checkpoint(policy, optimizer, step, position, record)
-        if stopping:
+        if record.stopping:
             break
 
     if args.steps:

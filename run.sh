@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Sets everything up in .venv, and holds the exact command of every experiment: script, recipe's flags, method's flags.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "$(readlink -f "$0")")"
 if [ "${1:-}" = test ]; then CPU=1; fi  # the tests are exact in float32: they are of the path without GPUs
-gpus=no processes=2  # where there are no GPUs
+gpus=no processes=${PROCESSES:-2}  # where there are no GPUs
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then gpus=yes; fi
 venv=.venv
 if [ -n "${CPU:-}" ]; then
@@ -22,32 +23,37 @@ help() {
 ./run.sh check [MODEL]       check a new machine in ten minutes: a table of figures, bounds, ok or FAIL
 ./run.sh eval MODEL [ARGS]   a hub id, model folder or run folder by the papers' protocols (docs/evaluation.md)
 ./run.sh plot RUN... [-o F]  draw the curves of run folders into one picture; --figure tokens: what the loss saw
-./run.sh claims [NAME...]    run what docs/claims.md reports, five seeds each, or go on with it; tables and pictures
+./run.sh sweep EXPERIMENT... [--seeds 1 2 3] [--jobs 2] [ARGS]   run what is missing of these, then print their table
+./run.sh table RUN...        a row for each method: mean and error over seeds, differences to the first
+./run.sh claims [NAME...]    sweeps of five seeds: what docs/claims.md reports, its tables and pictures
 CPU=1 ./run.sh ...           without GPUs, even where there are some
 DRY=1 ./run.sh EXPERIMENT    print the script and its flags, and do nothing
+SCRIPT=mine.py ./run.sh EXPERIMENT   the same flags for another script, a copy of the experiment's own
 ./run.sh list                print every EXPERIMENT, its script and its method's flags, separated by tabs
 ./run.sh help                this text; `./run.sh sspo-toy --help` lists the script's flags
 
-EXPERIMENT is METHOD-SIZE. SIZE is the model and its data, lengths and evaluation. All but the toys download both.
-  toy                    the embedded default
-  image-toy, ground-toy  a toy that sees, made at first use (tools/toy_images.py): how many squares are red? And where
-                         is the red square? There the reward is the IoU of its box
-  135m                   SmolLM2-135M-Instruct on arithmetic, made at first use (tools/smollm.py: 93 MB): a pretrained
-                         model on 2 CPU cores
+EXPERIMENT is METHOD-SIZE. SIZE is the model and its data, lengths and evaluation. Begin with these:
+  toy                    the embedded default: nothing to download, minutes on 2 CPU cores
+  135m                   SmolLM2-135M-Instruct on arithmetic: a pretrained model on 2 CPU cores; 93 MB at first use
   0.5b                   Qwen2.5-0.5B-Instruct on GSM8K: a first experiment for one GPU of 24 GiB, by estimate two hours
-The others are the papers' runs, written for 8 GPUs of 80 GB, but 1.5b fits one (docs/performance.md):
+  image-toy, ground-toy  a toy that sees: how many squares are red? Where is the red one (the reward is its box's IoU)?
+END
+  cat <<END
+${ours#?}
+
+The papers' runs, written for 8 GPUs of 80 GB, but 1.5b fits one (docs/performance.md). Names alone are explained above.
   1.5b, 7b               SSPO's Table 1 with sspo.py, CW-GRPO's Table 2 with cwgrpo.py, GPG's Table 4 with gpg.py
-  1.5b-3k to 7b-10k      SPS's Table 1: the model and how many problems
+  1.5b-3k to 7b-10k      SPS's Table 1, 1.5b or 7b with 3k, 5k or 10k problems (sps-k1 to sps-k5: two epochs)
   math, zero             GPG's ablations on MATH-lighteval; DAPO-Math-17k in the recipe of GPG-Zero-7B (Table 9)
   rs1, rs3               GPG-RS1, GPG-RS3 (GPG's Table 3)
   geoqa to lisa          questions about images (GPG's Tables 5 to 8; docs/gpg.md: their data)
+${papers#?}
 END
-  printf %s "$table"
 }
 
 # -------------------------------------------------------------------------------------------------------------- recipes
 declare -A recipes commands own  # flags by "SCRIPT SIZE"; by METHOD-SIZE the whole command, and the method's flags
-names=() table="" script="" head=""  # every METHOD-SIZE in order; methods as help prints them; where the table is
+names=() ours="" papers="" script=""  # every METHOD-SIZE in order; methods as help prints them, small sizes first
 recipe() { recipes["$1 $2"]=${*:3}; }  # SCRIPT SIZE FLAGS...: they are split at blanks, so no value may have one
 
 aime24=HuggingFaceH4/aime_2024 aime25=math-ai/aime25 amc23=knoveleng/AMC-23 amc83=AI-MO/aimo-validation-amc
@@ -163,14 +169,19 @@ done
 
 # -------------------------------------------------------------------------------------------------------------- methods
 methods_of() {  # SCRIPT SIZE[=RECIPE]...: what the methods below have; a size's recipe has its name if none is given
-  local labels; printf -v labels ', %s' "${@%=*}"
-  if [ "$1" != "$script" ]; then table+=$'\n'; fi
-  if [ "$labels" != "$head" ]; then table+="METHOD of $1, SIZE ${labels#, "$1", }:"$'\n'; fi
-  script=$1 sizes=("${@:2}") head=$labels
+  local size head
+  if [ "$1" != "$script" ]; then ours+=$'\n' papers+=$'\n'; fi
+  script=$1 sizes=("${@:2}") small="" large=""
+  for size in "${sizes[@]%=*}"; do case $size in *toy | 135m | 0.5b) small+=", $size" ;; *) large+=", $size" ;; esac; done
+  large=${large/1.5b-3k,*7b-10k/1.5b-3k to 7b-10k}
+  head=$'\n'"METHOD of $script, SIZE ${small#, }:"
+  if [ -n "$small" ] && [[ $ours != *"$head"* ]]; then ours+=$head; fi
+  head=$'\n'"METHOD of $script, SIZE ${large#, }:"
+  if [ -n "$large" ] && [[ $papers != *"$head"* ]]; then papers+=$head; fi
 }
 
-method() {  # NAME WHAT FLAGS...: a recipe's flags come first, the method's last, where they win
-  local size name row flags=""
+method() {  # NAME WHAT FLAGS...: a recipe's flags come first, the method's last, where they win; no WHAT: see above
+  local size name row=" $1" flags=""
   if [ $# -gt 2 ]; then printf -v flags ' %q' "${@:3}"; fi
   for size in "${sizes[@]}"; do
     name=$1-${size%=*}
@@ -178,8 +189,9 @@ method() {  # NAME WHAT FLAGS...: a recipe's flags come first, the method's last
     own[$name]=${flags# }
     commands[$name]="$script ${recipes[$script ${size#*=}]}$flags"
   done
-  printf -v row '  %-17s%s\n' "$1" "$2"
-  table+=$row
+  if [ -n "$2" ]; then printf -v row '\n  %-17s%s' "$1" "$2"; fi
+  if [ -n "$small" ]; then ours+=$row row=" $1"; fi
+  if [ -n "$large" ]; then papers+=$row; fi
 }
 
 toys="toy image-toy ground-toy"
@@ -204,7 +216,7 @@ methods_of sspo.py 1.5b 7b $sps_sizes
 method dapo "clip-high, token mean, groups all right or wrong drawn again, penalty over the last 2,048 tokens" \
   $dapo --overlong-buffer 2048
 methods_of sspo.py $toys
-method dapo "the same, over the last 32 of 96" $dapo --overlong-buffer 32
+method dapo "clip-high, token mean, groups all right or wrong drawn again, penalty over the last 32 of 96 tokens" $dapo --overlong-buffer 32
 methods_of sspo.py 135m
 method dapo "the same, over the last 10 of 48" $dapo --overlong-buffer 10
 methods_of sspo.py 0.5b
@@ -250,21 +262,18 @@ method sps "as printed; the IRL stage's learning rate of 5e-10 hardly moves a we
 method sps-grpo "without IRL stages" --irl-steps 0
 passes="--irl-steps 0 --irl-passes 1"
 methods_of sps.py $toys
-method sps-act "with an IRL learning rate at which the stage acts (ours): 3e-4" --irl-lr 3e-4
+method sps-act "with an IRL learning rate at which the stage acts (ours): 3e-4, of all but toys 5e-7" --irl-lr 3e-4
 method sps-uniform "the same, demonstrations drawn at random (section 4.1)" --irl-lr 3e-4 --choose uniform
 method sps-quantile "the same, demonstrations from a step's lower 3/8 (C.1; 3/8 is ours)" --irl-lr 3e-4 --choose quantile
 for k in 1 2 3 4 5; do
   method sps-k$k "the same, $k of each prompt's responses, all used (Fig. 4)" --irl-lr 3e-4 --demonstrations $k $passes
 done
 methods_of sps.py 0.5b $sps_sizes
-method sps-act "with an IRL learning rate at which the stage acts (ours): 5e-7" --irl-lr 5e-7
-method sps-uniform "the same, demonstrations drawn at random (section 4.1)" --irl-lr 5e-7 --choose uniform
-method sps-quantile "the same, demonstrations from a step's lower 3/8 (C.1; 3/8 is ours)" --irl-lr 5e-7 --choose quantile
+method sps-act "" --irl-lr 5e-7
+method sps-uniform "" --irl-lr 5e-7 --choose uniform
+method sps-quantile "" --irl-lr 5e-7 --choose quantile
 methods_of sps.py 0.5b $two_epochs
-for k in 1 2 3 4 5; do
-  method sps-k$k "the same, $k of each prompt's responses, all used (Fig. 4); SPS's sizes: two epochs" \
-    --irl-lr 5e-7 --demonstrations $k $passes
-done
+for k in 1 2 3 4 5; do method sps-k$k "" --irl-lr 5e-7 --demonstrations $k $passes; done
 
 # --------------------------------------------------------------------------------------------------------------- set-up
 once() {  # FILE COMMAND...: make what is not there, or wait for another run.sh that makes it
@@ -301,7 +310,7 @@ install() {  # a file of requirements, and the file that says it is done
     "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" torch==2.13.0
   fi
   "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" -r "$requirements"
-  if ! "$python" -c 'import torchvision' 2>/dev/null; then  # builds for CUDA, which break `import transformers`
+  if ! "$python" -c 'import torchaudio, torchvision' 2>/dev/null; then  # builds for CUDA, which break `import transformers`
     "$python" -m pip uninstall -q -y torchaudio torchcodec
     # images need torchvision's Python part: of what only its compiled part has, it guards all but these two (nms, qnms)
     sed -i 's/^@torch.library.register_fake("torchvision::\(q*nms\)")$/@register_meta("\1")/' \
@@ -332,8 +341,20 @@ launch() {  # a rank for each GPU, else CPU processes that share the cores; no s
   printf 'torchrun --nproc-per-node %s' "$ranks"
   printf ' %q' "$@"
   echo
-  exec "$python" -m torch.distributed.run --nproc-per-node "$ranks" "$@"
+  # a run that is stopped ends at once, and leaves its semaphores
+  export PYTHONWARNINGS=ignore::UserWarning:multiprocessing.resource_tracker LOGLEVEL=${LOGLEVEL:-ERROR}
+  exec "$python" -c "$torchrun" --nproc-per-node "$ranks" "$@"
 }
+
+torchrun='  # without its traceback where Ctrl-C or a SIGTERM ends it: the script has said what there is to say
+import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.run import main
+try:
+    main()
+except SignalException as stopped:
+    sys.exit(128 + stopped.sigval)
+'
 
 data() {  # MATH levels 3-5 as Dr. GRPO and SSPO used it
   once data/understand-r1-zero/datasets/train/math_lvl3to5_8k fetch understand-r1-zero
@@ -348,8 +369,11 @@ fetch() {  # a repository of Dr. GRPO's authors, whole or not at all
 
 start() {  # EXPERIMENT ARGS...
   local words; eval "words=(${commands[$1]})"  # they are quoted for the shell, since a flag's value may be empty
-  words+=("${@:2}")
+  words=("${SCRIPT:-${words[0]}}" "${words[@]:1}" "${@:2}")
+  if [ ! -f "${SCRIPT:-run.sh}" ]; then echo "run.sh: SCRIPT=$SCRIPT: no such file in $PWD" >&2; exit 2; fi
   if [ -n "${DRY:-}" ]; then printf '%q ' "${words[@]}"; echo; exit; fi
+  local fork=${SCRIPT:-}; fork=${fork##*/}
+  export EXPERIMENT=${fork:+${fork%.py}-}$1  # a run's folder is named after it
   if [[ ${words[*]} == *" data/understand-r1-zero/"* ]]; then data; fi
   setup
   case " ${words[*]} " in
@@ -366,8 +390,22 @@ unknown() {  # says which names are nearest, if there is a python3 to find them
   exit 2
 }
 
+theirs() {  # WORDS...: into `given`; what exists where the user stands is the user's, though this runs in another folder
+  local word part flag list
+  given=()
+  for word in "$@"; do
+    [[ $word =~ ^(--[a-z-]+=)?(.*)$ ]]; flag=${BASH_REMATCH[1]} list=""
+    while IFS= read -rd, part; do  # a list of sets has commas, FILE.py:FUNCTION and folder:split a colon
+      if [[ $part == [!-/0-9]* && -e $here/${part%%:*} ]]; then part=$here/$part; fi
+      list+=,$part
+    done <<<"${BASH_REMATCH[2]},"
+    given+=("$flag${list#,}")
+  done
+}
+
 word=${1:-default}
 [ $# -eq 0 ] || shift
+if [ "$here" != "$PWD" ]; then theirs "$@"; set -- "${given[@]}"; fi
 case $word in
   help | -h | --help) help ;;
   list) for name in "${names[@]}"; do printf '%s\t%s\t%s\n' "$name" "${commands[$name]%% *}" "${own[$name]}"; done ;;
@@ -377,7 +415,8 @@ case $word in
   eval) setup; launch tools/eval.py "$@" ;;
   check) setup; exec "$python" tools/check.py "$@" ;;
   plot) setup; exec "$python" tools/plot.py "$@" ;;
-  claims) setup; OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" tools/claims.py "$@" ;;
+  sweep | table) setup; exec "$python" tools/sweep.py "$word" "$@" ;;
+  claims) setup; PROCESSES=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" tools/claims.py "$@" ;;
   default)
     if [ -n "${DRY:-}" ]; then start sspo-toy; fi
     run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import bench
@@ -313,9 +314,15 @@ def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
 
 def step(script: str, policy, reference, optimizer, batch, record) -> dict:
     """Make a script's step, each with the arguments of its own, and return its metrics."""
-    learn = importlib.import_module(script).learn
+    module = importlib.import_module(script)
+    learn = module.learn
     if script == "sspo":
-        return learn(policy, optimizer, batch, AutoTokenizer.from_pretrained(record.args.model), record)[0]
+        whole = SimpleNamespace(
+            rank=0, size=1, all_gather=lambda mine: [mine]
+        )  # no share that the others, imagined, had
+        of_world = module.step_segments
+        with mock.patch.object(module, "step_segments", lambda *how: of_world(*how[:-1], whole)):
+            return learn(policy, optimizer, batch, AutoTokenizer.from_pretrained(record.args.model), record)[0]
     seed = [5] if script == "cwgrpo" else []
     return learn(policy, reference, optimizer, batch, *seed, record)[0]
 

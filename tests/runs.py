@@ -10,6 +10,7 @@ import gc
 import importlib
 import io
 import multiprocessing
+import signal
 import sys
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def run(script: str, flags: list) -> str:
     sys.argv = [f"{script}.py", *flags]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         module.main(tyro.cli(module.Args, args=flags))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # whose handler would keep the record, and the lock of its folder
     for child in multiprocessing.active_children():
         child.kill()  # its verifier's processes
     gc.collect()  # no weights of this run beside those of the next one

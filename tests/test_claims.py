@@ -1,37 +1,45 @@
-"""tools/claims.py: its arms exist and cost the same, its arithmetic by hand, what is there is not run again; the tables
-of docs/claims.md and docs/real.md are what docs/data gives."""
+"""tools/sweep.py and claims.py: the arms cost the same, arithmetic by hand, what is there is not run again, runs are
+grouped by their settings; docs/tables is what docs/data gives."""
 
 import json
 import math
 import os
 import re
-import shlex
+from pathlib import Path
 
 import claims
 import plot
 import pytest
+import sweep
 from conftest import ROOT
 from test_commands import executable, settings
-
-PAGES = dict.fromkeys(("real", "systems"), (ROOT / "docs" / "real.md").read_text())
-PAGE = (ROOT / "docs" / "claims.md").read_text()
 
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "DOCS", tmp_path)
     monkeypatch.setattr(claims, "DATA", tmp_path)
     monkeypatch.setattr(claims, "RUNS", tmp_path / "runs")
+    (tmp_path / "tables").mkdir()
     return tmp_path
 
 
+def logged(folder: Path, rows: list[dict], **flags) -> Path:
+    """Write the folder of a run that logged these rows."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.json").write_text(json.dumps({"script": "sspo", "args": flags | {"run_dir": str(folder)}}))
+    return folder
+
+
 def test_arms_are_experiments_of_equal_responses_and_steps():
-    assert {name for claim in claims.CLAIMS.values() for name in claim.arms} == claims.ARMS.keys()
+    assert {name for claim in claims.CLAIMS.values() for name in claim["arms"].split()} == claims.ARMS.keys()
     for name, arm in claims.ARMS.items():
-        args = settings(arm.experiment, *shlex.split(arm.flags))
-        real = arm.experiment.endswith("-135m")
+        args = settings(*arm.split())
+        real = "-135m" in arm
         assert args.prompts_per_step * args.group_size == (64 if real else 256), name
         assert args.steps == (0 if name == "before" else 48 if "-48" in name else 12 if real else 120), name
-        assert not arm.stops or arm.stops[-1] == args.steps, name
+        assert claims.STOPS.get(name, [args.steps])[-1] == args.steps, name
 
 
 def test_the_steps_that_a_figure_is_the_mean_of():
@@ -39,7 +47,7 @@ def test_the_steps_that_a_figure_is_the_mean_of():
     rows += [{"step": n, "reward": n / 100, "prompts_drawn": 100} for n in range(1, 81)]
 
     def steps(how: str, number: int = 81) -> list[int]:
-        return [row["step"] for row in claims.chosen(rows[:number], how)]
+        return [row["step"] for row in sweep.chosen(rows[:number], how)]
 
     assert steps("mean") == list(range(81))
     assert steps("end") == steps("step 80") == [80]
@@ -52,72 +60,96 @@ def test_the_steps_that_a_figure_is_the_mean_of():
 
 
 def test_mean_error_and_paired_difference_by_hand():
-    claim = claims.Claim(("a", "b"), (), ("reward, end", "kl, end", "b, end"), "paper | 1 | 2")
     runs = {
         "a": {seed: [{"reward": seed / 10}] for seed in range(1, 6)},
         "b": {seed: [{"reward": seed / 10 + seed % 2 / 10 + 0.3, "kl": 1, "b": seed}] for seed in range(1, 7)},
     }
     runs["b"][6] = [{"kl": 7}]
     runs["b"][6][0] |= {"reward": 0.9, "b": math.nan}
-    assert claims.table(claim, runs).splitlines() == [
-        "|  | a (5) | b (6) |",
-        "|---|---|---|",
-        "| `reward`, end | 0.3 ± 0.071 | 0.7 (**+0.36 ± 0.024**) |",  # 0.4, 0.3, 0.4, 0.3, 0.4 apart
-        "| `kl`, end | – | 2 |",
-        "| `b`, end | – | – |",
-        "| paper | 1 | 2 |",
-    ]
+    rewards = ["0.3 ± 0.071", "0.7 (**+0.36 ± 0.024**)"]  # 0.4, 0.3, 0.4, 0.3, 0.4 apart
+    assert sweep.cells_of("reward, end", runs) == rewards
+    assert sweep.cells_of("kl, end", runs) == ["–", "2"]
+    assert sweep.cells_of("b, end", runs) == ["–", "–"]
     fewer = {arm: {seed: runs[arm][seed] for seed in (1, 2, 3, 4)} for arm in ("a", "b")}
-    assert "| 0.25 ± 0.065 | 0.6 (+0.35 ± 0.029) |" in claims.table(claim, fewer)  # bold takes five seeds
-    assert claims.with_error([0.1, 0.1, 0.1, -0.1, 0.1], "+") == "+0.06 ± 0.04"  # and three errors
-    assert claims.with_error([0.25]) == "0.25"
+    assert sweep.cells_of("reward, end", fewer, errors=True) == ["0.25 ± 0.065", "0.6 ± 0.058 (+0.35 ± 0.029)"]
+    assert sweep.with_error([0.1, 0.1, 0.1, -0.1, 0.1], "+") == "+0.06 ± 0.04"  # bold takes five seeds and three errors
+    assert sweep.with_error([0.25]) == "0.25"
+
+
+def test_runs_are_grouped_by_their_settings(data, capsys):
+    """Not by their names, and none is lost. Half a line is no line."""
+    rows = [{"step": step, "time": step, "reward": step / 10, "eval/x/avg@8": 0.5} for step in (0, 1)]
+    runs = [logged(data / n / "run", rows, seed=seed, lr=lr) for n, seed, lr in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2))]
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    found = plot.grouped(runs)
+    assert {label: list(its) for label, its in found.items()} == {"run lr=1": runs[:2], "run lr=2": runs[2:]}
+    assert found["run lr=1"][runs[0]] == rows and plot.panels_of(found, ()) == ["reward", "eval/x/avg@8"]
+    plot.draw_curves(found, ["reward"], data / "curves.png")
+    assert len(plot.plt.gcf().axes[0].lines) == 3
+    sweep.table(runs)
+    assert re.search(r"run lr=1 \| 1 2 +\| 0.1 ± 0 +\| 0.5 ± 0 ", capsys.readouterr().out)
+    with pytest.raises(SystemExit, match="c/run: a second run of run lr=2 with seed 1"):
+        sweep.table([*runs, logged(data / "d" / "c" / "run", rows, seed=1, lr=2)])
+
+
+def test_a_sweep_runs_what_is_missing(data, monkeypatch, capsys):
+    """A run that has finished stays; what was cut goes on from its checkpoint, or begins again."""
+    asked = []
+    monkeypatch.setattr(sweep, "RUNS", data)
+    monkeypatch.setattr(sweep, "launch", lambda words, folder: asked.append(words))
+    runs = [
+        logged(data / f"grpo-toy-steps-3-seed{n}", [{"step": 4 - n, "reward": n}], seed=n, steps=3) for n in (1, 2, 3)
+    ]
+    for run, name in zip(runs, ("model", "checkpoints", "samples"), strict=True):
+        (run / name).mkdir()
+        (run / name / "tokenizer_config.json").touch()
+    monkeypatch.setattr("sys.argv", ["sweep.py", "sweep", "grpo-toy", "--steps", "3"])
+    assert not sweep.main() and not any(runs[2].iterdir())
+    command = ["grpo-toy", "--steps", "3"]
+    cut = [*command, "--seed=2", f"--run-dir={runs[1]}", "--resume"]
+    assert asked == [cut, [*command, "--seed=3", f"--run-dir={runs[2]}"]]
+    assert "| grpo-toy-steps-3 | 1 " in capsys.readouterr().out
 
 
 # a run that fails after step 8, and goes on to step 16
 CUT_OFF = """
-import sys, time
+import sys
 from pathlib import Path
 folder = Path(sys.argv[-1 - ("--resume" in sys.argv)].removeprefix("--run-dir="))
 (folder / "checkpoints").mkdir(parents=True, exist_ok="--resume" in sys.argv)
 step = 16 if "--resume" in sys.argv else 8
 with (folder / "metrics.jsonl").open("a") as file:
     file.write('{"step": %d, "reward": %d}\\n' % (step, step))
-time.sleep(3 if step == 8 else 0)
 sys.exit(step == 8)
 """
 
 
-def test_a_run_leaves_its_csv_as_it_goes_and_goes_on_where_it_was_cut_off(data, monkeypatch, capsys):
-    monkeypatch.setattr(claims, "ROOT", data)
-    monkeypatch.setitem(claims.CLAIMS, "real", claims.Claim(("grpo-135m-48",), (), ("reward, end",)))
-    executable(data / "run.sh", "echo script.py")
+def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch):
+    monkeypatch.setattr(sweep, "ROOT", data)
+    claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end"}
+    monkeypatch.setitem(claims.CLAIMS, "real", claim)
+    executable(data / "run.sh", 'exec python3 script.py "$@"')
     (data / "script.py").write_text(CUT_OFF)
-    for failed, last in ((1, 8), (0, 16), (0, 16)):
+    for failed in (1, 0, 0):
         assert claims.main(("real",), seeds=(1,)) == failed
-        assert f"| `reward`, end | {last} |" in capsys.readouterr().out
+        assert (data / "grpo-135m-48-seed1.csv").exists() != failed
     assert len(plot.read(data / "grpo-135m-48-seed1.csv")) == 2
-    assert os.listdir(data / "runs" / "grpo-135m-48-seed1") == ["metrics.jsonl"]
+    assert set(os.listdir(data / "runs" / "grpo-135m-48-seed1")) == {"metrics.jsonl", "output.txt"}
 
 
 def test_a_value_that_was_not_finite_counts_in_no_mean(data):
-    rows = [{"step": n, "time": n, "kl": value} for n, value in enumerate((1, None, None, 4))]
-    (data / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    claims.write("grpo-kl-seed1", data)
+    run = logged(data / "grpo-kl-seed1", [{"step": n, "time": n, "kl": x} for n, x in enumerate((1, None, None, 4))])
+    claims.write(run)
     assert str(plot.read(data / "grpo-kl-seed1.csv")[1]) == "{'step': 1.0, 'time': 1.0, 'kl': nan}"
-    assert plot.mean_over_steps(plot.read(data), "kl") == 2.5
+    assert plot.mean_over_steps(plot.read(run), "kl") == 2.5
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)
-def test_the_tables_of_the_pages_are_what_the_csv_files_give(name):
-    page = PAGES.get(name, PAGE)
-    runs = claims.read_runs(claims.CLAIMS[name])
-    assert list(runs) == list(claims.CLAIMS[name].arms)
-    assert claims.block(name, runs) in page
-    assert (f"![{name}](claims-{name}.png)" in page) == bool(claims.CLAIMS[name].panels)
-
-
-def test_the_pages_have_no_figure_outside_these_tables():
-    folded = re.compile("<details>.*?</details>", re.S)
-    assert len(folded.findall(PAGE)) == len(claims.CLAIMS) - len(PAGES)
-    for page in (PAGE, *PAGES.values()):
-        assert not re.search(r"\d ± \d", folded.sub("", page))
+def test_the_tables_are_what_the_csv_files_give(name):
+    assert list(claims.runs_of(claims.CLAIMS[name])) == claims.CLAIMS[name]["arms"].split()
+    assert claims.page(name) == (ROOT / "docs" / "tables" / f"{name}.md").read_text()
+    page = (ROOT / "docs" / ("real.md" if name in claims.LARGE else "claims.md")).read_text()
+    assert f"](tables/{name}.md)" in page
+    assert (f"![{name}](claims-{name}.png)" in page) == bool(claims.CLAIMS[name]["panels"])
+    assert not re.search(r"\d ± \d", page)

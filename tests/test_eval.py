@@ -4,6 +4,7 @@ import json
 import math
 import re
 from functools import partial
+from pathlib import Path
 
 import eval as evaluation
 import numpy as np
@@ -79,7 +80,7 @@ def test_table_16_has_the_spread_over_problems():
 def test_protocols_name_what_exists():
     """Sets, prompts, rewards; without a box the rewards of images stay."""
     for protocol in PROTOCOLS.values():
-        assert set(protocol.sets) <= evaluation.SETS.keys() and max(protocol.ks, default=1) <= protocol.samples
+        assert set(protocol.sets) <= evaluation.SETS.keys() and max(protocol.ks, default=1) <= protocol.eval_samples
         assert all(callable(getattr(rewards, name)) for name in (protocol.reward, protocol.also) if name)
         assert protocol.template in common.PROMPTS
         unboxed = evaluation.with_changes(protocol, evaluation.Args("", unboxed=True))
@@ -106,6 +107,30 @@ def test_prompt_and_response_share_the_bound_of_cwgrpo_7b():
     assert (own.max_response_tokens, own.max_total_tokens) == (500, 0)
     own.template = "chat"
     assert "needs a chat template" in evaluation.obstacle(own, config, tokenizer)
+
+
+def test_where_figures_go(tmp_path):
+    """A run's checkpoints and models stay as they are, and so does a model of no run."""
+    where = {"run": "run/eval.json", "run/best": "run/eval-best.json"}
+    where["run/checkpoints/step-00100"] = "run/eval-step-00100.json"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    for model, file in where.items():
+        assert evaluation.place(tmp_path / model) == tmp_path / file
+    for model in ("Qwen/small", tmp_path / "small"):
+        assert evaluation.place(Path(model)) == Path("runs/eval-small.json")
+
+
+def test_sets_of_ones_own_are_evaluated_as_the_run_evaluates(tmp_path):
+    """By one protocol, and by the run's reward; flags win."""
+    flags = {"template": "mine.txt", "reward": "mine.py:score", "image_column": "picture", "eval_samples": 8}
+    flags |= {"eval_temperature": 0.7, "max_prompt_tokens": 5, "max_response_tokens": 7, "max_total_tokens": 9}
+    (tmp_path / "run.json").write_text(json.dumps({"args": flags | {"temperature": 3.0, "seed": 4}}))
+    args = evaluation.Args("", sets=("mine.jsonl", "aime24"), max_prompt_tokens=6)
+    protocol = evaluation.with_changes(evaluation.own(tmp_path, args.sets, ""), args)
+    assert (protocol.sets, protocol.ks) == (args.sets, (1, 8))
+    settings = vars(evaluation.settings_of(protocol, args))
+    assert {name: settings[name] for name in flags} == flags | {"max_prompt_tokens": 6}
 
 
 def row_of(name: str, accuracy: float, **figures) -> dict:

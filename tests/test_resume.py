@@ -280,7 +280,7 @@ def test_a_lost_rank_is_said_in_one_line(tmp_path):
 def test_a_collective_that_times_out_says_so(tmp_path):
     script = """
 import datetime, time, common
-common.timedelta = lambda hours: datetime.timedelta(seconds=10)
+common.timedelta = lambda **_: datetime.timedelta(seconds=10)
 world = common.init_world()
 time.sleep(60 * (world.rank == 1))
 world.all_gather(0)

@@ -72,6 +72,7 @@ def test_the_file_has_two_groups_with_a_gradient_of_each_update(monkeypatch, tmp
     mine_T = torch.arange(len(batch.response_T)) / 3
     mine_T[batch.place_R[2][0]] = math.nan
     seen = {"mine_T": mine_T, "trained_T": batch.response_T != 3, "alpha": 1.0}
+    record.seconds["evaluate"] = 1
     record.training(7, batch, seen)
     assert "problem 3" in (tmp_path / "samples" / "train-step00007.txt").read_text()
     step = tokens.read(tmp_path / "samples" / "train-step00007.parquet", 9)

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pandas
 import plot
@@ -26,14 +27,28 @@ HOSTILE = [
 ]
 
 
+TEXTS = [*HOSTILE, "1", "\n", ".", "no", "a"]  # by token id
+
+
+@pytest.fixture(autouse=True)
+def tokenizer(monkeypatch):
+    """One that decodes to TEXTS."""
+    made = SimpleNamespace(batch_decode=lambda rows: [TEXTS[token] for (token,) in rows])
+    monkeypatch.setattr(tokens, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda model: made))
+
+
 def write_step(run, step, responses, updates):
     """Write a train-step file of one group an update, each with these responses, a pair of tokens and vectors."""
+    (run / "run.json").write_text(json.dumps({"args": {"model": "any", "updates_per_step": updates}}))
     about = {"problem": HOSTILE[0], "answer": HOSTILE[2], "truncated": False}
-    rows = [about | {"tokens": text, "trained_T": [vectors != {}]} | vectors for text, vectors in responses]
+    rows = [
+        about | {"ids": [*map(TEXTS.index, text)], "trained_T": [vectors != {}]} | vectors
+        for text, vectors in responses
+    ]
     table = pandas.DataFrame(rows).assign(reward=[0, *[1.0] * (len(rows) - 1)])
     file = run / "samples" / f"train-step{step:05d}.parquet"
     file.parent.mkdir(exist_ok=True)
-    pandas.concat([table.assign(group=p, update=p) for p in range(updates)]).to_parquet(file)
+    pandas.concat([table.assign(group=p) for p in range(updates)]).to_parquet(file)
     return file
 
 

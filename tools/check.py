@@ -223,6 +223,7 @@ def fits(name, ranks):
 def part(what, folder, dtype):
     """Check the model `what`, or measure an untrained one if that is the name of a shape, which must train in as many
     GiB as `bench.py fit` says. This runs in one process of many."""
+    sys.excepthook = common.report
     world = common.init_world()
     shape = bench.SHAPES.get(what)
     model = what

@@ -3,6 +3,7 @@
 ./run.sh eval MODEL                                  every protocol that the model's context holds
 ./run.sh eval MODEL --protocols sspo sps             some of them
 ./run.sh eval MODEL --sets DIR/aime24.jsonl          a set from a file
+./run.sh eval runs/RUN --sets mine.jsonl             sets of one's own, as the run evaluates while it trains
 ./run.sh eval MODEL --protocols gpg-7b --unboxed     graded as GPG and CW-GRPO do: an answer counts without a box, too
 ./run.sh eval runs/RUN                               a run's final model
 ./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint; runs/RUN/best, the best model that --keep-best kept
@@ -44,15 +45,17 @@ class Protocol:
     template: str
     papers: str
     max_response_tokens: int = 1024
-    samples: int = 1
+    eval_samples: int = 1
     seeds: int = 1
-    temperature: float = 0.0
+    eval_temperature: float = 0.0
     top_p: float = 1.0
     ks: tuple[int, ...] = (1,)  # It reports these pass@k, or the mean IoU if there are none.
     max_total_tokens: int = 0  # It bounds a prompt and its response together. 0: only their own bounds hold.
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
     reward: str = ""  # A function of tools/rewards.py grades questions about images. Empty: there are no images.
     also: str = ""  # It reports this function's grades, too, which are those of the papers.
+    max_prompt_tokens: int = 1024
+    image_column: str = ""
     by_question: bool = False  # Its average is over questions, not over sets.
     grading: str = "boxed"  # with_changes makes it "unboxed" for --unboxed, and the name of a reward.
 
@@ -67,18 +70,20 @@ common.PROMPTS["r1-eval"] = {
     "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
     "answering.\n\n{problem}",
 }
-SETS = {  # The hub has a set under this id.
-    "aime24": "HuggingFaceH4/aime_2024",
-    "aime25": "math-ai/aime25",
-    "math500": "HuggingFaceH4/MATH-500",
-    "amc23": "knoveleng/AMC-23",
-    "amc83": "AI-MO/aimo-validation-amc",
-    "minerva": "knoveleng/Minerva-Math",
-    "olympiad": "knoveleng/OlympiadBench",
-    "brumo25": "MathArena/brumo_2025",
-    "hmmt_feb25": "MathArena/hmmt_feb_2025",
-    "hmmt_nov25": "MathArena/hmmt_nov_2025",
-}
+# The hub has a set under this id.
+HUB = """
+aime24 HuggingFaceH4/aime_2024
+aime25 math-ai/aime25
+math500 HuggingFaceH4/MATH-500
+amc23 knoveleng/AMC-23
+amc83 AI-MO/aimo-validation-amc
+minerva knoveleng/Minerva-Math
+olympiad knoveleng/OlympiadBench
+brumo25 MathArena/brumo_2025
+hmmt_feb25 MathArena/hmmt_feb_2025
+hmmt_nov25 MathArena/hmmt_nov_2025
+"""
+SETS = dict(line.split() for line in HUB.strip().splitlines())
 VIRFT = ("flower", "pets", "aircraft", "car")
 CV_BENCH = ("cvbench-count", "cvbench-relation", "cvbench-depth", "cvbench-distance")
 LISA = ("lisa-test", "lisa-val")
@@ -114,7 +119,7 @@ PROTOCOLS = {
         sets=OPEN_RS,
         template="r1-eval",
         max_response_tokens=32768,
-        temperature=0.6,
+        eval_temperature=0.6,
         top_p=0.95,
         papers="""
             28.8 82.8 62.9 26.5 43.3  R1-Distill 1.5B, GPG's Table 3
@@ -137,7 +142,7 @@ PROTOCOLS = {
         template="r1-eval",
         max_response_tokens=4096,
         max_total_tokens=4096,
-        temperature=0.6,
+        eval_temperature=0.6,
         top_p=0.95,
         papers="""
             13.3 82.8 62.5 32.0 42.7  CW-GRPO 7B, its Table 2
@@ -150,7 +155,7 @@ PROTOCOLS = {
         sets=OPEN_RS,
         template="qwen-boxed",
         max_response_tokens=3072,
-        temperature=0.6,
+        eval_temperature=0.6,
         top_p=0.95,
         papers="""
             36.7 84.6 82.5 39.0 45.8  GPG-Zero-7B, Tables 4, 9
@@ -174,9 +179,9 @@ PROTOCOLS = {
         sets=("aime24", "amc23", "math500", "minerva"),
         template="qwen-boxed",
         max_response_tokens=3072,
-        samples=5,
+        eval_samples=5,
         seeds=4,
-        temperature=0.6,
+        eval_temperature=0.6,
         top_p=0.95,
         ks=(1, 3, 5),
         papers="""
@@ -189,8 +194,8 @@ PROTOCOLS = {
         sets=("aime24", "aime25", "brumo25", "hmmt_feb25", "hmmt_nov25"),
         template="qwen-math",
         max_response_tokens=3072,
-        samples=128,
-        temperature=0.7,
+        eval_samples=128,
+        eval_temperature=0.7,
         ks=(1, 128),
         greedy_logp=True,
         papers="""
@@ -254,27 +259,30 @@ class Args:
     model: Annotated[str, tyro.conf.Positional]
     """Hub id, folder with safetensors, run folder, or checkpoint of a run."""
     protocols: tuple[Literal[*PROTOCOLS], ...] = ()
-    """The last four are of images. Empty: what the model's context holds, of images where it sees."""
+    """The last four are of images. Empty: what the model's context holds, of images where it sees; for --sets that no
+    paper has, how the run evaluates while it trains, or for a model of no run greedily up to 1,024 tokens."""
     sets: tuple[str, ...] = ()
     """Only these of a protocol's sets, or instead of them files and hub ids. A file NAME.jsonl is the set NAME, so
     beside what papers report of it. Empty: the protocol's."""
     out: str = ""
-    """JSON file. Empty: eval.json in a local MODEL folder, else in the present one; for what lies in a run folder, such
-    as best or a checkpoint, eval-NAME.json in the run folder."""
+    """JSON file. Empty: eval.json in a run's folder, for what lies in there, such as best or a checkpoint,
+    eval-NAME.json; for any other model runs/eval-NAME.json."""
     texts: str = ""
     """Folder for every completion: samples/PROTOCOL-SET.txt in it, as a run writes its own."""
     seed: int = 1
     """Seeds every sampled token."""
     template: str = ""
     """Instead of the protocol's."""
+    temperature: float | None = None
+    """Instead of the protocol's. 0: greedy."""
     unboxed: bool = False
     """Grade as the released evaluators of GPG and CW-GRPO do: an answer counts without a box, too. Not for images."""
     samples: int = 0
     """Completions of a problem, instead of the protocol's."""
     max_response_tokens: int = 0
     """Instead of the protocol's bounds."""
-    max_prompt_tokens: int = 1024
-    """Longer prompts are left out and counted."""
+    max_prompt_tokens: int = 0
+    """Instead of the protocol's, 1,024: longer prompts are left out and counted."""
     compute_dtype: common.Dtype = "auto"
     """auto: bfloat16 on GPUs, else float32."""
     tensor_parallel: int = 1
@@ -284,40 +292,53 @@ class Args:
 
 
 # ---------------------------------------------------------------------------------------------------------- what to do
+def run_of(path):
+    """Return the run folder that a path is or lies in, or None."""
+    for folder in (path, *path.parents[:2]):
+        if (folder / "run.json").is_file():
+            return folder
+
+
+def own(run, sets, chat):
+    """Return the protocol of sets that no paper has: how a run evaluates while it trains; a model of no run is asked
+    once, greedily, by a usual prompt."""
+    flags = vars(common.Args(template="chat-boxed" if chat else "plain", max_response_tokens=1024))
+    if run:
+        flags = json.loads((run / "run.json").read_text())["args"]
+    if flags["reward"] == "math":
+        flags["reward"] = ""
+    known = {name: flags[name] for name in flags if name in Protocol.__annotations__}
+    return Protocol(sets=sets, papers="", ks=(1, flags["eval_samples"]), **known)
+
+
 def with_changes(protocol, args):
     """Return the protocol with the changes that the command line asks for."""
     sets = protocol.sets
     if args.sets:
-        sets = tuple(name for name in args.sets if name in protocol.sets)
-        if args.protocols or not protocol.reward:
-            sets += tuple(name for name in args.sets if name not in SETS)
-    samples = args.samples or protocol.samples
-    ks = {min(k, samples) for k in protocol.ks}
+        others = args.protocols or not protocol.reward
+        sets = tuple(name for name in args.sets if name in protocol.sets or (others and name not in SETS))
+    samples = args.samples or protocol.eval_samples
     return replace(
         protocol,
         sets=sets,
         template=args.template or protocol.template,
         grading=protocol.reward or ("unboxed" if args.unboxed else "boxed"),
-        samples=samples,
-        ks=tuple(sorted(ks)),
+        eval_samples=samples,
+        ks=tuple(sorted({min(k, samples) for k in protocol.ks})),
+        eval_temperature=protocol.eval_temperature if args.temperature is None else args.temperature,
+        max_prompt_tokens=args.max_prompt_tokens or protocol.max_prompt_tokens,
         max_response_tokens=args.max_response_tokens or protocol.max_response_tokens,
         max_total_tokens=0 if args.max_response_tokens else protocol.max_total_tokens,
     )
 
 
 def settings_of(protocol, args):
-    """Return the settings under which a protocol's problems are read and sampled."""
-    settings = common.Args(
-        template=protocol.template,
-        seed=args.seed,
-        max_prompt_tokens=args.max_prompt_tokens,
-        max_response_tokens=protocol.max_response_tokens,
-        max_total_tokens=protocol.max_total_tokens,
-        compute_dtype=args.compute_dtype,
-        tensor_parallel=args.tensor_parallel,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-    )
-    if protocol.reward:
+    """Return the settings under which a protocol's problems are read and sampled: the flags, and what the protocol has
+    of the same names."""
+    given = vars(args) | vars(protocol) | {"reward": protocol.reward or "math"}
+    known = {name: given[name] for name in given if name in common.Args.__annotations__}
+    settings = common.Args(**known)
+    if hasattr(rewards, protocol.reward):
         settings.reward = f"{HERE / 'rewards.py'}:{protocol.reward}"
         settings.image_column = "image"
     return settings
@@ -345,31 +366,27 @@ def problems_of(sets, settings, tokenizer):
     return {name: common.load_problems(source, tokenizer, settings, "--sets") for name, source in sources.items()}
 
 
-def place(folder):
-    """Return the file of a model's figures if --out names none. It lies in the model's folder, but beside what a run's
-    folder holds."""
-    if not folder.is_dir():
-        return Path("eval.json")
-    for run in folder.parents[:2]:
-        if (run / "run.json").is_file():
-            return run / f"eval-{folder.name}.json"
-    return folder / "eval.json"
+def place(path):
+    """Return the file of a model's figures if --out names none: in its run's folder, or else in runs/."""
+    run = run_of(path)
+    name = "eval.json" if run == path else f"eval-{path.name}.json"
+    return (run or Path("runs")) / name
 
 
 def model_of(path):
     """Return the model folder or hub id of a run, of a checkpoint's run, or of what is itself a model."""
     if (path / "manifest.json").is_file():
-        return json.loads((path.parents[1] / "run.json").read_text())["args"]["model"]
+        return json.loads((run_of(path) / "run.json").read_text())["args"]["model"]
     if (path / "model" / "config.json").is_file():
         return str(path / "model")
     return str(path)
 
 
-def weights_of(folder, config, dtype):
-    """Yield (name, tensor) of a model folder, or of a checkpoint's policy, as `Sampler.load` takes them, without a tied
-    head. The parameters of models that see have other names on the hub than in memory."""
-    checkpoint = (folder / "manifest.json").is_file()
-    reader = dcp.HuggingFaceStorageReader(str(folder)) if checkpoint else common.reader_of(folder)
+def weights_of(run, folder, config, dtype):
+    """Yield (name, tensor) of a checkpoint's policy, or else of a model folder, as `Sampler.load` takes them, without a
+    tied head. The parameters of models that see have other names on the hub than in memory."""
+    checkpoint = (run / "manifest.json").is_file()
+    reader = dcp.HuggingFaceStorageReader(str(run)) if checkpoint else common.reader_of(folder)
     for name, parameter in common.empty_model(config).named_parameters():
         key = f"policy.{name}" if checkpoint else common.hub_name(name)
         weights = {key: torch.empty(parameter.shape)}  # Every rank reads them all, so it reads one at a time.
@@ -450,7 +467,7 @@ def row_of(name, protocol, label, groups, greedy):
         rule = getattr(rewards, protocol.also)
         scores = [rule(rollout.text, *group.problem.given) for group in groups for rollout in group.rollouts]
         row[protocol.also] = {"mean": 100 * float(np.mean(scores))}
-    if protocol.samples > 1:
+    if protocol.eval_samples > 1:
         responses_PG = [[rollout.ids for rollout in group.rollouts] for group in groups]
         row["similarity"] = {"mean": similarity(responses_PG)}
     if greedy:
@@ -458,7 +475,7 @@ def row_of(name, protocol, label, groups, greedy):
     drawn = common.drawn_metrics(groups)
     row["length"] = drawn["response_length"]
     row["truncated_share"] = drawn["truncated_share"]
-    row["n"] = protocol.samples * protocol.seeds
+    row["n"] = protocol.eval_samples * protocol.seeds
     row["right"] = (correct_SPN >= 1).sum((0, 2)).tolist()
     return row
 
@@ -477,7 +494,7 @@ def evaluate(name, protocol, settings, sampler, verifier, data, texts):
 
     for seed in range(settings.seed, settings.seed + protocol.seeds):
         seeded = replace(settings, seed=seed)
-        sample("eval", graded, protocol.samples, protocol.temperature, seeded, protocol.top_p)
+        sample("eval", graded, protocol.eval_samples, protocol.eval_temperature, seeded, protocol.top_p)
     if protocol.greedy_logp:
         sample("greedy", greedy, 1, 0.0, settings)
     common.verify(verifier, [group for groups in graded.values() for group in groups])
@@ -524,7 +541,8 @@ def table_of(name, protocol, rows):
     """Return the lines of a protocol's table, our figures above the papers', with a column for each set and one of
     averages over the sets that were run."""
     ours = {row["set"]: row for row in rows}
-    sets = list(dict.fromkeys([*PROTOCOLS[name].sets, *ours]))
+    papers = PROTOCOLS.get(name, protocol)
+    sets = list(dict.fromkeys([*(Path(one).stem for one in papers.sets), *ours]))
     counts = [str(ours[one]["problems"]) if one in ours else "-" for one in sets]
     whole = "all questions" if protocol.by_question else f"average of {len(rows)}"
     lines = [["set", *sets, whole], ["problems", *counts, ""]]
@@ -533,7 +551,7 @@ def table_of(name, protocol, rows):
             cells = [cell(label, *ours[one][label].values()) if one in ours else "not run" for one in sets]
             mean = average([row[label]["mean"] for row in rows], rows, protocol.by_question)
             lines.append([label, *cells, cell(label, mean)])
-    for label, figures in reported(PROTOCOLS[name]):
+    for label, figures in reported(papers):
         cells = [figures.get(one, "-") for one in sets]
         lines.append([label, *cells, paper_average(figures, rows, protocol.by_question)])
     return lines
@@ -542,13 +560,13 @@ def table_of(name, protocol, rows):
 def show(name, protocol, rows, why_not):
     """Print a protocol's figures with the papers' beside them."""
     how = "greedy"
-    if protocol.temperature:
-        how = f"temperature {protocol.temperature}, top-p {protocol.top_p}"
+    if protocol.eval_temperature:
+        how = f"temperature {protocol.eval_temperature}, top-p {protocol.top_p}"
     how += f", up to {protocol.max_response_tokens} tokens"
     if protocol.max_total_tokens:
         how += " with the prompt"
     how += f", prompt {protocol.template}, grading {protocol.grading}"
-    print(f"\n{name}: {protocol.samples} x {protocol.seeds} completions, {how}")
+    print(f"\n{name}: {protocol.eval_samples} x {protocol.seeds} completions, {how}")
     table = table_of(name, protocol, rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
@@ -562,12 +580,16 @@ def show(name, protocol, rows, why_not):
 
 
 def main(args):
+    sys.excepthook = common.report
     world = common.init_world()
     run = Path(args.model)
     folder = common.model_folder(common.Args(model=model_of(run), max_prompt_tokens=1, max_response_tokens=1))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
-    chosen = {name: with_changes(PROTOCOLS[name], args) for name in args.protocols or PROTOCOLS}
+    asked = {name: PROTOCOLS[name] for name in args.protocols} or PROTOCOLS
+    if not args.protocols and any(Path(name).stem not in SETS for name in args.sets):
+        asked = {"own": own(run_of(run), args.sets, tokenizer.chat_template)}
+    chosen = {name: with_changes(protocol, args) for name, protocol in asked.items()}
     settings = {name: settings_of(protocol, args) for name, protocol in chosen.items()}
     why_not = {name: obstacle(how, config, tokenizer) for name, how in settings.items()}
     data = {}
@@ -586,8 +608,7 @@ def main(args):
                 verifiers[grading].task = (judge_unboxed,)
                 verifiers[grading].limit = 300  # seconds
         sampler = common.Sampler(folder, tokenizer, widest, world)
-        source = run if (run / "manifest.json").is_file() else folder
-        sampler.load(weights_of(source, config, sampler.dtype))
+        sampler.load(weights_of(run, folder, config, sampler.dtype))
         for name, sets in data.items():
             verifier = verifiers[chosen[name].grading]
             rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifier, sets, args.texts)
@@ -601,7 +622,8 @@ def main(args):
         "not_run": {name: why for name, why in why_not.items() if why},
         "rows": [row for its in rows.values() for row in its],
     }
-    out = Path(args.out) if args.out else place(run)
+    out = Path(args.out or place(run))
+    out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(found) + "\n")
     print(f"\nwritten  {out}")
 

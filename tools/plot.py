@@ -9,9 +9,10 @@ python tools/plot.py runs/A runs/B --figure answers        (what was answered be
 python tools/plot.py base.json runs/A/eval-best.json --figure accuracy    (or pass) of what tools/eval.py wrote
 python tools/plot.py runs/A --figure tokens -o tokens.html        (what the loss saw of each token, a page)
 
-Runs whose names differ only in a number at the end, their seed, share a colour; `bands` draws their mean and its
-standard error or, of fewer than five, each of them, thin. Prints the picture's path and, for each run, the reward and
-every held-out accuracy before and after, and where the time went.
+Runs of one script and the same flags, but for seed and folder, share a colour; of docs/data/NAME-seedS.csv those of one
+NAME do. `bands` draws their mean and its standard error or, of fewer than five, each of them, thin. The legend has what
+the first one's folder is called before the seed and, where others are called that, too, the flags that differ. Prints
+the picture's path and, for each run, the reward and every held-out accuracy before and after, and where the time went.
 """
 
 import csv
@@ -53,7 +54,8 @@ def read(run):
         rows = csv.DictReader(run.read_text().splitlines())
         return [{key: float(cell) for key, cell in row.items() if cell} for row in rows]
     file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.is_file() else []
+    text = file.read_text() if file.is_file() else ""
+    *lines, _ = text.split("\n")  # of the line that is being written there may be half
     if not lines:
         raise SystemExit(f"{run}: no metrics.jsonl with rows in it")
     rows = map(json.loads, lines)
@@ -76,15 +78,38 @@ def metrics_of(rows, prefix=""):
     return list(dict.fromkeys(key for row in rows for key in row if key.startswith(prefix)))
 
 
-def stem(name):
-    """Return what the runs of all seeds are called."""
-    return re.sub(r"-(seed)?\d{1,3}$", "", name)
+def settings_of(run):
+    """Return what the runs of all seeds share, {"script": ..., flag: value}, and this run's seed. A csv, or a folder
+    without run.json, is taken for a run of a script of its name."""
+    name, _, seed = run.name.removesuffix(".csv").rpartition("-seed")
+    about = {"script": name or seed, "args": {"seed": seed}}
+    file = run / "run.json"
+    if file.is_file():
+        about = json.loads(file.read_text())
+    flags = about["args"]
+    return {"script": about["script"]} | flags | {"seed": 0, "run_dir": "", "resume": False}, str(flags["seed"])
 
 
-def colours(names):
-    """Return each run's colour: one for all seeds of a name."""
-    stems = list(dict.fromkeys(map(stem, names)))
-    return {name: f"C{stems.index(stem(name))}" for name in names}
+def grouped(runs):
+    """Return {label: {run: rows}} of run folders and csv files. Those of one script and the same flags, but for seed
+    and folder, have one label: what the first one's name has before the seed and, if others have that, what differs."""
+    settings = {run: settings_of(run)[0] for run in runs}
+    stems = {run: re.sub(r"-seed\d.*", "", run.name) for run in runs}
+    found = {}
+    for run in settings:
+        first = next(other for other in runs if settings[other] == settings[run])
+        rivals = [settings[other] for other in runs if stems[other] == stems[first]]
+        label = stems[first]
+        for flag, value in settings[run].items():
+            if any(rival.get(flag) != value for rival in rivals):
+                label += f" {flag}={value}"
+        found.setdefault(label, {})[run] = read(run)
+    return found
+
+
+def coloured(runs):
+    """Return (colour, run, rows) of each run of {label: {run: rows}}: those of a label share a colour."""
+    return [(f"C{number}", run, rows) for number, each in enumerate(runs.values()) for run, rows in each.items()]
 
 
 def grid_of(rows, columns, width, height, **shared):
@@ -93,11 +118,16 @@ def grid_of(rows, columns, width, height, **shared):
     return axes
 
 
-def finish(axis, names, path):
-    """Name every run's colour in an axis, drawn in it or not, and write its picture."""
-    labels = {colour: stem(name) for name, colour in colours(names).items()}
-    handles = [plt.Line2D([], [], color=colour) for colour in labels]
-    axis.legend(handles, labels.values())
+def without_tex(axis):
+    """Let the numbers at a logarithmic axis be plain: a text may have dollars, so that nothing here reads TeX."""
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
+
+
+def finish(axis, labels, path):
+    """Name every colour in an axis, drawn in it or not, and write its picture."""
+    handles = [plt.Line2D([], [], color=f"C{number}") for number, _ in enumerate(labels)]
+    axis.legend(handles, labels)
     axis.figure.savefig(path)
 
 
@@ -106,9 +136,9 @@ def draw_curves(runs, panels, path):
     axes = grid_of(2, len(panels), 4, 3.25, sharey="col")
     for across, label, row in zip(("step", "time"), ("step", "seconds"), axes, strict=True):
         for metric, axis in zip(panels, row, strict=True):
-            for name, colour in colours(runs).items():
-                begin = runs[name][0][across]
-                logged = [row for row in runs[name] if metric in row]
+            for colour, _, rows in coloured(runs):
+                begin = rows[0][across]
+                logged = [row for row in rows if metric in row]
                 places = [row[across] - begin for row in logged]
                 axis.plot(places, [row[metric] for row in logged], colour)
             axis.set(title=metric, xlabel=label)
@@ -119,7 +149,7 @@ def draw_curves(runs, panels, path):
 def draw_band(axis, seeds, metric, colour):
     """Draw a metric's mean over seeds and a band of its standard error, or each of fewer than five seeds; a gap where
     no seed has a finite value."""
-    logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds]
+    logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds.values()]
     steps = sorted(set().union(*logged))
     values = np.array([[seed.get(step, math.nan) for step in steps] for seed in logged])
     finite = np.ma.masked_invalid(values)
@@ -134,25 +164,25 @@ def draw_band(axis, seeds, metric, colour):
 
 
 def draw_bands(runs, panels, path):
-    """A panel for each metric: mean over the runs of one stem and a band of its standard error, or each run, thin."""
+    """A panel for each metric: mean over the runs of a label and a band of its standard error, or each run, thin."""
     axes = grid_of(1, len(panels), 4, 3.5)
-    seeds = {}
-    for name, colour in colours(runs).items():
-        seeds.setdefault(colour, []).append(runs[name])
     for axis, metric in zip(axes[0], panels, strict=True):
-        for colour in seeds:
-            draw_band(axis, seeds[colour], metric, colour)
+        for number, seeds in enumerate(runs.values()):
+            draw_band(axis, seeds, metric, f"C{number}")
         axis.set(title=metric, xlabel="step")
         if metric == "clip_fraction":  # methods differ by a factor of a hundred, and some steps clip nothing
             axis.set_yscale("symlog", linthresh=1e-3)
+            without_tex(axis.yaxis)
     finish(axes[0, 0], runs, path)
 
 
 def covariance_table(runs):
     """Return what runs logged of covariance, Table 1 of CW-GRPO first: mean over steps, a column for a run."""
-    lines = [f"mean c of the tokens, by size, from the share before to this one: {', '.join(runs)}"]
-    for metric in metrics_of(itertools.chain(*runs.values()), "covariance/"):
-        means = [f"{mean_over_steps(rows, metric):9.2f}" for rows in runs.values()]
+    each = [rows for _, _, rows in coloured(runs)]
+    names = ", ".join(str(run) for _, run, _ in coloured(runs))
+    lines = [f"mean c of the tokens, by size, from the share before to this one: {names}"]
+    for metric in metrics_of(itertools.chain(*each), "covariance/"):
+        means = [f"{mean_over_steps(rows, metric):9.2f}" for rows in each]
         lines.append(f"{metric:<28}{''.join(means)}")
     return "\n".join(lines)
 
@@ -161,18 +191,19 @@ def draw_covariance(runs, path):
     """Fig. 3 of CW-GRPO: the share of sum |c| that the tokens of largest |c| make up, mean over a run's steps."""
     prefix = "covariance/cumulative@"
     axis = grid_of(1, 1, 6, 4.5)[0, 0]
-    for name, colour in colours(runs).items():
-        keys = metrics_of(runs[name], prefix)
+    for colour, run, rows in coloured(runs):
+        keys = metrics_of(rows, prefix)
         if not keys:
-            raise SystemExit(f"{name}: logged no covariance; cwgrpo.py does")
+            raise SystemExit(f"{run}: logged no covariance; cwgrpo.py does")
         shares = [float(key.removeprefix(prefix).rstrip("%")) for key in keys]
-        means = [mean_over_steps(runs[name], key) for key in keys]
+        means = [mean_over_steps(rows, key) for key in keys]
         axis.plot([*shares, 100], [*means, 1], f"{colour}o-")
     axis.set(
         xscale="log",
         xlabel="tokens of largest |c|, percent",
         ylabel="their share of the sum of |c|",
     )
+    without_tex(axis.xaxis)
     finish(axis, runs, path)
 
 
@@ -198,11 +229,7 @@ def draw_accuracy(found, path):
     axes = grid_of(1, len(found), 3, 2.8, sharey=True)
     for axis, (model, (n, right)) in zip(axes[0], found.items(), strict=True):
         axis.hist(np.array(right) / n, bins=10, range=(0, 1), rwidth=0.9)
-        axis.set(
-            title=f"{model}, n = {n}",
-            xlabel="share of right answers",
-            ylabel="questions",
-        )
+        axis.set(title=f"{model}, n = {n}", xlabel="share of right answers", ylabel="questions")
     plt.savefig(path)
 
 
@@ -211,16 +238,12 @@ def draw_pass(found, path):
     from common import pass_at_k
 
     axis = grid_of(1, 1, 5, 4)[0, 0]
-    for model, colour in colours(found).items():
-        n, right = found[model]
+    for n, right in found.values():
         ks = np.arange(1, n + 1)
         outcomes = [ks <= count for count in right]
-        axis.plot(ks, [pass_at_k(outcomes, k) for k in ks], colour)
-    axis.set(
-        xscale="log",
-        xlabel="k",
-        ylabel="pass@k",
-    )
+        axis.plot(ks, [pass_at_k(outcomes, k) for k in ks])
+    axis.set(xscale="log", xlabel="k", ylabel="pass@k")
+    without_tex(axis.xaxis)
     finish(axis, found, path)
 
 
@@ -332,11 +355,12 @@ def print_summary(name, rows):
 def panels_of(runs, asked):
     """Return the metrics to draw: those that were asked for, or the usual ones. Raises SystemExit for a metric that no
     run logged."""
-    logged = metrics_of(itertools.chain(*runs.values()))
+    logged = metrics_of(itertools.chain(*(rows for _, _, rows in coloured(runs))))
     unknown = set(asked).difference(logged)
     if unknown:
-        raise SystemExit(f"--panels {sorted(unknown)}: not logged; these are: {sorted(logged)}")
-    usual = ("reward", "entropy", "clip_fraction", "response_length")
+        raise SystemExit(f"{sorted(unknown)}: not logged; these are: {sorted(logged)}")
+    accuracies = [name for name in logged if re.fullmatch("eval/.*/avg@.*", name)]
+    usual = ("reward", "entropy", "clip_fraction", "response_length", *accuracies)
     return asked or [name for name in usual if name in logged]
 
 
@@ -359,31 +383,36 @@ class Args:
 
 def main():
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    if not args.runs:
+    paths = args.runs
+    out = args.out
+    if not paths:
         raise SystemExit("plot.py RUN...: which runs? --help says more")
     runs = {}
     if args.figure == "accuracy":
-        draw_accuracy(answered(args.runs), args.out)
+        draw_accuracy(answered(paths), out)
     elif args.figure == "pass":
-        draw_pass(answered(args.runs), args.out)
+        draw_pass(answered(paths), out)
     elif args.figure == "answers":
-        draw_answers(args.runs, args.out)
+        draw_answers(paths, out)
     elif args.figure == "tokens":
-        args.out = args.out.with_suffix(".html")
-        write_page(args.runs, args.out)
+        out = out.with_suffix(".html")
+        write_page(paths, out)
     else:
-        runs = {run.name.removesuffix(".csv"): read(run) for run in args.runs}
+        runs = grouped(paths)
     if args.figure == "curves":
-        draw_curves(runs, panels_of(runs, args.panels), args.out)
+        draw_curves(runs, panels_of(runs, args.panels), out)
     elif args.figure == "bands":
-        draw_bands(runs, panels_of(runs, args.panels), args.out)
+        draw_bands(runs, panels_of(runs, args.panels), out)
     elif args.figure == "covariance":
-        counted = {name: [row for row in rows if row["step"] <= args.until] for name, rows in runs.items()}
-        draw_covariance(counted, args.out)
-        print(covariance_table(counted))
-    print(f"{args.figure:<8} {args.out}")
-    for name, rows in runs.items():
-        print_summary(name, rows)
+        for _, _, rows in coloured(runs):
+            rows[:] = [row for row in rows if row["step"] <= args.until]
+        draw_covariance(runs, out)
+        print(covariance_table(runs))
+    print(f"{args.figure:<8} {out}")
+    for label, its in runs.items():
+        print(f"{label:<8} {len(its)} of {len(paths)} runs")
+        for run, rows in its.items():
+            print_summary(run, rows)
 
 
 if __name__ == "__main__":

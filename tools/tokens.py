@@ -22,7 +22,7 @@ entropy_T: how unsure the model was
 advantage_T: how much better than the group's mean
 kernel_T: the paper's weight, of mean 1 in a group
 covariance_T: how log-prob and advantage vary together
-clipped_T: 1 if clipped, and then without gradient
+clipped_T: 1 if the clipped term counts: no gradient through the ratio, only through kernel and KL
 low_T: lowest ratio that is not clipped
 high_T: highest ratio that is not clipped
 segment_T: the segment's number

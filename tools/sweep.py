@@ -1,0 +1,249 @@
+"""Run experiments with several seeds, and put what runs logged into a table.
+
+./run.sh sweep grpo-toy gpg-toy                             seeds 1, 2 and 3 of each, one run after another
+./run.sh sweep grpo-toy gpg-toy --seeds 1 2 --steps 30      flags that are not its own go to the scripts
+./run.sh sweep grpo-toy gpg-toy --jobs 2                    two runs at a time
+./run.sh table runs/sweep/grpo-toy-seed* runs/sweep/grpo-toy-lr-1e-4-seed*
+
+A run goes to runs/sweep/EXPERIMENT-FLAGS-seedS, and what it prints to output.txt there. The same command again runs
+what is missing: a run that has finished stays, one that was cut off goes on from its last checkpoint, or begins again
+if it has none. Ctrl-C ends all runs. On CPUs, with several at a time, a run is one process with its share of the cores;
+on GPUs a run takes all that it sees, so that --jobs stays 1 there. SCRIPT=mine.py tries a fork.
+"""
+
+import fcntl
+import itertools
+import math
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import plot
+import tyro
+from plot import mean_over_steps
+
+ROOT = Path(__file__).parent.parent
+RUNS = ROOT / "runs" / "sweep"
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+def launch(words, folder):
+    """Let run.sh do something, and add what it prints to a file of a folder. Raises ChildProcessError."""
+    with open(folder / "output.txt", "a") as output:
+        done = subprocess.run(["./run.sh", *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise ChildProcessError("see its output.txt")
+
+
+def go_on(words, seed, folder):
+    """Run an experiment with its flags in a folder, from its last checkpoint or its beginning. Raises BlockingIOError
+    if it would begin where a run is alive."""
+    words = [*words, f"--seed={seed}", f"--run-dir={folder}"]
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "checkpoints").exists():
+        words.append("--resume")
+    else:
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+        folder.mkdir()
+    launch(words, folder)
+
+
+def attempt(run, folder):
+    """Run in a folder, say how it went, and return whether it failed."""
+    print(f"{time.strftime('%X')}  {folder}  begins or goes on", flush=True)
+    said = "done"
+    try:
+        run(folder)
+    except OSError as error:  # ChildProcessError is one
+        said = f"FAILED: {error}"
+    print(f"{time.strftime('%X')}  {folder}  {said}", flush=True)
+    return said != "done"
+
+
+def run_all(run, folders, jobs):
+    """Run in these folders, so many at a time, and return whether one failed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
+    with ThreadPoolExecutor(jobs) as pool:
+        return any([*pool.map(partial(attempt, run), folders)])
+
+
+def finished(folder):
+    """Say whether a run came to its last step and wrote its model, whose tokenizer is written last."""
+    whole = (folder / "model" / "tokenizer_config.json").is_file()
+    return whole and plot.read(folder)[-1]["step"] == plot.settings_of(folder)[0]["steps"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- table
+def at_reward(rows):
+    """Return the five steps around the first whose last ten have a mean reward of 0.5; none where that is never so."""
+    for end in range(11, len(rows) + 1):
+        if mean_over_steps(rows[end - 10 : end], "reward") >= 0.5:
+            return rows[end - 3 : end + 2]
+    return []
+
+
+def at_prompts(rows):
+    """Return the ten steps up to the one with which 3,840 prompts have been drawn, 120 steps of 32."""
+    drawn = itertools.accumulate(row.get("prompts_drawn", 0) for row in rows)
+    before = [row for row, so_far in zip(rows, drawn, strict=True) if so_far <= 3840]
+    return before[-10:]
+
+
+def chosen(rows, how):
+    """Return the rows that a figure is the mean of: `mean`, `end`, `at reward 0.5`, `at 3,840 prompts`, `step 40`,
+    `steps 1–30`."""
+    named = {
+        "mean": rows,
+        "end": rows[-1:],
+        "at reward 0.5": at_reward(rows),
+        "at 3,840 prompts": at_prompts(rows),
+    }
+    if how in named:
+        return named[how]
+    steps = [int(step) for step in re.findall(r"\d+", how)]
+    return [row for row in rows if steps[0] <= row["step"] <= steps[-1]]
+
+
+def with_error(values, sign=""):
+    """Return mean and standard error over seeds; with a sign, of differences: in bold what five seeds can show."""
+    mean = statistics.fmean(values)
+    text = f"{mean:{sign}.3g}"
+    if len(values) == 1:
+        return text
+    error = statistics.stdev(values) / len(values) ** 0.5
+    text += f" ± {error:.2g}"
+    if sign and len(values) >= 5 and abs(mean) >= 3 * error > 0:
+        return f"**{text}**"
+    return text
+
+
+def cells_of(figure, methods, errors=False):
+    """Return a figure's cells, one for each of {method: {seed: rows}}: mean and standard error over seeds, of all
+    methods or of the first alone; behind the others', in brackets, the difference to the first, seed by seed, which
+    takes two; a dash where a seed has no value."""
+    metric, how = figure.split(", ", 1)
+    first = {}
+    cells = []
+    for seeds in methods.values():
+        values = {seed: mean_over_steps(chosen(rows, how), metric) for seed, rows in seeds.items()}
+        each = [*values.values()]
+        if any(map(math.isnan, each)):
+            cells.append("–")
+            continue
+        cell = f"{statistics.fmean(each):.3g}"
+        if errors or not cells:
+            cell = with_error(each)
+        apart = [values[seed] - first[seed] for seed in values if seed in first]
+        if len(apart) > 1:
+            cell += f" ({with_error(apart, '+')})"
+        if not cells:
+            first = values
+        cells.append(cell)
+    return cells
+
+
+def markdown(rows):
+    """Return rows of cells, the head first, as a table."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    return "\n".join(lines)
+
+
+def by_seed(runs):
+    """Return {method: {seed: rows}} of run folders or csv files. Raises SystemExit for a seed that comes twice."""
+    found = {}
+    for method, its in plot.grouped(runs).items():
+        seeds = found[method] = {}
+        for run, rows in its.items():
+            _, seed = plot.settings_of(run)
+            if seed in seeds:
+                raise SystemExit(f"{run}: a second run of {method} with seed {seed}; name one of them")
+            seeds[seed] = rows
+    return found
+
+
+def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = ()):
+    """Print a row for each method: runs of one script and the same flags, but for seed and folder.
+
+    Args:
+        runs: run folders or csv files; the first one's method is the one that differences are taken to
+        figures: each a metric and of which steps it is the mean, such as "entropy, mean" or "reward, steps 1–30";
+            none: the reward of the last ten steps and held-out accuracies after the last
+    """
+    if not runs:
+        raise SystemExit("no run has finished, or none is named; --help says more")
+    methods = by_seed(runs)
+    metrics = plot.panels_of(methods, [figure.split(", ")[0] for figure in figures])
+    if not figures:
+        last = max(rows[-1]["step"] for _, _, rows in plot.coloured(methods))
+        figures = [f"reward, steps {max(1, last - 9):g}–{last:g}"]
+        figures += [f"{name}, step {last:g}" for name in metrics if "/" in name]
+    columns = [["", *methods], ["seeds", *map(" ".join, methods.values())]]
+    columns += [[figure, *cells_of(figure, methods, errors=True)] for figure in figures]
+    for column in columns:
+        width = max(map(len, column))
+        column[:] = [cell.ljust(width) for cell in column]
+    print(markdown([*zip(*columns, strict=True)]))
+    print(
+        "\nmean ± standard error over seeds; in brackets the difference to the first method, seed by seed; bold: five "
+        "seeds or more, and at least three standard errors from 0"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- sweep
+@dataclass
+class Args:
+    """What to run. Other flags go to the scripts."""
+
+    experiments: tyro.conf.Positional[tuple[str, ...]]
+    """As ./run.sh help lists them."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Seed 1 of all experiments comes first."""
+    jobs: int = 1
+    """Runs at a time."""
+
+
+def folder_of(words, seed):
+    """Return the folder of a run, which the same command finds again."""
+    fork = Path(os.environ.get("SCRIPT", "")).stem
+    name = "-".join(word.removeprefix("--") for word in (fork, *words)).lstrip("-")
+    return RUNS / f"{name.replace('/', '-')}-seed{seed}"
+
+
+def main():
+    """Print a table; or run what is missing of a sweep, print the table of what has finished, and return whether a run
+    failed."""
+    kind, *words = sys.argv[1:]
+    if kind == "table":
+        return tyro.cli(table, args=words)
+    args, flags = tyro.cli(Args, args=words, description=__doc__, return_unknown_args=True)
+    for experiment in args.experiments:  # run.sh refuses a name that it lacks
+        if subprocess.call(["env", "DRY=1", "./run.sh", experiment], cwd=ROOT, stdout=subprocess.DEVNULL):
+            return True
+    if args.jobs > 1:
+        os.environ.setdefault("PROCESSES", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() // args.jobs or 1))
+    runs = {}
+    for seed in args.seeds:
+        for experiment in args.experiments:
+            words = [experiment, *flags]
+            runs[folder_of(words, seed)] = (words, seed)
+    missing = [folder for folder in runs if not finished(folder)]
+    failed = run_all(lambda folder: go_on(*runs[folder], folder), missing, args.jobs)
+    table([folder for folder in runs if finished(folder)])
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
