@@ -347,9 +347,10 @@ launch() {  # a rank for each GPU, else CPU processes that share the cores; no s
 }
 
 torchrun='  # without its traceback where Ctrl-C or a SIGTERM ends it: the script has said what there is to say
-import sys
+import logging, sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main
+logging.getLogger("torch.distributed.elastic").setLevel("ERROR")
 try:
     main()
 except SignalException as stopped:
