@@ -269,7 +269,8 @@ def test_a_kill_while_the_best_model_is_replaced(run, tmp_path, monkeypatch, cal
 
 @pytest.mark.slow
 def test_a_lost_rank_is_said_in_one_line(tmp_path):
-    source = "import os, sys, common; sys.excepthook = common.report; w = common.init_world(); w.all_gather(0); w.rank and os._exit(9); w.all_gather(0)"
+    source = "import os, sys, common; sys.excepthook = common.report; w = common.init_world()"
+    source += "; w.all_gather(0); w.rank and os._exit(9); w.all_gather(0)"
     (tmp_path / "two.py").write_text(source)
     ranks = Jobs(tmp_path / "two.py", tmp_path / "home", ranks=2)
     assert [rank.wait(120) for rank in ranks.processes] == [1, 9]
