@@ -773,9 +773,9 @@ class Sampler:
         self.llm.llm_engine.reset_encoder_cache()
 
     def sleep(self):
-        """Give a GPU's memory back until `load`; the host keeps the weights (`tools/bench.py fit`)."""
+        """Give a GPU's memory back until `load`."""
         if self.sleeps:
-            self.llm.sleep(level=1)  # level 2 lost state in several vLLM releases
+            self.llm.sleep(level=2)  # `load` sends all weights again; vLLM 0.32 keeps the buffers
 
     def close(self):
         """End the engine and the process group, which vLLM destroys with it."""
