@@ -316,24 +316,28 @@ DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
 )
 
 
-@dataclass(eq=False)
 class Picture:
-    """An encoded image; `token` is the id of its tokens, `grid` its height and width in them."""
+    """A row's image: bytes, or a path below the data's folder. `token` is the id of its tokens, `grid` its height and
+    width in them. Raises ValueError for a file that may not be read."""
 
-    data: bytes
-    processor: transformers.BaseImageProcessor
-    token: int
-
-    def __post_init__(self):
-        self.grid = (self.processed()["image_grid_thw"][0, 1:] // self.processor.merge_size).tolist()
-
-    @property
-    def tokens(self):
-        return math.prod(self.grid)
-
-    @property
-    def patches(self):
-        return self.tokens * self.processor.merge_size**2
+    def __init__(self, value, source, processor, token):
+        if isinstance(value, dict):
+            value = value["bytes"] or value["path"]
+        if isinstance(value, str):
+            folder = Path(source.partition(":")[0]).resolve()
+            if folder.is_file():
+                folder = folder.parent
+            file = (folder / value).resolve()
+            need(file.is_relative_to(folder), f"{file} is not below the data's folder")
+            need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
+            value = file.read_bytes()
+        self.data = value
+        self.processor = processor
+        self.token = token
+        grid = self.processed()["image_grid_thw"][0, 1:]
+        self.patches = grid.prod().item()
+        self.grid = (grid // processor.merge_size).tolist()
+        self.tokens = math.prod(self.grid)
 
     def open(self):
         """Return the image upright, on white where transparent: vLLM does so, transformers does not."""
@@ -461,9 +465,6 @@ def load_problems(source, tokenizer, args, flag):
     seen, rows = read_table(source, flag, str if args.reward == "math" else None)  # an answer has the file's digits
     with naming(f"{flag} {source}"):
         columns = choose_columns(seen, args, flag)
-    images = Path(source.partition(":")[0])
-    if images.is_file():
-        images = images.parent
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     folder = tokenizer.name_or_path
     config = AutoConfig.from_pretrained(folder)
@@ -488,7 +489,8 @@ def load_problems(source, tokenizer, args, flag):
             texts.add(text)
             image = None
             if value := row.pop(columns.get("image"), None):
-                image = read_picture(value, processor, config.image_token_id, images)
+                with naming("its image cannot be read"):
+                    image = Picture(value, source, processor, config.image_token_id)
                 cost = longest_sequence(args) + image.patches
                 need(cost <= args.micro_batch_tokens, f"--micro-batch-tokens: it needs {cost} with image patches")
             answer = "(graded by --reward)"
@@ -520,19 +522,6 @@ def prompt_tokens(text, image, template, tokenizer, config):
     largest = max(prompt_ids)
     need(largest < size, f"{tokenizer.decode(largest)!r} is not of the model's {size} tokens")
     return prompt_ids
-
-
-def read_picture(value, processor, token, folder):
-    """Return a row's image, bytes or a path below the data's folder. Raises ValueError if it cannot be read."""
-    with naming("its image cannot be read"):
-        if isinstance(value, dict):
-            value = value["bytes"] or value["path"]
-        if isinstance(value, str):
-            file = (folder / value).resolve()
-            need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
-            need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
-            value = file.read_bytes()
-        return Picture(value, processor, token)
 
 
 def problem_text(value):
