@@ -549,17 +549,15 @@ def reference_answer(value, column):
     if isinstance(value, list):
         value = ", ".join(map(str, value))
     need(not isinstance(value, dict), f"column {column!r} holds no answer: {value}")
-    text = ""
-    if value is not None and value == value:  # NaN is what pandas has for None
-        text = str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
+    if value is None or value != value:  # NaN is what pandas has for None
+        return ""
+    text = str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
-    if text.count("$") == 2 and text[0] == text[-1] == "$":
-        return text[1:-1].strip()
-    return text
+    return re.sub(r"^\$([^$]*)\$$", r"\1", text).strip()
 
 
 def seed_of(*parts):
