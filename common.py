@@ -468,6 +468,7 @@ def load_problems(source, tokenizer, args, flag):
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     folder = tokenizer.name_or_path
     config = AutoConfig.from_pretrained(folder)
+    vocabulary = config.get_text_config().vocab_size
     processor = None
     if args.image_column:
         processor = AutoImageProcessor.from_pretrained(folder, max_pixels=args.max_pixels, trust_remote_code=False)
@@ -487,10 +488,12 @@ def load_problems(source, tokenizer, args, flag):
                 left_out["repeated"] += 1  # in verl's layout: DAPO-Math-17k has each a hundred times
                 continue
             texts.add(text)
+            shown = text
             image = None
             if value := row.pop(columns.get("image"), None):
                 with naming("its image cannot be read"):
                     image = Picture(value, source, processor, config.image_token_id)
+                shown = f"<|vision_start|>{'<|image_pad|>' * image.tokens}<|vision_end|>{text}"
                 cost = longest_sequence(args) + image.patches
                 need(cost <= args.micro_batch_tokens, f"--micro-batch-tokens: it needs {cost} with image patches")
             answer = "(graded by --reward)"
@@ -499,7 +502,9 @@ def load_problems(source, tokenizer, args, flag):
                 answer = reference_answer(row.get(columns["answer"]), columns["answer"])
                 given = (answer, text)
             (text + answer).encode()  # samples/ could not hold half of a surrogate pair
-            prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config)
+            prompt_ids = tokenizer.encode(prompt_of(shown, args.template, tokenizer), add_special_tokens=False)
+            largest = max(prompt_ids)
+            need(largest < vocabulary, f"{tokenizer.decode(largest)!r} is not of the model's {vocabulary} tokens")
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
@@ -511,17 +516,6 @@ def load_problems(source, tokenizer, args, flag):
         prompt = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
         print(f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; the first prompt: {prompt!r}")
     return problems
-
-
-def prompt_tokens(text, image, template, tokenizer, config):
-    """Return a prompt's token ids, an image's in front of the text."""
-    if image:
-        text = f"<|vision_start|>{'<|image_pad|>' * image.tokens}<|vision_end|>{text}"
-    prompt_ids = tokenizer.encode(prompt_of(text, template, tokenizer), add_special_tokens=False)
-    size = config.get_text_config().vocab_size
-    largest = max(prompt_ids)
-    need(largest < size, f"{tokenizer.decode(largest)!r} is not of the model's {size} tokens")
-    return prompt_ids
 
 
 def problem_text(value):
