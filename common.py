@@ -373,8 +373,9 @@ class Problem:
         """Return the prompt as vLLM takes it, with one placeholder, which it multiplies, for an image."""
         if not self.image:
             return {"prompt_token_ids": self.prompt_ids}
-        at = self.prompt_ids.index(self.image.token)
-        ids = self.prompt_ids[: at + 1] + self.prompt_ids[at + self.image.tokens :]
+        ids = self.prompt_ids.copy()
+        at = ids.index(self.image.token)
+        del ids[at + 1 : at + self.image.tokens]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
 
     def positions(self):
