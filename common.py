@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import cache, lru_cache
-from itertools import accumulate, cycle
+from itertools import accumulate, compress, cycle
 from multiprocessing import Pipe, forkserver, get_context, set_start_method
 from pathlib import Path
 from resource import RLIMIT_DATA, RUSAGE_SELF, getpagesize, getrlimit, getrusage, setrlimit
@@ -1074,9 +1074,9 @@ def first_valid(drawn, valid_P, count, updates=1):
     updates; a single draw as it came."""
     if len(drawn) == count:
         return drawn
-    chosen = np.flatnonzero(valid_P).tolist()
-    chosen += [p for p in range(len(drawn) - count, len(drawn)) if p not in chosen]
-    return [drawn[p] for update in range(updates) for p in chosen[:count][update::updates]]
+    chosen = [*compress(drawn, valid_P)]
+    chosen += compress(drawn[-count:], ~valid_P[-count:])
+    return [group for update in range(updates) for group in chosen[:count][update::updates]]
 
 
 def valid(reward_PG):
