@@ -1099,8 +1099,6 @@ def drawn_metrics(groups, draws=1):
     batch = Batch(groups)
     reward_PG = batch.reward_PG.numpy()
     correct_PG = np.stack([group.correct_G for group in groups])
-    responses = len(batch.rollout_R)
-    tokens = batch.length_R.sum().item()
     verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
     metrics = {
         "reward": reward_PG.mean(),
@@ -1110,9 +1108,9 @@ def drawn_metrics(groups, draws=1):
         "all_wrong_share": (correct_PG < 1).all(1).mean(),
         "draws": draws,
         "prompts_drawn": len(groups),
-        "responses_drawn": responses,
-        "response_length": tokens / responses,
-        "truncated_share": sum(rollout.truncated for rollout in batch.rollout_R) / responses,
+        "responses_drawn": len(batch.rollout_R),
+        "response_length": batch.length_R.numpy().mean(),
+        "truncated_share": np.mean([rollout.truncated for rollout in batch.rollout_R]),
         "sampler_nll": -batch.sampler_logp_T.double().mean().item(),
     }
     for verdict in VERDICTS:
