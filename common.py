@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import ChainMap, Counter, defaultdict
+from collections import ChainMap, Counter, defaultdict, namedtuple
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -1118,17 +1118,9 @@ def drawn_metrics(groups, draws=1):
     return metrics
 
 
-@dataclass
-class MicroBatch:
-    """Sequences end to end: `row` for the model, `inputs` for the loss. Hidden state index_T predicts target_T,
-    entry token_T of the step's vectors. `cost` counts tokens and patches."""
-
-    row: dict
-    index_T: torch.Tensor
-    target_T: torch.Tensor
-    token_T: torch.Tensor
-    inputs: dict
-    cost: int
+# Sequences end to end: `row` for the model, `inputs` for the loss. Hidden state index_T predicts target_T, which is
+# entry token_T of the step's vectors. `cost` counts tokens and patches.
+MicroBatch = namedtuple("MicroBatch", "row index_T target_T token_T inputs cost")
 
 
 class Batch:
