@@ -1132,10 +1132,11 @@ class Batch:
         self.reward_PG = torch.stack([group.reward_G for group in groups])
         self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
-        self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
+        lengths = [len(rollout.ids) for rollout in self.rollout_R]
+        self.length_R = torch.tensor(lengths)
         self.cost_R = self.length_R + torch.tensor([groups[p].problem.cost for p in self.group_R])
         self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
-        self.place_R = torch.arange(len(self.response_T)).split(self.length_R.tolist())
+        self.place_R = torch.arange(len(self.response_T)).split(lengths)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
         # each row has one of these, even an empty one: ranks run layers and vision tower together
         self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
