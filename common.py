@@ -1148,7 +1148,7 @@ class Batch:
         bundles = []
         costs = []
         group = None
-        for r in chosen_R.nonzero()[:, 0].tolist():
+        for r in np.flatnonzero(chosen_R).tolist():
             length = int(self.length_R[r])
             if self.group_R[r] == group and costs[-1] + length <= most:
                 bundles[-1].append(r)
@@ -1161,7 +1161,7 @@ class Batch:
         for rounds in range(fewest, len(costs) + 1):
             loads = np.zeros(rounds * world.size, int)
             bins = [[] for _ in loads]
-            for n in np.argsort([-cost for cost in costs], kind="stable"):  # longest first, into the emptiest
+            for n in np.argsort(-np.array(costs), kind="stable"):  # longest first, into the emptiest
                 number = loads.argmin()
                 bins[number] += bundles[n]
                 loads[number] += costs[n]
