@@ -1185,7 +1185,8 @@ class Batch:
         for n, r in enumerate(responses, len(prompts)):
             prompt = prompts.index(self.group_R[r])
             keys[n] = torch.cat([keys[prompt], keys[n]])
-            positions.append(torch.arange(len(ids[n])).expand(3, -1) + positions[prompt].max() + 1)
+            after = positions[prompt][:, -1:] + 1
+            positions.append(after + torch.arange(len(ids[n])))
         key_N = torch.cat(keys)
         position_3N = torch.cat(positions, 1)
         row = {"input_ids": input_ids_N[None], "position_ids": position_3N[:1], "key_N": key_N}
