@@ -1214,7 +1214,7 @@ class Batch:
         predicted = key_N[1:] >= first
         index_T = key_N[:-1][predicted].to(device)
         target_T = input_ids_N[first:].to(device)
-        cost = len(place_N) + len(row.get("pixel_values", ()))
+        cost = sum(problem.cost for problem in problems) + len(token_T)
         return MicroBatch(row, index_T, target_T, token_T, parts, cost)
 
 
