@@ -57,7 +57,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, BatchFeature
 
 # ---------------------------- arguments
 PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat format
@@ -1170,7 +1170,7 @@ class Batch:
         fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
-    def pack(self, responses, device, inputs=None):
+    def pack(self, responses, device, inputs=()):
         """Lay out a row of pieces, each group's prompt once, then the responses; cut a loss's *_T to them. A piece sees
         itself and its prompt before it: key_N has these places, end to end."""
         prompts = sorted({self.group_R[r] for r in responses})
@@ -1199,22 +1199,22 @@ class Batch:
             processed = [image.processed() for image in images]
             for name in ("pixel_values", "image_grid_thw"):
                 row[name] = torch.cat([each[name] for each in processed])
-        row = {name: x.to(device) for name, x in row.items()}
         for side, pieces in (("q", ids), ("k", keys)):  # queries, keys
             lengths = [len(piece) for piece in pieces]
-            row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
             row[f"max_length_{side}"] = max(lengths)
-        parts = {}
-        for name, x in (inputs or {}).items():
+        parts = dict(inputs)
+        for name, x in parts.items():
             if name.endswith("_T"):
-                x = x[token_T]
-            parts[name] = x.to(device) if isinstance(x, torch.Tensor) else x
+                parts[name] = x[token_T]
         # The key before a response's token, its prompt's last token or the one before it in the response, is the place
         # whose hidden state predicts it.
         predicted = key_N[1:] >= first
         index_T = key_N[:-1][predicted].to(device)
         target_T = input_ids_N[first:].to(device)
         cost = sum(problem.cost for problem in problems) + len(token_T)
+        row = BatchFeature(row).to(device)
+        parts = BatchFeature(parts).to(device)
         return MicroBatch(row, index_T, target_T, token_T, parts, cost)
 
 
