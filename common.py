@@ -1283,10 +1283,11 @@ class Policy(torch.nn.Module):
         self.model = lm.model
         self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
         self.temperature = temperature
-        if hasattr(self.model, "visual"):
-            self.model.visual.config._attn_implementation = "packed_flash"
+        visual = getattr(lm.model, "visual", None)
+        if visual:
+            visual.config._attn_implementation = "packed_flash"
             # A product, as its stride is its kernel: cuDNN 9.20 is reported to fail in bf16's gradient or to crawl.
-            conv = self.model.visual.patch_embed.proj
+            conv = visual.patch_embed.proj
             conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
 
     def _head(self, hidden_TH, target_T, weight_VH, entropies):
@@ -1389,12 +1390,12 @@ def hub_name(name):
 
 def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part. Weights and reductions are float32."""
-    config = AutoConfig.from_pretrained(folder)
-    lm = empty_model(config, dtype=torch.float32)
-    units = list(lm.get_decoder().layers)
-    if hasattr(config, "vision_config"):
-        units += lm.model.visual.blocks
-        lm.model.visual.requires_grad_(bool(args.image_column))
+    lm = empty_model(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    units = [*lm.get_decoder().layers]
+    visual = getattr(lm.model, "visual", None)
+    if visual:
+        units += visual.blocks
+        visual.requires_grad_(bool(args.image_column))
     policy = Policy(lm, args.temperature).eval()  # without dropout, which the sampler does not have
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable()
