@@ -1315,7 +1315,7 @@ class Policy(torch.nn.Module):
             embedding_NH = embedding_NH.index_copy(0, image_N, features)
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
-        size = max(1, LOGITS_AT_ONCE["cpu" if hidden_NH.is_cpu else "cuda"] // len(weight_VH))
+        size = LOGITS_AT_ONCE["cpu" if hidden_NH.is_cpu else "cuda"] // len(weight_VH)
         hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [checkpoint(self._head, *chunk, weight_VH, entropies, use_reentrant=False) for chunk in chunks]
