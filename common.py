@@ -1455,19 +1455,17 @@ def clip_and_step(policy, optimizer, record, prefix=""):
 def score(policy, batch, micro_batches, record, phase, entropies=False):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
     world = record.world
-    logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
+    score_2T = torch.zeros(2, len(batch.response_T))
     with record.phase(phase):
         home = next(policy.parameters()).device  # a reference waits in the host's memory
         policy.to(world.device)
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
-            logp, entropy = policy(micro, entropies)
-            logp_T[micro.token_T] = logp.cpu()
-            entropy_T[micro.token_T] = entropy.cpu()
+            score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
             record.tokens[phase] += micro.cost
         # FSDP's .to also reshards: layers that no backward pass follows stay gathered, and hide the optimiser's step
         policy.to(home)
-    return world.all_reduce(logp_T), world.all_reduce(entropy_T)
+    return world.all_reduce(score_2T)
 
 
 def tis_factor(logp_T, sampler_logp_T, cap):
