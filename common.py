@@ -1525,8 +1525,10 @@ def evaluate(held_out, sampler, verifier, record, step):
         drawn = drawn_metrics(groups)
         correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
         metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
-        for i in range(1, n.bit_length()):
-            metrics[f"eval/{name}/pass@{2**i}"] = pass_at_k(correct_PN, 2**i)
+        k = 2
+        while k <= n:
+            metrics[f"eval/{name}/pass@{k}"] = pass_at_k(correct_PN, k)
+            k *= 2
         metrics[f"eval/{name}/length"] = drawn["response_length"]
         metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
         record.samples(f"{name}-step{step:05d}", groups)
