@@ -1220,20 +1220,7 @@ class Batch:
 
 # ------------------------------- policy
 def packed_attention(
-    _,
-    query,
-    key,
-    value,
-    attention_mask,
-    *,
-    scaling,
-    cu_seq_lens_q,
-    cu_seq_lens_k,
-    max_length_q,
-    max_length_k,
-    key_N=None,
-    is_causal=True,
-    **rest,
+    _, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **rest
 ):
     """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
     key_N lists the places that each piece sees, its prompt's before its own: the causal window ends with the keys."""
@@ -1251,8 +1238,8 @@ def packed_attention(
             value,
             cu_seq_lens_q,
             cu_seq_lens_k,
-            max_length_q,
-            max_length_k,
+            rest["max_length_q"],
+            rest["max_length_k"],
             scale=scaling,
             window_size=(-1, 0 if is_causal else -1),
             enable_gqa=True,
