@@ -1135,7 +1135,7 @@ class Batch:
         lengths = [len(rollout.ids) for rollout in self.rollout_R]
         self.length_R = torch.tensor(lengths)
         self.cost_R = self.length_R + torch.tensor([groups[p].problem.cost for p in self.group_R])
-        self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
+        self.response_T = torch.repeat_interleave(self.length_R)  # 0 0 0 1 1 …
         self.place_R = torch.arange(len(self.response_T)).split(lengths)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
         # each row has one of these, even an empty one: ranks run layers and vision tower together
