@@ -1200,9 +1200,8 @@ class Batch:
             for name in ("pixel_values", "image_grid_thw"):
                 row[name] = torch.cat([each[name] for each in processed])
         for side, pieces in (("q", ids), ("k", keys)):  # queries, keys
-            lengths = [len(piece) for piece in pieces]
-            row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            row[f"max_length_{side}"] = max(lengths)
+            row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, pieces))], dtype=torch.int32)
+            row[f"max_length_{side}"] = max(map(len, pieces))
         parts = dict(inputs)
         for name, x in parts.items():
             if name.endswith("_T"):
