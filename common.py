@@ -1281,7 +1281,7 @@ class Policy(torch.nn.Module):
         # make none, but has no derivative and is not for CPUs
         logits_TV = F.linear(hidden_TH.float(), weight_VH.float()).div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)
-        logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
+        logp_T = -F.nll_loss(logp_TV, target_T, reduction="none")
         entropy_T = torch.zeros_like(logp_T)
         if entropies:
             with torch.no_grad():  # last: the recomputation going back stops before it
