@@ -1525,18 +1525,19 @@ def keep_best(policy, source, dtype, metrics, record, step):
     """With --keep-best write the model to best/ if the mean avg@n over held-out sets is the highest so far."""
     if not record.args.keep_best:
         return
+    world = record.world
     average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
     best = record.folder / "best"
     about = best / "average.txt"  # a killed run's, too: it may have written the model after its last checkpoint
     partial = record.folder / "best.partial"
-    if record.world.rank == 0 and (partial / about.name).exists():
+    if world.rank == 0 and (partial / about.name).exists():
         give_name(partial, best)  # a kill came after the model was whole
     highest = -math.inf
     with suppress(FileNotFoundError):  # rank 0 decides; another may look while it moves the folder
         highest = float(about.read_text().split()[0])
-    if record.world.all_gather(average > highest)[0]:
-        save_model(policy, partial, source, dtype, record.world)
-        if record.world.rank == 0:
+    if world.all_gather(average > highest)[0]:
+        save_model(policy, partial, source, dtype, world)
+        if world.rank == 0:
             write_whole(partial / about.name, f"{average} at step {step}\n")
             give_name(partial, best)
         record.say(f"step {step}: the best average so far, {average:.3f}; saved in {best}")
