@@ -1349,10 +1349,10 @@ def model_folder(args):
             policy(Batch([group]).pack([0], "meta"))
         # a policy leaves out the bias of a head
         names = set(map(hub_name, policy.state_dict())) - {"lm_head.bias"}
-        unlike = names ^ reader_of(folder).read_metadata().state_dict_metadata.keys()
+        found = reader_of(folder).read_metadata().state_dict_metadata.keys()
         # a head that is tied, and an old file's: nor does transformers read them
         aside = ("lm_head.weight", "rotary_emb.inv_freq")
-        unlike = sorted(name for name in unlike if name in names or not name.endswith(aside))
+        unlike = sorted(name for name in names ^ found if name in names or not name.endswith(aside))
         need(not unlike, f"its files and a {config.model_type} differ in {len(unlike)} weights, such as {unlike[:2]}")
     return folder
 
