@@ -565,8 +565,7 @@ def problems_from(problems, args, position):
     asked = {}
     for p in range(args.prompts_per_step):
         epoch, number = divmod(position + p, len(problems))
-        if not p or not number:  # else it is the same pass over the data
-            order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
+        order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
         asked["train", position, p] = problems[order[number]]
     return asked
 
