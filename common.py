@@ -407,23 +407,10 @@ def load_data(args, tokenizer):
     return problems, held_out
 
 
-def read_rows(path, number):
-    """Return the columns and the rows of a .json or .jsonl file, each as it stands there, where `datasets` would give
-    all rows the same keys and kinds. `number` makes numbers of their text, None makes Python's."""
-    text = Path(path).read_text(encoding="utf-8-sig")
-    rows = []
-    for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
-        with naming(f"row {len(rows)}"):
-            value = json.loads(line.strip() or "[]", parse_float=number, parse_int=number)
-        rows += value if isinstance(value, list) else [value]
-    for n, row in enumerate(rows):
-        need(isinstance(row, dict), f"row {n}: no object with keys, but {row}")
-    return ChainMap(*rows), rows
-
-
 def read_table(source, flag, number=None):
     """Return the columns and an iterable of the rows, as Python values, of a file, a `save_to_disk` folder or a hub id.
-    Raises ValueError naming flag and source."""
+    `number` makes numbers of a .json or .jsonl file's text, None makes Python's. Raises ValueError naming flag and
+    source."""
     path, _, split = source.partition(":")
     with naming(
         f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder without an "
@@ -431,7 +418,16 @@ def read_table(source, flag, number=None):
     ):
         if path.endswith((".json", ".jsonl")):
             need(not split, "it has no splits")
-            return read_rows(path, number)
+            text = Path(path).read_text(encoding="utf-8-sig")
+            rows = []
+            # each row as it stands there, where `datasets` would give all rows the same keys and kinds
+            for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
+                with naming(f"row {len(rows)}"):
+                    value = json.loads(line.strip() or "[]", parse_float=number, parse_int=number)
+                rows += value if isinstance(value, list) else [value]
+            for n, row in enumerate(rows):
+                need(isinstance(row, dict), f"row {n}: no object with keys, but {row}")
+            return ChainMap(*rows), rows
         if path.endswith(".parquet"):
             table = datasets.Dataset.from_parquet(path)
         elif Path(path).is_dir():
