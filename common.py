@@ -510,8 +510,11 @@ def load_problems(source, tokenizer, args, flag):
             problems.append(Problem(text, prompt_ids, answer, given, image, place))
     need(problems, f"{flag} {source}: no usable row among {left_out.total()}; left out: {dict(left_out)}")
     if os.environ.get("RANK", "0") == "0":
-        prompt = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
-        print(f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; the first prompt: {prompt!r}")
+        first = problems[0].for_sampler()["prompt_token_ids"]
+        print(
+            f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; "
+            f"the first prompt: {tokenizer.decode(first)!r}"
+        )
     return problems
 
 
