@@ -190,8 +190,8 @@ def validate(args, world):
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from None
-    wandb = [*importlib.metadata.distributions(name="wandb")]
-    need(wandb or not args.track, "--track: needs `pip install wandb`")
+    if args.track:
+        need(any(importlib.metadata.distributions(name="wandb")), "--track: needs `pip install wandb`")
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
     if args.keep_best or not args.steps:
