@@ -551,7 +551,10 @@ def reference_answer(value, column):
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
-    return re.sub(r"^\$([^$]*)\$$", r"\1", text).strip()
+    match text.split("$"):
+        case ["", inside, ""]:
+            return inside.strip()
+    return text
 
 
 def seed_of(*parts):
