@@ -1190,7 +1190,7 @@ class Batch:
             positions.append(after + torch.arange(len(ids[n])))
         key_N = torch.cat(keys)
         position_3N = torch.cat(positions, 1)
-        row = {"input_ids": input_ids_N[None], "position_ids": position_3N[:1], "key_N": key_N}
+        row = BatchFeature({"input_ids": input_ids_N[None], "position_ids": position_3N[:1], "key_N": key_N})
         token_T = torch.cat([self.place_R[r] for r in responses] or [place_N[:0]])
         first = len(place_N) - len(token_T)  # of the responses' places
         images = [problem.image for problem in problems if problem.image]
@@ -1203,7 +1203,7 @@ class Batch:
         for side, pieces in (("q", ids), ("k", keys)):  # queries, keys
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, pieces))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, pieces))
-        parts = dict(inputs)
+        parts = BatchFeature(inputs)
         for name, x in parts.items():
             if name.endswith("_T"):
                 parts[name] = x[token_T]
@@ -1213,9 +1213,7 @@ class Batch:
         index_T = key_N[:-1][predicted].to(device)
         target_T = input_ids_N[first:].to(device)
         cost = sum(problem.cost for problem in problems) + len(token_T)
-        row = BatchFeature(row).to(device)
-        parts = BatchFeature(parts).to(device)
-        return MicroBatch(row, index_T, target_T, token_T, parts, cost)
+        return MicroBatch(row.to(device), index_T, target_T, token_T, parts.to(device), cost)
 
 
 # ------------------------------- policy
