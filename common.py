@@ -24,13 +24,13 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import ChainMap, Counter, defaultdict
+from collections import ChainMap, Counter, defaultdict, namedtuple
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import cache, lru_cache
-from itertools import accumulate, cycle
+from itertools import accumulate, compress, cycle
 from multiprocessing import Pipe, forkserver, get_context, set_start_method
 from pathlib import Path
 from resource import RLIMIT_DATA, RUSAGE_SELF, getpagesize, getrlimit, getrusage, setrlimit
@@ -60,7 +60,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, BatchFeature
 
 # ---------------------------- arguments
 PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat format
@@ -203,8 +203,8 @@ def validate(args):
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from None
-    wandb = [*importlib.metadata.distributions(name="wandb")]
-    need(wandb or not args.track, "--track: needs `pip install wandb`")
+    if args.track:
+        need(any(importlib.metadata.distributions(name="wandb")), "--track: needs `pip install wandb`")
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
     if args.keep_best or not args.steps:
@@ -327,24 +327,28 @@ DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
 )
 
 
-@dataclass(eq=False)
 class Picture:
-    """An encoded image; `token` is the id of its tokens, `grid` its height and width in them."""
+    """A row's image: bytes, or a path below the data's folder. `token` is the id of its tokens, `grid` its height and
+    width in them. Raises ValueError for a file that may not be read."""
 
-    data: bytes
-    processor: transformers.BaseImageProcessor
-    token: int
-
-    def __post_init__(self):
-        self.grid = (self.processed()["image_grid_thw"][0, 1:] // self.processor.merge_size).tolist()
-
-    @property
-    def tokens(self):
-        return math.prod(self.grid)
-
-    @property
-    def patches(self):
-        return self.tokens * self.processor.merge_size**2
+    def __init__(self, value, source, processor, token):
+        if isinstance(value, dict):
+            value = value["bytes"] or value["path"]
+        if isinstance(value, str):
+            folder = Path(source.partition(":")[0]).resolve()
+            if folder.is_file():
+                folder = folder.parent
+            file = (folder / value).resolve()
+            need(file.is_relative_to(folder), f"{file} is not below the data's folder")
+            need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
+            value = file.read_bytes()
+        self.data = value
+        self.processor = processor
+        self.token = token
+        grid = self.processed()["image_grid_thw"][0, 1:]
+        self.patches = grid.prod().item()
+        self.grid = (grid // processor.merge_size).tolist()
+        self.tokens = math.prod(self.grid)
 
     def open(self):
         """Return the image upright, on white where transparent: vLLM does so, transformers does not."""
@@ -380,8 +384,9 @@ class Problem:
         """Return the prompt as vLLM takes it, with one placeholder, which it multiplies, for an image."""
         if not self.image:
             return {"prompt_token_ids": self.prompt_ids}
-        at = self.prompt_ids.index(self.image.token)
-        ids = self.prompt_ids[: at + 1] + self.prompt_ids[at + self.image.tokens :]
+        ids = self.prompt_ids.copy()
+        at = ids.index(self.image.token)
+        del ids[at + 1 : at + self.image.tokens]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
 
     def positions(self):
@@ -413,23 +418,10 @@ def load_data(args, tokenizer):
     return problems, held_out
 
 
-def read_rows(path, number):
-    """Return the columns and the rows of a .json or .jsonl file, each as it stands there, where `datasets` would give
-    all rows the same keys and kinds. `number` makes numbers of their text, None makes Python's."""
-    text = Path(path).read_text(encoding="utf-8-sig")
-    rows = []
-    for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
-        with naming(f"row {len(rows)}"):
-            value = json.loads(line.strip() or "[]", parse_float=number, parse_int=number)
-        rows += value if isinstance(value, list) else [value]
-    for n, row in enumerate(rows):
-        need(isinstance(row, dict), f"row {n}: no object with keys, but {row}")
-    return ChainMap(*rows), rows
-
-
 def read_table(source, flag, number=None):
     """Return the columns and an iterable of the rows, as Python values, of a file, a `save_to_disk` folder or a hub id.
-    Raises ValueError naming flag and source."""
+    `number` makes numbers of a .json or .jsonl file's text, None makes Python's. Raises ValueError naming flag and
+    source."""
     path, _, split = source.partition(":")
     with naming(
         f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder without an "
@@ -437,7 +429,16 @@ def read_table(source, flag, number=None):
     ):
         if path.endswith((".json", ".jsonl")):
             need(not split, "it has no splits")
-            return read_rows(path, number)
+            text = Path(path).read_text(encoding="utf-8-sig")
+            rows = []
+            # each row as it stands there, where `datasets` would give all rows the same keys and kinds
+            for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
+                with naming(f"row {len(rows)}"):
+                    value = json.loads(line.strip() or "[]", parse_float=number, parse_int=number)
+                rows += value if isinstance(value, list) else [value]
+            for n, row in enumerate(rows):
+                need(isinstance(row, dict), f"row {n}: no object with keys, but {row}")
+            return ChainMap(*rows), rows
         if path.endswith(".parquet"):
             table = datasets.Dataset.from_parquet(path)
         elif Path(path).is_dir():
@@ -472,12 +473,10 @@ def load_problems(source, tokenizer, args, flag):
     seen, rows = read_table(source, flag, str if args.reward == "math" else None)  # an answer has the file's digits
     with naming(f"{flag} {source}"):
         columns = choose_columns(seen, args, flag)
-    images = Path(source.partition(":")[0])
-    if images.is_file():
-        images = images.parent
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     folder = tokenizer.name_or_path
     config = AutoConfig.from_pretrained(folder)
+    vocabulary = config.get_text_config().vocab_size
     processor = None
     if args.image_column:
         processor = AutoImageProcessor.from_pretrained(folder, max_pixels=args.max_pixels, trust_remote_code=False)
@@ -497,9 +496,12 @@ def load_problems(source, tokenizer, args, flag):
                 left_out["repeated"] += 1  # in verl's layout: DAPO-Math-17k has each a hundred times
                 continue
             texts.add(text)
+            shown = text
             image = None
             if value := row.pop(columns.get("image"), None):
-                image = read_picture(value, processor, config.image_token_id, images)
+                with naming("its image cannot be read"):
+                    image = Picture(value, source, processor, config.image_token_id)
+                shown = f"<|vision_start|>{'<|image_pad|>' * image.tokens}<|vision_end|>{text}"
                 cost = longest_sequence(args) + image.patches
                 need(cost <= args.micro_batch_tokens, f"--micro-batch-tokens: it needs {cost} with image patches")
             answer = "(graded by --reward)"
@@ -508,7 +510,9 @@ def load_problems(source, tokenizer, args, flag):
                 answer = reference_answer(row.get(columns["answer"]), columns["answer"])
                 given = (answer, text)
             (text + answer).encode()  # samples/ could not hold half of a surrogate pair
-            prompt_ids = prompt_tokens(text, image, args.template, tokenizer, config)
+            prompt_ids = tokenizer.encode(prompt_of(shown, args.template, tokenizer), add_special_tokens=False)
+            largest = max(prompt_ids)
+            need(largest < vocabulary, f"{tokenizer.decode(largest)!r} is not of the model's {vocabulary} tokens")
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
@@ -517,33 +521,12 @@ def load_problems(source, tokenizer, args, flag):
             problems.append(Problem(text, prompt_ids, answer, given, image, place))
     need(problems, f"{flag} {source}: no usable row among {left_out.total()}; left out: {dict(left_out)}")
     if os.environ.get("RANK", "0") == "0":
-        prompt = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
-        print(f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; the first prompt: {prompt!r}")
+        first = problems[0].for_sampler()["prompt_token_ids"]
+        print(
+            f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; "
+            f"the first prompt: {tokenizer.decode(first)!r}"
+        )
     return problems
-
-
-def prompt_tokens(text, image, template, tokenizer, config):
-    """Return a prompt's token ids, an image's in front of the text."""
-    if image:
-        text = f"<|vision_start|>{'<|image_pad|>' * image.tokens}<|vision_end|>{text}"
-    prompt_ids = tokenizer.encode(prompt_of(text, template, tokenizer), add_special_tokens=False)
-    size = config.get_text_config().vocab_size
-    largest = max(prompt_ids)
-    need(largest < size, f"{tokenizer.decode(largest)!r} is not of the model's {size} tokens")
-    return prompt_ids
-
-
-def read_picture(value, processor, token, folder):
-    """Return a row's image, bytes or a path below the data's folder. Raises ValueError if it cannot be read."""
-    with naming("its image cannot be read"):
-        if isinstance(value, dict):
-            value = value["bytes"] or value["path"]
-        if isinstance(value, str):
-            file = (folder / value).resolve()
-            need(file.is_relative_to(folder.resolve()), f"{file} is not below the data's folder")
-            need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
-            value = file.read_bytes()
-        return Picture(value, processor, token)
 
 
 def problem_text(value):
@@ -571,16 +554,17 @@ def reference_answer(value, column):
     if isinstance(value, list):
         value = ", ".join(map(str, value))
     need(not isinstance(value, dict), f"column {column!r} holds no answer: {value}")
-    text = ""
-    if value is not None and value == value:  # NaN is what pandas has for None
-        text = str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
+    if value is None or value != value:  # NaN is what pandas has for None
+        return ""
+    text = str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
-    if text.count("$") == 2 and text[0] == text[-1] == "$":
-        return text[1:-1].strip()
+    match text.split("$"):
+        case ["", inside, ""]:
+            return inside.strip()
     return text
 
 
@@ -594,8 +578,7 @@ def problems_from(problems, args, position):
     asked = {}
     for p in range(args.prompts_per_step):
         epoch, number = divmod(position + p, len(problems))
-        if not p or not number:  # else it is the same pass over the data
-            order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
+        order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
         asked["train", position, p] = problems[order[number]]
     return asked
 
@@ -1121,9 +1104,9 @@ def first_valid(drawn, valid_P, count, updates=1):
     updates; a single draw as it came."""
     if len(drawn) == count:
         return drawn
-    chosen = np.flatnonzero(valid_P).tolist()
-    chosen += [p for p in range(len(drawn) - count, len(drawn)) if p not in chosen]
-    return [drawn[p] for update in range(updates) for p in chosen[:count][update::updates]]
+    chosen = [*compress(drawn, valid_P)]
+    chosen += compress(drawn[-count:], ~valid_P[-count:])
+    return [group for update in range(updates) for group in chosen[:count][update::updates]]
 
 
 def valid(reward_PG):
@@ -1146,8 +1129,6 @@ def drawn_metrics(groups, draws=1):
     batch = Batch(groups)
     reward_PG = batch.reward_PG.numpy()
     correct_PG = np.stack([group.correct_G for group in groups])
-    responses = len(batch.rollout_R)
-    tokens = batch.length_R.sum().item()
     verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
     metrics = {
         "reward": reward_PG.mean(),
@@ -1157,9 +1138,9 @@ def drawn_metrics(groups, draws=1):
         "all_wrong_share": (correct_PG < 1).all(1).mean(),
         "draws": draws,
         "prompts_drawn": len(groups),
-        "responses_drawn": responses,
-        "response_length": tokens / responses,
-        "truncated_share": sum(rollout.truncated for rollout in batch.rollout_R) / responses,
+        "responses_drawn": len(batch.rollout_R),
+        "response_length": batch.length_R.numpy().mean(),
+        "truncated_share": np.mean([rollout.truncated for rollout in batch.rollout_R]),
         "sampler_nll": -batch.sampler_logp_T.double().mean().item(),
     }
     for verdict in VERDICTS:
@@ -1167,17 +1148,9 @@ def drawn_metrics(groups, draws=1):
     return metrics
 
 
-@dataclass
-class MicroBatch:
-    """Sequences end to end: `row` for the model, `inputs` for the loss. Hidden state index_T predicts target_T,
-    entry token_T of the step's vectors. `cost` counts tokens and patches."""
-
-    row: dict
-    index_T: torch.Tensor
-    target_T: torch.Tensor
-    token_T: torch.Tensor
-    inputs: dict
-    cost: int
+# Sequences end to end: `row` for the model, `inputs` for the loss. Hidden state index_T predicts target_T, which is
+# entry token_T of the step's vectors. `cost` counts tokens and patches.
+MicroBatch = namedtuple("MicroBatch", "row index_T target_T token_T inputs cost")
 
 
 class Batch:
@@ -1189,10 +1162,11 @@ class Batch:
         self.reward_PG = torch.stack([group.reward_G for group in groups])
         self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
-        self.length_R = torch.tensor([len(rollout.ids) for rollout in self.rollout_R])
+        lengths = [len(rollout.ids) for rollout in self.rollout_R]
+        self.length_R = torch.tensor(lengths)
         self.cost_R = self.length_R + torch.tensor([groups[p].problem.cost for p in self.group_R])
-        self.response_T = torch.arange(len(self.rollout_R)).repeat_interleave(self.length_R)
-        self.place_R = torch.arange(len(self.response_T)).split(self.length_R.tolist())
+        self.response_T = torch.repeat_interleave(self.length_R)  # 0 0 0 1 1 …
+        self.place_R = torch.arange(len(self.response_T)).split(lengths)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
         # each row has one of these, even an empty one: ranks run layers and vision tower together
         self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
@@ -1204,7 +1178,7 @@ class Batch:
         bundles = []
         costs = []
         group = None
-        for r in chosen_R.nonzero()[:, 0].tolist():
+        for r in np.flatnonzero(chosen_R).tolist():
             length = int(self.length_R[r])
             if self.group_R[r] == group and costs[-1] + length <= most:
                 bundles[-1].append(r)
@@ -1219,7 +1193,7 @@ class Batch:
         for rounds in range(fewest, len(costs) + 1):
             loads = np.zeros(rounds * world.size, int)
             bins = [[] for _ in loads]
-            for n in np.argsort([-cost for cost in costs], kind="stable"):  # longest first, into the emptiest
+            for n in np.argsort(-np.array(costs), kind="stable"):  # longest first, into the emptiest
                 number = loads.argmin()
                 bins[number] += bundles[n]
                 loads[number] += costs[n]
@@ -1228,7 +1202,7 @@ class Batch:
         fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
-    def pack(self, responses, device, inputs=None):
+    def pack(self, responses, device, inputs=()):
         """Lay out a row of pieces, each group's prompt once, then the responses; cut a loss's *_T to them. A piece sees
         itself and its prompt before it: key_N has these places, end to end."""
         prompts = sorted({self.group_R[r] for r in responses})
@@ -1243,10 +1217,11 @@ class Batch:
         for n, r in enumerate(responses, len(prompts)):
             prompt = prompts.index(self.group_R[r])
             keys[n] = torch.cat([keys[prompt], keys[n]])
-            positions.append(torch.arange(len(ids[n])).expand(3, -1) + positions[prompt].max() + 1)
+            after = positions[prompt][:, -1:] + 1
+            positions.append(after + torch.arange(len(ids[n])))
         key_N = torch.cat(keys)
         position_3N = torch.cat(positions, 1)
-        row = {"input_ids": input_ids_N[None], "position_ids": position_3N[:1], "key_N": key_N}
+        row = BatchFeature({"input_ids": input_ids_N[None], "position_ids": position_3N[:1], "key_N": key_N})
         token_T = torch.cat([self.place_R[r] for r in responses] or [place_N[:0]])
         first = len(place_N) - len(token_T)  # of the responses' places
         images = [problem.image for problem in problems if problem.image]
@@ -1256,23 +1231,20 @@ class Batch:
             processed = [image.processed() for image in images]
             for name in ("pixel_values", "image_grid_thw"):
                 row[name] = torch.cat([each[name] for each in processed])
-        row = {name: x.to(device) for name, x in row.items()}
         for side, pieces in (("q", ids), ("k", keys)):  # queries, keys
-            lengths = [len(piece) for piece in pieces]
-            row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-            row[f"max_length_{side}"] = max(lengths)
-        parts = {}
-        for name, x in (inputs or {}).items():
+            row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, pieces))], dtype=torch.int32)
+            row[f"max_length_{side}"] = max(map(len, pieces))
+        parts = BatchFeature(inputs)
+        for name, x in parts.items():
             if name.endswith("_T"):
-                x = x[token_T]
-            parts[name] = x.to(device) if isinstance(x, torch.Tensor) else x
+                parts[name] = x[token_T]
         # The key before a response's token, its prompt's last token or the one before it in the response, is the place
         # whose hidden state predicts it.
         predicted = key_N[1:] >= first
         index_T = key_N[:-1][predicted].to(device)
         target_T = input_ids_N[first:].to(device)
-        cost = len(place_N) + len(row.get("pixel_values", ()))
-        return MicroBatch(row, index_T, target_T, token_T, parts, cost)
+        cost = sum(problem.cost for problem in problems) + len(token_T)
+        return MicroBatch(row.to(device), index_T, target_T, token_T, parts.to(device), cost)
 
 
 # ------------------------------- policy
@@ -1327,10 +1299,11 @@ class Policy(torch.nn.Module):
         self.model = lm.model
         self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
         self.temperature = temperature
-        if hasattr(self.model, "visual"):
-            self.model.visual.config._attn_implementation = "packed_flash"
+        visual = getattr(lm.model, "visual", None)
+        if visual:
+            visual.config._attn_implementation = "packed_flash"
             # A product, as its stride is its kernel: cuDNN 9.20 is reported to fail in bf16's gradient or to crawl.
-            conv = self.model.visual.patch_embed.proj
+            conv = visual.patch_embed.proj
             conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
 
     def _head(self, hidden_TH, target_T, weight_VH, entropies):
@@ -1338,7 +1311,7 @@ class Policy(torch.nn.Module):
         # make none, but has no derivative and is not for CPUs
         logits_TV = F.linear(hidden_TH.float(), weight_VH.float()).div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)
-        logp_T = logp_TV.gather(-1, target_T[:, None])[:, 0]
+        logp_T = -F.nll_loss(logp_TV, target_T, reduction="none")
         entropy_T = torch.zeros_like(logp_T)
         if entropies:
             with torch.no_grad():  # last: the recomputation going back stops before it
@@ -1358,7 +1331,7 @@ class Policy(torch.nn.Module):
             embedding_NH = embedding_NH.index_copy(0, image_N, features)
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
-        size = max(1, LOGITS_AT_ONCE["cpu" if hidden_NH.is_cpu else "cuda"] // len(weight_VH))
+        size = LOGITS_AT_ONCE["cpu" if hidden_NH.is_cpu else "cuda"] // len(weight_VH)
         hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [checkpoint(self._head, *chunk, weight_VH, entropies, use_reentrant=False) for chunk in chunks]
@@ -1413,10 +1386,10 @@ def model_folder(args):
             raise ValueError(f"a {config.model_type} like this does not take packed rows: {error!r}") from error
         # a policy leaves out the bias of a head
         names = set(map(hub_name, policy.state_dict())) - {"lm_head.bias"}
-        unlike = names ^ reader_of(folder).read_metadata().state_dict_metadata.keys()
+        found = reader_of(folder).read_metadata().state_dict_metadata.keys()
         # a head that is tied, and an old file's: nor does transformers read them
         aside = ("lm_head.weight", "rotary_emb.inv_freq")
-        unlike = sorted(name for name in unlike if name in names or not name.endswith(aside))
+        unlike = sorted(name for name in names ^ found if name in names or not name.endswith(aside))
         need(not unlike, f"its files and a {config.model_type} differ in {len(unlike)} weights, such as {unlike[:2]}")
     return folder
 
@@ -1442,12 +1415,12 @@ def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part. Weights and reductions are float32."""
     if world.rank == 0:
         print("loading the model", flush=True)
-    config = AutoConfig.from_pretrained(folder)
-    lm = empty_model(config, dtype=torch.float32)
-    units = list(lm.get_decoder().layers)
-    if hasattr(config, "vision_config"):
-        units += lm.model.visual.blocks
-        lm.model.visual.requires_grad_(bool(args.image_column))
+    lm = empty_model(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    units = [*lm.get_decoder().layers]
+    visual = getattr(lm.model, "visual", None)
+    if visual:
+        units += visual.blocks
+        visual.requires_grad_(bool(args.image_column))
     policy = Policy(lm, args.temperature).eval()  # without dropout, which the sampler does not have
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable()
@@ -1515,19 +1488,17 @@ def clip_and_step(policy, optimizer, record, prefix=""):
 def score(policy, batch, micro_batches, record, phase, entropies=False):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
     world = record.world
-    logp_T, entropy_T = torch.zeros(2, len(batch.response_T))
+    score_2T = torch.zeros(2, len(batch.response_T))
     with record.phase(phase):
         home = next(policy.parameters()).device  # a reference waits in the host's memory
         policy.to(world.device)
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
-            logp, entropy = policy(micro, entropies)
-            logp_T[micro.token_T] = logp.cpu()
-            entropy_T[micro.token_T] = entropy.cpu()
+            score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
             record.tokens[phase] += micro.cost
         # FSDP's .to also reshards: layers that no backward pass follows stay gathered, and hide the optimiser's step
         policy.to(home)
-    return world.all_reduce(logp_T), world.all_reduce(entropy_T)
+    return world.all_reduce(score_2T)
 
 
 def tis_factor(logp_T, sampler_logp_T, cap):
@@ -1588,8 +1559,10 @@ def evaluate(held_out, sampler, verifier, record, step):
         drawn = drawn_metrics(groups)
         correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
         metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
-        for i in range(1, n.bit_length()):
-            metrics[f"eval/{name}/pass@{2**i}"] = pass_at_k(correct_PN, 2**i)
+        k = 2
+        while k <= n:
+            metrics[f"eval/{name}/pass@{k}"] = pass_at_k(correct_PN, k)
+            k *= 2
         metrics[f"eval/{name}/length"] = drawn["response_length"]
         metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
         record.samples(f"{name}-step{step:05d}", groups)
@@ -1600,18 +1573,19 @@ def keep_best(policy, source, dtype, metrics, record, step):
     """With --keep-best write the model to best/ if the mean avg@n over held-out sets is the highest so far."""
     if not record.args.keep_best:
         return
+    world = record.world
     average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
     best = record.folder / "best"
     about = best / "average.txt"  # a killed run's, too: it may have written the model after its last checkpoint
     partial = record.folder / "best.partial"
-    if record.world.rank == 0 and (partial / about.name).exists():
+    if world.rank == 0 and (partial / about.name).exists():
         give_name(partial, best)  # a kill came after the model was whole
     highest = -math.inf
     with suppress(FileNotFoundError):  # rank 0 decides; another may look while it moves the folder
         highest = float(about.read_text().split()[0])
-    if record.world.all_gather(average > highest)[0]:
-        save_model(policy, partial, source, dtype, record.world)
-        if record.world.rank == 0:
+    if world.all_gather(average > highest)[0]:
+        save_model(policy, partial, source, dtype, world)
+        if world.rank == 0:
             write_whole(partial / about.name, f"{average} at step {step}\n")
             give_name(partial, best)
         record.say(f"step {step}: the best average so far, {average:.3f}; saved in {best}")

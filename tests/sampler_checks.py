@@ -20,7 +20,7 @@ def ids(groups: list[common.Group]) -> list[list[int]]:
 def of_another_image(group: common.Group) -> common.Group:
     """Return the same tokens behind other pixels."""
     image = group.problem.image
-    other = replace(image, data=png(8 * image.grid[0], 8 * image.grid[1], 99))
+    other = common.Picture(png(8 * image.grid[0], 8 * image.grid[1], 99), "", image.processor, image.token)
     return replace(group, problem=replace(group.problem, image=other))
 
 
