@@ -31,7 +31,7 @@ def pieces(run: Run) -> int:
 
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkeypatch):
-    """They do what one node's ranks do, though each holds all weights; the other says why it ends, and goes on alone."""
+    """They do what one node's ranks do, though each holds all weights; the other node says why it ends, and goes on."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's choice where a node has several ranks
     run = Run(tmp_path / "run", "")
     flags = flags_of("sspo", run.folder)
