@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
 
 from transformers import AutoTokenizer
 
@@ -23,8 +22,6 @@ REQUEST = re.compile(r"/(?:api/)?(datasets|models|)/?([^/]+/[^/]+)/?(tree|resolv
 
 class Hub(ThreadingHTTPServer):
     """Serves models/OWNER/NAME and datasets/OWNER/NAME of a folder; `asked` counts requests."""
-
-    daemon_threads = True
 
     def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), Answer)
@@ -50,7 +47,7 @@ class Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        path = unquote(self.path.partition("?")[0])
+        path = self.path.partition("?")[0]
         self.server.asked[f"{self.command} {path}"] += 1
         kind, name, what, inside = REQUEST.fullmatch(path).groups()
         base = self.server.folder / (kind or "models") / name
@@ -77,9 +74,6 @@ class Answer(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
-
-    def log_message(self, *_):
-        """Be quiet."""
 
 
 if __name__ == "__main__":
