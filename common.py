@@ -148,12 +148,12 @@ def need(holds, message):
 
 
 @contextmanager
-def naming(place):
+def naming(where):
     """Note on an exception where it happened: a flag, a file, a row."""
     try:
         yield
     except Exception as error:
-        error.add_note(place)
+        error.add_note(where)
         raise
 
 
@@ -373,7 +373,7 @@ class Problem:
     answer: str
     given: tuple = ()
     image: Picture | None = None
-    place: str = ""
+    origin: str = ""
 
     @property
     def cost(self):
@@ -484,8 +484,8 @@ def load_problems(source, tokenizer, args, flag):
     left_out = Counter()
     texts = set()
     for number, row in enumerate(rows):
-        place = f"{flag} {source}, row {number}"
-        with naming(place):
+        origin = f"{flag} {source}, row {number}"
+        with naming(origin):
             text = problem_text(row.get(columns["problem"]))
             need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
             spelled = [token for token in control if token in text]
@@ -518,7 +518,7 @@ def load_problems(source, tokenizer, args, flag):
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(text, prompt_ids, answer, given, image, place))
+            problems.append(Problem(text, prompt_ids, answer, given, image, origin))
     need(problems, f"{flag} {source}: no usable row among {left_out.total()}; left out: {dict(left_out)}")
     if os.environ.get("RANK", "0") == "0":
         first = problems[0].for_sampler()["prompt_token_ids"]
@@ -657,6 +657,9 @@ class Sampler:
         self.tokenizer = tokenizer
         self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}  # vLLM adds the model's
         config = AutoConfig.from_pretrained(folder)
+        self.level = 2  # of sleep: `load` sends all weights again, and vLLM 0.32 keeps the buffers
+        if hasattr(config, "vision_config"):
+            self.level = 1  # at 2 it would lose the zeros behind the positions of a batch with images
         lm = empty_model(config)
         self.expected = {name for name, _ in lm.named_parameters()}
 
@@ -758,7 +761,7 @@ class Sampler:
     def sleep(self):
         """Give a GPU's memory back until `load`."""
         if self.sleeps:
-            self.llm.sleep(level=2)  # `load` sends all weights again; vLLM 0.32 keeps the buffers
+            self.llm.sleep(level=self.level)
 
     def close(self):
         """End the engine and the process group, which vLLM destroys with it."""
@@ -798,7 +801,7 @@ def verify(verifier, groups):
         group.verdicts = ()
         for rollout in group.rollouts:
             score, verdict = next(next(dealt))
-            need(score is not None, f"--reward: {group.problem.place}, completion {rollout.text[:500]!r}: {verdict}")
+            need(score is not None, f"--reward: {group.problem.origin}, completion {rollout.text[:500]!r}: {verdict}")
             scores.append(score)
             group.verdicts += (verdict,)
         group.correct_G = torch.tensor(scores, dtype=torch.float64)
@@ -814,10 +817,10 @@ def last_boxed(text):
     shown = inside.replace(r"\\", "  ").replace(r"\{", "  ").replace(r"\}", "  ")
     deeper = {"{": 1, "}": -1}
     depth = 1
-    for place, character in enumerate(shown if box else ""):
+    for end, character in enumerate(shown if box else ""):
         depth += deeper.get(character, 0)
         if depth == 0:
-            return inside[:place]
+            return inside[:end]
     return None
 
 
@@ -1052,7 +1055,7 @@ class Verifier:
             self.limit = args.reward_seconds
             for problems in filter(None, sets):
                 [(_, verdict)] = self.judge([("", *problems[0].given)])
-                need(verdict == "graded", f"--reward: {problems[0].place}, an empty completion: {verdict}")
+                need(verdict == "graded", f"--reward: {problems[0].origin}, an empty completion: {verdict}")
 
     def start(self):
         """Make a new pool; its processes start with its first task."""

@@ -303,7 +303,7 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float
 # ------------------------------------------------------------------------------------------------ rollouts and stages
 def keep_demonstrations(folder, step, batch, problems, args):
     """Choose the demonstrations among the rollouts of an RL step and write them to step-<step>.pt: tensors, and the
-    place of each problem in the data, so that no code runs when the file is read. Return, for each token, whether its
+    number of each problem in the data, so that no code runs when the file is read. Return, for each token, whether its
     response was chosen, and the mean log-prob that decided."""
     mean_logp_R = common.mean_by(batch.sampler_logp_T.double(), batch.response_T)
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "demonstrations", step))
@@ -314,13 +314,13 @@ def keep_demonstrations(folder, step, batch, problems, args):
         how=args.choose,
         generator=generator,
     )
-    place_of = {id(problem): place for place, problem in enumerate(problems)}
+    number_of = {id(problem): number for number, problem in enumerate(problems)}
     kept = []
     chosen_PG = torch.zeros_like(batch.reward_PG)
     for p, g in chosen:
         group = batch.groups[p]
         demonstration = {
-            "problem": place_of[id(group.problem)],
+            "problem": number_of[id(group.problem)],
             "ids": torch.from_numpy(group.rollouts[g].ids),
             "logp": torch.from_numpy(group.rollouts[g].logp),
             "reward_G": group.reward_G[g : g + 1].clone(),

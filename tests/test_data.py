@@ -340,7 +340,7 @@ def test_a_reward_of_ones_own_is_given_the_row(tmp_path, tokenizer):
     source = write(tmp_path / "a.jsonl", [{"prompt": "say", "goal": 4}])
     (problem,) = load(source, tokenizer, reward="x")
     assert problem.given == ({"prompt": "say", "goal": 4},)
-    assert problem.place == f"--dataset {source}, row 0"
+    assert problem.origin == f"--dataset {source}, row 0"
 
 
 def test_templates(tokenizer, tmp_path):
