@@ -1698,6 +1698,7 @@ def resume(policy, optimizer, record):
         if f"optimizer.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
             optimizer.state.pop(parameter, None)
     record.started -= manifest["seconds"]
+    record.at = manifest["step"]
     record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
     return manifest["step"], manifest["position"]
 
@@ -1823,9 +1824,8 @@ class Record:
                     sync_tensorboard=True,
                 )
         world.all_gather(None)  # rank 0 has made the folder
-        need(
-            all(world.all_gather(self.folder.is_dir())), f"--run-dir {self.folder}: not on storage that all nodes share"
-        )
+        shared = all(world.all_gather(self.folder.is_dir()))
+        need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
         self.say(f"run folder {self.folder}")
 
     def interrupt(self, number, _):
