@@ -429,7 +429,7 @@ def read_table(source, flag, number=None):
     ):
         if path.endswith((".json", ".jsonl")):
             need(not split, "it has no splits")
-            text = Path(path).read_text(encoding="utf-8-sig")
+            text = Path(path).absolute().read_text(encoding="utf-8-sig")
             rows = []
             # each row as it stands there, where `datasets` would give all rows the same keys and kinds
             for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
