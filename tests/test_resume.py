@@ -170,7 +170,7 @@ def test_a_hostile_table_of_contents_is_not_read(run, tmp_path):
     folder = tmp_path / "checkpoints" / "step-00001"
     (folder / ".metadata").write_bytes(b"no pickle")
     assert go_on(run) == (1, 2)
-    found = dict(weights_of(folder, run.policy.model.config, torch.float32))
+    found = dict(weights_of(folder, folder, run.policy.model.config, torch.float32))
     assert found.keys() == dict(run.policy.named_parameters()).keys()
 
 
