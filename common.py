@@ -1042,6 +1042,7 @@ class Verifier:
 
     task = (judge,)
     limit = 10  # on the clock: a loaded machine may give a process a tenth of a core
+    patience = 60  # seconds until a process has loaded a reward, before a pool is stuck
 
     def __init__(self, args, world, sets=()):
         self.world = world
@@ -1073,7 +1074,8 @@ class Verifier:
         graded = []
         with suppress(RuntimeError, TimeoutError):  # pebble gives a pool up when a process dies while no task runs
             for future in [self.pool.schedule(attempt, (*self.task, *case), timeout=self.limit) for case in cases]:
-                end = future.exception(self.limit + 5)  # those before it have ended, so it ends in this time, if ever
+                # those before it have ended, so it begins as soon as there is a process, and ends in this time, if ever
+                end = future.exception(self.patience + self.limit)
                 if isinstance(end, OSError):  # what ended the process, or that it was ended
                     how = getattr(end, "exitcode", TimeoutError)
                     graded.append((0.0, ENDS.get(how, "crash")))

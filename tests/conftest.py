@@ -149,6 +149,7 @@ def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, set
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda process: range(workers))
         verifier = common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), one, sets)
+    verifier.patience = 5
     if reward == "math":
         verifier.task = (partial(common.judge, seconds=seconds),)
     return verifier
