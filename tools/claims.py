@@ -126,7 +126,8 @@ def page(name):
     if claim["paper"]:
         rows.append(claim["paper"].split(" | "))
     about = "real.md" if name in LARGE else "claims.md"
-    return f"# {name}\n\n[{about}](../{about}) says what these figures are.\n\n{sweep.markdown(rows)}\n"
+    bold = f"Bold: five seeds, and at least {sweep.CLEAR} standard errors."
+    return f"# {name}\n\n[{about}](../{about}) says what these figures are.\n\n{sweep.markdown(rows)}\n\n{bold}\n"
 
 
 def report(name):
