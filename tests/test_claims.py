@@ -81,14 +81,14 @@ def test_bold_is_what_benjamini_hochberg_keeps(monkeypatch):
     """At 5 %, of all differences of the tables; with four degrees of freedom p has a closed form."""
     apart = []
     monkeypatch.setattr(sweep, "with_error", lambda values, sign="": apart.append(values * bool(sign)) or "")
-    for name in claims.CLAIMS.keys() - claims.LARGE:
-        for figure in claims.CLAIMS[name]["figures"].splitlines():
-            sweep.cells_of(figure, claims.runs_of(claims.CLAIMS[name]))
-    errors = [abs(np.mean(each)) / np.std(each) * 2 for each in apart if any(each)]
-    cosines = [4 / (4 + t**2) for t in errors]
+    for claim in claims.CLAIMS.values():
+        for figure in claim["figures"].splitlines():
+            sweep.cells_of(figure, claims.runs_of(claim))
+    # the squared cosine of the angle whose tangent is t / 2
+    cosines = [np.var(each) / np.mean(np.square(each)) for each in apart if any(each) and len(each) == 5]
     p = sorted(1 - (1 - c) ** 0.5 * (1 + c / 2) for c in cosines)
     kept = max(n for n, value in enumerate(p, 1) if value <= 0.05 * n / len(p))
-    assert kept == sum(t >= sweep.CLEAR for t in errors) > 90
+    assert kept == sum(c <= 4 / (4 + sweep.CLEAR**2) for c in cosines)
 
 
 def test_runs_are_grouped_by_their_settings(data, capsys):
