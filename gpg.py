@@ -35,10 +35,10 @@ not say, and we chose. docs/gpg.md compares the paper with its released code.
 - If no group is valid, there is no update, except with a KL. The std is the unbiased one, and 1e-6 is added to it
   (ours).
 - Section 3.4 does not print the weight of its KL; the released recipe inherits 0.04. We read it as row A with a KL: the
-  section points at Table 13, whose rows have alpha 1, and the released recipe sets neither alpha nor F_norm = 1. It also
-  has learning rate 3e-6 with a cosine, a format reward and a prompt that asks for thoughts, where gpg-kl-math has those
-  of the other ablations. The KL is k3 to the initial model and has the token weights of J. alpha multiplies the policy gradient alone, because the KL
-  of an invalid group is not 0 (ours; the released code multiplies both).
+  section points at Table 13, whose rows have alpha 1, and the released recipe sets neither alpha nor F_norm = 1. Only
+  row A and the weight are that recipe's: it has learning rate 3e-6 with a cosine, a format reward and a prompt that
+  asks for thoughts. The KL is k3 to the initial model and has the token weights of J. alpha multiplies the policy
+  gradient alone, because the KL of an invalid group is not 0 (ours; the released code multiplies both).
 - The lengths and the temperature of GPG-Zero-7B are not given. We take responses of up to 3072 tokens and prompts of up
   to 1024, which together fill the model's context, and temperature 1 (ours). AdamW's betas and the gradient norm are
   verl's defaults.
