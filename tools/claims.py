@@ -56,11 +56,8 @@ def evaluate(folder, step, seed):
 
 def squeezed(folder, step):
     """Return what `evaluate` found: avg, pass and similarity, percent, and the log-prob of greedy answers, nats."""
-    found = {}
-    for row in json.loads((folder / f"eval-step{step:g}.json").read_text())["rows"]:
-        for name in SQUEEZED:
-            found[f"sps/{row['set']}/{name}"] = row[name]["mean"]
-    return found
+    rows = json.loads((folder / f"eval-step{step:g}.json").read_text())["rows"]
+    return {f"sps/{row['set']}/{name}": row[name]["mean"] for row in rows for name in SQUEEZED}
 
 
 def columns_of(arm):
@@ -126,8 +123,14 @@ def page(name):
     if claim["paper"]:
         rows.append(claim["paper"].split(" | "))
     about = "real.md" if name in LARGE else "claims.md"
-    bold = f"Bold: five seeds, and at least {sweep.CLEAR} standard errors."
-    return f"# {name}\n\n[{about}](../{about}) says what these figures are.\n\n{sweep.markdown(rows)}\n\n{bold}\n"
+    return f"""# {name}
+
+[{about}](../{about}) says what these figures are.
+
+{sweep.markdown(rows)}
+
+Bold: five seeds, and at least {sweep.CLEAR} standard errors.
+"""
 
 
 def report(name):
@@ -135,17 +138,10 @@ def report(name):
     file = DOCS / "tables" / f"{name}.md"
     file.write_text(page(name))
     print(file)
-    panels = CLAIMS[name]["panels"].split()
-    runs = runs_of(CLAIMS[name])
-    across = "step"
-    if name == "sps-k":
-        across = "demonstrations of 8 responses"
-        ends = {
-            seed: [its[seed][-1] | {"step": k} for k, its in enumerate(runs.values(), 1)] for seed in runs["sps-k1"]
-        }
-        runs = {name: ends}
+    claim = CLAIMS[name]
+    panels = claim["panels"].split()
     if panels:
-        plot.draw_bands(runs, panels, DOCS / f"claims-{name}.png", across)
+        plot.draw_bands(runs_of(claim), panels, DOCS / f"claims-{name}.png", claim.get("across", "step"))
 
 
 def main(

@@ -35,28 +35,24 @@ from tokens import write_page
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-plt.rcParams |= {
-    "figure.constrained_layout.use": True,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.1,
-    "lines.markersize": 3,
-    "text.parse_math": False,
-}
+plt.style.use(Path(__file__).with_suffix(".mplstyle"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 # What a method is drawn in, in every picture.
-COLOURS = """grpo=C0 grpo-toy=C0 grpo-hot=C0 grpo-135m=C0 grpo-135m-48=C0 grpo-kl=C0 grpo-kl-toy=C0 grpo-kl-135m=C0
+COLOURS = dict(
+    pair.split("=")
+    for pair in """
+grpo=C0 grpo-toy=C0 grpo-hot=C0 grpo-135m=C0 grpo-135m-48=C0 grpo-kl=C0 grpo-kl-toy=C0 grpo-kl-135m=C0
 sspo=C1 sspo-toy=C1 sspo-hot=C1 sspo-135m=C1 sspo-135m-48=C1 gpg=C2 gpg-toy=C2 gpg-135m=C2 gpg-135m-48=C2
 cwgrpo=C3 cwgrpo-toy=C3 cwgrpo-135m=C3 cwgrpo-135m-48=C3 sps=C4 sps-toy=C4 sps-135m=C4 sps-135m-48=C4
 gspo=C5 gspo-toy=C5 gspo-0.2=C6 gspo-0.2-toy=C6 gspo-0.2-hot=C6 dapo=C7 dapo-toy=C7 clip-cov=C8 clip-cov-toy=C8
 sir=C9 sir-toy=C9 sir-hot=C9 sps-grpo=teal sps-grpo-toy=teal sps-grpo-135m=teal sps-grpo-135m-48=teal
 grpo-u1=navy grpo-u2=teal grpo-u8=C8 grpo-tis=black gpg-a=teal gpg-b=C9 gpg-c=gold gpg-batch=C8 gpg-beta0.8=black
-gpg-g2=C9 gpg-g4=black gpg-g16=gold sps-act=magenta sps-uniform=black sps-quantile=gold before=black sps-k=magenta
+gpg-g2=C9 gpg-g4=black gpg-g16=gold sps-act=magenta sps-uniform=black sps-quantile=gold before=black
+sps-k1=pink sps-k2=violet sps-k3=orchid sps-k4=purple sps-k5=indigo
 cwgrpo-detached=magenta clip-cov-50=black sspo-alpha0.2=C8 sspo-beta0.7=navy sspo-beta0.9=magenta sspo-gamma1.5=black
-sspo-135m-48-1e-5=black"""
-COLOURS = dict(pair.split("=") for pair in COLOURS.split())
+sspo-135m-48-1e-5=black""".split()
+)
 
 
 def read(run):
@@ -129,14 +125,12 @@ def colours_of(labels):
 
 def coloured(runs):
     """Return (colour, run, rows) of each run of {label: {run: rows}}: those of a label share a colour."""
-    colours = colours_of(runs)
-    return [(colours[label], run, rows) for label, each in runs.items() for run, rows in each.items()]
+    return [(colours_of(runs)[label], run, rows) for label, each in runs.items() for run, rows in each.items()]
 
 
 def grid_of(rows, columns, width, height, **shared):
     """Return the axes of a new picture, each so many inches wide and high."""
-    _, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, **shared)
-    return axes
+    return plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, **shared)[1]
 
 
 def without_tex(axis):
@@ -167,10 +161,10 @@ def draw_curves(runs, panels, path):
     finish(axes[0, 0], runs, path)
 
 
-def draw_band(axis, seeds, metric, colour):
+def draw_band(axis, seeds, metric, colour, place):
     """Draw a metric's mean over seeds and a band or bars of its standard error; a gap where no seed has a finite value.
-    Of fewer than five seeds they are of means of five steps, and one seed is thin. A metric of SPS's protocol has no
-    line, since an imitation stage lies between its steps."""
+    Of fewer than five seeds they are of means of five steps. The fewer seeds, the thinner. A metric of SPS's protocol has no
+    line, since an imitation stage lies between its steps; `place` may stand for its only one."""
     logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds.values()]
     steps = sorted(set().union(*logged))
     values = np.array([[seed.get(step, math.nan) for step in steps] for seed in logged])
@@ -181,19 +175,22 @@ def draw_band(axis, seeds, metric, colour):
     finite = np.ma.masked_invalid(values)
     means = finite.mean(0).filled(math.nan)
     errors = finite.std(0) / np.maximum(1, finite.count(0) - 1) ** 0.5
+    width = len(seeds) ** 0.5 / 2
     if dense:
-        axis.plot(steps, means, colour, linewidth=0.5 if len(seeds) == 1 else 1.2)
+        axis.plot(steps, means, colour, linewidth=width)
         axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
     else:
-        axis.errorbar(steps, means, errors, fmt="o" if metric.startswith("sps/") else "o-", color=colour, linewidth=0.5)
+        marks = "o" if metric.startswith("sps/") else "o-"
+        axis.errorbar(place or steps, means, errors, fmt=marks, color=colour, linewidth=width)
 
 
 def draw_bands(runs, panels, path, across="step"):
-    """A panel for each metric: mean over the runs of a label and a band of its standard error."""
+    """A panel for each metric: mean over the runs of a label and a band of its standard error, by steps or, where each
+    label has one evaluation, by its place among the labels."""
     axes = grid_of(1, len(panels), 4, 3.5)
     for axis, metric in zip(axes[0], panels, strict=True):
-        for label, colour in colours_of(runs).items():
-            draw_band(axis, runs[label], metric, colour)
+        for number, (label, colour) in enumerate(colours_of(runs).items(), 1):
+            draw_band(axis, runs[label], metric, colour, [number] if across != "step" else None)
         axis.set(title=metric, xlabel=across)
         if metric in ("clip_fraction", "kl"):  # methods or steps differ by a factor of a hundred, and some are 0
             axis.set_yscale("symlog", linthresh=1e-3)
@@ -411,26 +408,28 @@ def main():
     if not paths:
         raise SystemExit("plot.py RUN...: which runs? --help says more")
     runs = {}
-    if args.figure == "accuracy":
-        draw_accuracy(answered(paths), out)
-    elif args.figure == "pass":
-        draw_pass(answered(paths), out)
-    elif args.figure == "answers":
-        draw_answers(paths, out)
-    elif args.figure == "tokens":
-        out = out.with_suffix(".html")
-        write_page(paths, out)
-    else:
-        runs = grouped(paths)
-    if args.figure == "curves":
-        draw_curves(runs, panels_of(runs, args.panels), out)
-    elif args.figure == "bands":
-        draw_bands(runs, panels_of(runs, args.panels), out)
-    elif args.figure == "covariance":
-        for _, _, rows in coloured(runs):
-            rows[:] = [row for row in rows if row["step"] <= args.until]
-        draw_covariance(runs, out)
-        print(covariance_table(runs))
+    match args.figure:
+        case "accuracy":
+            draw_accuracy(answered(paths), out)
+        case "pass":
+            draw_pass(answered(paths), out)
+        case "answers":
+            draw_answers(paths, out)
+        case "tokens":
+            out = out.with_suffix(".html")
+            write_page(paths, out)
+        case _:
+            runs = grouped(paths)
+    match args.figure:
+        case "curves":
+            draw_curves(runs, panels_of(runs, args.panels), out)
+        case "bands":
+            draw_bands(runs, panels_of(runs, args.panels), out)
+        case "covariance":
+            for _, _, rows in coloured(runs):
+                rows[:] = [row for row in rows if row["step"] <= args.until]
+            draw_covariance(runs, out)
+            print(covariance_table(runs))
     print(f"{args.figure:<8} {out}")
     for label, its in runs.items():
         print(f"{label:<8} {len(its)} of {len(paths)} runs")
