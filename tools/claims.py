@@ -139,9 +139,9 @@ def report(name):
     file.write_text(page(name))
     print(file)
     claim = CLAIMS[name]
-    panels = claim["panels"].split()
-    if panels:
-        plot.draw_bands(runs_of(claim), panels, DOCS / f"claims-{name}.png", claim.get("across", "step"))
+    if claim["panels"]:
+        picture = DOCS / f"claims-{name}.png"
+        plot.draw_bands(runs_of(claim), claim["panels"].split(), picture, claim.get("across", "step"))
 
 
 def main(

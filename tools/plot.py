@@ -40,8 +40,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 # What a method is drawn in, in every picture.
 COLOURS = dict(
-    pair.split("=")
-    for pair in """
+    re.findall(
+        r"(\S+)=(\S+)",
+        """
 grpo=C0 grpo-toy=C0 grpo-hot=C0 grpo-135m=C0 grpo-135m-48=C0 grpo-kl=C0 grpo-kl-toy=C0 grpo-kl-135m=C0
 sspo=C1 sspo-toy=C1 sspo-hot=C1 sspo-135m=C1 sspo-135m-48=C1 gpg=C2 gpg-toy=C2 gpg-135m=C2 gpg-135m-48=C2
 cwgrpo=C3 cwgrpo-toy=C3 cwgrpo-135m=C3 cwgrpo-135m-48=C3 sps=C4 sps-toy=C4 sps-135m=C4 sps-135m-48=C4
@@ -49,9 +50,11 @@ gspo=C5 gspo-toy=C5 gspo-0.2=C6 gspo-0.2-toy=C6 gspo-0.2-hot=C6 dapo=C7 dapo-toy
 sir=C9 sir-toy=C9 sir-hot=C9 sps-grpo=teal sps-grpo-toy=teal sps-grpo-135m=teal sps-grpo-135m-48=teal
 grpo-u1=navy grpo-u2=teal grpo-u8=C8 grpo-tis=black gpg-a=teal gpg-b=C9 gpg-c=gold gpg-batch=C8 gpg-beta0.8=black
 gpg-g2=C9 gpg-g4=black gpg-g16=gold sps-act=magenta sps-uniform=black sps-quantile=gold before=black
-sps-k1=pink sps-k2=violet sps-k3=orchid sps-k4=purple sps-k5=indigo
+sps-k1=violet sps-k2=orchid sps-k3=magenta sps-k4=purple sps-k5=indigo
 cwgrpo-detached=magenta clip-cov-50=black sspo-alpha0.2=C8 sspo-beta0.7=navy sspo-beta0.9=magenta sspo-gamma1.5=black
-sspo-135m-48-1e-5=black""".split()
+sspo-135m-48-1e-5=black
+""",
+    )
 )
 
 
@@ -163,8 +166,8 @@ def draw_curves(runs, panels, path):
 
 def draw_band(axis, seeds, metric, colour, place):
     """Draw a metric's mean over seeds and a band or bars of its standard error; a gap where no seed has a finite value.
-    Of fewer than five seeds they are of means of five steps. The fewer seeds, the thinner. A metric of SPS's protocol has no
-    line, since an imitation stage lies between its steps; `place` may stand for its only one."""
+    Of fewer than five seeds they are of means of five steps, and thinner. A metric of SPS's protocol has no line, since
+    an imitation stage lies between its steps; `place` may stand for its only one."""
     logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds.values()]
     steps = sorted(set().union(*logged))
     values = np.array([[seed.get(step, math.nan) for step in steps] for seed in logged])
@@ -180,8 +183,9 @@ def draw_band(axis, seeds, metric, colour, place):
         axis.plot(steps, means, colour, linewidth=width)
         axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
     else:
-        marks = "o" if metric.startswith("sps/") else "o-"
-        axis.errorbar(place or steps, means, errors, fmt=marks, color=colour, linewidth=width)
+        axis.errorbar(
+            place or steps, means, errors, fmt="o" if metric.startswith("sps/") else "o-", color=colour, linewidth=width
+        )
 
 
 def draw_bands(runs, panels, path, across="step"):
@@ -190,7 +194,7 @@ def draw_bands(runs, panels, path, across="step"):
     axes = grid_of(1, len(panels), 4, 3.5)
     for axis, metric in zip(axes[0], panels, strict=True):
         for number, (label, colour) in enumerate(colours_of(runs).items(), 1):
-            draw_band(axis, runs[label], metric, colour, [number] if across != "step" else None)
+            draw_band(axis, runs[label], metric, colour, across != "step" and [number])
         axis.set(title=metric, xlabel=across)
         if metric in ("clip_fraction", "kl"):  # methods or steps differ by a factor of a hundred, and some are 0
             axis.set_yscale("symlog", linthresh=1e-3)
@@ -216,7 +220,7 @@ def draw_covariance(runs, path):
         keys = metrics_of(rows, prefix)
         if not keys:
             raise SystemExit(f"{run}: logged no covariance; cwgrpo.py does")
-        shares = [float(key.removeprefix(prefix).rstrip("%")) for key in keys]
+        shares = [float(key[len(prefix) : -1]) for key in keys]
         means = [mean_over_steps(rows, key) for key in keys]
         axis.semilogx([*shares, 100], [*means, 1], "o-", color=colour)
     axis.set(
@@ -349,9 +353,8 @@ def phases(rows):
     lines = [f"median seconds where a step has it, and share of the time, over the last {len(steps)} steps"]
     for name in names:
         times = values_of(steps, name)
-        median = statistics.median(times)
         share = sum(times) / sum(whole)
-        lines.append(f"  {name.removeprefix('seconds/'):<12}{median:8.3f}  {share:4.0%}")
+        lines.append(f"  {name.removeprefix('seconds/'):<12}{statistics.median(times):8.3f}  {share:4.0%}")
     lines.append(f"  {'step':<12}{statistics.median(whole):8.3f}")
     return "\n".join(lines)
 
