@@ -46,6 +46,8 @@ not say, and we chose.
 - A prompt and its response share 4096 tokens, as in the released code. Table 5 gives 4096 to the response alone.
 - The format reward is 1 if "\\n</think>\\n" occurs in the text exactly once, as in the released code. The paper asks
   for properly matched tags. The released 7B recipe rewards accuracy only, and so does ours.
+- The accuracy reward requires a box and applies rules of ours before math_verify (docs/evaluation.md). The released
+  recipe writes the prompt's box as \\boxed{{}}; ours is \\boxed{}.
 - A dead group is one whose rewards are all equal. With --kl-coef 0 it goes through no backward pass, but it still
   counts in the denominators.
 - The released code makes one update a step, and so does the kernel here. With --updates-per-step above 1, Clip-Cov

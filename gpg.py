@@ -19,8 +19,9 @@ responses, _P: prompts, _G: responses to a prompt). `policy_loss` gets a micro-b
 
 Settings: In Table 15, row A is --norm group --no-accurate-gradient --beta-th 0, row B is --no-accurate-gradient
 --beta-th 0, row C is --beta-th 0, and row D is the default. The batch normalisation of Table 13 is row B with --norm
-batch. GPG-RS as released is row A (gpg-a-rs1, gpg-a-rs3). The KL of section 3.4 is row A with a KL (gpg-kl-math); row D
-with a KL is ./run.sh gpg-math --kl-coef 0.04.
+batch. GPG-RS as released is row A (gpg-a-rs1, gpg-a-rs3). gpg-rs1 and gpg-rs3 are row D; their threshold of 0.6 is
+ours, because B.1 states it for the 7B run on DAPO-Math-17k only. The KL of section 3.4 is row A with a KL
+(gpg-kl-math); row D with a KL is ./run.sh gpg-math --kl-coef 0.04.
 
 Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
 not say, and we chose. docs/gpg.md compares the paper with its released code.
@@ -34,9 +35,10 @@ not say, and we chose. docs/gpg.md compares the paper with its released code.
 - If no group is valid, there is no update, except with a KL. The std is the unbiased one, and 1e-6 is added to it
   (ours).
 - Section 3.4 does not print the weight of its KL; the released recipe inherits 0.04. We read it as row A with a KL: the
-  section points at Table 13, whose rows have alpha 1, and the released recipe sets neither alpha nor F_norm = 1. The KL
-  is k3 to the initial model and has the token weights of J. alpha multiplies the policy gradient alone, because the KL
-  of an invalid group is not 0 (ours; the released code multiplies both).
+  section points at Table 13, whose rows have alpha 1, and the released recipe sets neither alpha nor F_norm = 1. Only
+  row A and the weight are that recipe's: it has learning rate 3e-6 with a cosine, a format reward and a prompt that
+  asks for thoughts. The KL is k3 to the initial model and has the token weights of J. alpha multiplies the policy
+  gradient alone, because the KL of an invalid group is not 0 (ours; the released code multiplies both).
 - The lengths and the temperature of GPG-Zero-7B are not given. We take responses of up to 3072 tokens and prompts of up
   to 1024, which together fill the model's context, and temperature 1 (ours). AdamW's betas and the gradient norm are
   verl's defaults.

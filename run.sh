@@ -210,7 +210,7 @@ drgrpo="--clip fixed --delimiter token --no-scale-advantage --normaliser constan
 method drgrpo "GRPO without std and without length normalisation (Table 1)" $drgrpo
 methods_of sspo.py math
 method drgrpo "the same as the baseline in GPG's Table 1" $drgrpo
-# as SPS (arXiv 2604.16995, Table 2) compares with it
+# the values of SPS's Table 2 (arXiv 2604.16995), without SWIFT's filter of overlong responses
 dapo="--clip fixed --delimiter token --clip-high 0.28 --normaliser token --valid-share 1"
 methods_of sspo.py 1.5b 7b $sps_sizes
 method dapo "clip-high, token mean, groups all right or wrong drawn again, penalty over the last 2,048 tokens" \
@@ -246,7 +246,7 @@ method gpg-c "row C: row B with alpha" --beta-th 0
 method gpg-group-alpha "row A with alpha (Table 1)" --norm group --beta-th 0
 method gpg-beta0.8 "threshold 0.8 (Table 10)" --beta-th 0.8
 method gpg-batch "std of the batch, no alpha, no threshold (Table 13)" --norm batch --no-accurate-gradient --beta-th 0
-method gpg-kl "row A with KL, section 3.4's released recipe (row D with KL: gpg-math --kl-coef 0.04)" \
+method gpg-kl "row A with KL, of section 3.4's released recipe these two (row D with KL: gpg-math --kl-coef 0.04)" \
   $row_a --kl-coef 0.04
 for group in 2 4 16; do
   methods_of gpg.py $toys 7b math=math-g$group 0.5b=0.5b-g$group

@@ -46,6 +46,9 @@ not say, and we chose.
   cosine, top-p 0.9 and top-k 50).
 - eps is 0.2, TRL's default. With one update per rollout batch the ratio is 1 and nothing clips. Eq. 24 writes GRPO's
   ratio for whole responses. Ours is one per token, as in GRPO.
+- The paper rewards by Math-Verify alone. Ours requires a box and applies rules of its own before math_verify
+  (docs/evaluation.md).
+- DAPO here has no filter of overlong responses; sspo.py's docstring says more.
 - The std is the unbiased one, and 1e-6 is added to it. A response is cut at 3072 tokens, and prompts have up to 1024
   (ours).
 - The paper reports the best checkpoint within 700 steps (section 5.2) and does not say how often it evaluates. Fig. 2c

@@ -17,8 +17,10 @@ responses, _P: prompts, _G: responses to a prompt, _S: segments). `policy_loss` 
                                            (./run.sh data fetches the data to where --dataset looks)
 
 GRPO, GSPO, clip-high, Dr. GRPO, "+SIR" (SSPO's ratio with a fixed clip) and DAPO are settings of this script, and
-./run.sh help names them. DAPO (arXiv 2503.14476) is set as arXiv 2604.16995 compares with it. CLIP-Cov, the fifth row
-of Table 1, is a setting of cwgrpo.py: ./run.sh sspo-clip-cov-1.5b.
+./run.sh help names them. DAPO (arXiv 2503.14476) has the values that arXiv 2604.16995 prints in its Table 2. That paper
+takes the rest from SWIFT's recommended configuration, which also leaves responses that were cut off out of the loss
+(overlong_filter); ours only penalises them. Its Table 2 gives a KL weight of 0 to GSPO and none to DAPO; ours has no KL
+in either. CLIP-Cov, the fifth row of Table 1, is a setting of cwgrpo.py: ./run.sh sspo-clip-cov-1.5b.
 
 Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
 not say, and we chose.

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import claims
+import numpy as np
 import plot
 import pytest
 import sweep
@@ -72,8 +73,22 @@ def test_mean_error_and_paired_difference_by_hand():
     assert sweep.cells_of("b, end", runs) == ["–", "–"]
     fewer = {arm: {seed: runs[arm][seed] for seed in (1, 2, 3, 4)} for arm in ("a", "b")}
     assert sweep.cells_of("reward, end", fewer, errors=True) == ["0.25 ± 0.065", "0.6 ± 0.058 (+0.35 ± 0.029)"]
-    assert sweep.with_error([0.1, 0.1, 0.1, -0.1, 0.1], "+") == "+0.06 ± 0.04"  # bold takes five seeds and three errors
+    assert sweep.with_error([0.1, 0.1, 0.1, -0.1, 0.1], "+") == "+0.06 ± 0.04"  # bold takes five seeds and many errors
     assert sweep.with_error([0.25]) == "0.25"
+
+
+def test_bold_is_what_benjamini_hochberg_keeps(monkeypatch):
+    """At 5 %, of all differences of the tables; with four degrees of freedom p has a closed form."""
+    apart = []
+    monkeypatch.setattr(sweep, "with_error", lambda values, sign="": apart.append(values * bool(sign)) or "")
+    for claim in claims.CLAIMS.values():
+        for figure in claim["figures"].splitlines():
+            sweep.cells_of(figure, claims.runs_of(claim))
+    # the squared cosine of the angle whose tangent is t / 2
+    cosines = [np.var(each) / np.mean(np.square(each)) for each in apart if any(each) and len(each) == 5]
+    p = sorted(1 - (1 - c) ** 0.5 * (1 + c / 2) for c in cosines)
+    kept = max(n for n, value in enumerate(p, 1) if value <= 0.05 * n / len(p))
+    assert kept == sum(c <= 4 / (4 + sweep.CLEAR**2) for c in cosines)
 
 
 def test_runs_are_grouped_by_their_settings(data, capsys):

@@ -56,11 +56,8 @@ def evaluate(folder, step, seed):
 
 def squeezed(folder, step):
     """Return what `evaluate` found: avg, pass and similarity, percent, and the log-prob of greedy answers, nats."""
-    found = {}
-    for row in json.loads((folder / f"eval-step{step:g}.json").read_text())["rows"]:
-        for name in SQUEEZED:
-            found[f"sps/{row['set']}/{name}"] = row[name]["mean"]
-    return found
+    rows = json.loads((folder / f"eval-step{step:g}.json").read_text())["rows"]
+    return {f"sps/{row['set']}/{name}": row[name]["mean"] for row in rows for name in SQUEEZED}
 
 
 def columns_of(arm):
@@ -126,7 +123,14 @@ def page(name):
     if claim["paper"]:
         rows.append(claim["paper"].split(" | "))
     about = "real.md" if name in LARGE else "claims.md"
-    return f"# {name}\n\n[{about}](../{about}) says what these figures are.\n\n{sweep.markdown(rows)}\n"
+    return f"""# {name}
+
+[{about}](../{about}) says what these figures are.
+
+{sweep.markdown(rows)}
+
+Bold: five seeds, and at least {sweep.CLEAR} standard errors.
+"""
 
 
 def report(name):
@@ -134,9 +138,10 @@ def report(name):
     file = DOCS / "tables" / f"{name}.md"
     file.write_text(page(name))
     print(file)
-    panels = CLAIMS[name]["panels"].split()
-    if panels:
-        plot.draw_bands(runs_of(CLAIMS[name]), panels, DOCS / f"claims-{name}.png")
+    claim = CLAIMS[name]
+    if claim["panels"]:
+        picture = DOCS / f"claims-{name}.png"
+        plot.draw_bands(runs_of(claim), claim["panels"].split(), picture, claim.get("across", "step"))
 
 
 def main(

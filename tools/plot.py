@@ -10,7 +10,7 @@ python tools/plot.py base.json runs/A/eval-best.json --figure accuracy    (or pa
 python tools/plot.py runs/A --figure tokens -o tokens.html        (what the loss saw of each token, a page)
 
 Runs of one script and the same flags, but for seed and folder, share a colour; of docs/data/NAME-seedS.csv those of one
-NAME do. `bands` draws their mean and its standard error or, of fewer than five, each of them, thin. The legend has what
+NAME do. `bands` draws their mean and its standard error; of fewer than five, means of five steps. The legend has what
 the first one's folder is called before the seed and, where others are called that, too, the flags that differ. Prints
 the picture's path and, for each run, the reward and every held-out accuracy before and after, and where the time went.
 """
@@ -35,16 +35,27 @@ from tokens import write_page
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-plt.rcParams |= {
-    "figure.constrained_layout.use": True,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.1,
-    "lines.markersize": 3,
-    "text.parse_math": False,
-}
+plt.style.use(Path(__file__).with_suffix(".mplstyle"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+# What a method is drawn in, in every picture.
+COLOURS = dict(
+    re.findall(
+        r"(\S+)=(\S+)",
+        """
+grpo=C0 grpo-toy=C0 grpo-hot=C0 grpo-135m=C0 grpo-135m-48=C0 grpo-kl=C0 grpo-kl-toy=C0 grpo-kl-135m=C0
+sspo=C1 sspo-toy=C1 sspo-hot=C1 sspo-135m=C1 sspo-135m-48=C1 gpg=C2 gpg-toy=C2 gpg-135m=C2 gpg-135m-48=C2
+cwgrpo=C3 cwgrpo-toy=C3 cwgrpo-135m=C3 cwgrpo-135m-48=C3 sps=C4 sps-toy=C4 sps-135m=C4 sps-135m-48=C4
+gspo=C5 gspo-toy=C5 gspo-0.2=C6 gspo-0.2-toy=C6 gspo-0.2-hot=C6 dapo=C7 dapo-toy=C7 clip-cov=C8 clip-cov-toy=C8
+sir=C9 sir-toy=C9 sir-hot=C9 sps-grpo=teal sps-grpo-toy=teal sps-grpo-135m=teal sps-grpo-135m-48=teal
+grpo-u1=navy grpo-u2=teal grpo-u8=C8 grpo-tis=black gpg-a=teal gpg-b=C9 gpg-c=gold gpg-batch=C8 gpg-beta0.8=black
+gpg-g2=C9 gpg-g4=black gpg-g16=gold sps-act=magenta sps-uniform=black sps-quantile=gold before=black
+sps-k1=violet sps-k2=orchid sps-k3=magenta sps-k4=purple sps-k5=indigo
+cwgrpo-detached=magenta clip-cov-50=black sspo-alpha0.2=C8 sspo-beta0.7=navy sspo-beta0.9=magenta sspo-gamma1.5=black
+sspo-135m-48-1e-5=black
+""",
+    )
+)
 
 
 def read(run):
@@ -107,15 +118,22 @@ def grouped(runs):
     return found
 
 
+def colours_of(labels):
+    """Return {label: colour}: its method's, if all have one and no two the same."""
+    found = {label: COLOURS.get(label) for label in labels}
+    if len({*found.values()} - {None}) < len(found):
+        return {label: f"C{number}" for number, label in enumerate(found)}
+    return found
+
+
 def coloured(runs):
     """Return (colour, run, rows) of each run of {label: {run: rows}}: those of a label share a colour."""
-    return [(f"C{number}", run, rows) for number, each in enumerate(runs.values()) for run, rows in each.items()]
+    return [(colours_of(runs)[label], run, rows) for label, each in runs.items() for run, rows in each.items()]
 
 
 def grid_of(rows, columns, width, height, **shared):
     """Return the axes of a new picture, each so many inches wide and high."""
-    _, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, **shared)
-    return axes
+    return plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, **shared)[1]
 
 
 def without_tex(axis):
@@ -125,9 +143,9 @@ def without_tex(axis):
 
 
 def finish(axis, labels, path):
-    """Name every colour in an axis, drawn in it or not, and write its picture."""
-    handles = [plt.Line2D([], [], color=f"C{number}") for number, _ in enumerate(labels)]
-    axis.legend(handles, labels)
+    """Name every colour beside the axes, drawn in them or not, and write the picture."""
+    handles = [plt.Line2D([], [], color=colour) for colour in colours_of(labels).values()]
+    axis.figure.legend(handles, labels, loc="outside right upper")
     axis.figure.savefig(path)
 
 
@@ -146,31 +164,39 @@ def draw_curves(runs, panels, path):
     finish(axes[0, 0], runs, path)
 
 
-def draw_band(axis, seeds, metric, colour):
-    """Draw a metric's mean over seeds and a band of its standard error, or each of fewer than five seeds; a gap where
-    no seed has a finite value."""
+def draw_band(axis, seeds, metric, colour, place):
+    """Draw a metric's mean over seeds and a band or bars of its standard error; a gap where no seed has a finite value.
+    Of fewer than five seeds they are of means of five steps, and thinner. A metric of SPS's protocol has no line, since
+    an imitation stage lies between its steps; `place` may stand for its only one."""
     logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds.values()]
     steps = sorted(set().union(*logged))
     values = np.array([[seed.get(step, math.nan) for step in steps] for seed in logged])
+    dense = len(steps) > 20
+    if dense and len(seeds) < 5:
+        steps = steps[2:-2]
+        values = np.lib.stride_tricks.sliding_window_view(values, 5, 1).mean(2)
     finite = np.ma.masked_invalid(values)
     means = finite.mean(0).filled(math.nan)
-    line = "-" if len(steps) > 20 else "o-"
-    axis.plot(steps, means, f"{colour}{line}")
-    if len(seeds) >= 5:
-        errors = finite.std(0) / np.maximum(1, finite.count(0) - 1) ** 0.5
+    errors = finite.std(0) / np.maximum(1, finite.count(0) - 1) ** 0.5
+    width = len(seeds) ** 0.5 / 2
+    if dense:
+        axis.plot(steps, means, colour, linewidth=width)
         axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
     else:
-        axis.plot(steps, values.T, colour, linewidth=0.4)
+        axis.errorbar(
+            place or steps, means, errors, fmt="o" if metric.startswith("sps/") else "o-", color=colour, linewidth=width
+        )
 
 
-def draw_bands(runs, panels, path):
-    """A panel for each metric: mean over the runs of a label and a band of its standard error, or each run, thin."""
+def draw_bands(runs, panels, path, across="step"):
+    """A panel for each metric: mean over the runs of a label and a band of its standard error, by steps or, where each
+    label has one evaluation, by its place among the labels."""
     axes = grid_of(1, len(panels), 4, 3.5)
     for axis, metric in zip(axes[0], panels, strict=True):
-        for number, seeds in enumerate(runs.values()):
-            draw_band(axis, seeds, metric, f"C{number}")
-        axis.set(title=metric, xlabel="step")
-        if metric == "clip_fraction":  # methods differ by a factor of a hundred, and some steps clip nothing
+        for number, (label, colour) in enumerate(colours_of(runs).items(), 1):
+            draw_band(axis, runs[label], metric, colour, across != "step" and [number])
+        axis.set(title=metric, xlabel=across)
+        if metric in ("clip_fraction", "kl"):  # methods or steps differ by a factor of a hundred, and some are 0
             axis.set_yscale("symlog", linthresh=1e-3)
             without_tex(axis.yaxis)
     finish(axes[0, 0], runs, path)
@@ -178,9 +204,8 @@ def draw_bands(runs, panels, path):
 
 def covariance_table(runs):
     """Return what runs logged of covariance, Table 1 of CW-GRPO first: mean over steps, a column for a run."""
-    each = [rows for _, _, rows in coloured(runs)]
-    names = ", ".join(str(run) for _, run, _ in coloured(runs))
-    lines = [f"mean c of the tokens, by size, from the share before to this one: {names}"]
+    _, names, each = zip(*coloured(runs), strict=True)
+    lines = [f"mean c of the tokens, by size, from the share before to this one: {', '.join(map(str, names))}"]
     for metric in metrics_of(itertools.chain(*each), "covariance/"):
         means = [f"{mean_over_steps(rows, metric):9.2f}" for rows in each]
         lines.append(f"{metric:<28}{''.join(means)}")
@@ -195,11 +220,10 @@ def draw_covariance(runs, path):
         keys = metrics_of(rows, prefix)
         if not keys:
             raise SystemExit(f"{run}: logged no covariance; cwgrpo.py does")
-        shares = [float(key.removeprefix(prefix).rstrip("%")) for key in keys]
+        shares = [float(key[len(prefix) : -1]) for key in keys]
         means = [mean_over_steps(rows, key) for key in keys]
-        axis.plot([*shares, 100], [*means, 1], f"{colour}o-")
+        axis.semilogx([*shares, 100], [*means, 1], "o-", color=colour)
     axis.set(
-        xscale="log",
         xlabel="tokens of largest |c|, percent",
         ylabel="their share of the sum of |c|",
     )
@@ -241,8 +265,8 @@ def draw_pass(found, path):
     for n, right in found.values():
         ks = np.arange(1, n + 1)
         outcomes = [ks <= count for count in right]
-        axis.plot(ks, [pass_at_k(outcomes, k) for k in ks])
-    axis.set(xscale="log", xlabel="k", ylabel="pass@k")
+        axis.semilogx(ks, [pass_at_k(outcomes, k) for k in ks])
+    axis.set(xlabel="k", ylabel="pass@k")
     without_tex(axis.xaxis)
     finish(axis, found, path)
 
@@ -329,9 +353,8 @@ def phases(rows):
     lines = [f"median seconds where a step has it, and share of the time, over the last {len(steps)} steps"]
     for name in names:
         times = values_of(steps, name)
-        median = statistics.median(times)
         share = sum(times) / sum(whole)
-        lines.append(f"  {name.removeprefix('seconds/'):<12}{median:8.3f}  {share:4.0%}")
+        lines.append(f"  {name.removeprefix('seconds/'):<12}{statistics.median(times):8.3f}  {share:4.0%}")
     lines.append(f"  {'step':<12}{statistics.median(whole):8.3f}")
     return "\n".join(lines)
 
@@ -373,7 +396,7 @@ class Args:
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("curve.png")
     """The picture."""
     figure: Literal["curves", "bands", "accuracy", "pass", "covariance", "answers", "tokens"] = "curves"
-    """curves of --panels; bands: mean over seeds and its error, or each seed; accuracy of each question; pass@k;
+    """curves of --panels; bands: mean over seeds and its error; accuracy of each question; pass@k;
     shares of |c| (cwgrpo.py); answers before and after; tokens: the page of what the loss saw."""
     panels: tuple[str, ...] = ()
     """Metrics, as named in metrics.jsonl."""
@@ -388,26 +411,28 @@ def main():
     if not paths:
         raise SystemExit("plot.py RUN...: which runs? --help says more")
     runs = {}
-    if args.figure == "accuracy":
-        draw_accuracy(answered(paths), out)
-    elif args.figure == "pass":
-        draw_pass(answered(paths), out)
-    elif args.figure == "answers":
-        draw_answers(paths, out)
-    elif args.figure == "tokens":
-        out = out.with_suffix(".html")
-        write_page(paths, out)
-    else:
-        runs = grouped(paths)
-    if args.figure == "curves":
-        draw_curves(runs, panels_of(runs, args.panels), out)
-    elif args.figure == "bands":
-        draw_bands(runs, panels_of(runs, args.panels), out)
-    elif args.figure == "covariance":
-        for _, _, rows in coloured(runs):
-            rows[:] = [row for row in rows if row["step"] <= args.until]
-        draw_covariance(runs, out)
-        print(covariance_table(runs))
+    match args.figure:
+        case "accuracy":
+            draw_accuracy(answered(paths), out)
+        case "pass":
+            draw_pass(answered(paths), out)
+        case "answers":
+            draw_answers(paths, out)
+        case "tokens":
+            out = out.with_suffix(".html")
+            write_page(paths, out)
+        case _:
+            runs = grouped(paths)
+    match args.figure:
+        case "curves":
+            draw_curves(runs, panels_of(runs, args.panels), out)
+        case "bands":
+            draw_bands(runs, panels_of(runs, args.panels), out)
+        case "covariance":
+            for _, _, rows in coloured(runs):
+                rows[:] = [row for row in rows if row["step"] <= args.until]
+            draw_covariance(runs, out)
+            print(covariance_table(runs))
     print(f"{args.figure:<8} {out}")
     for label, its in runs.items():
         print(f"{label:<8} {len(its)} of {len(paths)} runs")
