@@ -267,17 +267,6 @@ def test_a_kill_while_the_best_model_is_replaced(run, tmp_path, monkeypatch, cal
     assert ((tmp_path / "best" / "model.safetensors").read_bytes() == before) == ("step 1" in best)
 
 
-@pytest.mark.slow
-def test_a_lost_rank_is_said_in_one_line(tmp_path):
-    source = "import os, sys, common; sys.excepthook = common.report; w = common.init_world()"
-    source += "; w.all_gather(0); w.rank and os._exit(9); w.all_gather(0)"
-    (tmp_path / "two.py").write_text(source)
-    ranks = Jobs(tmp_path / "two.py", tmp_path / "home", ranks=2)
-    assert [rank.wait(120) for rank in ranks.processes] == [1, 9]
-    said = ranks.output.read_text()
-    assert said.count("two.py: rank 0: another rank is gone") == 1 and "Traceback" not in said
-
-
 def test_a_collective_that_times_out_says_so(tmp_path):
     script = """
 import datetime, sys, time, common
