@@ -197,7 +197,7 @@ def token_weights(length_R, normaliser: str = "response"):
     the number of tokens. Either sums to 1."""
     tokens_R = length_R.double()
     if normaliser == "token":
-        tokens_R = torch.full_like(tokens_R, tokens_R.mean())
+        tokens_R = torch.full_like(tokens_R, tokens_R.mean())  # times R: the sum of the lengths
     weight_R = 1 / (len(length_R) * tokens_R)
     return weight_R.repeat_interleave(length_R)
 
@@ -281,7 +281,7 @@ def learn(policy, reference, optimizer, batch, step, record):
         "kl_coef": args.kl_coef,
     }
 
-    # ---- old and reference log-probs, in the micro-batches of the updates, so that the first one's ratio is 1
+    # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
     all_micro_batches = list(chain(*micro_batches_by_update))
     if args.reweight != "none" or args.updates_per_step > 1 or args.tis_cap:
         old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
@@ -374,7 +374,7 @@ def learn(policy, reference, optimizer, batch, step, record):
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
-    """Train: sample, verify, learn, sync, evaluate and log in every step. The paper's part of a step is in `learn`."""
+    """Train: sample, verify, learn, sync and log in every step, evaluate in some. The paper's part is in `learn`."""
     # ---- find whatever can be wrong before an engine starts
     common.validate(args)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")

@@ -219,7 +219,7 @@ def learn(policy, reference, optimizer, batch, record):
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
-    """Train: sample, verify, learn, sync, evaluate and log in every step. The paper's part of a step is in `learn`."""
+    """Train: sample, verify, learn, sync and log in every step, evaluate in some. The paper's part is in `learn`."""
     # ---- find whatever can be wrong before an engine starts
     common.validate(args)
     folder = common.model_folder(args)

@@ -128,7 +128,7 @@ def token_weights(length_R, normaliser: str = "response"):
     (for Eq. 4). Either sums to 1."""
     tokens_R = length_R.double()
     if normaliser == "token":
-        tokens_R = torch.full_like(tokens_R, tokens_R.mean())
+        tokens_R = torch.full_like(tokens_R, tokens_R.mean())  # times R: the sum of the lengths
     weight_R = 1 / (len(length_R) * tokens_R)
     return weight_R.repeat_interleave(length_R)
 
@@ -205,7 +205,7 @@ def learn(policy, reference, optimizer, batch, record):
         "high": 1 + args.clip_high,
     }
 
-    # ---- old and reference log-probs, in the micro-batches of the updates, so that the first one's ratio is 1
+    # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
     all_micro_batches = list(chain(*micro_batches_by_update))
     if args.updates_per_step > 1 or args.tis_cap:  # else the only update sees the policy that sampled
         old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")

@@ -60,7 +60,7 @@ class Args(common.Args):
     alpha 0.1 there, but the row of Table 5 that has the reported average, 56.00, has alpha 0.15."""
 
     updates_per_step: PositiveInt = 4
-    """Optimiser steps on one rollout batch. Each step has its own prompts (ours)."""
+    """Updates, each an optimiser's step, on one rollout batch. Each has its own prompts (ours)."""
     delimiter: str = r"\n\n"
     r"""Text that ends a segment: \n\n (§6.2.2), \n, . or any other ASCII text.
     Empty: a response is one segment (GSPO). token: every token is one (GRPO)."""
@@ -153,7 +153,7 @@ def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
     constant: 1 / (R max_length) (Dr. GRPO)."""
     tokens_R = length_R.double()
     if normaliser == "token":
-        tokens_R = torch.full_like(tokens_R, tokens_R.mean())
+        tokens_R = torch.full_like(tokens_R, tokens_R.mean())  # times R: the sum of the lengths
     if normaliser == "constant":
         tokens_R = torch.full_like(tokens_R, max_length)
     weight_R = 1 / (len(length_R) * tokens_R)  # Eq. 16: 1/G 1/|y_i|
@@ -220,7 +220,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
         weights.append(token_weights(batch.length_R[in_update_R], args.normaliser, args.max_response_tokens))
         micro_batches_by_update.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
 
-    # ---- old log-probs and entropies, in the micro-batches of the updates, so that the first one's ratio is 1
+    # ---- old log-probs and entropies, in the updates' micro-batches, so that all ratios of the first update are 1
     all_micro_batches = list(chain(*micro_batches_by_update))
     old_logp_T, entropy_T = common.score(policy, batch, all_micro_batches, record, "old_logp", entropies=True)  # Eq. 12
     entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
@@ -287,7 +287,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
-    """Train: sample, verify, learn, sync, evaluate and log in every step. The paper's part of a step is in `learn`."""
+    """Train: sample, verify, learn, sync and log in every step, evaluate in some. The paper's part is in `learn`."""
     # ---- find whatever can be wrong before an engine starts
     common.validate(args)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
