@@ -102,7 +102,9 @@ class Args:
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
     template: str = "qwen-math"
     """plain, qwen-math; in the tokenizer's format: chat, chat-boxed, open-rs; or a text file."""
-    run_dir: str = ""  # For what the run writes. Empty: runs/<script>-<model>-seed<seed>-<time>.
+    run_dir: str = ""
+    """For what the run writes. Empty: runs/<experiment>-seed<seed>-<time>; without run.sh script and model instead, and
+    the flags that differ from the script's defaults, where they are short."""
     seed: int = 1  # Seeds the order of the data and every sampled token.
     steps: NonNegativeInt = 200  # Rollout steps; 0 only evaluates.
 
@@ -578,7 +580,8 @@ def problems_from(problems, args, position):
     asked = {}
     for p in range(args.prompts_per_step):
         epoch, number = divmod(position + p, len(problems))
-        order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
+        if not p or not number:  # else it is the same pass over the data
+            order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
         asked["train", position, p] = problems[order[number]]
     return asked
 
@@ -1774,7 +1777,6 @@ def open_run(folder, args, script, world):
     return lock
 
 
-# in the line of a step
 def name_of(script, args):
     """Return what a run's folder is named after: run.sh's experiment, else script, model and, where they are short, the
     flags that differ from the script's defaults."""
@@ -1787,6 +1789,7 @@ def name_of(script, args):
     return os.environ.get("EXPERIMENT") or f"{script}-{Path(args.model).name}{differ}"
 
 
+# in the line of a step
 SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "tokens_per_second/update")
 
 

@@ -296,12 +296,13 @@ def learn(policy, reference, optimizer, batch, step, record):
     # ---- the kernel, over the whole step: c, sigma and the normaliser span micro-batches and ranks
     if args.reweight == "kernel":
         c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
-        factor_T = kernel_weights(c_T, group_T)
+        kernel_T = kernel_weights(c_T, group_T)
+        inputs["factor_T"] = kernel_T
         if not args.detach_kernel:
             # whatever else scales the policy term enters here, too: the kernel's gradient is of the whole term
             scale_T = inputs["weight_T"] * tis_T
-            factor_T = effective_kernel(old_logp_T, advantage_T, scale_T, batch.response_T, group_T)
-        inputs["factor_T"] = factor_T.float()
+            k_T = effective_kernel(old_logp_T, advantage_T, scale_T, batch.response_T, group_T)
+            inputs["factor_T"] = k_T.float()
 
     # ---- updates
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "clip-cov", step))
@@ -345,8 +346,8 @@ def learn(policy, reference, optimizer, batch, step, record):
     seen = {"covariance_T": c_T, "entropy_T": entropy_T, "trained_T": trained_T}
     w_T = inputs["factor_T"]
     if args.reweight == "kernel":  # the loss has the value that w~ gives it; k reproduces only its gradient
-        w_T = kernel_weights(c_T, group_T)
-        seen["kernel_T"] = w_T
+        w_T = kernel_T
+        seen["kernel_T"] = kernel_T
     inputs["logp_T"] = logp_T
     loss, by_token = policy_loss(**{**inputs, "factor_T": w_T})
     metrics = {

@@ -34,11 +34,6 @@ def load(source, tokenizer, **settings) -> list[common.Problem]:
     return common.load_problems(str(source), tokenizer, common.Args(template="plain", **settings), "--dataset")
 
 
-def world_on(device: str) -> common.World:
-    """Rank 0 of four on a node."""
-    return common.World(0, 4, 4, torch.device(device), None)
-
-
 CODE = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
 KERNEL = {"attn_implementation": "flash_attention_2", "_attn_implementation": "nobody/kernel"}
 

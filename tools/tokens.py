@@ -7,6 +7,7 @@ it. `plot.py RUN --figure tokens` calls `write_page`.
 import json
 import math
 import re
+from functools import cache
 from pathlib import Path
 
 import pandas
@@ -84,15 +85,19 @@ def as_json(value):
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
+@cache
+def of_run(folder):
+    """Return how many updates a step of a run has, and its tokenizer."""
+    args = json.loads((folder / "run.json").read_text())["args"]
+    saved = folder / "model"  # by the end of the run
+    return args.get("updates_per_step", 1), AutoTokenizer.from_pretrained(saved if saved.exists() else args["model"])
+
+
 def read(file, most):
     """Return a step as the page wants it, with the sizes of its groups in bytes, but not more groups than can have
     room: of each update the first two with a gradient. Those of the last update come first: in the first update every
     ratio is 1."""
-    folder = file.parent.parent
-    args = json.loads((folder / "run.json").read_text())["args"]
-    updates = args.get("updates_per_step", 1)
-    saved = folder / "model"  # by the end of the run
-    tokenizer = AutoTokenizer.from_pretrained(saved if saved.exists() else args["model"])
+    updates, tokenizer = of_run(file.parent.parent)
     table = pandas.read_parquet(file)
     table["update"] = table["group"] * updates // (table["group"].max() + 1)
     ordered = []
