@@ -33,7 +33,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, compress, cycle
 from multiprocessing import Pipe, forkserver, get_context, set_start_method
 from pathlib import Path
-from resource import RLIMIT_DATA, RUSAGE_SELF, getpagesize, getrlimit, getrusage, setrlimit
+from resource import RLIMIT_DATA, getpagesize, getrlimit, setrlimit
 from signal import ITIMER_PROF, SIGINT, SIGKILL, SIGPROF, SIGTERM, setitimer, signal
 from traceback import format_exc
 from typing import Annotated, Literal
@@ -45,7 +45,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.utils import enable_progress_bars
 from pebble import ProcessPool
 from PIL import Image, ImageOps
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
@@ -80,6 +79,7 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
         "user": "{problem}",
     },
 }
+FIRST = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, before `init_world` makes a World of them
 Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
 AtLeastTwo = Annotated[int, Field(ge=2)]
@@ -138,7 +138,7 @@ class Args:
     micro_batch_tokens: PositiveInt = 16384  # Most tokens and patches in a pass: memory, speed.
     activation_checkpointing: bool = False  # Recompute decoder layers: less memory, more time.
     track: str = ""  # Weights & Biases project for the curves (`pip install wandb`).
-    tensor_parallel: PositiveInt = 1  # Ranks that share one vLLM engine, on GPUs.
+    tensor_parallel: PositiveInt = 1  # Ranks of a node that share one vLLM engine.
     max_num_seqs: PositiveInt = 256  # Responses that an engine samples at a time: memory, speed.
     gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while it samples.
 
@@ -171,8 +171,6 @@ def report(kind, error, trace):
     text = said(error)
     if re.search("gloo/transport|remote process exited", text):  # gloo's, NCCL's
         why = "another rank is gone, or waited for this one in vain; see its output"
-        if "Timed out waiting" in text:
-            why = "a collective timed out; the rank that says nothing did not come"
         print(f"\n{script}: rank {os.environ['RANK']}: {why}: {text}\n", file=sys.stderr)
         return  # the summary is for the failure of the rank that is gone
     refused = isinstance(error, (ValueError, OSError)) and text.startswith("--")
@@ -180,9 +178,9 @@ def report(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{script}: {text}\n", file=sys.stderr)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torch's own handler would write a traceback there
-        message = {"message": f"{script}: {text}", "extraInfo": {"timestamp": int(time.time())}}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+    message = {"message": f"{script}: {text}", "extraInfo": {"timestamp": int(time.time())}}
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)  # torch's own handler would write a traceback there
+    Path(file).write_text(json.dumps({"message": message}))
 
 
 def longest_sequence(args):
@@ -205,8 +203,6 @@ def validate(args):
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from None
-    if args.track:
-        need(any(importlib.metadata.distributions(name="wandb")), "--track: needs `pip install wandb`")
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
     if args.keep_best or not args.steps:
@@ -215,10 +211,10 @@ def validate(args):
         args.eval_samples == 1 or args.eval_temperature,
         f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0",
     )
-    gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     need(
-        gpus % args.tensor_parallel == 0,
-        f"--tensor-parallel {args.tensor_parallel}: legal: 1, or on GPUs a divisor of the {gpus} ranks of a node",
+        ranks % args.tensor_parallel == 0,
+        f"--tensor-parallel {args.tensor_parallel}: legal: a divisor of the {ranks} ranks of a node",
     )
     longest = longest_sequence(args)
     need(longest > args.max_prompt_tokens, f"--max-total-tokens {args.max_total_tokens}: no room for a response")
@@ -231,15 +227,9 @@ def validate(args):
 
 
 # ---------------------------- processes
-@dataclass
-class World:
-    """This process among the others. `mesh` shards inside a node and replicates across nodes."""
-
-    rank: int
-    size: int
-    local_size: int
-    device: torch.device
-    mesh: dist.DeviceMesh
+class World(namedtuple("World", "rank size local_size device mesh")):
+    """This process among the others, of which a node has local_size. `mesh` shards inside a node and replicates across
+    nodes."""
 
     def all_gather(self, thing):
         """Return every rank's picklable `thing`, in rank order."""
@@ -274,8 +264,6 @@ def init_world():
         backends = "cpu:gloo,cuda:nccl"  # the default has none for CPU tensors
     dist.init_process_group(backends, timeout=timedelta(minutes=30))  # a rank may save a model
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
-    if size == local_size:
-        mesh = mesh["shard"]
     return World(rank, size, local_size, device, mesh)
 
 
@@ -420,10 +408,9 @@ def load_data(args, tokenizer):
     return problems, held_out
 
 
-def read_table(source, flag, number=None):
+def read_table(source, flag):
     """Return the columns and an iterable of the rows, as Python values, of a file, a `save_to_disk` folder or a hub id.
-    `number` makes numbers of a .json or .jsonl file's text, None makes Python's. Raises ValueError naming flag and
-    source."""
+    Raises ValueError naming flag and source."""
     path, _, split = source.partition(":")
     with naming(
         f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder without an "
@@ -436,7 +423,7 @@ def read_table(source, flag, number=None):
             # each row as it stands there, where `datasets` would give all rows the same keys and kinds
             for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
                 with naming(f"row {len(rows)}"):
-                    value = json.loads(line.strip() or "[]", parse_float=number, parse_int=number)
+                    value = json.loads(line.strip() or "[]")
                 rows += value if isinstance(value, list) else [value]
             for n, row in enumerate(rows):
                 need(isinstance(row, dict), f"row {n}: no object with keys, but {row}")
@@ -472,7 +459,7 @@ def choose_columns(seen, args, flag):
 
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems and print what was left out. Raises ValueError naming flag, source, row and columns."""
-    seen, rows = read_table(source, flag, str if args.reward == "math" else None)  # an answer has the file's digits
+    seen, rows = read_table(source, flag)
     with naming(f"{flag} {source}"):
         columns = choose_columns(seen, args, flag)
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -511,7 +498,7 @@ def load_problems(source, tokenizer, args, flag):
             if "answer" in columns:
                 answer = reference_answer(row.get(columns["answer"]), columns["answer"])
                 given = (answer, text)
-            (text + answer).encode()  # samples/ could not hold half of a surrogate pair
+            answer.encode()  # samples/ could not hold half of a surrogate pair, nor the tokenizer the text's
             prompt_ids = tokenizer.encode(prompt_of(shown, args.template, tokenizer), add_special_tokens=False)
             largest = max(prompt_ids)
             need(largest < vocabulary, f"{tokenizer.decode(largest)!r} is not of the model's {vocabulary} tokens")
@@ -522,7 +509,7 @@ def load_problems(source, tokenizer, args, flag):
         else:
             problems.append(Problem(text, prompt_ids, answer, given, image, origin))
     need(problems, f"{flag} {source}: no usable row among {left_out.total()}; left out: {dict(left_out)}")
-    if os.environ.get("RANK", "0") == "0":
+    if FIRST:
         first = problems[0].for_sampler()["prompt_token_ids"]
         print(
             f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; "
@@ -598,14 +585,9 @@ VLLM = {  # environment variables, unless set
 }
 
 
-@dataclass
-class Rollout:
-    """A response as sampled: token ids (with the stop token) and the sampler's log-probs, float32."""
-
-    ids: np.ndarray
-    logp: np.ndarray
-    text: str
-    truncated: bool
+# A response as sampled: arrays of its token ids (with the stop token) and the sampler's log-probs (float32), its text,
+# and whether it was cut off.
+Rollout = namedtuple("Rollout", "ids logp text truncated")
 
 
 @dataclass
@@ -629,12 +611,11 @@ class Progress(tqdm):
     """tqdm's bar, of rank 0 alone: on a terminal, from the first second on; elsewhere a line every 30 s."""
 
     def __init__(self, *items, **settings):
-        settings.update(
-            delay=30, mininterval=30, bar_format="{desc}: {n_fmt} of {total_fmt} in {elapsed}, {remaining} left\n"
-        )
-        if sys.stderr.isatty():
-            settings.update(delay=1, mininterval=1, bar_format=None)
-        super().__init__(*items, **settings, leave=False, disable=os.environ.get("RANK", "0") != "0")
+        settings.update(delay=1, mininterval=1, leave=False, disable=not FIRST)
+        if not sys.stderr.isatty():
+            line = "{desc}: {n_fmt} of {total_fmt} in {elapsed}, {remaining} left\n"
+            settings.update(delay=30, mininterval=30, bar_format=line)
+        super().__init__(*items, **settings)
 
     def refresh(self, *how, **more):
         if time.time() > self.start_t + self.delay:  # vLLM asks for it at the end of a batch, however short
@@ -645,8 +626,6 @@ class Sampler:
     """The only contact with vLLM: an engine for --tensor-parallel ranks. It has no weights before `load`."""
 
     def __init__(self, folder, tokenizer, args, world):
-        if world.rank == 0:
-            print("starting the engine", flush=True)
         os.environ.update(VLLM | os.environ)
         logging.getLogger("vllm").setLevel("ERROR")  # for what its imports log
         warnings.simplefilter("ignore", FutureWarning)
@@ -660,9 +639,10 @@ class Sampler:
         self.tokenizer = tokenizer
         self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}  # vLLM adds the model's
         config = AutoConfig.from_pretrained(folder)
-        self.level = 2  # of sleep: `load` sends all weights again, and vLLM 0.32 keeps the buffers
-        if hasattr(config, "vision_config"):
-            self.level = 1  # at 2 it would lose the zeros behind the positions of a batch with images
+        sees = hasattr(config, "vision_config")
+        # Of sleep. `load` sends all weights again, and at 2 vLLM 0.32 keeps the buffers, but not the zeros behind the
+        # positions of a batch with images.
+        self.level = 1 if sees else 2
         lm = empty_model(config)
         self.expected = {name for name, _ in lm.named_parameters()}
 
@@ -688,7 +668,7 @@ class Sampler:
             generation_config="vllm",
             # reloading on a CPU, vLLM 0.32 leaves a tied head behind; logits as the policy's
             hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
-            skip_tokenizer_init=not hasattr(config, "vision_config"),
+            skip_tokenizer_init=not sees,
             # the rest is for models that see
             limit_mm_per_prompt={"image": 1, "video": 0},
             mm_processor_kwargs={"max_pixels": args.max_pixels},
@@ -706,35 +686,32 @@ class Sampler:
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         mine = [(key, g) for key in list(asked)[engine::engines] for g in range(n)]
-        at_once = 512 if any(problem.image for problem in asked.values()) else 1 << 20  # images take memory
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed_of(args.seed, *key, g),
+                max_tokens=args.max_response_tokens,
+                stop_token_ids=sorted(self.stop),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for key, g in mine
+        ]
+        prompts = [asked[key].for_sampler() for key, _ in mine]
+        outputs = self.llm.generate(prompts, params, use_tqdm=FIRST and Progress)
         rollout_of = {}
-        for start in range(0, len(mine), at_once):
-            part = mine[start : start + at_once]
-            params = [
-                SamplingParams(
-                    temperature=temperature,
-                    top_p=top_p,
-                    seed=seed_of(args.seed, *key, g),
-                    max_tokens=args.max_response_tokens,
-                    stop_token_ids=sorted(self.stop),
-                    logprobs=0,
-                    flat_logprobs=True,
-                    detokenize=False,
-                )
-                for key, g in part
-            ]
-            prompts = [asked[key].for_sampler() for key, _ in part]
-            outputs = self.llm.generate(prompts, params, use_tqdm=self.world.rank == 0 and Progress)
-            for key_g, output in zip(part, outputs, strict=True):
-                only = output.outputs[0]
-                rollout_of[key_g] = Rollout(
-                    np.array(only.token_ids, np.int64),
-                    np.array(only.logprobs.logprobs, np.float32),
-                    self.tokenizer.decode(only.token_ids, skip_special_tokens=True),
-                    only.finish_reason == "length",
-                )
-        rollout_of = dict(ChainMap(*self.world.all_gather(rollout_of)))
-        if not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
+        for key_g, output in zip(mine, outputs, strict=True):
+            only = output.outputs[0]
+            rollout_of[key_g] = Rollout(
+                np.array(only.token_ids, np.int64),
+                np.array(only.logprobs.logprobs, np.float32),
+                self.tokenizer.decode(only.token_ids, skip_special_tokens=True),
+                only.finish_reason == "length",
+            )
+        rollout_of = ChainMap(*self.world.all_gather(rollout_of))
+        if asked and not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
             raise FloatingPointError("no response has finite log-probs: the weights have diverged; try a smaller --lr")
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
 
@@ -1101,10 +1078,6 @@ class Verifier:
             graded += self.ask(cases[len(graded) :])
         return graded
 
-    def grade(self, *lists):
-        """Return the scores of completions by what each is graded by: lists of one length."""
-        return [score for score, _ in self.judge([*zip(*lists, strict=True)])]
-
 
 # -------------------------------- batch
 def first_valid(drawn, valid_P, count, updates=1):
@@ -1195,8 +1168,6 @@ class Batch:
                 bundles.append([r])
                 costs.append(int(self.cost_R[r]))
             group = self.group_R[r]
-        longest = max(costs, default=0)
-        need(longest <= budget, f"a response of {longest} tokens exceeds --micro-batch-tokens {budget}")
         fewest = math.ceil(sum(costs) / (world.size * budget))
         for rounds in range(fewest, len(costs) + 1):
             loads = np.zeros(rounds * world.size, int)
@@ -1361,9 +1332,8 @@ def model_folder(args):
     attention nor head can do, a packed row runs through the policy, whose weights are those of the files; and
     `sampler_gap` has the last word."""
     datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()  # the hub's, too
-    if os.environ.get("RANK", "0") == "0":
-        enable_progress_bars()
+    if not FIRST:
+        transformers.utils.logging.disable_progress_bar()  # the hub's, too
     folder = Path(args.model)
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         if not folder.is_dir():
@@ -1421,8 +1391,6 @@ def hub_name(name):
 
 def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part. Weights and reductions are float32."""
-    if world.rank == 0:
-        print("loading the model", flush=True)
     lm = empty_model(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     units = [*lm.get_decoder().layers]
     visual = getattr(lm.model, "visual", None)
@@ -1441,8 +1409,6 @@ def load_policy(folder, args, world):
     # have different numbers of chunks.
     for module in (*units, policy):
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
-    if world.device.type == "cpu":
-        policy.set_reshard_after_forward(False)  # memory has room; the backward pass need not gather again
     policy.to_empty(device=world.device)
     for parameter in policy.parameters():
         parameter._is_hf_initialized = True
@@ -1455,13 +1421,11 @@ def load_policy(folder, args, world):
 
 def set_lr(optimizer, args, step):
     """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
-    warm_up = args.lr_warmup * args.steps
-    done = max(0, step - warm_up) / (args.steps - warm_up or 1)
-    share = 1 - (1 - args.lr_floor) * (1 - math.cos(math.pi * done)) / 2
-    if step < warm_up:
-        share = step / warm_up
     for group in optimizer.param_groups:
-        group["lr"] = args.lr * share
+        group["initial_lr"] = args.lr
+    warm_up = args.lr_warmup * args.steps
+    schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup
+    schedule(optimizer, warm_up, args.steps, last_epoch=step - 1, min_lr_rate=args.lr_floor)
 
 
 def passes(policy, micro_batches):
@@ -1544,7 +1508,6 @@ def pass_at_k(correct_PN, k):
     """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
     correct = np.asarray(correct_PN, int)
     n = correct.shape[1]
-    need(1 <= k <= n, f"pass@{k} needs between 1 and n = {n} samples")
     wrong_P = n - correct.sum(1)
     return np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P])
 
@@ -1555,11 +1518,9 @@ def evaluate(held_out, sampler, verifier, record, step):
     args = record.args
     n = args.eval_samples
     asked = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
-    sampled = []
     with record.phase("evaluate"):
-        if held_out:
-            sampled = sampler.sample(asked, n, args.eval_temperature, args)
-            verify(verifier, sampled)
+        sampled = sampler.sample(asked, n, args.eval_temperature, args)
+        verify(verifier, sampled)
     graded = iter(sampled)
     metrics = {}
     for name, problems in held_out.items():
@@ -1623,8 +1584,8 @@ def give_name(partial, final):
 
 def checkpoints_of(folder):
     """Return the checkpoints in a folder, oldest first: the folders whose names are those of one."""
-    others = {*folder.glob("step-*[!0-9]*")}
-    return sorted({*folder.glob("step-*[0-9]/")} - others, key=lambda path: int(path.name[5:]))
+    found = [path for path in folder.glob("step-*/") if path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
@@ -1643,7 +1604,6 @@ def save_checkpoint(policy, optimizer, step, position, record):
     if world.rank == 0:  # every rank's shards are on the disk
         manifest = {
             "step": step,
-            "ranks": world.size,
             "position": position,
             "seconds": time.time() - record.started,
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
@@ -1695,17 +1655,15 @@ def resume(policy, optimizer, record):
     reader = dcp.HuggingFaceStorageReader(folder)
     dcp.load({"policy": get_model_state_dict(policy)}, storage_reader=reader)
     moments = get_optimizer_state_dict(policy, optimizer)
+    for state in moments["state"].values():
+        state["step"].zero_()  # it stays where no update had a gradient: a tower before any image
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
     set_optimizer_state_dict(policy, optimizer, moments)
-    held = reader.read_metadata().state_dict_metadata
-    for name, parameter in policy.named_parameters():
-        if f"optimizer.{name}.step" not in held:  # no update had a gradient for it: a tower before any image
-            optimizer.state.pop(parameter, None)
     record.started -= manifest["seconds"]
     record.at = manifest["step"]
-    record.say(f"resumed from {folder}, written by {manifest['ranks']} ranks")
-    return manifest["step"], manifest["position"]
+    record.say(f"resumed from {folder}")
+    return record.at, manifest["position"]
 
 
 # ------------------------------- record
@@ -1727,33 +1685,19 @@ MAY_CHANGE = {  # when a run is resumed
 }
 
 
-def inputs_of(args):
-    """Return the sizes of the files that flags name, in bytes."""
-    found = {}
-    for source in filter(None, [args.model, args.template, args.reward, args.dataset, *args.eval.split(",")]):
-        path = Path(source.partition(":")[0])
-        for file in [path, *path.glob("*.safetensors"), *path.glob("**/*.arrow")]:
-            if file.is_file():
-                found[str(file)] = file.stat().st_size
-    return found
-
-
 def open_run(folder, args, script, world):
     """Make the folder and run.json, where a resumed run's commands stand before this one; return a file that is locked
     until this process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
     file = folder / "run.json"
     about = {
-        "script": script,
         "commands": [shlex.join(sys.argv)],
-        "args": json.loads(json.dumps(asdict(args))),
-        "inputs": {"script": script, **inputs_of(args)},
+        "args": json.loads(json.dumps({"script": script, **asdict(args)})),
         "ranks": world.size,
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
         "commit": subprocess.getoutput(
             f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty 2>/dev/null"
         ),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     if args.resume:
         need(file.exists(), f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
@@ -1762,11 +1706,12 @@ def open_run(folder, args, script, world):
         may_change = MAY_CHANGE
         if args.lr_warmup or args.lr_floor < 1:
             may_change = MAY_CHANGE - {"steps"}  # the schedule would bend
-        for part in ("inputs", "args"):
-            for name, old in before[part].items():
-                new = about[part].get(name)
-                holds = new == old or name in may_change
-                need(holds, f"--resume: {name} has changed since the run was started: {old!r}, now {new!r}")
+        for name, old in before["args"].items():
+            new = about["args"].get(name)
+            need(
+                new == old or name in may_change,
+                f"--resume: {name} has changed since the run was started: {old!r}, now {new!r}",
+            )
     else:
         need(not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     (folder / "samples").mkdir(parents=True, exist_ok=True)
@@ -1800,9 +1745,8 @@ class Record:
         name = f"{name_of(script, args)}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.args = args
         self.world = world
-        self.folder = Path(world.all_gather(args.run_dir or f"runs/{name}")[0])
-        self.started = time.time()
-        self.saved = self.started  # the last checkpoint
+        self.folder = Path(args.run_dir or f"runs/{name}")
+        self.started = self.saved = time.time()  # the run, and its last checkpoint
         self.start_step()
         self.skips_in_a_row = 0
         self.at = 0  # step
@@ -1828,7 +1772,7 @@ class Record:
                     config=asdict(args),
                     sync_tensorboard=True,
                 )
-        world.all_gather(None)  # rank 0 has made the folder
+        self.folder = world.all_gather(self.folder)[0]  # rank 0 has made it
         shared = all(world.all_gather(self.folder.is_dir()))
         need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
         self.say(f"run folder {self.folder}")
@@ -1844,7 +1788,7 @@ class Record:
         """Reset what is counted in a step."""
         self.seconds = Counter()  # of phases
         self.tokens = Counter()
-        self.memory = Counter()  # GiB
+        self.memory = {}  # metrics
         self.skipped = 0  # updates
         self.grad_norms = defaultdict(list)  # by the prefix of the metrics
 
@@ -1873,15 +1817,13 @@ class Record:
 
     @contextmanager
     def phase(self, name):
-        """Add a block's wall-clock seconds, GPU work included, to a phase; note its memory."""
+        """Add a block's wall-clock seconds, GPU work included, to a phase; note a GPU's memory."""
         start = time.perf_counter()
         yield
-        used = getrusage(RUSAGE_SELF).ru_maxrss << 10
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()  # torch's counters do not see the engine sleep
-            used = total - free
-        self.memory[name] = max(self.memory[name], used / 2**30)
+            self.memory[f"memory_gib/{name}"] = (total - free) / 2**30
         self.seconds[name] += time.perf_counter() - start
 
     def samples(self, name, groups):
@@ -1929,13 +1871,12 @@ class Record:
             tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
             metrics["optimizer_steps"] = len(self.grad_norms[""])
         for prefix, norms in self.grad_norms.items():
-            metrics[f"{prefix}grad_norm"] = sum(norms) / max(1, len(norms))
+            metrics[f"{prefix}grad_norm"] = np.mean(norms or 0)
         for name, taken in self.seconds.items():
             metrics[f"seconds/{name}"] = taken
-            metrics[f"memory_gib/{name}"] = self.memory[name]
             if tokens[name]:
                 metrics[f"tokens_per_second/{name}"] = tokens[name] / taken
-        metrics["skipped_updates"] = self.skipped
+        metrics.update(self.memory, skipped_updates=self.skipped)
         if self.world.rank == 0:
             self.board = self.board or SummaryWriter(self.folder, purge_step=step)
         row = {"step": step, "time": time.time() - self.started}

@@ -229,7 +229,9 @@ def main(args: Args) -> None:
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "gpg", world)
 
+    record.say("starting the engine")
     sampler = common.Sampler(folder, tokenizer, args, world)
+    record.say("loading the model")
     policy = common.load_policy(folder, args, world)
     reference = None
     if args.kl_coef:

@@ -170,6 +170,11 @@ def judged(verifier, *lists):
     return verifier.judge([*zip(*lists, strict=True)])
 
 
+def grades(verifier, *lists):
+    """Return the scores that `judged` returns."""
+    return [score for score, _ in judged(verifier, *lists)]
+
+
 def random_model(folder: Path, tied: bool = False, kind: str = "qwen2", norms: float = 0, **settings) -> Path:
     """Save a random 2-layer model with biases and grouped heads, and the toy tokenizer."""
     from toy import make_tokenizer

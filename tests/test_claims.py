@@ -29,7 +29,7 @@ def logged(folder: Path, rows: list[dict], **flags) -> Path:
     """Write the folder of a run that logged these rows."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.json").write_text(json.dumps({"script": "sspo", "args": flags | {"run_dir": str(folder)}}))
+    (folder / "run.json").write_text(json.dumps({"args": flags | {"script": "sspo", "run_dir": str(folder)}}))
     return folder
 
 

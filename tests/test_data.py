@@ -9,7 +9,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-import torch
 from conftest import PACKED, ROOT, TOY, refused
 from transformers import AutoTokenizer
 
@@ -134,8 +133,8 @@ def test_unusable_files(tokenizer, tmp_path, rows, message):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
-    """An answer has the file's digits; a reward of one's own is given Python's values."""
-    written = ['"2020-01-02"', "123456789012345678901234567890", "9007199254740993", "0.5", "0.10", "7" * 5000]
+    """A reward of one's own is given Python's values, from which an answer is written."""
+    written = ['"2020-01-02"', "123456789012345678901234567890", "9007199254740993", "0.5", "7" * 4000]
     rows = [f'{{"problem": "{n} \u2028?", "answer": {answer}}}' for n, answer in enumerate(written)]
     text = "\n \n".join([*rows, ""]) if name == "a.jsonl" else f" [{','.join(rows)}]"
     (tmp_path / name).write_text(text, encoding="utf-8-sig")
@@ -272,11 +271,10 @@ def test_order_of_the_data():
         ),
         ({"template": "LICENSE"}, "--template LICENSE: legal"),
         ({"group_size": 1}, "--group-size 1"),
-        ({"track": "mine"}, "--track: needs `pip install wandb`"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
         ({"temperature": 0}, "--temperature 0"),
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
-        ({"tensor_parallel": 2}, "--tensor-parallel 2: legal: 1, or on GPUs"),
+        ({"tensor_parallel": 2}, "--tensor-parallel 2: legal: a divisor of the 1 ranks"),
         ({"checkpoint_every": 0}, "--checkpoint-every 0: Input should be greater than 0"),
         ({"compute_dtype": "half"}, "--compute-dtype half: Input should be 'auto', 'float32' or 'bfloat16'"),
         ({"max_total_tokens": 1024}, "--max-total-tokens 1024: no room for a response"),
@@ -286,7 +284,6 @@ def test_order_of_the_data():
 )
 def test_flags_that_cannot_work(monkeypatch, settings, message):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("sys.path", [])  # so there is no wandb
     common.validate(common.Args(dataset="mine.jsonl"))
     with refused(message):
         common.validate(common.Args(dataset="mine.jsonl", **settings))
@@ -304,9 +301,8 @@ def test_the_default_data_must_be_fetched_first(monkeypatch, tmp_path):
 
 def test_tensor_parallel_must_divide_a_node(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     common.validate(common.Args(dataset="mine.jsonl", tensor_parallel=2))
-    with refused("--tensor-parallel 3: legal: 1, or on GPUs a divisor of the 4 ranks"):
+    with refused("--tensor-parallel 3: legal: a divisor of the 4 ranks"):
         common.validate(common.Args(tensor_parallel=3))
 
 

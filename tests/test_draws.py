@@ -1,7 +1,6 @@
 """Which groups of several draws are trained, and what is logged of them; and the learning-rate schedule."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,7 +83,7 @@ def test_a_dead_group_has_exactly_no_advantage(advantages):
 
 def test_learning_rate_schedule():
     def rates(**settings):
-        optimizer = SimpleNamespace(param_groups=[{}])
+        optimizer = torch.optim.AdamW([torch.zeros(1)])
         found = []
         for step in range(1, 21):
             common.set_lr(optimizer, common.Args(lr=2.0, steps=20, **settings), step)

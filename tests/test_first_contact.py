@@ -51,8 +51,20 @@ def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkey
     assert f"sspo.py: rank {1 - lost}: another rank is gone" in text
     assert (pieces(run), pieces(sspo_run)) == (1, 2)
     output = engine(script="sspo", flags=[*flags, "--resume"])
-    assert "step-00002, written by 2 ranks" in output
+    assert "checkpoints/step-00002\n" in output
     assert figures(run) == pytest.approx(figures(sspo_run), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_an_engine_sample_what_they_train(tmp_path):
+    """What one engine each samples, too: its weights come in halves, after each step anew."""
+    rewards = []
+    for ranks in (1, 2):
+        run = Run(tmp_path / f"{ranks}", "")
+        torchrun("sspo.py", *flags_of("sspo", run.folder), "--tensor-parallel", ranks)
+        rewards.append([row["reward"] for row in run.rows[1:]])
+        assert max(row["gap_max"] for row in run.rows[1:]) < 1e-4
+    assert rewards[0] == rewards[1]
 
 
 @pytest.fixture(scope="module")

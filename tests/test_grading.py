@@ -9,7 +9,7 @@ import re
 import time
 
 import pytest
-from conftest import ROOT, judged, make_verifier
+from conftest import ROOT, grades, judged, make_verifier
 
 import common
 from common import compare, last_boxed, reference_answer
@@ -636,7 +636,7 @@ def test_which_box_and_what_is_none(verifier):
         ("{" * 3_000_000 + r"\boxed{" * 300_000, "3", 0),  # a quadratic search would take hours
     ]
     completions, golds, wanted = zip(*cases, strict=True)
-    assert verifier.grade(completions, golds) == list(wanted)
+    assert grades(verifier, completions, golds) == list(wanted)
 
 
 def test_what_a_problem_asks_for_is_not_its_answer(verifier):
@@ -644,11 +644,11 @@ def test_what_a_problem_asks_for_is_not_its_answer(verifier):
     cases = [(how.format(asked), ASKED[asked], f"Rewrite ${asked}$.") for asked in ASKED for how in DISGUISES]
     cases.append((r"-(-\sqrt{32670})", r"33\sqrt{30}", r"Simplify $\sqrt{32670}$."))  # a number gives it away
     answers, golds, problems = zip(*cases, strict=True)
-    assert not any(verifier.grade(boxed(answers), golds, problems))
-    assert all(verifier.grade(boxed(golds), golds, problems))
-    assert sum(verifier.grade(boxed(ASKED), ASKED.values())) >= 2, "without the problem's text it cannot be seen"
+    assert not any(grades(verifier, boxed(answers), golds, problems))
+    assert all(grades(verifier, boxed(golds), golds, problems))
+    assert sum(grades(verifier, boxed(ASKED), ASKED.values())) >= 2, "without the problem's text it cannot be seen"
     own = "Is $2x+4$ the simplest form of $2x+4$? Box it."
-    assert verifier.grade([r"\boxed{2x+4}", r"\boxed{4+2x}"], ["2x+4"] * 2, [own] * 2) == [1.0, 1.0]
+    assert grades(verifier, [r"\boxed{2x+4}", r"\boxed{4+2x}"], ["2x+4"] * 2, [own] * 2) == [1.0, 1.0]
 
 
 PIECES = r"""
@@ -690,7 +690,7 @@ def test_adversarial_answers(verifier, share):
     cases = [row for row in rows("verifier/adversarial.jsonl")[::share] if "rare" not in row["kind"]]
     for right, most in ((False, 0.01), (True, 0.12)):
         these = [row for row in cases if row["right"] == right]
-        scores = verifier.grade(boxed(row["answer"] for row in these), [row["gold"] for row in these])
+        scores = grades(verifier, boxed(row["answer"] for row in these), [row["gold"] for row in these])
         mistaken = sum(score != right for score in scores)
         assert mistaken <= most * len(these)
 
@@ -707,7 +707,7 @@ def test_references_grade_themselves(verifier, share):
     assert empty == [("math_train_lvl3to5_8523", number) for number in (5054, 5158)]
     sample = [gold for gold in golds.values() if gold][::share]
     for name, variant in VARIANTS.items():
-        scores = verifier.grade(boxed(map(variant, sample)), sample)
+        scores = grades(verifier, boxed(map(variant, sample)), sample)
         assert [gold for gold, score in zip(sample, scores, strict=True) if not score] == [], name
 
 
@@ -720,7 +720,7 @@ def differing(scores: list, data: list[dict], label: str = "label") -> list[int]
 def test_labels_of_gsm8k(verifier):
     data = rows("verifier/verify_gsm8k_openai.jsonl")
     last_lines = [re.findall(r"^A: *(.*)", row["model_output"], re.MULTILINE)[-1:] for row in data]
-    scores = verifier.grade(boxed(map("".join, last_lines)), [row["answer"] for row in data])
+    scores = grades(verifier, boxed(map("".join, last_lines)), [row["answer"] for row in data])
     assert differing(scores, data) == [] and len(data) == 5276
 
 
@@ -728,7 +728,7 @@ def test_labels_of_gsm8k(verifier):
 def test_labels_of_qwen(verifier):
     """One of 724 differs: Qwen's grader takes 10000 to differ from the gold 10{,}000; math_verify and ours do not."""
     data = rows("verifier/verify_qwen_math_cot100.jsonl")
-    scores = verifier.grade([row["model_output"] for row in data], [row["answer"] for row in data])
+    scores = grades(verifier, [row["model_output"] for row in data], [row["answer"] for row in data])
     assert differing(scores, data) == [524]
     assert differing(scores, data, "math_verify_label") == []
 
@@ -745,6 +745,6 @@ def test_labels_of_expression_pairs(verifier):
 
     data = rows("verifier/verify_expr_pairs.jsonl")
     golds = [last_boxed(row["answer"]) or row["answer"] for row in data]
-    scores = verifier.grade(boxed(answer(row["model_output"]) for row in data), golds)
+    scores = grades(verifier, boxed(answer(row["model_output"]) for row in data), golds)
     expected = [int(number) for line in DIFFERENT.strip().splitlines() for number in line.split("  ")[0].split()]
     assert differing(scores, data) == sorted(expected)

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import faults
 import pytest
 import torch
@@ -92,7 +91,7 @@ def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
     kill("sspo", folder, how, (folder / "checkpoints" / "step-00002").is_dir)
     spoil_metrics(folder, 2)
     output = engine(script="sspo", flags=[*flags_of("sspo", folder), "--resume"])
-    assert f"resumed from {folder}/checkpoints/step-00002, written by 2 ranks" in output
+    assert f"resumed from {folder}/checkpoints/step-00002" in output
     check_resumed(folder, sspo_run)
     assert len({row["draws"] for row in sspo_run.rows[1:]}) > 1, "every step drew as often: the position is no news"
 
@@ -104,7 +103,7 @@ def test_stopped_and_resumed(script, engine, request, tmp_path):
     stop(engine, script, folder)
     spoil_metrics(folder, 3)
     output = engine(script=script, flags=[*flags_of(script, folder), "--resume"])
-    assert f"resumed from {folder}/checkpoints/step-00003, written by 2 ranks" in output
+    assert f"resumed from {folder}/checkpoints/step-00003" in output
     check_resumed(folder, request.getfixturevalue(f"{script}_run"))
 
 
@@ -119,7 +118,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(engine, cwgrpo
     shutil.copytree(checkpoints / "step-00002", checkpoints / "step-00005.partial")
     (checkpoints / "step-00005.partial" / "manifest.json").unlink()
     output = engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
-    assert "step-00004: damaged; passed over" in output and "step-00002, written by 2 ranks" in output
+    assert "step-00004: damaged; passed over" in output and "step-00002" in output
     check_resumed(folder, cwgrpo_run)
 
     shutil.rmtree(checkpoints)
@@ -282,7 +281,7 @@ world.all_gather(0)
         ranks.processes[rank].wait(120)
     ranks.processes[1].kill()
     said = ranks.output.read_text()
-    assert "a collective timed out; the rank that says nothing did not come: " in said
+    assert "waited for this one in vain" in said and "Timed out" in said
     assert set(re.findall(r"run\.py: rank (\d): ", said)) == {"0", "2"}, said
 
 
@@ -313,6 +312,7 @@ def test_torchruns_summary_repeats_a_refused_flag():
 def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, tmp_path):
     about = json.loads((cwgrpo_run.folder / "run.json").read_text())["args"]
     about["adam_betas"] = tuple(about["adam_betas"])
+    del about["script"]
 
     def check(message: str, name: str = "cwgrpo", **changes) -> None:
         with refused(message):
@@ -354,26 +354,3 @@ def test_two_starts_in_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = {common.Record(common.Args(seed=4), "sspo", ALONE).folder for _ in range(3)}
     assert folders == set(Path("runs").glob("sspo-Qwen2.5-Math-1.5B-seed4-*")) and len(folders) == 3
-
-
-def test_inputs_that_changed_are_refused_by_name(tiny, tmp_path):
-    shutil.copytree(tiny, tmp_path / "model")
-    table = datasets.Dataset.from_dict({"problem": ["1+1"], "answer": ["2"]})
-    datasets.DatasetDict(test=table).save_to_disk(tmp_path / "set")
-    files = [tmp_path / name for name in ("mine.txt", "reward.py", "train.jsonl")]
-    settings = dict(zip(("template", "reward", "dataset"), map(str, files), strict=True))
-    settings |= {"model": f"{tmp_path}/model", "eval": f"{tmp_path}/set:test,some/set", "run_dir": f"{tmp_path}/run"}
-    settings["reward"] += ":score"
-    for file in files:
-        file.write_text("{}")
-    files += [*(tmp_path / "set" / "test").glob("*.arrow"), tmp_path / "model" / "model.safetensors"]
-    common.Record(common.Args(**settings), "sspo", ALONE)
-    (tmp_path / "model" / "eval.json").write_text("tools/eval.py writes it")
-    again = common.Args(**settings, resume=True)
-    common.Record(again, "sspo", ALONE)
-    for file in files:
-        content = file.read_bytes()
-        file.write_bytes(content + b" ")
-        with refused(f"--resume: .*{file.name} has changed since the run was started"):
-            common.Record(again, "sspo", ALONE)
-        file.write_bytes(content)

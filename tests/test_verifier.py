@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, judged, make_verifier, refused
+from conftest import ROOT, grades, judged, make_verifier, refused
 
 import common
 
@@ -88,7 +88,7 @@ def test_processes_that_die_while_they_wait_are_replaced():
         old = pids_of(verifier)
         for pid in old:
             os.kill(pid, signal.SIGKILL)
-        assert verifier.grade([r"\boxed{1+x}"] * 8, ["x+1"] * 8) == [1.0] * 8
+        assert grades(verifier, [r"\boxed{1+x}"] * 8, ["x+1"] * 8) == [1.0] * 8
         assert not old & pids_of(verifier)
 
 
@@ -113,7 +113,7 @@ def test_judging_ends_whatever_a_pool_does(own):
     assert judged(verifier, ["pass"], [{}]) == [(1.0, "graded")]
     verifier.ask = lambda cases: []
     with refused("--reward: processes that grade end at once; they say above why"):
-        verifier.grade(["pass"] * 2, [{}] * 2)
+        grades(verifier, ["pass"] * 2, [{}] * 2)
 
 
 def test_a_reward_may_lower_what_it_is_allowed(own):
@@ -136,7 +136,7 @@ def test_a_python_without_math_verify_is_an_error():
     verifier.reward = NotThere()
     verifier.start()
     with refused("processes that grade end at once; they say above why"):
-        verifier.grade([r"\boxed{1+x}"], ["x+1"])
+        grades(verifier, [r"\boxed{1+x}"], ["x+1"])
 
 
 @pytest.mark.parametrize("cores, ranks, processes", [(3, 1, 3), (3, 2, 1), (1, 2, 1), (64, 4, 8)])
@@ -153,7 +153,7 @@ def test_answers_are_never_run_as_code(verifier, tmp_path):
     code += [rf"\text{{{code[0]}}}", rf"\immediate\write18{{touch {there}}}", f"x = {code[1]}", f"[{code[1]}, 1]"]
     golds = ["12", "x+1", "x = 5", "[1, 2]", r"\text{yes}"]
     pairs = [(rf"\boxed{{{answer}}}", gold) for answer in code for gold in golds]
-    assert not any(verifier.grade([answer for answer, _ in pairs], [gold for _, gold in pairs]))
+    assert not any(grades(verifier, [answer for answer, _ in pairs], [gold for _, gold in pairs]))
     assert not there.exists()
 
 
@@ -255,7 +255,7 @@ def in_a_run(folder, *lines):
 def test_what_a_reward_prints_goes_to_the_log(own, tmp_path):
     """Also when its process is killed after that; Ctrl-C is for the run."""
     codes = ["print('[1, 2]'); os.kill(os.getpid(), 9)", "os.system('echo [3, 4]')", "print('five', file=sys.stderr)"]
-    output, errors = in_a_run(tmp_path, f"own.grade({codes}, [{{}}] * 3)").communicate()
+    output, errors = in_a_run(tmp_path, f"own.judge([(code, {{}}) for code in {codes}])").communicate()
     assert output == "[1, 2]\n[3, 4]\n" and errors == "five\n"
 
 
@@ -295,7 +295,7 @@ LEAVES = ("time.sleep(99)", "9**9**9", "sys.exit()", "bytearray(1 << 30)")
 
 @pytest.mark.parametrize("leaves", LEAVES)
 def test_what_a_reward_has_started_ends_with_its_process(leaves, own, tmp_path):
-    assert own("score").grade([CHILD.format(f"{tmp_path}/pid", leaves)], [{}]) == [0.0]
+    assert grades(own("score"), [CHILD.format(f"{tmp_path}/pid", leaves)], [{}]) == [0.0]
     assert ended((tmp_path / "pid").read_text())
 
 
@@ -303,7 +303,7 @@ def test_what_a_reward_has_started_ends_with_the_run(own, tmp_path):
     """The run is killed while the reward hangs in C code."""
     hangs = f"open('{tmp_path}/own', 'w').write(str(os.getpid())); 9**9**9"
     code = CHILD.format(f"{tmp_path}/pid", hangs)
-    run = in_a_run(tmp_path, f"own.grade([{code!r}], [{{}}])")
+    run = in_a_run(tmp_path, f"own.judge([({code!r}, {{}})])")
     while not (tmp_path / "own").exists() or not (tmp_path / "own").read_text():
         assert run.poll() is None
         time.sleep(0.1)

@@ -90,15 +90,14 @@ def metrics_of(rows, prefix=""):
 
 
 def settings_of(run):
-    """Return what the runs of all seeds share, {"script": ..., flag: value}, and this run's seed. A csv, or a folder
-    without run.json, is taken for a run of a script of its name."""
+    """Return what the runs of all seeds share, {flag: value} and the script's name, and this run's seed. A csv, or a
+    folder without run.json, is taken for a run of a script of its name."""
     name, _, seed = run.name.removesuffix(".csv").rpartition("-seed")
-    about = {"script": name or seed, "args": {"seed": seed}}
+    flags = {"script": name or seed, "seed": seed}
     file = run / "run.json"
     if file.is_file():
-        about = json.loads(file.read_text())
-    flags = about["args"]
-    return {"script": about["script"]} | flags | {"seed": 0, "run_dir": "", "resume": False}, str(flags["seed"])
+        flags = json.loads(file.read_text())["args"]
+    return flags | {"seed": 0, "run_dir": "", "resume": False}, str(flags["seed"])
 
 
 def grouped(runs):
