@@ -32,6 +32,7 @@ def test_summary():
     assert found["pass@1"] == pytest.approx(expected)
     two = ((1 - 3 / 6) + 1 + (1 - 1 / 6) + 1) / 6  # 1 - C(wrong, 2) / C(4, 2)
     assert found["pass@2"]["mean"] == pytest.approx(100 * two)
+    assert found["predicted@2"]["mean"] == pytest.approx(100 * (p + (1 - p) * p))
     assert evaluation.summary(torch.ones(1, 1, 4), (1,))["pass@1"] == {"mean": 100}
 
 

@@ -415,7 +415,8 @@ def summary(correct_SPN, ks):
     """Return pass@k of seeds x problems x samples in percent: its mean over seeds, with two spreads.
 
     over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches; one problem has none. over_seeds is
-    the standard deviation of the seeds' figures; one seed has none.
+    the standard deviation of the seeds' figures; one seed has none. predicted@k is 1 - (1 - pass@1)^k: what pass@1 says
+    of k independent samples, were all problems equally hard (F.1 of SPS).
     """
     problems = correct_SPN.shape[1]
     found = {}
@@ -428,6 +429,8 @@ def summary(correct_SPN, ks):
         if len(by_seed) > 1:
             figure["over_seeds"] = 100 * float(np.std(by_seed, ddof=1))
         found[f"pass@{k}"] = figure
+        if k > 1:
+            found[f"predicted@{k}"] = {"mean": 100 * (1 - (1 - found["pass@1"]["mean"] / 100) ** k)}
     return found
 
 

@@ -338,7 +338,7 @@ def draw_answers(runs, path):
     for run, row in zip(runs, axes, strict=True):
         for axis, problem in zip(row, seen(run), strict=False):
             draw_answer(axis, *problem)
-    plt.savefig(path)
+    plt.savefig(path, bbox_inches="tight")
 
 
 def phases(rows):
