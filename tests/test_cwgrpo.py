@@ -111,7 +111,7 @@ def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python, t
         group = group_of([1, 2], [rng.integers(0, 263, length) for length in (1, 9, 5)])
         group.reward_G = torch.tensor(reward).double()
         for rollout in group.rollouts:
-            rollout.logp += rng.normal(-5.6, 0.5, len(rollout.logp))
+            rollout.logp[:] += rng.normal(-5.6, 0.5, len(rollout.logp))
         groups.append(group)
     batch = common.Batch(groups)
     limits = {"max_prompt_tokens": 8, "max_response_tokens": 16, "max_grad_norm": 1e9, "micro_batch_tokens": 24}
