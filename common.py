@@ -170,8 +170,10 @@ def report(kind, error, trace):
     script = Path(sys.argv[0]).name
     text = said(error)
     if re.search("gloo/transport|remote process exited", text):  # gloo's, NCCL's
-        why = "another rank is gone, or waited for this one in vain; see its output"
-        print(f"\n{script}: rank {os.environ['RANK']}: {why}: {text}\n", file=sys.stderr)
+        print(
+            f"\n{script}: rank {os.environ['RANK']}: another rank is gone, or did not come; see its output: {text}\n",
+            file=sys.stderr,
+        )
         return  # the summary is for the failure of the rank that is gone
     refused = isinstance(error, (ValueError, OSError)) and text.startswith("--")
     if not refused and kind not in (FloatingPointError, KeyboardInterrupt):
@@ -264,6 +266,8 @@ def init_world():
         backends = "cpu:gloo,cuda:nccl"  # the default has none for CPU tensors
     dist.init_process_group(backends, timeout=timedelta(minutes=30))  # a rank may save a model
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
+    if size == local_size:
+        mesh = mesh["shard"]
     return World(rank, size, local_size, device, mesh)
 
 
@@ -1468,7 +1472,8 @@ def score(policy, batch, micro_batches, record, phase, entropies=False):
             micro = batch.pack(responses, world.device)
             score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
             record.tokens[phase] += micro.cost
-        # FSDP's .to also reshards: layers that no backward pass follows stay gathered, and hide the optimiser's step
+        # FSDP's .to also reshards: the root, which no backward pass follows, stays gathered, and hides the optimiser's
+        # step
         policy.to(home)
     return world.all_reduce(score_2T)
 
@@ -1557,7 +1562,6 @@ def keep_best(policy, source, dtype, metrics, record, step):
         if world.rank == 0:
             write_whole(partial / about.name, f"{average} at step {step}\n")
             give_name(partial, best)
-        record.say(f"step {step}: the best average so far, {average:.3f}; saved in {best}")
 
 
 # --------------------------- checkpoint
@@ -1756,10 +1760,10 @@ class Record:
         self.most_gap = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01
         self.board = None
         if world.rank == 0:
-            self.lock = open_run(self.folder, args, script, world)
             if args.track:
                 import wandb
-
+            self.lock = open_run(self.folder, args, script, world)
+            if args.track:
                 file = self.folder / "wandb.id"  # of a run that --resume goes on with there, too
                 if not file.exists():
                     file.write_text(secrets.token_hex(4))
@@ -1801,7 +1805,7 @@ class Record:
     def say(self, text):
         """Print a line on rank 0's terminal and, with the time of day, to log.txt."""
         if self.world.rank == 0:
-            print(text, flush=True)
+            print(text)
         self.write("log.txt", f"{datetime.now():%H:%M:%S} {text}")
 
     def checkpoint_due(self, step):
@@ -1898,5 +1902,7 @@ class Record:
         self.start_step()
         self.say(line)
         if metrics.get("zero_advantage_share") == 1:
-            why = "too easy, too hard, wrong --template, --max-response-tokens or --reward; see samples/"
-            self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
+            self.say(
+                f"no group whose rewards differ (mean {metrics['reward']:g}): too easy, too hard, wrong --template, "
+                "--max-response-tokens or --reward; see samples/"
+            )

@@ -212,7 +212,8 @@ class World(common.World):
 def world_of(ranks: int, local: int) -> Iterator[World]:
     """Rank 0 of so many, `local` of them on a node."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    mesh = init_device_mesh("cuda", (ranks // local, local), mesh_dim_names=("replicate", "shard"))
+    dims = {"shard": local} if ranks == local else {"replicate": ranks // local, "shard": local}
+    mesh = init_device_mesh("cuda", tuple(dims.values()), mesh_dim_names=tuple(dims))
     yield World(0, ranks, local, torch.device("cuda", 0), mesh)
     dist.destroy_process_group()
 
@@ -450,9 +451,8 @@ def join() -> None:
     replaced = mock.patch.object(dist, "init_process_group", joined)
     with mock.patch.multiple(torch.cuda, **yes), replaced:
         world = common.init_world()
-    names = ("replicate", "shard")
     assert backends == ["cpu:gloo,cuda:nccl"] and world.device == torch.device("cuda", 0)
-    assert (world.mesh.device_type, world.mesh.shape, world.mesh.mesh_dim_names) == ("cuda", (1, 1), names)
+    assert (world.mesh.device_type, world.mesh.shape, world.mesh.mesh_dim_names) == ("cuda", (1,), ("shard",))
     assert world.all_gather(7) == [7] and world.all_reduce(torch.tensor([1.0])).tolist() == [1.0]
     dist.destroy_process_group()
 

@@ -41,4 +41,4 @@ def test_a_part_that_breaks_is_a_line_that_fails(tmp_path):
     with pytest.raises(AssertionError, match="exited with 1") as caught:
         torchrun("tools/check.py", tmp_path, plain=True)
     output = str(caught.value)
-    assert "no config.json or weights" in output and f"| {tmp_path.name}, exit code | 1  | ≤ 0 | FAIL |" in output
+    assert "Unrecognized model" in output and f"| {tmp_path.name}, exit code | 1  | ≤ 0 | FAIL |" in output

@@ -364,7 +364,7 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
         sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
     if torch.cuda.is_available():
         sys.exit("this compares on the CPU: CPU=1 ./run.sh setup, then CUDA_VISIBLE_DEVICES= .venv-cpu/bin/python …")
-    threads = str(max(1, common.cores() // 2))
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--steps", "25", "--eval", ""]
     its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trl.scripts.grpo"]
@@ -372,7 +372,9 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")
         subprocess.run([*ours, *flags, "--run-dir", run], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
-        args = sps.Args(**json.loads((run / "run.json").read_text())["args"])
+        settings = json.loads((run / "run.json").read_text())["args"]
+        del settings["script"]
+        args = sps.Args(**settings)
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         print(f"sps.py      {pace(rows[-args.steps :])}", flush=True)
         tokenizer = AutoTokenizer.from_pretrained(args.model)

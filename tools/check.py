@@ -157,7 +157,7 @@ class Check:
         mesh = torch.distributed.init_device_mesh(
             world.device.type, (world.size, 1), mesh_dim_names=("replicate", "shard")
         )
-        whole = common.load_policy(self.folder, self.args, replace(world, mesh=mesh))
+        whole = common.load_policy(self.folder, self.args, world._replace(mesh=mesh))
         alone = [[r] for r in range(len(batch.rollout_R))]
         packed = forward_backward(self.policy, batch, self.dealt(batch), world.device)
         packed = world.all_reduce(packed)
@@ -293,7 +293,7 @@ def main(model: tyro.conf.Positional[str] = TOY, part_in: str = "", compute_dtyp
         part(model, Path(part_in), compute_dtype)
         return 0
     ranks = torch.cuda.device_count() or 2
-    threads = math.ceil(common.cores() / ranks)
+    threads = math.ceil(len(os.sched_getaffinity(0)) / ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     parts = [model]
