@@ -96,6 +96,8 @@ def run(folder):
     if stops:
         shutil.rmtree(folder, ignore_errors=True)
     else:
+        for end in LISTS["ends"].get(arm, ()):
+            sweep.go_on([*words, f"--steps={end}"], seed, folder)
         sweep.go_on(words, seed, folder)
     for stop in stops:
         sweep.go_on([*words, f"--steps={stop}"], seed, folder)
