@@ -12,7 +12,7 @@ import plot
 import pytest
 import rewards
 import torch
-from conftest import TOY, grades, make_verifier, refused
+from conftest import TOY, judged, make_verifier, refused
 from transformers import AutoConfig, AutoTokenizer
 
 import common
@@ -63,9 +63,10 @@ def test_grading_without_a_box():
         ("", "4", 0),
     ]
     completions, answers, scores = zip(*cases, strict=True)
+    expected = [(0, "timeout") if score is None else (score, "graded") for score in scores]
     verifier = make_verifier()
     verifier.task = (partial(evaluation.judge_unboxed, seconds=2),)
-    assert grades(verifier, completions, answers) == [score or 0 for score in scores]
+    assert judged(verifier, completions, answers) == expected
 
 
 def test_table_16_has_the_spread_over_problems():

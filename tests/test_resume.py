@@ -91,7 +91,7 @@ def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
     kill("sspo", folder, how, (folder / "checkpoints" / "step-00002").is_dir)
     spoil_metrics(folder, 2)
     output = engine(script="sspo", flags=[*flags_of("sspo", folder), "--resume"])
-    assert f"resumed from {folder}/checkpoints/step-00002" in output
+    assert f"resumed from {folder}/checkpoints/step-00002\n" in output
     check_resumed(folder, sspo_run)
     assert len({row["draws"] for row in sspo_run.rows[1:]}) > 1, "every step drew as often: the position is no news"
 
@@ -103,7 +103,7 @@ def test_stopped_and_resumed(script, engine, request, tmp_path):
     stop(engine, script, folder)
     spoil_metrics(folder, 3)
     output = engine(script=script, flags=[*flags_of(script, folder), "--resume"])
-    assert f"resumed from {folder}/checkpoints/step-00003" in output
+    assert f"resumed from {folder}/checkpoints/step-00003\n" in output
     check_resumed(folder, request.getfixturevalue(f"{script}_run"))
 
 
@@ -118,7 +118,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(engine, cwgrpo
     shutil.copytree(checkpoints / "step-00002", checkpoints / "step-00005.partial")
     (checkpoints / "step-00005.partial" / "manifest.json").unlink()
     output = engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
-    assert "step-00004: damaged; passed over" in output and "step-00002" in output
+    assert "step-00004: damaged; passed over" in output and f"resumed from {checkpoints}/step-00002\n" in output
     check_resumed(folder, cwgrpo_run)
 
     shutil.rmtree(checkpoints)

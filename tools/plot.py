@@ -52,7 +52,8 @@ grpo-u1=navy grpo-u2=teal grpo-u8=C8 grpo-tis=black gpg-a=teal gpg-b=C9 gpg-c=go
 gpg-g2=C9 gpg-g4=black gpg-g16=gold sps-act=magenta sps-uniform=black sps-quantile=gold before=black
 sps-k1=violet sps-k2=orchid sps-k3=magenta sps-k4=purple sps-k5=indigo
 cwgrpo-detached=magenta clip-cov-50=black sspo-alpha0.2=C8 sspo-beta0.7=navy sspo-beta0.9=magenta sspo-gamma1.5=black
-sspo-135m-48-1e-5=black
+sspo-135m-48-1e-5=black grpo-kl0=navy cwgrpo-kl0=C8 cwgrpo-kl0.04=gold cwgrpo-detached-kl0=violet
+frontier-grpo=teal frontier-act=magenta frontier-k3=purple
 """,
     )
 )
@@ -127,7 +128,8 @@ def colours_of(labels):
 
 def coloured(runs):
     """Return (colour, run, rows) of each run of {label: {run: rows}}: those of a label share a colour."""
-    return [(colours_of(runs)[label], run, rows) for label, each in runs.items() for run, rows in each.items()]
+    colours = colours_of(runs)
+    return [(colours[label], run, rows) for label, each in runs.items() for run, rows in each.items()]
 
 
 def grid_of(rows, columns, width, height, **shared):
