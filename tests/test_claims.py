@@ -108,6 +108,15 @@ def test_runs_are_grouped_by_their_settings(data, capsys):
         sweep.table([*runs, logged(data / "d" / "c" / "run", rows, seed=1, lr=2)])
 
 
+def test_evaluations_drawn_over_another_metric(data):
+    """At its mean over the seeds; only the first method's points are joined."""
+    seeds = {seed: [{"step": 0, "x": seed, "y": 5}] for seed in (1, 3)}
+    plot.draw_bands({"a": seeds, "b": seeds}, ["y"], data / "bands.png", "x")
+    first, second = (each[0] for each in plot.plt.gcf().axes[0].containers)
+    assert first.get_xdata() == [2] and first.get_ydata() == [5]
+    assert first.get_linestyle() == "-" and second.get_linestyle() == "None"
+
+
 def test_a_sweep_runs_what_is_missing(data, monkeypatch, capsys):
     """A run that has finished stays; what was cut goes on from its checkpoint, or begins again."""
     asked = []

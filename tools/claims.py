@@ -143,7 +143,7 @@ def report(name):
     claim = CLAIMS[name]
     if claim["panels"]:
         picture = DOCS / f"claims-{name}.png"
-        plot.draw_bands(runs_of(claim), claim["panels"].split(), picture, claim.get("across", "step"))
+        plot.draw_bands(runs_of(claim), claim["panels"].split(), picture, claim.get("across"))
 
 
 def main(

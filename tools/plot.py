@@ -70,8 +70,7 @@ def read(run):
     *lines, _ = text.split("\n")  # of the line that is being written there may be half
     if not lines:
         raise SystemExit(f"{run}: no metrics.jsonl with rows in it")
-    rows = map(json.loads, lines)
-    return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
+    return [{key: math.nan if value is None else value for key, value in row.items()} for row in map(json.loads, lines)]
 
 
 def values_of(rows, metric):
@@ -165,13 +164,18 @@ def draw_curves(runs, panels, path):
     finish(axes[0, 0], runs, path)
 
 
-def draw_band(axis, seeds, metric, colour, place):
-    """Draw a metric's mean over seeds and a band or bars of its standard error; a gap where no seed has a finite value.
-    Of fewer than five seeds they are of means of five steps, and thinner. A metric of SPS's protocol has no line, since
-    an imitation stage lies between its steps; `place` may stand for its only one."""
+def by_step(seeds, metric):
+    """Return the steps at which some seed logged a metric, and a row of values for each seed, NaN where it has none."""
     logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds.values()]
     steps = sorted(set().union(*logged))
-    values = np.array([[seed.get(step, math.nan) for step in steps] for seed in logged])
+    return steps, np.array([[seed.get(step, math.nan) for step in steps] for seed in logged])
+
+
+def draw_band(axis, seeds, metric, colour, places, marks):
+    """Draw a metric's mean over seeds and a band or bars of its standard error; a gap where no seed has a finite value.
+    Of fewer than five seeds they are of means of five steps, and thinner. Evaluations are drawn in `marks`, at `places`
+    if there are any, else at their steps."""
+    steps, values = by_step(seeds, metric)
     dense = len(steps) > 20
     if dense and len(seeds) < 5:
         steps = steps[2:-2]
@@ -185,18 +189,31 @@ def draw_band(axis, seeds, metric, colour, place):
         axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
     else:
         axis.errorbar(
-            place or steps, means, errors, fmt="o" if metric.startswith("sps/") else "o-", color=colour, linewidth=width
+            places or steps,
+            means,
+            errors,
+            fmt=marks,
+            color=colour,
+            linewidth=width,
         )
 
 
-def draw_bands(runs, panels, path, across="step"):
-    """A panel for each metric: mean over the runs of a label and a band of its standard error, by steps or, where each
-    label has one evaluation, by its place among the labels."""
+def draw_bands(runs, panels, path, across=None):
+    """A panel for each metric: mean over the runs of a label and a band of its standard error, by steps, by the mean of
+    another metric of evaluations or, where each label has one evaluation, by its place among the labels. Without a line
+    are all but the first label by another metric, and metrics of SPS's protocol: a stage lies between their steps."""
     axes = grid_of(1, len(panels), 4, 3.5)
     for axis, metric in zip(axes[0], panels, strict=True):
+        marks = "o" if metric.startswith("sps/") else "o-"
         for number, (label, colour) in enumerate(colours_of(runs).items(), 1):
-            draw_band(axis, runs[label], metric, colour, across != "step" and [number])
-        axis.set(title=metric, xlabel=across)
+            places = None
+            if across:
+                _, values = by_step(runs[label], across)
+                places = [*values.mean(0)] or [number]
+            draw_band(axis, runs[label], metric, colour, places, marks)
+            if places:
+                marks = "o"
+        axis.set(title=metric, xlabel=across or "step")
         if metric in ("clip_fraction", "kl"):  # methods or steps differ by a factor of a hundred, and some are 0
             axis.set_yscale("symlog", linthresh=1e-3)
             without_tex(axis.yaxis)
@@ -319,8 +336,7 @@ def draw_answer(axis, image, before, after):
             said = " ".join(said.split())
         for line in said.strip()[-160:].splitlines():
             lines += textwrap.wrap(line, 40) or [""]
-    question = textwrap.wrap(before[0], 34)
-    axis.set_title("\n".join(question[:4]), fontsize=9)
+    axis.set_title(textwrap.fill(before[0], 34, max_lines=4), fontsize=9)
     if image:
         axis.imshow(image)
     axis.set_axis_off()
