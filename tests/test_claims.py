@@ -34,11 +34,12 @@ def logged(folder: Path, rows: list[dict], **flags) -> Path:
 
 
 def test_arms_are_experiments_of_equal_responses_and_steps():
+    """But for one of twice the prompts."""
     assert {name for claim in claims.CLAIMS.values() for name in claim["arms"].split()} == claims.ARMS.keys()
     for name, arm in claims.ARMS.items():
         args = settings(*arm.split())
         real = "-135m" in arm
-        assert args.prompts_per_step * args.group_size == (64 if real else 256), name
+        assert args.prompts_per_step * args.group_size == (64 if real else 512 if "p32" in name else 256), name
         assert args.steps == (0 if name == "before" else 48 if "-48" in name else 12 if real else 120), name
         assert claims.STOPS.get(name, [args.steps])[-1] == args.steps, name
 
@@ -47,7 +48,7 @@ def test_the_steps_that_a_figure_is_the_mean_of():
     rows = [{"step": 0}]
     rows += [{"step": n, "reward": n / 100, "prompts_drawn": 100} for n in range(1, 81)]
 
-    def steps(how: str, number: int = 81) -> list[int]:
+    def steps(how, number=81):
         return [row["step"] for row in sweep.chosen(rows[:number], how)]
 
     assert steps("mean") == list(range(81))
@@ -151,15 +152,15 @@ sys.exit(step == 8)
 
 def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch):
     monkeypatch.setattr(sweep, "ROOT", data)
-    claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end"}
-    monkeypatch.setitem(claims.CLAIMS, "real", claim)
+    claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end", "seeds": (6,)}
+    monkeypatch.setattr(claims, "CLAIMS", {"real": claim})
     executable(data / "run.sh", 'exec python3 script.py "$@"')
     (data / "script.py").write_text(CUT_OFF)
     for failed in (1, 0, 0):
-        assert claims.main(("real",), seeds=(1,)) == failed
-        assert (data / "grpo-135m-48-seed1.csv").exists() != failed
-    assert len(plot.read(data / "grpo-135m-48-seed1.csv")) == 2
-    assert set(os.listdir(data / "runs" / "grpo-135m-48-seed1")) == {"metrics.jsonl", "output.txt"}
+        assert claims.main(("real",)) == failed
+        assert (data / "grpo-135m-48-seed6.csv").exists() != failed
+    assert len(plot.read(data / "grpo-135m-48-seed6.csv")) == 2
+    assert set(os.listdir(data / "runs" / "grpo-135m-48-seed6")) == {"metrics.jsonl", "output.txt"}
 
 
 def test_a_value_that_was_not_finite_counts_in_no_mean(data):

@@ -2,7 +2,7 @@
 
 ./run.sh claims                      all claims
 ./run.sh claims gpg sps-k            some of them: gpg is also gpg-threshold and gpg-groups
-./run.sh claims --seeds 1 2          these seeds
+./run.sh claims --seeds 1 2          these seeds, but for claims that have their own
 ./run.sh claims --jobs 4             four runs at a time
 ./run.sh claims --jobs 0             no runs: tables and pictures of what there is
 
@@ -38,7 +38,7 @@ LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 ARMS = LISTS["arms"]
 STOPS = LISTS["stops"]
 CLAIMS = LISTS["claims"]
-LARGE = {"real", "systems"}  # claims of docs/real.md
+LARGE = {"real", "real-kernel", "systems"}  # claims of docs/real.md
 SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")
 EVAL = (
     "--protocols sps --samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
@@ -160,7 +160,10 @@ def main(
     asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - LARGE)
     claims = [name for name in CLAIMS if f"{name}-".startswith(asked)]
     wanted = dict.fromkeys(
-        f"{arm}-seed{seed}" for name in claims for seed in seeds for arm in CLAIMS[name]["arms"].split()
+        f"{arm}-seed{seed}"
+        for name in claims
+        for seed in CLAIMS[name].get("seeds", seeds)
+        for arm in CLAIMS[name]["arms"].split()
     )
     missing = [RUNS / name for name in wanted if jobs and not (DATA / f"{name}.csv").exists()]
     failed = sweep.run_all(run, missing, jobs or 1)

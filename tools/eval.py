@@ -573,8 +573,7 @@ def show(name, protocol, rows, why_not):
     table = table_of(name, protocol, rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
-        padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
-        print("  " + "  ".join(padded).rstrip())
+        print("  " + "  ".join(map(str.ljust, line, widths)).rstrip())
     if why_not:
         print(f"  not run: {why_not}")
     elif rows and protocol.ks:

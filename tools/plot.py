@@ -43,17 +43,17 @@ COLOURS = dict(
     re.findall(
         r"(\S+)=(\S+)",
         """
-grpo=C0 grpo-toy=C0 grpo-hot=C0 grpo-135m=C0 grpo-135m-48=C0 grpo-kl=C0 grpo-kl-toy=C0 grpo-kl-135m=C0
-sspo=C1 sspo-toy=C1 sspo-hot=C1 sspo-135m=C1 sspo-135m-48=C1 gpg=C2 gpg-toy=C2 gpg-135m=C2 gpg-135m-48=C2
+grpo=C0 grpo-toy=C0 grpo-hot=C0 grpo-hot-10=C0 grpo-135m=C0 grpo-135m-48=C0 grpo-kl=C0 grpo-kl-toy=C0 grpo-kl-135m=C0
+sspo=C1 sspo-toy=C1 sspo-hot=C1 sspo-hot-10=C1 sspo-135m=C1 sspo-135m-48=C1 gpg=C2 gpg-toy=C2 gpg-135m=C2 gpg-135m-48=C2
 cwgrpo=C3 cwgrpo-toy=C3 cwgrpo-135m=C3 cwgrpo-135m-48=C3 sps=C4 sps-toy=C4 sps-135m=C4 sps-135m-48=C4
 gspo=C5 gspo-toy=C5 gspo-0.2=C6 gspo-0.2-toy=C6 gspo-0.2-hot=C6 dapo=C7 dapo-toy=C7 clip-cov=C8 clip-cov-toy=C8
 sir=C9 sir-toy=C9 sir-hot=C9 sps-grpo=teal sps-grpo-toy=teal sps-grpo-135m=teal sps-grpo-135m-48=teal
 grpo-u1=navy grpo-u2=teal grpo-u8=C8 grpo-tis=black gpg-a=teal gpg-b=C9 gpg-c=gold gpg-batch=C8 gpg-beta0.8=black
-gpg-g2=C9 gpg-g4=black gpg-g16=gold sps-act=magenta sps-uniform=black sps-quantile=gold before=black
+gpg-g2=C9 gpg-g4=black gpg-g16=gold gpg-g16-p32=gold sps-act=magenta sps-uniform=black sps-quantile=gold before=black
 sps-k1=violet sps-k2=orchid sps-k3=magenta sps-k4=purple sps-k5=indigo
 cwgrpo-detached=magenta clip-cov-50=black sspo-alpha0.2=C8 sspo-beta0.7=navy sspo-beta0.9=magenta sspo-gamma1.5=black
 sspo-135m-48-1e-5=black grpo-kl0=navy cwgrpo-kl0=C8 cwgrpo-kl0.04=gold cwgrpo-detached-kl0=violet
-frontier-grpo=teal frontier-act=magenta frontier-k3=purple
+grpo-kl-135m-48=C0 cwgrpo-135m-48-kl0=C8 frontier-grpo=teal frontier-act=magenta frontier-k3=purple
 """,
     )
 )
@@ -385,7 +385,7 @@ def print_summary(name, rows):
         print(f"{name}  {'reward':<24} {first:.3f} in the first 5 steps, {last:.3f} in the last 10")
     evaluated = [row for row in rows if metrics_of([row], "eval/")]
     for key in metrics_of(evaluated[:1], "eval/"):
-        if "/avg@" in key or "/pass@" in key:
+        if "@" in key:
             before = evaluated[0][key]
             after = evaluated[-1].get(key, math.nan)
             print(f"{name}  {key[5:]:<24} {before:.3f} before, {after:.3f} after {evaluated[-1]['step']:g} steps")

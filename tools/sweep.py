@@ -99,8 +99,7 @@ def at_reward(rows):
 def at_prompts(rows):
     """Return the ten steps up to the one with which 3,840 prompts have been drawn, 120 steps of 32."""
     drawn = itertools.accumulate(row.get("prompts_drawn", 0) for row in rows)
-    before = [row for row, so_far in zip(rows, drawn, strict=True) if so_far <= 3840]
-    return before[-10:]
+    return [row for row, so_far in zip(rows, drawn, strict=True) if so_far <= 3840][-10:]
 
 
 def chosen(rows, how):
