@@ -131,7 +131,7 @@ def page(name):
 
 {sweep.markdown(rows)}
 
-Bold: five seeds, and at least {sweep.CLEAR} standard errors.
+Bold: five seeds or more, and at least {sweep.CLEAR} standard errors.
 """
 
 
