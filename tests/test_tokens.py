@@ -114,6 +114,12 @@ const seen = {
   ratios: colours(),
   scale: quantity.value + scale.textContent,
 };
+// a headless page that has not been given the focus yet moves it without an event
+const focus = HTMLElement.prototype.focus;
+HTMLElement.prototype.focus = function () {
+  focus.call(this);
+  if (!document.hasFocus()) this.dispatchEvent(new FocusEvent("focusin", {bubbles: true}));
+};
 all(".clipped", e => e)[0].dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
 seen.pointed = all("#tip td");
 all(".token", e => e)[LAST].focus();
