@@ -385,7 +385,7 @@ def print_summary(name, rows):
         print(f"{name}  {'reward':<24} {first:.3f} in the first 5 steps, {last:.3f} in the last 10")
     evaluated = [row for row in rows if metrics_of([row], "eval/")]
     for key in metrics_of(evaluated[:1], "eval/"):
-        if "@" in key:
+        if "/avg@" in key or "/pass@" in key:
             before = evaluated[0][key]
             after = evaluated[-1].get(key, math.nan)
             print(f"{name}  {key[5:]:<24} {before:.3f} before, {after:.3f} after {evaluated[-1]['step']:g} steps")
