@@ -10,56 +10,50 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.metadata
-import io
 import json
 import logging
 import math
 import os
-import re
 import runpy
-import secrets
 import shlex
 import shutil
 import subprocess
 import sys
 import time
 import warnings
-from collections import ChainMap, Counter, defaultdict, namedtuple
+from collections import ChainMap, Counter, defaultdict, deque, namedtuple
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
-from fractions import Fraction
-from functools import cache, lru_cache
-from itertools import accumulate, compress, cycle
-from multiprocessing import Pipe, forkserver, get_context, set_start_method
+from functools import cache
+from itertools import accumulate, compress
+from multiprocessing import forkserver, get_context
 from pathlib import Path
-from resource import RLIMIT_DATA, getpagesize, getrlimit, setrlimit
-from signal import ITIMER_PROF, SIGINT, SIGKILL, SIGPROF, SIGTERM, setitimer, signal
+from resource import RLIMIT_DATA, getpagesize, setrlimit
+from signal import SIGINT, SIGKILL, SIGPROF, SIGTERM, alarm, signal
 from traceback import format_exc
 from typing import Annotated, Literal
 
 import datasets
 import numpy as np
+import pydantic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from huggingface_hub import snapshot_download
-from pebble import ProcessPool
-from PIL import Image, ImageOps
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from pebble import ProcessExpired, ProcessPool
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, BatchFeature
+from transformers import AutoConfig, BatchFeature
+
+from tools import vision
+from tools.grading import judge, last_boxed
 
 # ---------------------------- arguments
 PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat format
@@ -70,6 +64,10 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
     ),
     "chat": {"user": "{problem}"},
     "chat-boxed": {"user": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."},
+    "qwen-boxed": (  # GPG's B.4, for the 7B model
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
+        "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
+    ),
     "open-rs": {  # CW-GRPO's Fig. 4 and GPG's released R1 recipe; GPG's B.4 lacks the box
         "system": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
         "The assistant first thinks about the reasoning process in the mind and then provides the user with the "
@@ -81,17 +79,26 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
 }
 FIRST = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, before `init_world` makes a World of them
 Share = Annotated[float, Field(ge=0, le=1)]
-Dtype = Literal["auto", "float32", "bfloat16"]
 AtLeastTwo = Annotated[int, Field(ge=2)]
 
 
-@dataclass
+@pydantic.dataclasses.dataclass
 class Args:
-    """The flags of every script, with sspo.py's defaults; its docstring says which are ours."""
+    """The flags of every script. The first nine are a paper's recipe, which each script sets; it also sets whichever of
+    the others its paper has otherwise, and says which are ours."""
 
-    model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id or folder with config.json and *.safetensors.
-    dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"  # run.sh fetches it
+    model: str = ""  # Hub id or folder with config.json and *.safetensors.
+    dataset: str = ""
     """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id (`id:[name:]split`)."""
+    template: str = "chat"
+    """plain, qwen-math; in the tokenizer's format: chat, chat-boxed, open-rs; or a text file."""
+    steps: NonNegativeInt = 1  # Rollout steps; 0 only evaluates.
+    prompts_per_step: PositiveInt = 1  # Prompts sampled in a step, or in each of its draws (P).
+    group_size: AtLeastTwo = 2  # Responses to each prompt (G).
+    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted.
+    max_response_tokens: PositiveInt = 1024  # A response is cut here and scores as it stands.
+    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
+
     eval: str = ""
     """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
     problem_column: str = ""  # In --dataset. Empty: problem, question or prompt.
@@ -100,26 +107,16 @@ class Args:
     image_column: str = ""  # Image in front of a problem, in all sets; for Qwen2-VL and Qwen2.5-VL. Empty: none.
     max_pixels: PositiveInt = 401408  # Larger images are shrunk (GPG's released scripts).
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
-    template: str = "qwen-math"
-    """plain, qwen-math; in the tokenizer's format: chat, chat-boxed, open-rs; or a text file."""
-    run_dir: str = ""
-    """For what the run writes. Empty: runs/<experiment>-seed<seed>-<time>; without run.sh script and model instead, and
-    the flags that differ from the script's defaults, where they are short."""
+    run_dir: str = ""  # For what the run writes. Empty: runs/<experiment or script>-seed<seed>-<time>.
     seed: int = 1  # Seeds the order of the data and every sampled token.
-    steps: NonNegativeInt = 200  # Rollout steps; 0 only evaluates.
 
-    prompts_per_step: PositiveInt = 128  # Prompts sampled in a step, or in each of its draws (P).
-    group_size: AtLeastTwo = 8  # Responses to each prompt (G).
-    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted.
-    max_response_tokens: PositiveInt = 3000  # A response is cut here and scores as it stands.
     max_total_tokens: NonNegativeInt = 0  # Bound of prompt and response together. 0: none.
     reward: str = "math"
     r"""The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row)."""
     reward_seconds: PositiveFloat = 10.0  # A response for which FUNCTION takes longer scores 0.
-    compute_dtype: Dtype = "auto"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of sampler and trainer; weights, logits and gradients' sums are float32. auto (ours): bfloat16 on GPUs only."""
     temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
-    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
     lr_floor: Share = 1.0  # Then it falls along a cosine to this share of --lr. 1: constant.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
@@ -129,12 +126,11 @@ class Args:
     eval_every: PositiveInt = 10  # Evaluate before training, after every N steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
-    samples_every: PositiveInt = 10  # Write the responses of every N-th step to samples/ (ours).
     keep_best: bool = False  # Keep the model of the highest avg@n, mean over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
     checkpoint_minutes: PositiveFloat = 30  # Also when so much time has passed since the last one (ours).
     checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
-    resume: bool = False  # Go on from --run-dir's last whole checkpoint; --steps may grow, at constant lr.
+    resume: bool = False  # Go on from --run-dir's last checkpoint; --steps may grow, at constant lr.
     micro_batch_tokens: PositiveInt = 16384  # Most tokens and patches in a pass: memory, speed.
     activation_checkpointing: bool = False  # Recompute decoder layers: less memory, more time.
     track: str = ""  # Weights & Biases project for the curves (`pip install wandb`).
@@ -165,24 +161,11 @@ def said(error):
 
 
 def report(kind, error, trace):
-    """Say in one line that a flag is refused, a rank lost or training diverged, also for torchrun's summary; show the
-    traceback of everything else."""
-    script = Path(sys.argv[0]).name
-    text = said(error)
-    if re.search("gloo/transport|remote process exited", text):  # gloo's, NCCL's
-        print(
-            f"\n{script}: rank {os.environ['RANK']}: another rank is gone, or did not come; see its output: {text}\n",
-            file=sys.stderr,
-        )
-        return  # the summary is for the failure of the rank that is gone
-    refused = isinstance(error, (ValueError, OSError)) and text.startswith("--")
-    if not refused and kind not in (FloatingPointError, KeyboardInterrupt):
+    """Say in one line what names a flag; show the traceback of everything else."""
+    if not isinstance(error, (ValueError, OSError)) or not said(error).startswith("--"):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"\n{script}: {text}\n", file=sys.stderr)
-    message = {"message": f"{script}: {text}", "extraInfo": {"timestamp": int(time.time())}}
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)  # torch's own handler would write a traceback there
-    Path(file).write_text(json.dumps({"message": message}))
+        print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
 
 
 def longest_sequence(args):
@@ -197,35 +180,18 @@ def prompt_format(template):
 
 
 def validate(args):
-    """Raise ValueError, naming flag and legal values, for a setting that cannot work. From here on errors that a user
-    can mend are said in one line."""
+    """Raise ValueError, naming the flag, where flags do not fit each other; tyro refuses values that are wrong by
+    themselves. From here on errors that a user can mend are said in one line."""
     sys.excepthook = report
-    try:
-        TypeAdapter(type(args)).validate_python(asdict(args))
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise ValueError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from None
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
     if args.keep_best or not args.steps:
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
-    need(
-        args.eval_samples == 1 or args.eval_temperature,
-        f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0",
-    )
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    need(
-        ranks % args.tensor_parallel == 0,
-        f"--tensor-parallel {args.tensor_parallel}: legal: a divisor of the {ranks} ranks of a node",
-    )
+    varied = args.eval_samples == 1 or args.eval_temperature
+    need(varied, f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0")
     longest = longest_sequence(args)
-    need(longest > args.max_prompt_tokens, f"--max-total-tokens {args.max_total_tokens}: no room for a response")
-    need(
-        longest <= args.micro_batch_tokens,
-        f"--micro-batch-tokens {args.micro_batch_tokens}: a response with its prompt may have {longest} tokens",
-    )
-    if args.dataset == Args.dataset and args.steps:
-        need(Path(args.dataset).exists(), f"--dataset {args.dataset}: not there yet; fetch it with ./run.sh data")
+    fits = longest <= args.micro_batch_tokens
+    need(fits, f"--micro-batch-tokens {args.micro_batch_tokens}: a response with its prompt may have {longest} tokens")
 
 
 # ---------------------------- processes
@@ -239,25 +205,28 @@ class World(namedtuple("World", "rank size local_size device mesh")):
         dist.all_gather_object(things, thing)
         return things
 
+    def decide(self, thing):
+        """Return rank 0's `thing`, on every rank: its clock and its view of the disk decide for all."""
+        return self.all_gather(thing)[0]
+
     def all_reduce(self, x):
         """Add a CPU tensor over ranks, in place, and return it."""
         dist.all_reduce(x)
         return x
 
 
-def end_with_parent(number):
-    """Let the kernel send this process a signal when the process that started it ends."""
-    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+def end_with_parent():
+    """Let the kernel kill this process when the one that started it ends."""
+    ctypes.CDLL(None).prctl(1, SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def init_world():
     """Join torchrun's process group, or for plain `python` make one of a single process."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    if "RANK" not in os.environ:
-        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
-    else:
-        end_with_parent(SIGKILL)
+    os.environ.update({**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | os.environ)  # 0: any free port
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in alone)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     device = torch.device("cpu")
     backends = "gloo"
     if torch.cuda.is_available():
@@ -271,49 +240,9 @@ def init_world():
     return World(rank, size, local_size, device, mesh)
 
 
-def begin(run, reward):
-    """Start a process of a pool, in a session of its own, where it is killed with whatever it has started: when it ends
-    itself, or when the pipe `run` closes. Load the reward, from where on it may have 512 MiB of data more."""
-    sys.stdout.reconfigure(line_buffering=True)
-    set_start_method("fork", force=True)  # what a program has by default
-    os.setsid()
-    if os.fork() == 0:  # a watching child, since a process that hangs in C code or is killed can do nothing more
-        signal(SIGTERM, lambda *_: os.killpg(0, SIGKILL))
-        end_with_parent(SIGTERM)
-        run.poll(None)
-        os.killpg(0, SIGKILL)
-    if reward != "math":
-        with suppress(Exception):  # the first task raises it again
-            reward_function(reward)
-    pages = Path("/proc/self/statm").read_text().split()
-    most = int(pages[5]) * getpagesize() + (1 << 29)
-    with suppress(ValueError):  # others allow it less
-        setrlimit(RLIMIT_DATA, (most, getrlimit(RLIMIT_DATA)[1]))
-
-
-ENDS = {77: "memory", -SIGPROF: "timeout", TimeoutError: "timeout"}
-
-
-def attempt(function, *task):
-    """Return what a function says of a task, in a process of a pool: of an exception no score and its traceback. A
-    process that runs out of memory, or whose task wants to end it, does end, and the pool replaces it."""
-    try:
-        return function(*task)
-    except MemoryError:
-        os._exit(77)
-    except Exception:
-        return None, format_exc()
-    except BaseException:
-        os._exit(1)
-
-
 # --------------------------------- data
-ALIASES = {
-    "problem": ["problem", "question", "prompt"],
-    "answer": ["answer", "ground_truth", "final_answer", "solution", "reward_model"],
-    "image": [],
-}
-Image.MAX_IMAGE_PIXELS = 25_000_000  # it refuses twice as many, before it decodes them
+PROBLEM_COLUMNS = ("problem", "question", "prompt")
+ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "solution", "reward_model")
 DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n",
@@ -321,77 +250,34 @@ DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
 )
 
 
-class Picture:
-    """A row's image: bytes, or a path below the data's folder. `token` is the id of its tokens, `grid` its height and
-    width in them. Raises ValueError for a file that may not be read."""
-
-    def __init__(self, value, source, processor, token):
-        if isinstance(value, dict):
-            value = value["bytes"] or value["path"]
-        if isinstance(value, str):
-            folder = Path(source.partition(":")[0]).resolve()
-            if folder.is_file():
-                folder = folder.parent
-            file = (folder / value).resolve()
-            need(file.is_relative_to(folder), f"{file} is not below the data's folder")
-            need(file.is_file() and file.stat().st_size <= 1 << 26, f"{file} is no file of at most 64 MiB")
-            value = file.read_bytes()
-        self.data = value
-        self.processor = processor
-        self.token = token
-        grid = self.processed()["image_grid_thw"][0, 1:]
-        self.patches = grid.prod().item()
-        self.grid = (grid // processor.merge_size).tolist()
-        self.tokens = math.prod(self.grid)
-
-    def open(self):
-        """Return the image upright, on white where transparent: vLLM does so, transformers does not."""
-        safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL hands others to programs, as EPS to Ghostscript
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data), formats=safe)).convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
-
-    @lru_cache(maxsize=32)  # noqa: B019  10 MB each, one for a group
-    def processed(self):
-        """Return the vision tower's pixel_values, a row for each patch, and image_grid_thw."""
-        return self.processor(images=[self.open()], return_tensors="pt")
-
-
 @dataclass
 class Problem:
-    """A problem: text, prompt's token ids, reference answer, and what a completion of it is graded by: answer and text,
-    or for a --reward of one's own the data's row."""
+    """A problem: its text, its prompt's token ids and its reference answer. `graded_by` is what a completion of it is
+    graded by: answer and text, or for a --reward of one's own the data's row. `origin` names set and row."""
 
     text: str
     prompt_ids: list
     answer: str
-    given: tuple = ()
-    image: Picture | None = None
+    graded_by: tuple = ()
+    image: vision.Picture | None = None
     origin: str = ""
 
     @property
     def cost(self):
-        """The prompt's tokens and patches."""
+        """The prompt's tokens and its image's patches."""
         return len(self.prompt_ids) + (self.image.patches if self.image else 0)
 
     def for_sampler(self):
-        """Return the prompt as vLLM takes it, with one placeholder, which it multiplies, for an image."""
-        if not self.image:
-            return {"prompt_token_ids": self.prompt_ids}
-        ids = self.prompt_ids.copy()
-        at = ids.index(self.image.token)
-        del ids[at + 1 : at + self.image.tokens]
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.image.open()}}
+        """Return the prompt as vLLM takes it."""
+        if self.image:
+            return self.image.for_sampler(self.prompt_ids)
+        return {"prompt_token_ids": self.prompt_ids}
 
     def positions(self):
-        """Return the prompt's position_3N (time, height, width); text behind an image goes on after the largest."""
-        position_3N = torch.arange(len(self.prompt_ids)).repeat(3, 1)
+        """Return the prompt's position_3N, which are the same three times where there is no image."""
         if self.image:
-            at = self.prompt_ids.index(self.image.token)
-            end = at + self.image.tokens
-            position_3N[:, at:end] = torch.ones(1, *self.image.grid).nonzero().T + at
-            position_3N[:, end:] += max(self.image.grid) - self.image.tokens
-        return position_3N
+            return self.image.positions(self.prompt_ids)
+        return torch.arange(len(self.prompt_ids)).repeat(3, 1)
 
 
 def load_data(args, tokenizer):
@@ -405,82 +291,77 @@ def load_data(args, tokenizer):
         return [], held_out
     problems = load_problems(args.dataset, tokenizer, args, "--dataset")
     if args.subset:
-        usable = len(problems)
-        need(args.subset <= usable, f"--subset {args.subset}: --dataset has {usable} usable rows")
-        order = np.random.default_rng(seed_of(args.seed, "subset")).permutation(usable)
+        need(args.subset <= len(problems), f"--subset {args.subset}: --dataset has {len(problems)} usable rows")
+        order = np.random.default_rng(seed_of(args.seed, "subset")).permutation(len(problems))
         problems = [problems[n] for n in sorted(order[: args.subset])]
     return problems, held_out
 
 
+def read_json(path):
+    """Return a file's rows as they stand there, where `datasets` would give all rows the same keys and kinds."""
+    text = Path(path).read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    rows = []
+    for line in filter(str.strip, text.split("\n")):
+        with naming(f"row {len(rows)}"):
+            rows.append(json.loads(line))
+    return rows
+
+
 def read_table(source, flag):
-    """Return the columns and an iterable of the rows, as Python values, of a file, a `save_to_disk` folder or a hub id.
-    Raises ValueError naming flag and source."""
+    """Return an iterable of the rows, as Python values, of a file, a `save_to_disk` folder or a hub id. Raises
+    ValueError naming flag and source."""
     path, _, split = source.partition(":")
     with naming(
-        f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder without an "
-        f"empty split, or a hub id, {path}:SPLIT or {path}:{split or 'CONFIGURATION'}:SPLIT"
+        f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id "
+        "(ID:SPLIT or ID:CONFIGURATION:SPLIT); ./run.sh data fetches sspo.py's default"
     ):
         if path.endswith((".json", ".jsonl")):
-            need(not split, "it has no splits")
-            text = Path(path).absolute().read_text(encoding="utf-8-sig")
-            rows = []
-            # each row as it stands there, where `datasets` would give all rows the same keys and kinds
-            for line in [text] if text.lstrip().startswith("[") else text.split("\n"):
-                with naming(f"row {len(rows)}"):
-                    value = json.loads(line.strip() or "[]")
-                rows += value if isinstance(value, list) else [value]
-            for n, row in enumerate(rows):
-                need(isinstance(row, dict), f"row {n}: no object with keys, but {row}")
-            return ChainMap(*rows), rows
+            return read_json(path)
         if path.endswith(".parquet"):
             table = datasets.Dataset.from_parquet(path)
         elif Path(path).is_dir():
             table = datasets.load_from_disk(path)
         else:
-            config, _, split = split.rpartition(":")
-            table = datasets.load_dataset(path, config or None)
-    splits = table if isinstance(table, dict) else {"": table}
-    wanted = split or ",".join(splits)  # of several that would be none
-    need(wanted in splits, f"{flag} {source}: name one of its splits, if it has any: {list(filter(None, splits))}")
-    rows = splits[wanted].with_format("arrow")  # decoding might fetch what a row names
-    return rows.column_names, (row.to_pylist()[0] for row in rows)
+            configuration, _, split = split.rpartition(":")
+            table = datasets.load_dataset(path, configuration or None)
+        if isinstance(table, dict):
+            if len(table) == 1:
+                split = split or next(iter(table))
+            need(split in table, f"name one of its splits: {list(table)}")
+            table = table[split]
+    batches = table.with_format("arrow").iter(1000)  # decoding might fetch what a row names
+    return (row for batch in batches for row in batch.to_pylist())
 
 
-def choose_columns(seen, args, flag):
-    """Return the names of the columns by role, of those seen in a table. Raises ValueError if one is missing."""
-    columns = {}
-    for role, names in ALIASES.items():
-        own = getattr(args, f"{role}_column")
-        if own and (flag == "--dataset" or role == "image"):
-            names = [own]
-        if not names or (role == "answer" and args.reward != "math"):
-            continue
-        found = [name for name in names if name in seen]
-        need(found, f"no {role} column; looked for {names}, saw {list(seen)}; --{role}-column names another")
-        columns[role] = found[0]
-    return columns
+def find(row, names):
+    """Return what a row has in the first of these columns that it has, and the column's name; else None twice."""
+    for name in names:
+        if name in row:
+            return row[name], name
+    return None, None
 
 
 def load_problems(source, tokenizer, args, flag):
-    """Return a set's problems and print what was left out. Raises ValueError naming flag, source, row and columns."""
-    seen, rows = read_table(source, flag)
-    with naming(f"{flag} {source}"):
-        columns = choose_columns(seen, args, flag)
+    """Return a set's problems and print what was left out. Raises ValueError naming flag, source and row."""
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    folder = tokenizer.name_or_path
-    config = AutoConfig.from_pretrained(folder)
-    vocabulary = config.get_text_config().vocab_size
-    processor = None
-    if args.image_column:
-        processor = AutoImageProcessor.from_pretrained(folder, max_pixels=args.max_pixels, trust_remote_code=False)
+    problem_columns = PROBLEM_COLUMNS
+    answer_columns = ANSWER_COLUMNS
+    if flag == "--dataset":
+        problem_columns = [args.problem_column] if args.problem_column else PROBLEM_COLUMNS
+        answer_columns = [args.answer_column] if args.answer_column else ANSWER_COLUMNS
     problems = []
     left_out = Counter()
     texts = set()
-    for number, row in enumerate(rows):
+    row = {}
+    for number, row in enumerate(read_table(source, flag)):
         origin = f"{flag} {source}, row {number}"
         with naming(origin):
-            text = problem_text(row.get(columns["problem"]))
-            need(text.strip(), f"column {columns['problem']!r} holds no text: {row}")
+            need(isinstance(row, dict), f"no object with keys: {row}")
+            value, _ = find(row, problem_columns)
+            text = problem_text(value)
+            need(text.strip(), f"no problem in {problem_columns}; --problem-column names one of {list(row)}")
             spelled = [token for token in control if token in text]
             if spelled:
                 left_out[f"spells {spelled[0]}"] += 1
@@ -491,34 +372,28 @@ def load_problems(source, tokenizer, args, flag):
             texts.add(text)
             shown = text
             image = None
-            if value := row.pop(columns.get("image"), None):
+            value = row.pop(args.image_column, None)
+            if value:
                 with naming("its image cannot be read"):
-                    image = Picture(value, source, processor, config.image_token_id)
-                shown = f"<|vision_start|>{'<|image_pad|>' * image.tokens}<|vision_end|>{text}"
-                cost = longest_sequence(args) + image.patches
-                need(cost <= args.micro_batch_tokens, f"--micro-batch-tokens: it needs {cost} with image patches")
+                    image = vision.Picture(vision.read(value, source), tokenizer.name_or_path, args.max_pixels)
+                shown = image.text + text
             answer = "(graded by --reward)"
-            given = (row,)
-            if "answer" in columns:
-                answer = reference_answer(row.get(columns["answer"]), columns["answer"])
-                given = (answer, text)
-            answer.encode()  # samples/ could not hold half of a surrogate pair, nor the tokenizer the text's
+            graded_by = (row,)
+            if args.reward == "math":
+                answer = reference_answer(*find(row, answer_columns))
+                graded_by = (answer, text)
             prompt_ids = tokenizer.encode(prompt_of(shown, args.template, tokenizer), add_special_tokens=False)
-            largest = max(prompt_ids)
-            need(largest < vocabulary, f"{tokenizer.decode(largest)!r} is not of the model's {vocabulary} tokens")
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(text, prompt_ids, answer, given, image, origin))
-    need(problems, f"{flag} {source}: no usable row among {left_out.total()}; left out: {dict(left_out)}")
+            problems.append(Problem(text, prompt_ids, answer, graded_by, image, origin))
+    columns = f"answers are looked for in {answer_columns}; --answer-column names one of {list(row)}"
+    need(problems, f"{flag} {source}: no usable row; left out: {dict(left_out)}; {columns}")
     if FIRST:
-        first = problems[0].for_sampler()["prompt_token_ids"]
-        print(
-            f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; "
-            f"the first prompt: {tokenizer.decode(first)!r}"
-        )
+        first = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
+        print(f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; the first prompt: {first!r}")
     return problems
 
 
@@ -530,10 +405,9 @@ def problem_text(value):
 
 
 def prompt_of(problem, template, tokenizer):
-    """Return the prompt's text. Raises ValueError if the tokenizer lacks the chat format that a template needs."""
+    """Return the prompt's text."""
     prompt = prompt_format(template)
     if isinstance(prompt, dict):
-        need(tokenizer.chat_template, f"--template {template}: the tokenizer of --model has no chat template")
         turns = [{"role": role, "content": text} for role, text in prompt.items()]
         prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     return prompt.replace("{problem}", problem)
@@ -555,9 +429,8 @@ def reference_answer(value, column):
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
-    match text.split("$"):
-        case ["", inside, ""]:
-            return inside.strip()
+    if text.startswith("$") and text.endswith("$") and text.count("$") == 2:
+        return text.strip("$").strip()
     return text
 
 
@@ -607,23 +480,9 @@ class Group:
 
 def compute_dtype(args, world):
     """Return what --compute-dtype means on this device."""
-    auto = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    return getattr(torch, args.compute_dtype, auto)  # there is no torch.auto
-
-
-class Progress(tqdm):
-    """tqdm's bar, of rank 0 alone: on a terminal, from the first second on; elsewhere a line every 30 s."""
-
-    def __init__(self, *items, **settings):
-        settings.update(delay=1, mininterval=1, leave=False, disable=not FIRST)
-        if not sys.stderr.isatty():
-            line = "{desc}: {n_fmt} of {total_fmt} in {elapsed}, {remaining} left\n"
-            settings.update(delay=30, mininterval=30, bar_format=line)
-        super().__init__(*items, **settings)
-
-    def refresh(self, *how, **more):
-        if time.time() > self.start_t + self.delay:  # vLLM asks for it at the end of a batch, however short
-            super().refresh(*how, **more)
+    if args.compute_dtype != "auto":
+        return getattr(torch, args.compute_dtype)
+    return torch.bfloat16 if world.device.type == "cuda" else torch.float32
 
 
 class Sampler:
@@ -642,18 +501,13 @@ class Sampler:
         self.dtype = compute_dtype(args, world)
         self.tokenizer = tokenizer
         self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}  # vLLM adds the model's
-        config = AutoConfig.from_pretrained(folder)
-        sees = hasattr(config, "vision_config")
+        sees = hasattr(config_of(folder), "vision_config")
         # Of sleep. `load` sends all weights again, and at 2 vLLM 0.32 keeps the buffers, but not the zeros behind the
         # positions of a batch with images.
         self.level = 1 if sees else 2
-        lm = empty_model(config)
-        self.expected = {name for name, _ in lm.named_parameters()}
-
-        class Wrapped(type(lm.model)):
-            """What vLLM takes for a kind without a model of its own: it changes the class in place, so not ours."""
-
-        transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
+        self.expected = {name for name, _ in empty_model(config_of(folder)).named_parameters()}
+        if FIRST:
+            print("starting the engine")
         self.llm = LLM(
             model=str(folder),
             dtype=self.dtype,
@@ -673,18 +527,13 @@ class Sampler:
             # reloading on a CPU, vLLM 0.32 leaves a tied head behind; logits as the policy's
             hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
             skip_tokenizer_init=not sees,
-            # the rest is for models that see
-            limit_mm_per_prompt={"image": 1, "video": 0},
-            mm_processor_kwargs={"max_pixels": args.max_pixels},
-            skip_mm_profiling=not cuda,
-            mm_device_do_normalize=False,  # vLLM 0.32's dummy loading overwrites the mean and deviation
+            **vision.engine_settings(args, cuda),
         )
         self.sleep()
 
     def sample(self, asked, n, temperature, args, top_p=1.0):
         """Sample n responses to each problem, top-k off; return the groups on every rank. A seed hashes --seed, the
-        problem's key and the response's number: samples do not depend on ranks. Raises FloatingPointError when no
-        response has finite log-probs."""
+        problem's key and the response's number: samples do not depend on ranks."""
         from vllm import SamplingParams
 
         engines = self.world.size // args.tensor_parallel
@@ -704,7 +553,7 @@ class Sampler:
             for key, g in mine
         ]
         prompts = [asked[key].for_sampler() for key, _ in mine]
-        outputs = self.llm.generate(prompts, params, use_tqdm=FIRST and Progress)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
             only = output.outputs[0]
@@ -715,18 +564,14 @@ class Sampler:
                 only.finish_reason == "length",
             )
         rollout_of = ChainMap(*self.world.all_gather(rollout_of))
-        if asked and not any(np.isfinite(rollout.logp).all() for rollout in rollout_of.values()):
-            raise FloatingPointError("no response has finite log-probs: the weights have diverged; try a smaller --lr")
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
 
-    def load(self, weights):
-        """Load a policy or (name, tensor) pairs. Raises ValueError for wrong names: vLLM ignores a missing layer."""
-        if isinstance(weights, Policy):
-            weights = full_weights(weights, self.dtype)
+    def load(self, policy):
+        """Load a policy. Raises ValueError for wrong names: vLLM ignores a missing layer."""
         sent = set()
 
         def stream():
-            for name, tensor in weights:
+            for name, tensor in full_weights(policy, self.dtype):
                 sent.add(name)
                 yield name, tensor
                 if "lm_head.weight" not in self.expected and name.endswith("embed_tokens.weight"):
@@ -762,8 +607,8 @@ def sampler_gap(logp_T, sampler_logp_T, record):
     mean = gap.mean()
     disagree = f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step"
     # NaN is no gap: updates without a finite gradient are skipped
-    need(not mean > record.most_gap, f"{disagree}, more than {record.most_gap}: see docs/troubleshooting.md")
-    record.most_gap = math.inf  # what comes later has other causes
+    need(not mean > record.gap_limit, f"{disagree}, more than {record.gap_limit}: see docs/troubleshooting.md")
+    record.gap_limit = math.inf  # what comes later has other causes
     return {
         "gap_mean": mean,
         "gap_max": gap.max(),
@@ -773,237 +618,6 @@ def sampler_gap(logp_T, sampler_logp_T, record):
 
 
 # ----------------------------- verifier
-def verify(verifier, groups):
-    """Grade every response, dealt out over ranks; fill in what was right, rewards and verdicts on every rank. Raises
-    ValueError, on every rank, where a reward of one's own does."""
-    world = verifier.world
-    cases = [(rollout.text, *group.problem.given) for group in groups for rollout in group.rollouts]
-    mine = cases[world.rank :: world.size]
-    dealt = cycle(map(iter, world.all_gather(verifier.judge(mine))))
-    for group in groups:
-        scores = []
-        group.verdicts = ()
-        for rollout in group.rollouts:
-            score, verdict = next(next(dealt))
-            need(score is not None, f"--reward: {group.problem.origin}, completion {rollout.text[:500]!r}: {verdict}")
-            scores.append(score)
-            group.verdicts += (verdict,)
-        group.correct_G = torch.tensor(scores, dtype=torch.float64)
-        group.reward_G = group.correct_G.clone()
-
-
-logging.getLogger("math_verify").setLevel("ERROR")  # it warns of timeouts that are ours
-
-
-def last_boxed(text):
-    """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
-    _, box, inside = text.replace("\\boxed {", "\\boxed{").rpartition("\\boxed{")
-    shown = inside.replace(r"\\", "  ").replace(r"\{", "  ").replace(r"\}", "  ")
-    deeper = {"{": 1, "}": -1}
-    depth = 1
-    for end, character in enumerate(shown if box else ""):
-        depth += deeper.get(character, 0)
-        if depth == 0:
-            return inside[:end]
-    return None
-
-
-# Patterns take ++ and *+, which never give back, wherever something is repeated, so that none can take long.
-PLAIN = r"[^\[\](){}\\]|\\(?![{}])"  # what is no bracket, and \{ is one
-INSIDE = rf"(?:{PLAIN})*+"  # what stands between two brackets
-for _ in range(4):
-    INSIDE = rf"(?:{PLAIN}|\\?[(\[{{]{INSIDE}\\?[\])}}])*+"
-UNIT = (  # any words that are marked as text or have two letters, but for those that change a number
-    r"([({^]*~| (?=[a-zA-Z]{2})|(?=\\mu|\\AA|M_))(?=\W*[^\W\d_]|\\)(?![^,]*\b(\w*illions?|hundreds?|thousands?"
-    r"|dozens?|bn|(?!mon)\w*[fxnhdr]ths|thirds|quarters|hal\w+|minus|plus|pi|log|ln|is|not?|at|more|less|fewer|below"
-    r"|approx|factorial|squared|cubed|repeating|[ap]\.m|[a-fi-kn-rt-z])\b)([^\d\\,=+^]|\\[a-zA-Z]++|\^\W*+\d)*+"
-)
-
-
-def rewrite(rules, text):
-    """Return a text rewritten by rules: a pattern, a replacement and an example that needs the rule."""
-    for rule in rules.strip().splitlines():
-        pattern, new, _ = rule.split(" ┊ ")
-        text = re.sub(pattern, new, text)
-    return text
-
-
-# One spelling for what LaTeX spells in many ways. ~ is where text begins or ends, … what is between two brackets.
-SPELLED = r"""
-(?<=\d) ?(, ?\\!|\{\\?,\})\s?(?=\d{3}) ┊  ┊ 10,\!080
-\\(left|right|[bB]igg?[lr]?|\w+style|bf|rm)\b\.? ┊  ┊ \left(1,2\right)
-([\s~$£€¢\u200b\ufeff]|(?<!\\)\\[\[\],;:!> $()]|\\(q?quad|pounds))+ ┊   ┊ \$5
-(?<![\w,)}]) | (?!\w)|(?<=[a-zA-Z)}]) (?=\d)|(?<=,) (?!\d{3}\b) ┊  ┊ x + 1
-\\(text|math(?!bb|cal)|[a-z]*box|color|operator|bold|bm|underline)[a-z]*(\{\w+\})?(?=\{) ┊ ~ ┊ \textbf{5}
-~\{(…)\} ┊ ~\1~ ┊ \text{5}
-^(-?)\{(…)\}$ ┊ \1\2 ┊ {5}
-^~?(Choice|Option|USD|Rs\.) ┊  ┊ Option C
-[−–] ┊ - ┊ −5
-\\lor|;|,?[~ ]*(?<![a-zA-Z\\])(and|or)(?![a-z])[~ ]* ┊ , ┊ 2 or 3
-\\\w+frac ┊ \\frac ┊ \dfrac{1}{2}
-\{([bB]?matrix|array)\}(\{\w*\})? ┊ {pmatrix} ┊ \begin{bmatrix}1\\2\end{bmatrix}
-[_ {(~]*(?:in )?base[ ~]*(\d+)[)}~]* ┊ _\1 ┊ 52 base 8
-_\{(\w)\} ┊ _\1 ┊ x_{1}
-\\(cdot(?!s)|times|ast)|[×·]| ?x(?=10\^) ┊ * ┊ 2\cdot3
-\\leq?(slant)? ?|<= ┊ ≤ ┊ x\le5
-\\geq?(slant)? ?|>= ┊ ≥ ┊ x\ge5
-\\neq? ?|!= ┊ ≠ ┊ x\ne5
-∪ ┊ \\cup  ┊ [1,2]∪[3,4]
-π ┊ \\pi  ┊ 4π
-\\varnothing|∅ ┊ \\emptyset ┊ \varnothing
-\\[lr]?vert(?![a-z]) ?|\\mid(?![a-z]) ? ┊ | ┊ \lvert x\rvert
-\(-\\infty,\+?\\infty\)|ℝ|\\R(?![a-zA-Z]) ┊ \\mathbb{R} ┊ (-\infty,\infty)
-_\{?~eight~\}? ┊ _8 ┊ 52_{\text{eight}}
-^~\(([A-E])\)~ ?+(?=[\d\\])[^,~=]+$ ┊ \1 ┊ \textbf{(B) }5
-(°|\^\{?\\circ\}?|\\?%)~?[CFK]?[.~]*(?=$|[,)\\\]]) ┊  ┊ 5^\circ
-(?<=[\d})i])UNIT(?=,|$) ┊  ┊ 5 cm
-[.,;:~]+$|~ ┊  ┊ 5.
-^([^,=]*=)?([^,=]*)\\pm([^,]*)$ ┊ \1\2+\3,\1\2-\3 ┊ 1\pm2
-(?<=[\d)}])\\approx-?\d*\.\d+$ ┊  ┊ \frac13\approx0.33
-""".replace("…", INSIDE).replace("UNIT", UNIT)
-# a number as Fraction reads it, 1\frac{4}{5} as 1 4/5
-AS_FRACTION = r"""
-^\(([^,]*)\)$ ┊ \1 ┊ (5)
-(?<=\d)[ ,](?=\d{3}(?![\d/])) ┊  ┊ 58,500
-^(-?)(\d*)\\frac(\d|\{[^{}]+\}) ?(\d|\{[^{}]+\})$ ┊ \g<1>0\2 \1\3/\4 ┊ 1\frac{4}{5}
-[{}] ┊  ┊ {12}
-(?<=\d)\*10\^(-?\d{1,3})$ ┊ e\1 ┊ 3*10^5
-\.(?=/|$) ┊  ┊ 5.
-"""
-BARE = r"\\frac|^0\+|^1\*|\{1\}$|[(){}*]|\.0+(?!\d) ┊  ┊ 0+x"
-WITHOUT_MARKS = r"^0+|(?<!\d)[\s.,(){}]|[\s.,(){}](?!\d) ┊  ┊ (C)"
-# what latex2sympy would misread: i in two ways, \gamma as a function, B as b, 45,135 as a number
-FOR_PARSER = r"""
-(?<![a-zA-Z\\])(d[a-z]|i)\b|\\(gamma)|(?<!\\)(?<!b\{)([A-Z](?:_\w)?) ┊ x_{c\1\2\3} ┊ i
-, ┊ ,  ┊ 45,135
-"""
-
-
-FUNCTION = r"\\(?:sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|log|ln|binom)"
-NAME = (  # of what an answer is the value: x_1, f(x), AB, m+n, (x,y), \overline{AB}
-    rf"(?<![^,])((?!{FUNCTION}|\\?not|\(y)(10+|[a-zA-Z|\\{{}} :]|\+(?=[a-z][+=])|_\w|_\{{\w+\}}|\([\w,]*\))*?)"
-    r"(=(?![A-Z]{2})|\\approx|\\in(?![a-z]))"
-)
-NUMBER = r"[+-]?\d*\.?\d+([eE][+-]?\d{1,3})?|(\d+ |-\d+ (?=-))?[+-]?\d+/\d*[1-9]\d*"
-WORDS = (  # what is compared as text: words, letters to choose from, 52_8 and 3:1
-    r"(?=.*[A-Za-z]{3})[\w .,:()'-]+|[A-Z ,()]+|-?[\dA-Z.]+_[\d{}]+|.+:.+"
-)
-SYMBOL = (  # names and signs, which equal expressions share; functions give nothing
-    rf"\\\\|(?:\\frac|{FUNCTION})|$"
-    r"|(\\[a-zA-Z]+|[a-df-zA-Z]|\d{3,}!|\^\{(?:-\d|\d\d)\d+\}|\.\d{16,}|[^\w\s\\+*/^.(){}\[\]=<>≤≥≠!-])"
-)
-PART = rf"(?:(?!,)(?:{PLAIN})|\\?[(\[{{]{INSIDE}\\?[\])}}])"
-VALUE = f"{PART}++"
-TUPLE = rf"([(\[]|\\{{)({PART}*+(?:,{PART}*+)++)([\])]|\\}})"
-
-
-@lru_cache
-def spell(text):
-    """Return an answer in one spelling, without its unit; the same without its name; the name; and its value where it
-    is a plain number."""
-    text = rewrite(SPELLED, text)
-    name = re.match(NAME, text)
-    unnamed = re.sub(NAME, "", text)
-    plain = rewrite(AS_FRACTION, unnamed)
-    value = sum(map(Fraction, plain.split())) if re.fullmatch(NUMBER, plain) else None
-    return text, unnamed, name and name[1], value
-
-
-def values(text):
-    """Return what is around and between the values of a list, set, tuple or interval, and the values."""
-    match = re.fullmatch(TUPLE, text)
-    left, inside, right = match.groups() if match else ("", text, "")
-    return left + re.sub(VALUE, "", inside) + right, re.findall(VALUE, inside)
-
-
-def ingredients(text):
-    """Return an expression's names and signs, how many relations and operations it has, and its numbers."""
-    relations = len(re.findall("[=<>≤≥≠]", text))
-    operations = re.findall(rf"(?<=[\w)}}\]|])[-+]|[!^]|(?<=\d)\*(?=[\d(])|{FUNCTION}", text)
-    numbers = re.findall(r"(?!1\b)\d+(?:\.\d*[1-9])?", text)  # which may be copied, but for 1
-    return set(re.findall(SYMBOL, text)), relations, len(operations), set(numbers)
-
-
-def compare(answer, gold, problem=""):
-    """Say whether an answer equals the gold one, or return the gold one and it for math_verify to say."""
-    answer, unnamed, name, value = spell(answer)
-    gold, gold_unnamed, gold_name, gold_value = spell(gold)
-    if answer == gold:
-        return True
-    # A number is written out, as 1/2 for 0.5 but not 1+1 for 2, and has no other name, such as y=5 for x=5.
-    if gold_value is not None:
-        return value == gold_value and (None in (name, gold_name) or name == gold_name)
-    if "=" not in answer or "=" not in gold:
-        answer, gold = unnamed, gold_unnamed
-    # Words, letters, bases and ratios are text: DC is not CD.
-    if re.fullmatch(WORDS, gold):
-        answer, gold = rewrite(WITHOUT_MARKS, answer), rewrite(WITHOUT_MARKS, gold)
-        return answer == gold or (len(gold) > 1 and answer.lower() == gold.lower())
-    names, relations, operations, numbers = ingredients(answer)
-    gold_names, gold_relations, gold_operations, gold_numbers = ingredients(gold)
-    # A solved inequality may stand for an interval, x>5 for (5,∞). Else there are as many relations: not 1=1 for 0.
-    if relations != gold_relations:
-        solved = re.search("(?<![^<>≤≥≠])[a-z](?![^<>≤≥≠])", f"{answer}<{gold}")
-        return bool(solved) and numbers == gold_numbers and (gold, answer)
-    # Brackets are the same, so [1,2) is not (1,2), but those of a tuple or a set may be left out.
-    kind, parts = values(answer)
-    gold_kind, golds = values(gold)
-    if kind not in (gold_kind, gold_kind.strip("\\{()}"), rf"\{{{gold_kind}\}}"):
-        return False
-    # Each value of a list is there, and written out.
-    if gold_kind and not all(any(compare(part, each) for part in parts) for each in golds):
-        return False
-    # Symbols are the same: 2m is not 2n, and 1=1 not x=1.
-    if names != gold_names or (relations and len(names) == 1):
-        return False
-    # Not much is left to compute: 2x+5+3x-8 is not 5x-3.
-    if not relations and operations > 2 * gold_operations:
-        return False
-    # The question's own expression is no answer to it: x^8-256 are not its factors.
-    problem = spell(problem)[0]
-    if numbers & ingredients(problem)[3] - gold_numbers or rewrite(BARE, answer) in rewrite(BARE, problem):
-        return False
-    return gold, answer
-
-
-@lru_cache
-def _parse(text):
-    """Return what math_verify reads in an answer; decimals are exact."""
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse
-
-    config = NormalizationConfig(malformed_operators=True)  # math_verify's own drops units such as m
-    boxes = [LatexExtractionConfig(normalization_config=config)]
-    text = rewrite(FOR_PARSER, text)
-    text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{{10 ** len(m[2])}}}", text)
-    return parse(rf"\boxed{{{text}}}", boxes, "no_fallback", "first_match", None)
-
-
-def judge(completion, gold, problem="", seconds=1.0):
-    """Return score and verdict of a completion: 1.0 if its last box equals the gold answer, else 0.0. Whatever takes
-    more `seconds` of processor time ends the process, C code and patterns, too: call it where that may be. The rules:
-    docs/evaluation.md."""
-    from math_verify import verify
-
-    setitimer(ITIMER_PROF, seconds)  # the default action of SIGPROF
-    try:
-        answer = (last_boxed(completion) or "").strip()
-        if len(answer) > 2000:  # characters
-            return 0.0, "too_long"
-        if not spell(answer)[0]:
-            return 0.0, "no_answer"
-        equal = compare(answer, gold, problem)
-        if isinstance(equal, tuple):
-            equal = verify(*map(_parse, equal), 30, 30, timeout_seconds=None, allow_set_relation_comp=True)
-        return float(equal), "graded"
-    except MemoryError:
-        raise
-    except Exception:
-        return 0.0, "error"
-    finally:
-        setitimer(ITIMER_PROF, 0)
-
-
 @cache
 def reward_function(reward):
     """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
@@ -1012,11 +626,33 @@ def reward_function(reward):
     return runpy.run_path(path)[name]
 
 
-def own_reward(reward, completion, row):
-    """Return the score that FILE:FUNCTION gives a completion, and the verdict."""
-    score = float(reward_function(reward)(completion, row))
-    need(math.isfinite(score), f"{score} is not a finite number")
-    return score, "graded"
+def begin(reward):
+    """Start a process of the pool, which ends with the run. It has a minute to load a reward of one's own, and from
+    there on may have 512 MiB of data more."""
+    end_with_parent()
+    alarm(60)
+    if reward != "math":
+        with suppress(Exception):  # `grade` raises it again
+            reward_function(reward)
+    alarm(0)
+    pages = Path("/proc/self/statm").read_text().split()
+    most = int(pages[5]) * getpagesize() + (1 << 29)
+    setrlimit(RLIMIT_DATA, (most, most))
+
+
+def grade(reward, completion, *graded_by):
+    """Return score and verdict of a completion, in a process of the pool; if a reward of one's own raises, no score and
+    its traceback."""
+    try:
+        if reward == "math":
+            return judge(completion, *graded_by)
+        score = float(reward_function(reward)(completion, *graded_by))
+        need(math.isfinite(score), f"{score} is not a finite number")
+        return score, "graded"
+    except (MemoryError, SystemExit):
+        os._exit(1)  # the next completion gets a new process
+    except Exception:
+        return None, format_exc()
 
 
 class Verifier:
@@ -1024,63 +660,54 @@ class Verifier:
     run the main file again, without its `if __name__ == "__main__"`, so a program on standard input has none. A reward
     is tried on the first row of each of `sets`, with an empty completion. Raises ValueError where that fails."""
 
-    task = (judge,)
-    limit = 10  # on the clock: a loaded machine may give a process a tenth of a core
-    patience = 60  # seconds until a process has loaded a reward, before a pool is stuck
-
     def __init__(self, args, world, sets=()):
         self.world = world
         self.reward = args.reward
+        # on the clock; a loaded machine may give a process a tenth of a core
+        self.seconds = 10 if self.reward == "math" else args.reward_seconds
         with chdir(Path(__file__).parent):  # where Python 3.11's server finds this file and no other folder's
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
-        self.start()
-        if self.reward != "math":
-            self.task = (own_reward, self.reward)
-            self.limit = args.reward_seconds
-            for problems in filter(None, sets):
-                [(_, verdict)] = self.judge([("", *problems[0].given)])
-                need(verdict == "graded", f"--reward: {problems[0].origin}, an empty completion: {verdict}")
-
-    def start(self):
-        """Make a new pool; its processes start with its first task."""
-        share = len(os.sched_getaffinity(0)) // self.world.local_size
-        run, self.alive = Pipe(duplex=False)
+        cores = len(os.sched_getaffinity(0)) // world.local_size
         self.pool = ProcessPool(
-            max_workers=min(share or 1, 8),
+            max_workers=min(max(1, cores), 8),
             initializer=begin,
-            initargs=(run, self.reward),
+            initargs=(self.reward,),
             context=get_context("forkserver"),
         )
-
-    def ask(self, cases):
-        """Return score and verdict of each case, or only of the first ones if the pool breaks or is stuck."""
-        graded = []
-        with suppress(RuntimeError, TimeoutError):  # pebble gives a pool up when a process dies while no task runs
-            for future in [self.pool.schedule(attempt, (*self.task, *case), timeout=self.limit) for case in cases]:
-                # those before it have ended, so it begins as soon as there is a process, and ends in this time, if ever
-                end = future.exception(self.patience + self.limit)
-                if isinstance(end, OSError):  # what ended the process, or that it was ended
-                    how = getattr(end, "exitcode", TimeoutError)
-                    graded.append((0.0, ENDS.get(how, "crash")))
-                else:
-                    graded.append(future.result())
-        return graded
+        for problems in filter(None, sets):
+            [(score, verdict)] = self.judge([("", *problems[0].graded_by)])
+            need(score is not None, f"--reward: {problems[0].origin}, an empty completion: {verdict}")
 
     def judge(self, cases):
-        """Return score and verdict of each case: a completion, and its gold answer, perhaps with the problem's text, or
-        its row. A pool that is broken or stuck is replaced, and what it has not graded is asked again. Raises
-        ValueError when that does not help."""
-        graded = self.ask(cases)
-        replaced = 0
-        while len(graded) < len(cases):
-            need(replaced < len(graded) + 3, "--reward: processes that grade end at once; they say above why")
-            self.pool.stop()
-            self.pool.join()
-            self.start()
-            replaced += 1
-            graded += self.ask(cases[len(graded) :])
-        return graded
+        """Return score and verdict of each case on every rank, which deal them out: a completion, and its gold answer,
+        perhaps with the problem's text, or its row."""
+        world = self.world
+        mine = cases[world.rank :: world.size]
+        graded = []
+        for future in [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]:
+            end = future.exception()
+            if isinstance(end, TimeoutError) or getattr(end, "exitcode", 0) == -SIGPROF:
+                graded.append((0.0, "timeout"))
+            elif isinstance(end, ProcessExpired):
+                graded.append((0.0, "crash"))
+            else:
+                graded.append(future.result())
+        parts = world.all_gather(graded)
+        return [parts[n % world.size][n // world.size] for n in range(len(cases))]
+
+
+def verify(verifier, groups):
+    """Grade every response; fill in what was right, rewards and verdicts. Raises ValueError, on every rank, where a
+    reward of one's own does."""
+    cases = [(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
+    graded = iter(verifier.judge(cases))
+    for group in groups:
+        scores, group.verdicts = zip(*[next(graded) for _ in group.rollouts], strict=True)
+        for rollout, score, verdict in zip(group.rollouts, scores, group.verdicts, strict=True):
+            need(score is not None, f"--reward: {group.problem.origin}, completion {rollout.text[:500]!r}: {verdict}")
+        group.correct_G = torch.tensor(scores, dtype=torch.float64)
+        group.reward_G = group.correct_G.clone()
 
 
 # -------------------------------- batch
@@ -1089,9 +716,9 @@ def first_valid(drawn, valid_P, count, updates=1):
     updates; a single draw as it came."""
     if len(drawn) == count:
         return drawn
-    chosen = [*compress(drawn, valid_P)]
-    chosen += compress(drawn[-count:], ~valid_P[-count:])
-    return [group for update in range(updates) for group in chosen[:count][update::updates]]
+    kept = [*compress(drawn, valid_P)]
+    kept += compress(drawn[-count:], ~valid_P[-count:])
+    return [group for update in range(updates) for group in kept[:count][update::updates]]
 
 
 def valid(reward_PG):
@@ -1106,7 +733,7 @@ def mean_by(x, number):
     return sums / counts.clamp(min=1)
 
 
-VERDICTS = ("graded", "no_answer", "too_long", "timeout", "memory", "error", "crash")
+VERDICTS = ("graded", "no_answer", "too_long", "timeout", "error", "crash")
 
 
 def drawn_metrics(groups, draws=1):
@@ -1133,9 +760,8 @@ def drawn_metrics(groups, draws=1):
     return metrics
 
 
-# Sequences end to end: `row` for the model, `inputs` for the loss. Hidden state index_T predicts target_T, which is
-# entry token_T of the step's vectors. `cost` counts tokens and patches.
-MicroBatch = namedtuple("MicroBatch", "row index_T target_T token_T inputs cost")
+# A row of packed tokens for the model, what the loss takes, and how both hang together; `Batch.pack` draws it.
+MicroBatch = namedtuple("MicroBatch", "row index_T target_T token_T inputs tokens")
 
 
 class Batch:
@@ -1151,10 +777,10 @@ class Batch:
         self.length_R = torch.tensor(lengths)
         self.cost_R = self.length_R + torch.tensor([groups[p].problem.cost for p in self.group_R])
         self.response_T = torch.repeat_interleave(self.length_R)  # 0 0 0 1 1 …
-        self.place_R = torch.arange(len(self.response_T)).split(lengths)
+        self.entry_R = torch.arange(len(self.response_T)).split(lengths)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-        # each row has one of these, even an empty one: ranks run layers and vision tower together
-        self.needed = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
+        # Each row has one of these prompts, even a row without responses: ranks run layers and vision tower together.
+        self.required = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
         """Return this rank's micro-batches, lists of response numbers: as many on every rank, some empty, none above
@@ -1185,49 +811,56 @@ class Batch:
         fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
+    def deal_updates(self, updates, chosen_R, world, budget):
+        """Return this rank's micro-batches of each update. An update has its own prompts, as many as the others, and of
+        their responses those of chosen_R; it has no micro-batch if it has none of them."""
+        update_R = torch.arange(len(chosen_R)) * updates // len(chosen_R)
+        return [self.deal(chosen_R & (update_R == update), world, budget) for update in range(updates)]
+
     def pack(self, responses, device, inputs=()):
-        """Lay out a row of pieces, each group's prompt once, then the responses; cut a loss's *_T to them. A piece sees
-        itself and its prompt before it: key_N has these places, end to end."""
+        """Lay responses and their prompts, each once, end to end in a row, and cut a loss's *_T to the responses.
+
+        Let responses 4 (tokens a b) and 5 (c d e) share the prompt P P P, and response 9 (f) have the prompt Q Q:
+
+            place in the row   0 1 2 3 4 5 6 7 8 9 10
+            input_ids          P P P Q Q a b c d e f       five pieces: two prompts and three responses
+            key_N              0 1 2, 3 4, 0 1 2 5 6, 0 1 2 7 8 9, 3 4 10       a piece sees its prompt and itself
+            index_T            2 5 2 7 8 4       the place, of the prompt or the response, before a token predicts it
+            target_T           a b c d e f
+            token_T            where a b c d e f stand in the step's *_T: place 5 is not token 5 of the step
+        """
         prompts = sorted({self.group_R[r] for r in responses})
-        if self.needed.isdisjoint(prompts):
-            prompts.append(min(self.needed))
+        if self.required.isdisjoint(prompts):
+            prompts.append(min(self.required))
         problems = [self.groups[p].problem for p in prompts]
-        ids = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
-        input_ids_N = torch.from_numpy(np.concatenate(ids))
-        place_N = torch.arange(len(input_ids_N))
-        keys = list(place_N.split([len(piece) for piece in ids]))
+        pieces = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
+        ids_N = torch.from_numpy(np.concatenate(pieces))
+        place_N = torch.arange(len(ids_N))
+        keys = list(place_N.split([len(piece) for piece in pieces]))
         positions = [problem.positions() for problem in problems]
         for n, r in enumerate(responses, len(prompts)):
             prompt = prompts.index(self.group_R[r])
             keys[n] = torch.cat([keys[prompt], keys[n]])
             after = positions[prompt][:, -1:] + 1
-            positions.append(after + torch.arange(len(ids[n])))
+            positions.append(after + torch.arange(len(pieces[n])))
         key_N = torch.cat(keys)
         position_3N = torch.cat(positions, 1)
-        row = BatchFeature({"input_ids": input_ids_N[None], "position_ids": position_3N[:1], "key_N": key_N})
-        token_T = torch.cat([self.place_R[r] for r in responses] or [place_N[:0]])
-        first = len(place_N) - len(token_T)  # of the responses' places
+        row = BatchFeature({"input_ids": ids_N[None], "position_ids": position_3N[:1], "key_N": key_N})
+        token_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
+        first = len(ids_N) - len(token_T)  # the place where responses begin
         images = [problem.image for problem in problems if problem.image]
         if images:
-            row["position_ids"] = position_3N[:, None]
-            row["image_N"] = place_N[:first][input_ids_N[:first] == images[0].token]
-            processed = [image.processed() for image in images]
-            for name in ("pixel_values", "image_grid_thw"):
-                row[name] = torch.cat([each[name] for each in processed])
-        for side, pieces in (("q", ids), ("k", keys)):  # queries, keys
-            row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, pieces))], dtype=torch.int32)
-            row[f"max_length_{side}"] = max(map(len, pieces))
-        parts = BatchFeature(inputs)
-        for name, x in parts.items():
+            vision.add_images(row, images, position_3N, prompts_N=ids_N[:first])
+        for side, parts in (("q", pieces), ("k", keys)):  # queries, keys
+            row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
+            row[f"max_length_{side}"] = max(map(len, parts))
+        cut = BatchFeature(inputs)
+        for name, x in cut.items():
             if name.endswith("_T"):
-                parts[name] = x[token_T]
-        # The key before a response's token, its prompt's last token or the one before it in the response, is the place
-        # whose hidden state predicts it.
-        predicted = key_N[1:] >= first
-        index_T = key_N[:-1][predicted].to(device)
-        target_T = input_ids_N[first:].to(device)
-        cost = sum(problem.cost for problem in problems) + len(token_T)
-        return MicroBatch(row.to(device), index_T, target_T, token_T, parts.to(device), cost)
+                cut[name] = x[token_T]
+        index_T = key_N[:-1][key_N[1:] >= first].to(device)
+        target_T = ids_N[first:].to(device)
+        return MicroBatch(row.to(device), index_T, target_T, token_T, cut.to(device), len(ids_N))
 
 
 # ------------------------------- policy
@@ -1236,7 +869,6 @@ def packed_attention(
 ):
     """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
     key_N lists the places that each piece sees, its prompt's before its own: the causal window ends with the keys."""
-    need(attention_mask is None, "its attention has a mask of its own")
     if key_N is not None:  # with several threads key[:, :, key_N] would sum gradients in any order
         key = key.index_select(2, key_N)
         value = value.index_select(2, key_N)
@@ -1244,23 +876,14 @@ def packed_attention(
         from torch.nn.attention.varlen import varlen_attn  # neither a CPU nor float32 has it
 
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            cu_seq_lens_q,
-            cu_seq_lens_k,
-            rest["max_length_q"],
-            rest["max_length_k"],
-            scale=scaling,
-            window_size=(-1, 0 if is_causal else -1),
-            enable_gqa=True,
-        )
+        lengths = (cu_seq_lens_q, cu_seq_lens_k, rest["max_length_q"], rest["max_length_k"])
+        window = (-1, 0 if is_causal else -1)
+        out = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=window, enable_gqa=True)
         return out[None], None
-    length_q = cu_seq_lens_q.diff().tolist()
     length_k = cu_seq_lens_k.diff().tolist()
+    queries = query.split(cu_seq_lens_q.diff().tolist(), 2)
     out = []
-    for q, k, v in zip(query.split(length_q, 2), key.split(length_k, 2), value.split(length_k, 2), strict=True):
+    for q, k, v in zip(queries, key.split(length_k, 2), value.split(length_k, 2), strict=True):
         mask = causal_lower_right(q.shape[2], k.shape[2]) if is_causal else None
         out.append(F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True))
     return torch.cat(out, 2).transpose(1, 2), None
@@ -1284,10 +907,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
         visual = getattr(lm.model, "visual", None)
         if visual:
-            visual.config._attn_implementation = "packed_flash"
-            # A product, as its stride is its kernel: cuDNN 9.20 is reported to fail in bf16's gradient or to crawl.
-            conv = visual.patch_embed.proj
-            conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
+            vision.prepare(visual)
 
     def _head(self, hidden_TH, target_T, weight_VH, entropies):
         # bf16 would round logits above 8 to 0.06. The copy of the weights lives for a chunk; torch.mm's out_dtype would
@@ -1307,34 +927,40 @@ class Policy(torch.nn.Module):
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_NH = embeddings(row.pop("input_ids")[0])
-        if "image_N" in row:  # by place: a response may hold the placeholder as a word
-            image_N = row.pop("image_N")
-            images = self.model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
-            features = torch.cat(images.pooler_output).to(embedding_NH)
-            embedding_NH = embedding_NH.index_copy(0, image_N, features)
+        if "image_N" in row:
+            embedding_NH = vision.embed(self.model, row, embedding_NH)
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
-        size = LOGITS_AT_ONCE["cpu" if hidden_NH.is_cpu else "cuda"] // len(weight_VH)
+        size = LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH)
         hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [checkpoint(self._head, *chunk, weight_VH, entropies, use_reentrant=False) for chunk in chunks]
         return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
 
 
-def empty_model(config, **settings):
-    """Return a config's model, without weights, never with the attention that a config.json names."""
-    kind = transformers.AutoModelForCausalLM
-    if hasattr(config, "vision_config"):
-        kind = transformers.AutoModelForImageTextToText
+@cache
+def config_of(folder):
+    """Return what a model's config.json says; no code of the model is run."""
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def model_class(config):
+    """Return transformers' class of models that see, or of those that do not."""
+    sees = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
+def empty_model(config):
+    """Return a config's model, in float32 without weights, never with the attention that a config.json names."""
+    settings = {"dtype": torch.float32, "attn_implementation": "packed", "trust_remote_code": False}
     with torch.device("meta"):
-        return kind.from_config(config, trust_remote_code=False, attn_implementation="packed", **settings)
+        return model_class(config).from_config(config, **settings)
 
 
 def model_folder(args):
     """Return --model's folder, fetched if it is a hub id, before ranks wait for each other; run no code of it. Raises
-    ValueError for a model that this project cannot train. That is no list of kinds: config.json says what neither
-    attention nor head can do, a packed row runs through the policy, whose weights are those of the files; and
-    `sampler_gap` has the last word."""
+    ValueError for a model that does not fit. Whether its weights are those of its kind, `load_policy` says, and whether
+    it computes what vLLM computes, `sampler_gap`, in the first step."""
     datasets.disable_progress_bars()
     if not FIRST:
         transformers.utils.logging.disable_progress_bar()  # the hub's, too
@@ -1343,49 +969,15 @@ def model_folder(args):
         if not folder.is_dir():
             patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # a node's other ranks wait for one
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        need(hasattr(config, "vision_config") or not args.image_column, "has no vision tower for --image-column")
-        text = config.get_text_config()
-        kinds = set(getattr(text, "layer_types", ()))
-        need(kinds <= {"full_attention"}, f"has layers of {sorted(kinds)}; only full_attention is supported")
-        for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale"):
-            need(getattr(text, name, 1) in (None, 1), f"has {name}; only plain logits are supported")
-        context = text.max_position_embeddings
+        transformers.utils.logging.disable_progress_bar()
+        text = config_of(folder).get_text_config()
+        # The policy sees all of a sequence, and where a window or LongRoPE's longer angles begin, vLLM does not.
+        context = min(text.max_position_embeddings, getattr(text, "sliding_window", None) or math.inf)
         if "longrope" in text.rope_parameters.values():
-            # a longer sequence changes the angles of all others in its row
             context = text.rope_parameters["original_max_position_embeddings"]
-            # below, positions have no values on which angles could depend
-            text.rope_parameters["rope_type"] = "default"
-        context = min(context, getattr(text, "sliding_window", None) or context)
-        need(longest_sequence(args) <= context, f"context or window {context}, and {longest_sequence(args)} are needed")
-        zero = torch.tensor([0])
-        group = Group(Problem("", [0], ""), [Rollout(zero, zero, "", False)], reward_G=zero)
-        try:
-            policy = Policy(empty_model(config, dtype=torch.bfloat16), 1.0)
-            policy(Batch([group]).pack([0], "meta"))
-        except Exception as error:  # whatever a model may raise
-            raise ValueError(f"a {config.model_type} like this does not take packed rows: {error!r}") from error
-        # a policy leaves out the bias of a head
-        names = set(map(hub_name, policy.state_dict())) - {"lm_head.bias"}
-        found = reader_of(folder).read_metadata().state_dict_metadata.keys()
-        # a head that is tied, and an old file's: nor does transformers read them
-        aside = ("lm_head.weight", "rotary_emb.inv_freq")
-        unlike = sorted(name for name in names ^ found if name in names or not name.endswith(aside))
-        need(not unlike, f"its files and a {config.model_type} differ in {len(unlike)} weights, such as {unlike[:2]}")
+        longest = longest_sequence(args)
+        need(longest <= context, f"its context or window is {context}, and {longest} are needed")
     return folder
-
-
-def reader_of(folder):
-    """Return a reader of the files that transformers would read: one that is whole, else an index's. Others are left
-    aside, such as the shards of an older save."""
-    whole = folder / "model.safetensors"
-    files = [str(whole)]
-    if not whole.exists():
-        files, _ = transformers.utils.hub.get_checkpoint_shard_files(folder, f"{whole}.index.json")
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    reader.fs.ls = lambda _: files
-    return reader
 
 
 def hub_name(name):
@@ -1393,9 +985,21 @@ def hub_name(name):
     return name.replace(".language_model", "").replace("model.visual", "visual")
 
 
+def read_weights(folder):
+    """Return a policy's weights, in float32, from a folder. Raises ValueError if they are not those of its kind."""
+    lm, info = model_class(config_of(folder)).from_pretrained(
+        folder,
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    unlike = [name for names in info.values() for name in names]
+    need(not unlike, f"--model {folder}: its files and a {lm.config.model_type} differ in weights such as {unlike[:2]}")
+    return Policy(lm, 1.0).state_dict()
+
+
 def load_policy(folder, args, world):
     """Return the policy, sharded; each rank reads its part. Weights and reductions are float32."""
-    lm = empty_model(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    lm = empty_model(config_of(folder))
     units = [*lm.get_decoder().layers]
     visual = getattr(lm.model, "visual", None)
     if visual:
@@ -1418,8 +1022,12 @@ def load_policy(folder, args, world):
         parameter._is_hf_initialized = True
     # what is not, the buffers that no checkpoint has, gets the values of its module
     policy.apply(lm._init_weights)
-    weights = {hub_name(name): x for name, x in get_model_state_dict(policy).items()}
-    dcp.load(weights, storage_reader=reader_of(folder))
+    weights = {}
+    if world.rank == 0:
+        weights = read_weights(folder)
+    sharded.set_model_state_dict(
+        policy, weights, options=sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
     return policy
 
 
@@ -1433,31 +1041,23 @@ def set_lr(optimizer, args, step):
 
 
 def passes(policy, micro_batches):
-    """Yield an update's micro-batches, and show how many are done. Each node adds up its own gradients; the last one's
-    backward pass, which every rank has at the same time, adds those of all nodes."""
-    for number, responses in enumerate(Progress(micro_batches, desc="update"), 1):
+    """Yield an update's micro-batches. Each node adds up its own gradients; the last one's backward pass, which every
+    rank has at the same time, adds those of all nodes."""
+    for number, responses in enumerate(micro_batches, 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield responses
 
 
-SKIPS_IN_A_ROW = 5  # updates
-
-
-def clip_and_step(policy, optimizer, record, prefix=""):
-    """Scale the gradient down to --max-grad-norm and make an optimiser's step, which counts in the metrics
-    <prefix>grad_norm and optimizer_steps. Skip it if the gradient is not finite. Raises FloatingPointError where
-    SKIPS_IN_A_ROW were skipped."""
+def clip_and_step(policy, optimizer, record, name="grad_norm"):
+    """Scale the gradient down to --max-grad-norm and make an optimiser's step; its norm counts in the step's metric
+    `name`. Skip it, and say so, if the gradient is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), record.args.max_grad_norm).full_tensor().item()
     if math.isfinite(norm):
         optimizer.step()
-        record.grad_norms[prefix].append(norm)
-        record.skips_in_a_row = 0
-        return
-    record.skipped += 1
-    record.skips_in_a_row += 1
-    record.say(f"an update is skipped: its gradient is not finite (norm {norm})")
-    if record.skips_in_a_row == SKIPS_IN_A_ROW:
-        raise FloatingPointError(f"{SKIPS_IN_A_ROW} updates in a row are not finite; try a smaller --lr")
+        record.norms[name].append(norm)
+    else:
+        record.metrics["skipped_updates"] += 1
+        record.say(f"an update is skipped: its gradient is not finite (norm {norm}); try a smaller --lr")
 
 
 @torch.no_grad()
@@ -1471,7 +1071,7 @@ def score(policy, batch, micro_batches, record, phase, entropies=False):
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
             score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
-            record.tokens[phase] += micro.cost
+            record.tokens[phase] += micro.tokens
         # FSDP's .to also reshards: the root, which no backward pass follows, stays gathered, and hides the optimiser's
         # step
         policy.to(home)
@@ -1495,16 +1095,17 @@ def full_weights(policy, dtype):
 
 
 def save_model(policy, folder, source, dtype, world):
-    """Write a model folder that transformers and vLLM load, with the files of `source` beside the weights."""
-    weights = {name: tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
+    """Write a model folder: the files of `source` as they are, with the policy's weights, and in config.json their type
+    of number."""
+    weights = {hub_name(name): tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
     if world.rank == 0:
-        lm = empty_model(AutoConfig.from_pretrained(source), dtype=dtype)
-        with suppress(OSError):  # not every model has one
-            lm.generation_config = transformers.GenerationConfig.from_pretrained(source)
-        lm.save_pretrained(folder, state_dict=weights)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        if hasattr(lm.config, "vision_config"):
-            AutoImageProcessor.from_pretrained(source).save_pretrained(folder)
+        weights_of_source = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", ".*")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(source, folder, ignore=weights_of_source, copy_function=shutil.copyfile)
+        config = json.loads((folder / "config.json").read_text())
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        save_torch_state_dict(weights, folder)
     dist.barrier()
 
 
@@ -1543,240 +1144,169 @@ def evaluate(held_out, sampler, verifier, record, step):
     return metrics
 
 
-def keep_best(policy, source, dtype, metrics, record, step):
+def keep_best(policy, source, dtype, metrics, record):
     """With --keep-best write the model to best/ if the mean avg@n over held-out sets is the highest so far."""
-    if not record.args.keep_best:
-        return
-    world = record.world
-    average = np.mean([value for name, value in metrics.items() if "/avg@" in name])
-    best = record.folder / "best"
-    about = best / "average.txt"  # a killed run's, too: it may have written the model after its last checkpoint
-    partial = record.folder / "best.partial"
-    if world.rank == 0 and (partial / about.name).exists():
-        give_name(partial, best)  # a kill came after the model was whole
-    highest = -math.inf
-    with suppress(FileNotFoundError):  # rank 0 decides; another may look while it moves the folder
-        highest = float(about.read_text().split()[0])
-    if world.all_gather(average > highest)[0]:
-        save_model(policy, partial, source, dtype, world)
-        if world.rank == 0:
-            write_whole(partial / about.name, f"{average} at step {step}\n")
-            give_name(partial, best)
+    average = sum(value for name, value in metrics.items() if "/avg@" in name)
+    if record.args.keep_best and average > record.best:
+        record.best = average
+        partial = record.folder / "best.partial"
+        save_model(policy, partial, source, dtype, record.world)
+        if record.world.rank == 0:
+            give_name(partial, record.folder / "best")
 
 
 # --------------------------- checkpoint
-def sizes(folder):
-    """Return how many bytes each of a folder's files of tensors has."""
-    return {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
-
-
-def write_whole(file, text):
-    """Write a text file whole or not at all, also when the machine loses its power."""
-    new = file.with_suffix(".new")
-    with open(new, "w") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    new.rename(file)
-
-
 def give_name(partial, final):
-    """Give a folder that is whole its name; what had it goes."""
-    shutil.rmtree(final, ignore_errors=True)
+    """Give a folder that is whole its name. What had the name goes afterwards, so that a kill loses neither."""
+    old = final.with_suffix(".old")
+    if final.exists():
+        final.rename(old)
     partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def checkpoints_of(folder):
     """Return the checkpoints in a folder, oldest first: the folders whose names are those of one."""
-    found = [path for path in folder.glob("step-*/") if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    return sorted(path for path in folder.glob("step-*") if path.name[5:].isdecimal())
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
-    """Write checkpoints/step-<step>, each rank its shards, under a temporary name first; drop the oldest."""
+    """Write checkpoints/step-<step>, if one is due, each rank its shards; it has this name once it is whole. Drop the
+    oldest."""
     world = record.world
+    if not record.checkpoint_due(step):
+        return
     final = record.folder / "checkpoints" / f"step-{step:05d}"
     partial = final.with_suffix(".partial")
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    state = {"policy": get_model_state_dict(policy)}
+    state = {"policy": sharded.get_model_state_dict(policy)}
     if optimizer.state:  # else asking for it would make it, a step old
-        state["optimizer"] = get_optimizer_state_dict(policy, optimizer)["state"]
+        state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)["state"]
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(partial, save_distributed=True))
     if world.rank == 0:  # every rank's shards are on the disk
         manifest = {
             "step": step,
             "position": position,
+            "best": record.best,
             "seconds": time.time() - record.started,
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
-            "files": sizes(partial),
         }
-        write_whole(partial / "manifest.json", json.dumps(manifest))
+        (partial / "manifest.json").write_text(json.dumps(manifest))
         give_name(partial, final)
-        found = checkpoints_of(final.parent)
-        written = found[: found.index(final) + 1]  # a later one is damaged
-        for old in written[: -record.args.checkpoints_kept]:
+        for old in checkpoints_of(final.parent)[: -record.args.checkpoints_kept]:
             shutil.rmtree(old)
     record.saved = time.time()
     dist.barrier()
 
 
-def newest_checkpoint(record):
-    """Return the newest whole checkpoint and its manifest, or None and {}. Raises ValueError if all are damaged."""
-    found = record.world.all_gather(checkpoints_of(record.folder / "checkpoints"))[0]
-    for folder in reversed(found):
-        manifest = {}
-        with suppress(OSError, ValueError, TypeError):
-            manifest |= json.loads((folder / "manifest.json").read_text())
-        if record.world.all_gather(manifest.get("files") == sizes(folder))[0]:
-            return folder, manifest
-        record.say(f"{folder}: damaged; passed over")
-    need(not found, f"--resume: every checkpoint of {record.folder} is damaged; a new --run-dir starts over")
-    return None, {}
-
-
 def resume(policy, optimizer, record):
-    """With --resume load the newest whole checkpoint; return its step and position in the data, else 0 and 0. From here
-    on Ctrl-C and SIGTERM end the run in words."""
+    """With --resume load the newest checkpoint; return its step and position in the data, else 0 and 0. From here on
+    Ctrl-C and SIGTERM end the run in words."""
     signal(SIGINT, record.interrupt)
     signal(SIGTERM, record.interrupt)
     if not record.args.resume:
         return 0, 0
-    folder, manifest = newest_checkpoint(record)
-    metrics = record.folder / "metrics.jsonl"
-    if record.world.rank == 0:
-        metrics.touch()
-        wanted = manifest.get("metrics", 0)
-        kept = metrics.read_bytes()[:wanted]  # later steps come again
-        os.truncate(metrics, kept.rfind(b"\n") + 1)  # a file that lost its end may stop inside a line
-        if len(kept) < wanted:
-            record.say(f"{metrics}: {wanted - len(kept)} bytes are gone; going on with the lines before")
-    if not folder:
+    found = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
+    if not found:
         record.say("the run has no checkpoint: it starts over")
+        (record.folder / "metrics.jsonl").unlink(missing_ok=True)
         return 0, 0
-    reader = dcp.HuggingFaceStorageReader(folder)
-    dcp.load({"policy": get_model_state_dict(policy)}, storage_reader=reader)
-    moments = get_optimizer_state_dict(policy, optimizer)
+    reader = dcp.HuggingFaceStorageReader(found[-1])
+    dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
+    moments = sharded.get_optimizer_state_dict(policy, optimizer)
     for state in moments["state"].values():
         state["step"].zero_()  # it stays where no update had a gradient: a tower before any image
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
-    set_optimizer_state_dict(policy, optimizer, moments)
+    sharded.set_optimizer_state_dict(policy, optimizer, moments)
+    manifest = json.loads((found[-1] / "manifest.json").read_text())
+    os.truncate(record.folder / "metrics.jsonl", manifest["metrics"])  # later steps come again
     record.started -= manifest["seconds"]
+    record.best = manifest["best"]
     record.at = manifest["step"]
-    record.say(f"resumed from {folder}")
+    record.say(f"resumed from {found[-1]}")
     return record.at, manifest["position"]
 
 
 # ------------------------------- record
-MAY_CHANGE = {  # when a run is resumed
-    "run_dir",
-    "resume",
-    "steps",
-    "eval_every",
-    "checkpoint_every",
-    "checkpoint_minutes",
-    "samples_every",
-    "checkpoints_kept",
-    "micro_batch_tokens",
-    "activation_checkpointing",
-    "gpu_memory_utilization",
-    "max_num_seqs",
-    "tensor_parallel",
-    "track",
+# fmt: off
+MAY_CHANGE = {  # when a run is resumed; --steps, too, where the learning rate is constant
+    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "max_num_seqs",
+    "micro_batch_tokens", "activation_checkpointing", "gpu_memory_utilization", "tensor_parallel", "track",
 }
+# fmt: on
+# in the line of a step
+SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "tokens_per_second/update")
 
 
 def open_run(folder, args, script, world):
     """Make the folder and run.json, where a resumed run's commands stand before this one; return a file that is locked
     until this process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
     file = folder / "run.json"
-    about = {
-        "commands": [shlex.join(sys.argv)],
-        "args": json.loads(json.dumps({"script": script, **asdict(args)})),
-        "ranks": world.size,
-        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
-        "versions": {each.name: each.version for each in importlib.metadata.distributions()},
-        "commit": subprocess.getoutput(
-            f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty 2>/dev/null"
-        ),
-    }
+    flags = json.loads(json.dumps({"script": script, **asdict(args)}))
+    commands = [shlex.join(sys.argv)]
     if args.resume:
         need(file.exists(), f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
         before = json.loads(file.read_text())
-        about["commands"] = before["commands"] + about["commands"]
-        may_change = MAY_CHANGE
-        if args.lr_warmup or args.lr_floor < 1:
-            may_change = MAY_CHANGE - {"steps"}  # the schedule would bend
+        commands = before["commands"] + commands
+        constant = args.lr_warmup == 0 and args.lr_floor == 1
         for name, old in before["args"].items():
-            new = about["args"].get(name)
-            need(
-                new == old or name in may_change,
-                f"--resume: {name} has changed since the run was started: {old!r}, now {new!r}",
-            )
+            fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
+            need(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {flags.get(name)!r}")
     else:
         need(not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115  closing it would unlock the folder
     with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    write_whole(file, json.dumps(about, indent=2))
+    here = shlex.quote(str(Path(__file__).parent))
+    info = {
+        "commands": commands,
+        "args": flags,
+        "ranks": world.size,
+        "device": str(world.device),
+        "versions": {each.name: each.version for each in importlib.metadata.distributions()},
+        "commit": subprocess.getoutput(f"git -C {here} describe --always --dirty 2>/dev/null"),
+    }
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(info, indent=2))
+    new.rename(file)
     return lock
-
-
-def name_of(script, args):
-    """Return what a run's folder is named after: run.sh's experiment, else script, model and, where they are short, the
-    flags that differ from the script's defaults."""
-    differ = ""
-    for flag, value in asdict(args).items():
-        if flag not in ("model", "seed") and value != getattr(type(args), flag):
-            differ += f"-{flag}{value}"
-    if len(differ) > 40 or "/" in differ:
-        differ = ""
-    return os.environ.get("EXPERIMENT") or f"{script}-{Path(args.model).name}{differ}"
-
-
-# in the line of a step
-SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "tokens_per_second/update")
 
 
 class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
     def __init__(self, args, script, world):
-        name = f"{name_of(script, args)}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        name = f"{os.environ.get('EXPERIMENT', script)}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.args = args
         self.world = world
-        self.folder = Path(args.run_dir or f"runs/{name}")
+        self.folder = world.decide(Path(args.run_dir or f"runs/{name}"))
         self.started = self.saved = time.time()  # the run, and its last checkpoint
-        self.start_step()
-        self.skips_in_a_row = 0
+        self.ends = deque([self.started], maxlen=20)  # of the last steps
         self.at = 0  # step
-        self.recent = []  # seconds of steps, without evaluations
-        self.evaluation = 0  # seconds of the last one
-        # between sampler and trainer, until it is measured
-        self.most_gap = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01
+        self.best = -math.inf  # sum of avg@n over sets, for --keep-best
+        # between sampler and trainer, nats a token, in the first step; what is above it is no rounding
+        self.gap_limit = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01
         self.board = None
+        self.start_step()
         if world.rank == 0:
-            if args.track:
-                import wandb
             self.lock = open_run(self.folder, args, script, world)
             if args.track:
-                file = self.folder / "wandb.id"  # of a run that --resume goes on with there, too
-                if not file.exists():
-                    file.write_text(secrets.token_hex(4))
+                import wandb
+
                 wandb.init(
                     project=args.track,
                     name=self.folder.name,
-                    id=file.read_text(),
+                    id=f"{seed_of(str(self.folder.resolve())):x}",  # --resume goes on with the same
                     resume="allow",
-                    dir=self.folder,
                     config=asdict(args),
                     sync_tensorboard=True,
                 )
-        self.folder = world.all_gather(self.folder)[0]  # rank 0 has made it
+        dist.barrier()  # rank 0 has made the folder
         shared = all(world.all_gather(self.folder.is_dir()))
         need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
         self.say(f"run folder {self.folder}")
@@ -1790,17 +1320,15 @@ class Record:
 
     def start_step(self):
         """Reset what is counted in a step."""
-        self.seconds = Counter()  # of phases
-        self.tokens = Counter()
-        self.memory = {}  # metrics
-        self.skipped = 0  # updates
-        self.grad_norms = defaultdict(list)  # by the prefix of the metrics
+        self.metrics = Counter(skipped_updates=0)
+        self.tokens = Counter()  # of phases
+        self.norms = defaultdict(list)  # of gradients, by metric
 
     def write(self, name, line):
         """Add a line to a file of the run folder."""
         if self.world.rank == 0:
             with open(self.folder / name, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+                print(line, file=file)
 
     def say(self, text):
         """Print a line on rank 0's terminal and, with the time of day, to log.txt."""
@@ -1813,7 +1341,7 @@ class Record:
         there: `stopping`, if the run folder has a file `stop`, which goes."""
         file = self.folder / "stop"
         late = time.time() - self.saved > 60 * self.args.checkpoint_minutes
-        self.stopping, late = self.world.all_gather((file.exists(), late))[0]
+        self.stopping, late = self.world.decide((file.exists(), late))
         if self.stopping:
             file.unlink(missing_ok=True)
             self.say("a stop file: ending with a checkpoint; --resume goes on")
@@ -1827,8 +1355,8 @@ class Record:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()  # torch's counters do not see the engine sleep
-            self.memory[f"memory_gib/{name}"] = (total - free) / 2**30
-        self.seconds[name] += time.perf_counter() - start
+            self.metrics[f"memory_gib/{name}"] = (total - free) / 2**30
+        self.metrics[f"seconds/{name}"] += time.perf_counter() - start
 
     def samples(self, name, groups):
         """Write groups to samples/<name>.txt."""
@@ -1838,71 +1366,59 @@ class Record:
         for p, group in enumerate(groups):
             text += f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n"
             for g, rollout in enumerate(group.rollouts):
-                about = f"reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens"
-                if rollout.truncated:
-                    about += ", cut off"
-                text += f"\n-- response {g}: {about}\n{rollout.text}\n"
+                cut = ", cut off" if rollout.truncated else ""
+                text += (
+                    f"\n-- response {g}: reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens{cut}\n{rollout.text}\n"
+                )
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def training(self, step, batch, seen):
-        """Write samples/train-step<step>.txt with every --samples-every-th step and where an evaluation was; there also
-        .parquet, what the loss saw of each token: the *_T of `seen`, with a row for each response."""
-        file = f"train-step{step:05d}"
-        evaluated = "evaluate" in self.seconds
-        if evaluated or step % self.args.samples_every == 0:
-            self.samples(file, batch.groups)
-        if self.world.rank or not evaluated:
+        """Where an evaluation was, write samples/train-step<step>.txt, and what the loss saw of each token as .parquet:
+        the *_T of `seen`, with a row for each response."""
+        if self.world.rank or "seconds/evaluate" not in self.metrics:
             return
-        problems = [batch.groups[p].problem for p in batch.group_R]
+        name = f"train-step{step:05d}"
+        self.samples(name, batch.groups)
         table = {
             "group": batch.group_R,
-            "problem": [problem.text for problem in problems],
-            "answer": [problem.answer for problem in problems],
+            "problem": [batch.groups[p].problem.text for p in batch.group_R],
+            "answer": [batch.groups[p].problem.answer for p in batch.group_R],
             "reward": batch.reward_PG.flatten(),
             "truncated": [rollout.truncated for rollout in batch.rollout_R],
             "ids": [rollout.ids for rollout in batch.rollout_R],
-            "sampler_logp_T": [rollout.logp for rollout in batch.rollout_R],
         }
-        for name, x in seen.items():
-            if name.endswith("_T"):
-                table[name] = x.split(batch.length_R.tolist())
-        datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{file}.parquet")
+        for vector, x in {"sampler_logp_T": batch.sampler_logp_T, **seen}.items():
+            if vector.endswith("_T"):
+                table[vector] = x.split(batch.length_R.tolist())
+        datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{name}.parquet")
 
     def step(self, step, metrics):
         """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
         tokens = sum(self.world.all_gather(self.tokens), Counter())
         if step:
             tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
-            metrics["optimizer_steps"] = len(self.grad_norms[""])
-        for prefix, norms in self.grad_norms.items():
-            metrics[f"{prefix}grad_norm"] = np.mean(norms or 0)
-        for name, taken in self.seconds.items():
-            metrics[f"seconds/{name}"] = taken
-            if tokens[name]:
-                metrics[f"tokens_per_second/{name}"] = tokens[name] / taken
-        metrics.update(self.memory, skipped_updates=self.skipped)
+            metrics["optimizer_steps"] = len(self.norms["grad_norm"])
+        for name, norms in self.norms.items():
+            metrics[name] = np.mean(norms or 0)
+        metrics.update(self.metrics)
+        for phase, count in tokens.items():
+            metrics[f"tokens_per_second/{phase}"] = count / metrics[f"seconds/{phase}"]
+        self.at = step
+        self.ends.append(time.time())
+        self.write("metrics.jsonl", json.dumps({"step": step, "time": self.ends[-1] - self.started, **metrics}))
         if self.world.rank == 0:
             self.board = self.board or SummaryWriter(self.folder, purge_step=step)
-        row = {"step": step, "time": time.time() - self.started}
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+        each = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
         line = f"step {step}/{self.args.steps}"
         for name, value in metrics.items():
-            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
-            if self.board:
-                self.board.add_scalar(name, value, step)
             if name in SHOWN or name.startswith(("eval/", "seconds/")):
                 line += f"  {name} {value:,.3f}"
-        self.write("metrics.jsonl", json.dumps(row))
-        self.at = step
-        self.evaluation = self.seconds["evaluate"] or self.evaluation
-        if step:
-            self.recent.append(self.seconds.total() - self.seconds["evaluate"])
-            ahead = self.args.steps - step
-            left = ahead * np.median(self.recent[-20:]) + math.ceil(ahead / self.args.eval_every) * self.evaluation
-            line += f"  left {left / 60:.1f} min"
-        self.start_step()
-        self.say(line)
+        self.say(f"{line}  left {(self.args.steps - step) * each / 60:.1f} min")
         if metrics.get("zero_advantage_share") == 1:
             self.say(
                 f"no group whose rewards differ (mean {metrics['reward']:g}): too easy, too hard, wrong --template, "
                 "--max-response-tokens or --reward; see samples/"
             )
+        self.start_step()

@@ -61,13 +61,13 @@ not say, and we chose.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
 import torch
 import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from transformers import AutoTokenizer
 
 import common
@@ -94,6 +94,7 @@ class Args(common.Args):
     """A prompt and its response together have at most this many tokens (released code). 0: no such bound."""
     temperature: PositiveFloat = 0.7
     """Divides the logits in the sampler and in the trainer alike (Table 5)."""
+    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (Table 5).
     lr_warmup: common.Share = 0.1
     """Share of --steps over which the learning rate rises in a straight line (Table 5)."""
     lr_floor: common.Share = 0.1
@@ -215,8 +216,8 @@ def policy_loss(logp_T, advantage_T, factor_T, weight_T, low, high, kl_coef, old
     gain_T = factor_T * advantage_T
     free_T = ratio_T * gain_T
     clipped_T = ratio_T.clamp(low, high) * gain_T
-    behind_T = ref_logp_T - logp_T
-    kl_T = behind_T.exp() - behind_T - 1  # k3
+    log_ratio_T = ref_logp_T - logp_T
+    kl_T = log_ratio_T.exp() - log_ratio_T - 1  # k3
     loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_T))).sum()  # loss
     return loss, {"ratio_T": ratio_T, "clipped_T": clipped_T < free_T, "kl_T": kl_T}
 
@@ -264,13 +265,7 @@ def learn(policy, reference, optimizer, batch, step, record):
     valid_P = common.valid(batch.reward_PG)
     trained_R = valid_P[batch.group_R] | (args.kl_coef > 0)  # without KL a dead group has no gradient
     trained_T = trained_R[batch.response_T]
-    update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
-    weights = []
-    micro_batches_by_update = []  # this rank's: each micro-batch is a list of response numbers
-    for update in range(args.updates_per_step):
-        in_update_R = update_R == update
-        weights.append(token_weights(batch.length_R[in_update_R], args.normaliser))
-        micro_batches_by_update.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
+    weights = [token_weights(length_R, args.normaliser) for length_R in batch.length_R.chunk(args.updates_per_step)]
     # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
     inputs = {
         "advantage_T": advantage_T,
@@ -280,27 +275,29 @@ def learn(policy, reference, optimizer, batch, step, record):
         "high": 1 + args.clip_high,
         "kl_coef": args.kl_coef,
     }
+    micro_batches_by_update = batch.deal_updates(args.updates_per_step, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
     all_micro_batches = list(chain(*micro_batches_by_update))
     if args.reweight != "none" or args.updates_per_step > 1 or args.tis_cap:
         old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
         inputs["old_logp_T"] = old_logp_T  # else the only update sees the policy that sampled
-    tis_T = 1.0
     if args.tis_cap:
         tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-        inputs["advantage_T"] = advantage_T * tis_T
+        inputs["advantage_T"] = inputs["advantage_T"] * tis_T
     if reference is not None:
         inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
 
     # ---- the kernel, over the whole step: c, sigma and the normaliser span micro-batches and ranks
+    w_T = inputs["factor_T"]  # gives the loss its value; k reproduces only the gradient
     if args.reweight == "kernel":
         c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
-        kernel_T = kernel_weights(c_T, group_T)
-        inputs["factor_T"] = kernel_T
+        w_T = kernel_weights(c_T, group_T)
+        inputs["factor_T"] = w_T
         if not args.detach_kernel:
-            # whatever else scales the policy term enters here, too: the kernel's gradient is of the whole term
-            scale_T = inputs["weight_T"] * tis_T
+            scale_T = inputs["weight_T"]
+            if args.tis_cap:  # the kernel's gradient is of the whole policy term, whatever else scales it
+                scale_T = scale_T * tis_T
             k_T = effective_kernel(old_logp_T, advantage_T, scale_T, batch.response_T, group_T)
             inputs["factor_T"] = k_T.float()
 
@@ -314,7 +311,8 @@ def learn(policy, reference, optimizer, batch, step, record):
             start_logp_T = old_logp_T
             if update:  # the policy has moved since it sampled
                 start_logp_T, _ = common.score(policy, batch, micro_batches, record, "start_logp")
-            own_T = trained_T & (update_R == update)[batch.response_T]
+            own_R = torch.arange(len(trained_R)).chunk(args.updates_per_step)[update]
+            own_T = trained_T & torch.isin(batch.response_T, own_R)
             inputs["factor_T"][own_T] = clip_cov_mask(
                 start_logp_T[own_T],
                 old_logp_T[own_T],
@@ -335,21 +333,18 @@ def learn(policy, reference, optimizer, batch, step, record):
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
-                record.tokens["update"] += micro.cost
+                record.tokens["update"] += micro.tokens
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
-    old_logp_T = inputs.setdefault("old_logp_T", logp_T)
-    c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
-    seen = {"covariance_T": c_T, "entropy_T": entropy_T, "trained_T": trained_T}
-    w_T = inputs["factor_T"]
-    if args.reweight == "kernel":  # the loss has the value that w~ gives it; k reproduces only its gradient
-        w_T = kernel_T
-        seen["kernel_T"] = kernel_T
+    if "old_logp_T" not in inputs:  # the only update saw the policy that sampled
+        inputs["old_logp_T"] = logp_T
     inputs["logp_T"] = logp_T
-    loss, by_token = policy_loss(**{**inputs, "factor_T": w_T})
+    loss, seen = policy_loss(**{**inputs, "factor_T": w_T})
+    c_T = covariance(inputs["old_logp_T"], advantage_T, batch.response_T, group_T)
+    seen.update(covariance_T=c_T, kernel_T=w_T, entropy_T=entropy_T, trained_T=trained_T)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "lr": optimizer.param_groups[0]["lr"],
@@ -358,19 +353,18 @@ def learn(policy, reference, optimizer, batch, step, record):
     valid_T = valid_P[group_T]
     metrics.update(covariance_summary(c_T[valid_T]))
     if reference is not None:
-        metrics["kl"] = (inputs["weight_T"] * by_token["kl_T"]).sum().item() / args.updates_per_step
+        metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
-        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
+        metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T], record))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         entropy_R = common.mean_by(entropy_T.double(), batch.response_T)
         metrics["entropy_response"] = entropy_R[trained_R].mean().item()  # section 2.2
     if valid_P.any():
-        w_T = w_T[valid_T]
         sigma_P = bandwidth(c_T, group_T)[valid_P]
         metrics["covariance/sigma"] = sigma_P.double().mean().item()
-        metrics["weight_removed"] = (1 - w_T).clamp(min=0).double().mean().item()
-        metrics["weight_below_half"] = (w_T < 0.5).double().mean().item()
-    return metrics, {**inputs, **by_token, **seen}
+        metrics["weight_removed"] = (1 - w_T[valid_T]).clamp(min=0).double().mean().item()
+        metrics["weight_below_half"] = (w_T[valid_T] < 0.5).double().mean().item()
+    return metrics, {**inputs, **seen}
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -389,9 +383,7 @@ def main(args: Args) -> None:
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "cwgrpo", world)
 
-    record.say("starting the engine")
     sampler = common.Sampler(folder, tokenizer, args, world)
-    record.say("loading the model")
     policy = common.load_policy(folder, args, world)
     reference = None
     if args.kl_coef:
@@ -424,9 +416,8 @@ def main(args: Args) -> None:
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = common.drawn_metrics(groups)
         learned, seen = learn(policy, reference, optimizer, batch, step, record)
-        metrics.update(learned)
+        metrics = common.drawn_metrics(groups) | learned
 
         # ---- sync
         with record.phase("sync"):
@@ -436,11 +427,10 @@ def main(args: Args) -> None:
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-            common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
+            common.keep_best(policy, folder, sampler.dtype, metrics, record)
         record.training(step, batch, seen)
         record.step(step, metrics)
-        if record.checkpoint_due(step):
-            common.save_checkpoint(policy, optimizer, step, position, record)
+        common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:
             break
 
@@ -450,4 +440,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__, console_outputs=common.FIRST))

@@ -57,20 +57,16 @@ not say, and we chose. docs/gpg.md compares the paper with its released code.
   advantage by min(pi / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
 """
 
-from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
 import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from transformers import AutoTokenizer
 
 import common
-
-common.PROMPTS["qwen-boxed"] = (  # B.4, for the 7B model
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
-    "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
-)
 
 
 @dataclass
@@ -80,11 +76,13 @@ class Args(common.Args):
     model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id or folder with config.json and *.safetensors.
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"
-    """qwen-boxed, one of those that sspo.py has, or a text file with {problem} in it."""
+    """A text file with {problem} in it, or one of common.py's PROMPTS, here B.4's."""
     steps: NonNegativeInt = 1100  # Rollout steps; 0 only evaluates.
     prompts_per_step: PositiveInt = 144  # Prompts sampled in a step, or in each of its draws (P).
-    max_response_tokens: PositiveInt = 3072
-    """A response is cut at this length and scores as it stands (ours)."""
+    group_size: common.AtLeastTwo = 8  # Responses to each prompt (G; B.1).
+    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted (ours).
+    max_response_tokens: PositiveInt = 3072  # A response is cut at this length and scores as it stands (ours).
+    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (B.1).
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter.
     norm: Literal["none", "group", "batch"] = "none"
     """F_norm of Eq. 6. none: 1. group or batch: the standard deviation of its rewards (Tables 1, 13)."""
@@ -145,8 +143,8 @@ def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.
     loss = -alpha * (weight_T * logp_T * advantage_T).sum()  # Eq. 8
     seen = {}
     if ref_logp_T is not None:
-        behind_T = ref_logp_T - logp_T
-        kl_T = behind_T.exp() - behind_T - 1  # Eq. 27 (k3)
+        log_ratio_T = ref_logp_T - logp_T
+        kl_T = log_ratio_T.exp() - log_ratio_T - 1  # Eq. 27 (k3)
         loss = loss + kl_coef * (weight_T * kl_T).sum()
         seen["kl_T"] = kl_T
     return loss, seen
@@ -171,18 +169,22 @@ def learn(policy, reference, optimizer, batch, record):
         "alpha": alpha(batch.reward_PG) if args.accurate_gradient else 1.0,
         "kl_coef": args.kl_coef,
     }
-    micro_batches = batch.deal(trained_R, world, args.micro_batch_tokens)
+    micro_batches_by_update = batch.deal_updates(1, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs; the loss has no ratio, so that only --tis-cap asks for the old ones
+    all_micro_batches = list(chain(*micro_batches_by_update))
     if args.tis_cap:
-        old_logp_T, _ = common.score(policy, batch, micro_batches, record, "old_logp")
-        inputs["advantage_T"] *= common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+        old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
+        tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+        inputs["advantage_T"] = inputs["advantage_T"] * tis_T
     if reference is not None:
-        inputs["ref_logp_T"], _ = common.score(reference, batch, micro_batches, record, "reference")
+        inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
 
-    # ---- update
+    # ---- updates
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
-    if micro_batches:  # else nothing to learn; after gradients of 0 AdamW's momentum and decay would move the weights
+    for micro_batches in micro_batches_by_update:
+        if not micro_batches:
+            continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in common.passes(policy, micro_batches):
@@ -192,7 +194,7 @@ def learn(policy, reference, optimizer, batch, record):
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
-                record.tokens["update"] += micro.cost
+                record.tokens["update"] += micro.tokens
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
@@ -208,9 +210,10 @@ def learn(policy, reference, optimizer, batch, record):
     }
     if reference is not None:
         metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item()
-    for name, chosen_T in (("logp_positive", inputs["advantage_T"] > 0), ("logp_negative", inputs["advantage_T"] < 0)):
-        if chosen_T.any():
-            metrics[name] = logp_T[chosen_T].mean().item()
+    for name, sign in (("logp_positive", 1), ("logp_negative", -1)):
+        signed_T = inputs["advantage_T"].sign() == sign
+        if signed_T.any():
+            metrics[name] = logp_T[signed_T].mean().item()
     if trained_T.any():
         metrics.update(common.sampler_gap(logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
@@ -229,9 +232,7 @@ def main(args: Args) -> None:
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "gpg", world)
 
-    record.say("starting the engine")
     sampler = common.Sampler(folder, tokenizer, args, world)
-    record.say("loading the model")
     policy = common.load_policy(folder, args, world)
     reference = None
     if args.kl_coef:
@@ -269,14 +270,12 @@ def main(args: Args) -> None:
         else:
             record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
         sampler.sleep()
-        chosen = common.first_valid(drawn, valid_P, args.prompts_per_step)
-        batch = common.Batch(chosen)
+        batch = common.Batch(common.first_valid(drawn, valid_P, args.prompts_per_step))
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
         learned, seen = learn(policy, reference, optimizer, batch, record)
-        metrics.update(learned)
+        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step) | learned
 
         # ---- sync
         with record.phase("sync"):
@@ -286,11 +285,10 @@ def main(args: Args) -> None:
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-            common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
+            common.keep_best(policy, folder, sampler.dtype, metrics, record)
         record.training(step, batch, seen)
         record.step(step, metrics)
-        if record.checkpoint_due(step):
-            common.save_checkpoint(policy, optimizer, step, position, record)
+        common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:
             break
 
@@ -300,4 +298,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__, console_outputs=common.FIRST))

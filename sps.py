@@ -59,13 +59,13 @@ not say, and we chose.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
 import torch
 import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from transformers import AutoTokenizer
 
 import common
@@ -75,14 +75,17 @@ import common
 class Args(common.Args):
     """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2)."""
 
+    model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id or folder with config.json and *.safetensors (section 5.1).
     dataset: str = "Elliott/Openr1-Math-46k-8192"
+    template: str = "qwen-math"  # One of common.py's PROMPTS, or a text file with {problem} in it (ours).
     subset: NonNegativeInt = 3000
     """Train on this many problems, drawn uniformly by --seed (section 5.1: 3k, 5k, 10k). 0: on all."""
     steps: NonNegativeInt = 700  # RL steps (section 5.2); 0 only evaluates.
     prompts_per_step: PositiveInt = 16
     """Prompts sampled in a step (P). With groups of 8 these make 128 completions (section 5.1)."""
-    max_response_tokens: PositiveInt = 3072
-    """A response is cut at this length and scores as it stands (ours)."""
+    group_size: common.AtLeastTwo = 8  # Responses to each prompt (G; section 5.1).
+    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted (ours).
+    max_response_tokens: PositiveInt = 3072  # A response is cut at this length and scores as it stands (ours).
     lr: NonNegativeFloat = 5e-7  # AdamW's largest learning rate in RL stages (section 5.1).
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter (ms-swift's default).
     adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)
@@ -144,8 +147,8 @@ def policy_loss(logp_T, advantage_T, weight_T, low, high, kl_coef, old_logp_T=No
     ratio_T = (logp_T - old_logp_T).exp()
     free_T = ratio_T * advantage_T
     clipped_T = ratio_T.clamp(low, high) * advantage_T
-    behind_T = ref_logp_T - logp_T
-    kl_T = behind_T.exp() - behind_T - 1  # k3
+    log_ratio_T = ref_logp_T - logp_T
+    kl_T = log_ratio_T.exp() - log_ratio_T - 1  # k3
     loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_T))).sum()  # Eq. 23
     return loss, {"ratio_T": ratio_T, "clipped_T": clipped_T < free_T, "kl_T": kl_T}
 
@@ -189,13 +192,7 @@ def learn(policy, reference, optimizer, batch, record):
     advantage_R = advantages(batch.reward_PG).flatten().float()
     trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL, A = 0 means no gradient
     trained_T = trained_R[batch.response_T]
-    update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
-    weights = []
-    micro_batches_by_update = []  # this rank's: each micro-batch is a list of response numbers
-    for update in range(args.updates_per_step):
-        in_update_R = update_R == update
-        weights.append(token_weights(batch.length_R[in_update_R]))
-        micro_batches_by_update.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
+    weights = [token_weights(length_R) for length_R in batch.length_R.chunk(args.updates_per_step)]
     # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
     inputs = {
         "advantage_T": advantage_R[batch.response_T],
@@ -204,14 +201,16 @@ def learn(policy, reference, optimizer, batch, record):
         "low": 1 - args.clip_low,
         "high": 1 + args.clip_high,
     }
+    micro_batches_by_update = batch.deal_updates(args.updates_per_step, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
     all_micro_batches = list(chain(*micro_batches_by_update))
-    if args.updates_per_step > 1 or args.tis_cap:  # else the only update sees the policy that sampled
+    if args.updates_per_step > 1 or args.tis_cap:
         old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
-        inputs["old_logp_T"] = old_logp_T
+        inputs["old_logp_T"] = old_logp_T  # else the only update sees the policy that sampled
     if args.tis_cap:
-        inputs["advantage_T"] *= common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+        tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+        inputs["advantage_T"] = inputs["advantage_T"] * tis_T
     if reference is not None:
         inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
 
@@ -229,13 +228,14 @@ def learn(policy, reference, optimizer, batch, record):
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
-                record.tokens["update"] += micro.cost
+                record.tokens["update"] += micro.tokens
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
-    old_logp_T = inputs.setdefault("old_logp_T", logp_T)
+    if "old_logp_T" not in inputs:  # the only update saw the policy that sampled
+        inputs["old_logp_T"] = logp_T
     inputs["logp_T"] = logp_T
     loss, seen = policy_loss(**inputs)
     metrics = {
@@ -246,7 +246,7 @@ def learn(policy, reference, optimizer, batch, record):
     if reference is not None:
         metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
-        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
+        metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T], record))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
     return metrics, {**inputs, **seen, "entropy_T": entropy_T, "trained_T": trained_T}
 
@@ -275,8 +275,8 @@ def learn_irl(policy, batches, record):
             loss, _ = irl_loss(logp, **micro.inputs)
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
             logp_T[micro.token_T] = logp.detach().cpu()
-            record.tokens["irl"] += micro.cost
-        common.clip_and_step(policy, optimizer, record, "irl/")
+            record.tokens["irl"] += micro.tokens
+        common.clip_and_step(policy, optimizer, record, "irl/grad_norm")
         loss, means = irl_loss(world.all_reduce(logp_T), **inputs)
         row = {
             "irl/loss": loss.item(),
@@ -366,14 +366,6 @@ def demonstrations(folder, steps, problems, count, seed):
     return groups
 
 
-def forget_demonstrations(folder, checkpoints, rl_steps):
-    """Delete the demonstrations of stages that were over at the oldest checkpoint, since no resumed run needs them."""
-    oldest = int(common.checkpoints_of(checkpoints)[0].name[5:])
-    for file in folder.glob("step-*.pt"):
-        if int(file.stem[5:]) <= oldest // rl_steps * rl_steps:
-            file.unlink()
-
-
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
     """Train: sample, verify, learn, sync, evaluate and log. The paper's part of it is in `learn` and `learn_irl`."""
@@ -391,9 +383,7 @@ def main(args: Args) -> None:
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "sps", world)
 
-    record.say("starting the engine")
     sampler = common.Sampler(folder, tokenizer, args, world)
-    record.say("loading the model")
     policy = common.load_policy(folder, args, world)
     reference = None
     if args.kl_coef:
@@ -436,9 +426,8 @@ def main(args: Args) -> None:
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = common.drawn_metrics(groups)
         learned, seen = learn(policy, reference, optimizer, batch, record)
-        metrics.update(learned)
+        metrics = common.drawn_metrics(groups) | learned
         seen.update(chosen)
 
         # ---- stage 2: the whole IRL stage belongs to one step, so that no checkpoint lies inside it
@@ -458,13 +447,10 @@ def main(args: Args) -> None:
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-            common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
+            common.keep_best(policy, folder, sampler.dtype, metrics, record)
         record.training(step, batch, seen)
         record.step(step, metrics)
-        if record.checkpoint_due(step):
-            common.save_checkpoint(policy, optimizer, step, position, record)
-            if world.rank == 0:
-                forget_demonstrations(kept, record.folder / "checkpoints", rl_steps)
+        common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:
             break
 
@@ -474,4 +460,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__, console_outputs=common.FIRST))

@@ -41,7 +41,6 @@ not say, and we chose.
   segment share a ratio, so their gradients see the mean of these factors.
 """
 
-from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
@@ -49,6 +48,7 @@ import numpy as np
 import torch
 import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from transformers import AutoTokenizer
 
 import common
@@ -59,6 +59,18 @@ class Args(common.Args):
     """SSPO on Qwen2.5-Math-1.5B (§5.2). For 7B, set --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2. §5.2 prints
     alpha 0.1 there, but the row of Table 5 that has the reported average, 56.00, has alpha 0.15."""
 
+    model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id, or folder with config.json and *.safetensors (§5.2).
+    dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
+    """Training problems, which ./run.sh data fetches (§5.2): a .jsonl, .json or .parquet file, a `save_to_disk` folder,
+    or a hub id (`id:[name:]split`)."""
+    template: str = "qwen-math"
+    """plain, qwen-math; in the tokenizer's format: chat, chat-boxed, open-rs; or a text file with {problem} in it."""
+    steps: NonNegativeInt = 200  # Rollout steps (ours); 0 only evaluates.
+    prompts_per_step: PositiveInt = 128  # Prompts sampled in a step, or in each of its draws (P; our reading of §5.2).
+    group_size: common.AtLeastTwo = 8  # Responses to each prompt (G; §5.2).
+    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted (ours).
+    max_response_tokens: PositiveInt = 3000  # A response is cut at this length and scores as it stands (§5.2).
+    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (verl's default).
     updates_per_step: PositiveInt = 4
     """Updates, each an optimiser's step, on one rollout batch. Each has its own prompts (ours)."""
     delimiter: str = r"\n\n"
@@ -181,24 +193,18 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def step_segments(batch, trained_R, tokenizer, delimiter: str, world):
-    """Return segment_T, whose numbers are unique over the step. A response that is not trained stays one segment. Each
-    rank looks through its share of the responses."""
-    mine = [(batch.rollout_R[r].ids.tolist(), trained_R[r]) for r in range(world.rank, len(trained_R), world.size)]
-    used = {token for ids, _ in mine for token in ids}
+def step_segments(batch, trained_R, tokenizer, delimiter: str):
+    """Return segment_T, whose numbers are unique over the step. A response that is not trained stays one segment."""
+    ids = [rollout.ids.tolist() for rollout in batch.rollout_R]
+    used = {*chain(*ids)}
     pieces = {token: tokenizer.decode([token], skip_special_tokens=True) for token in used}  # a stop token has no text
     numbers = []
-    for ids, trained in mine:
-        number = segments([pieces[token] for token in ids], delimiter if trained else "")
-        numbers.append(torch.tensor(number, dtype=torch.long))
-    parts = world.all_gather(numbers)
-    segment = []
     first = 0
-    for r in range(len(trained_R)):
-        number_T = parts[r % world.size][r // world.size]
-        segment.append(first + number_T)
-        first += len(number_T.unique())
-    return torch.cat(segment)
+    for r, trained in enumerate(trained_R):
+        number = segments([pieces[token] for token in ids[r]], delimiter if trained else "")
+        numbers += [first + each for each in number]
+        first += len({*number})
+    return torch.tensor(numbers)
 
 
 def learn(policy, optimizer, batch, tokenizer, record):
@@ -211,35 +217,32 @@ def learn(policy, optimizer, batch, tokenizer, record):
     advantage_R = advantages(batch.reward_PG, args.scale_advantage).flatten().float()
     trained_R = advantage_R != 0  # where A = 0 there is no gradient
     trained_T = trained_R[batch.response_T]
-    segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"), world)
-    update_R = torch.arange(len(advantage_R)) * args.updates_per_step // len(advantage_R)
+    segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
     weights = []
-    micro_batches_by_update = []  # this rank's: each micro-batch is a list of response numbers
-    for update in range(args.updates_per_step):
-        in_update_R = update_R == update
-        weights.append(token_weights(batch.length_R[in_update_R], args.normaliser, args.max_response_tokens))
-        micro_batches_by_update.append(batch.deal(in_update_R & trained_R, world, args.micro_batch_tokens))
+    for length_R in batch.length_R.chunk(args.updates_per_step):
+        weights.append(token_weights(length_R, args.normaliser, args.max_response_tokens))
+    # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
+    inputs = {
+        "advantage_T": advantage_R[batch.response_T],
+        "weight_T": torch.cat(weights).float(),
+        "segment_T": segment_T,
+    }
+    micro_batches_by_update = batch.deal_updates(args.updates_per_step, trained_R, world, args.micro_batch_tokens)
 
     # ---- old log-probs and entropies, in the updates' micro-batches, so that all ratios of the first update are 1
     all_micro_batches = list(chain(*micro_batches_by_update))
     old_logp_T, entropy_T = common.score(policy, batch, all_micro_batches, record, "old_logp", entropies=True)  # Eq. 12
-    entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
-    low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
-    if args.clip == "fixed":
-        low_S = torch.full_like(low_S, 1 - args.clip_low)
-        high_S = torch.full_like(high_S, 1 + args.clip_high)
-    advantage_T = advantage_R[batch.response_T]
+    inputs["old_logp_T"] = old_logp_T
     if args.tis_cap:
-        advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-    # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
-    inputs = {
-        "old_logp_T": old_logp_T,
-        "advantage_T": advantage_T,
-        "segment_T": segment_T,
-        "low_S": low_S,
-        "high_S": high_S,
-        "weight_T": torch.cat(weights).float(),
-    }
+        tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+        inputs["advantage_T"] = inputs["advantage_T"] * tis_T
+
+    # ---- bounds of the ratio
+    entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
+    inputs["low_S"], inputs["high_S"] = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
+    if args.clip == "fixed":
+        inputs["low_S"] = torch.full_like(entropy_S, 1 - args.clip_low)
+        inputs["high_S"] = torch.full_like(entropy_S, 1 + args.clip_high)
 
     # ---- updates
     logp_T = torch.zeros(len(trained_T))
@@ -254,7 +257,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
-                record.tokens["update"] += micro.cost
+                record.tokens["update"] += micro.tokens
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since shares and extremes of micro-batches do not add up
@@ -291,7 +294,6 @@ def main(args: Args) -> None:
     # ---- find whatever can be wrong before an engine starts
     common.validate(args)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
-    common.need(args.overlong_buffer <= args.max_response_tokens, "--overlong-buffer: at most --max-response-tokens")
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
@@ -299,9 +301,7 @@ def main(args: Args) -> None:
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, "sspo", world)
 
-    record.say("starting the engine")
     sampler = common.Sampler(folder, tokenizer, args, world)
-    record.say("loading the model")
     policy = common.load_policy(folder, args, world)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
@@ -336,14 +336,12 @@ def main(args: Args) -> None:
         else:
             record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
         sampler.sleep()
-        chosen = common.first_valid(drawn, valid_P, args.prompts_per_step, args.updates_per_step)
-        batch = common.Batch(chosen)
+        batch = common.Batch(common.first_valid(drawn, valid_P, args.prompts_per_step, args.updates_per_step))
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step)
         learned, seen = learn(policy, optimizer, batch, tokenizer, record)
-        metrics.update(learned)
+        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step) | learned
 
         # ---- sync
         with record.phase("sync"):
@@ -353,11 +351,10 @@ def main(args: Args) -> None:
         # ---- evaluate, log, checkpoint
         if step % args.eval_every == 0 or step == args.steps:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-            common.keep_best(policy, folder, sampler.dtype, metrics, record, step)
+            common.keep_best(policy, folder, sampler.dtype, metrics, record)
         record.training(step, batch, seen)
         record.step(step, metrics)
-        if record.checkpoint_due(step):
-            common.save_checkpoint(policy, optimizer, step, position, record)
+        common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:
             break
 
@@ -367,4 +364,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__, console_outputs=common.FIRST))

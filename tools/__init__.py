@@ -1,0 +1,1 @@
+"""What run.sh calls, what makes the toys, and what common.py needs for answers and images."""

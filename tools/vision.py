@@ -1,0 +1,112 @@
+"""What models that see need, for GPG's Tables 5 to 8: an image, its places in a prompt, what the tower makes of it.
+
+common.py calls this where --image-column names a column; the models are Qwen2-VL and Qwen2.5-VL. Shapes as there.
+"""
+
+import io
+import math
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageOps
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoImageProcessor
+
+
+@cache
+def processor_of(folder, max_pixels):
+    """Return a model's image processor and the id of the token that stands for a piece of an image."""
+    processor = AutoImageProcessor.from_pretrained(folder, max_pixels=max_pixels, trust_remote_code=False)
+    return processor, AutoConfig.from_pretrained(folder, trust_remote_code=False).image_token_id
+
+
+def read(value, source):
+    """Return an image's bytes: a value of a data set is these, or a path below the set's folder. Raises ValueError for
+    a path that leads elsewhere."""
+    if isinstance(value, dict):
+        value = value["bytes"] or value["path"]
+    if isinstance(value, bytes):
+        return value
+    folder = Path(source.partition(":")[0]).resolve()
+    if folder.is_file():
+        folder = folder.parent
+    file = (folder / value).resolve()
+    if not file.is_relative_to(folder):
+        raise ValueError(f"{file} is not below the data's folder")
+    return file.read_bytes()
+
+
+class Picture:
+    """The image of a problem. `token` is the id of its tokens, `grid` its height and width in them; `text` is what
+    stands for it in a prompt."""
+
+    def __init__(self, data, folder, max_pixels):
+        self.data = data
+        self.processor, self.token = processor_of(folder, max_pixels)
+        grid = self.processed()["image_grid_thw"][0, 1:]
+        self.patches = grid.prod().item()
+        self.grid = (grid // self.processor.merge_size).tolist()
+        self.tokens = math.prod(self.grid)
+        self.text = f"<|vision_start|>{'<|image_pad|>' * self.tokens}<|vision_end|>"
+
+    def open(self):
+        """Return the image upright, on white where transparent: vLLM does so, transformers does not."""
+        safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL hands others to programs, as EPS to Ghostscript
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data), formats=safe)).convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+
+    @lru_cache(maxsize=32)  # noqa: B019  10 MB each, one for a group
+    def processed(self):
+        """Return the vision tower's pixel_values, a row for each patch, and image_grid_thw."""
+        return self.processor(images=[self.open()], return_tensors="pt")
+
+    def for_sampler(self, prompt_ids):
+        """Return a prompt as vLLM takes it, with one placeholder for the image, which vLLM multiplies."""
+        at = prompt_ids.index(self.token)
+        ids = prompt_ids[: at + 1] + prompt_ids[at + self.tokens :]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.open()}}
+
+    def positions(self, prompt_ids):
+        """Return a prompt's position_3N (time, height, width); text behind the image goes on after the largest."""
+        position_3N = torch.arange(len(prompt_ids)).repeat(3, 1)
+        at = prompt_ids.index(self.token)
+        end = at + self.tokens
+        position_3N[:, at:end] = torch.ones(1, *self.grid).nonzero().T + at
+        position_3N[:, end:] += max(self.grid) - self.tokens
+        return position_3N
+
+
+def add_images(row, images, position_3N, prompts_N):
+    """Add to a packed row what the tower needs. prompts_N are the ids of its prompts, with which it begins."""
+    row["position_ids"] = position_3N[:, None]
+    row["image_N"] = torch.nonzero(prompts_N == images[0].token)[:, 0]  # a response may hold the placeholder as a word
+    processed = [image.processed() for image in images]
+    for name in ("pixel_values", "image_grid_thw"):
+        row[name] = torch.cat([each[name] for each in processed])
+
+
+def embed(model, row, embedding_NH):
+    """Return the embeddings of a row with those of its images in their places."""
+    image_N = row.pop("image_N")
+    images = model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
+    return embedding_NH.index_copy(0, image_N, torch.cat(images.pooler_output).to(embedding_NH))
+
+
+def prepare(visual):
+    """Let a vision tower take packed rows."""
+    visual.config._attn_implementation = "packed_flash"
+    # A product, as its stride is its kernel: cuDNN 9.20 is reported to fail in bf16's gradient or to crawl.
+    conv = visual.patch_embed.proj
+    conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
+
+
+def engine_settings(args, cuda):
+    """Return vLLM's settings for a model that sees."""
+    return {
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "mm_processor_kwargs": {"max_pixels": args.max_pixels},
+        "skip_mm_profiling": not cuda,
+        "mm_device_do_normalize": False,  # vLLM 0.32's dummy loading overwrites the mean and deviation
+    }
