@@ -196,10 +196,9 @@ def token_weights(length_R, normaliser: str = "response"):
     """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
     responses. response: 1 / (R |o_i|), which is 1/G and 1/|o_i| of section 2.3 and the mean over prompts. token: 1 over
     the number of tokens. Either sums to 1."""
-    tokens_R = length_R.double()
+    weight_R = 1 / (len(length_R) * length_R.double())
     if normaliser == "token":
-        tokens_R = torch.full_like(tokens_R, tokens_R.mean())  # times R: the sum of the lengths
-    weight_R = 1 / (len(length_R) * tokens_R)
+        weight_R[:] = 1 / length_R.double().sum()
     return weight_R.repeat_interleave(length_R)
 
 
@@ -234,13 +233,13 @@ def covariance_summary(c_T):
     with the largest |c| make up."""
     summary = {}
     c_T = c_T.double()
-    by_size = {"positive": c_T[c_T > 0].sort(descending=True), "negative": c_T[c_T < 0].sort()}
-    for sign, (ordered_T, _) in by_size.items():
+    for sign, name in ((1, "positive"), (-1, "negative")):
+        ordered_T = sign * (sign * c_T[c_T.sign() == sign]).sort(descending=True).values
         first = 0
         for percent in (0.01, 1, 20, 40, 100):
             end = math.ceil(len(ordered_T) * percent / 100)
             if end > first:
-                summary[f"covariance/{sign}@{percent}%"] = ordered_T[first:end].mean().item()
+                summary[f"covariance/{name}@{percent}%"] = ordered_T[first:end].mean().item()
             first = end
     size_T = c_T.abs().sort(descending=True).values
     total = size_T.sum()
@@ -285,7 +284,7 @@ def learn(policy, reference, optimizer, batch, step, record):
     if args.tis_cap:
         tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
         inputs["advantage_T"] = inputs["advantage_T"] * tis_T
-    if reference is not None:
+    if reference:
         inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
 
     # ---- the kernel, over the whole step: c, sigma and the normaliser span micro-batches and ranks
@@ -295,9 +294,8 @@ def learn(policy, reference, optimizer, batch, step, record):
         w_T = kernel_weights(c_T, group_T)
         inputs["factor_T"] = w_T
         if not args.detach_kernel:
-            scale_T = inputs["weight_T"]
-            if args.tis_cap:  # the kernel's gradient is of the whole policy term, whatever else scales it
-                scale_T = scale_T * tis_T
+            # the kernel's gradient is of the whole policy term, whatever else scales it
+            scale_T = inputs["weight_T"] * (tis_T if args.tis_cap else 1.0)
             k_T = effective_kernel(old_logp_T, advantage_T, scale_T, batch.response_T, group_T)
             inputs["factor_T"] = k_T.float()
 
@@ -337,11 +335,10 @@ def learn(policy, reference, optimizer, batch, step, record):
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
-    logp_T = world.all_reduce(logp_T)
+    inputs["logp_T"] = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
     if "old_logp_T" not in inputs:  # the only update saw the policy that sampled
         inputs["old_logp_T"] = logp_T
-    inputs["logp_T"] = logp_T
     loss, seen = policy_loss(**{**inputs, "factor_T": w_T})
     c_T = covariance(inputs["old_logp_T"], advantage_T, batch.response_T, group_T)
     seen.update(covariance_T=c_T, kernel_T=w_T, entropy_T=entropy_T, trained_T=trained_T)
@@ -352,7 +349,7 @@ def learn(policy, reference, optimizer, batch, step, record):
     }
     valid_T = valid_P[group_T]
     metrics.update(covariance_summary(c_T[valid_T]))
-    if reference is not None:
+    if reference:
         metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
         metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T], record))

@@ -128,12 +128,10 @@ def token_weights(length_R, group_size: int):
 
 def format_reward(text: str) -> float:
     """Return 1.0 if thoughts and answer are in tags, with nothing around them and no tag twice, else 0.0 (B.4)."""
-    thoughts, closed, rest = text.strip().removeprefix("<think>").partition("</think>")
-    rest = rest.strip()
-    inside = thoughts + rest.removeprefix("<answer>").removesuffix("</answer>")
-    tagged = closed and rest.startswith("<answer>") and rest.endswith("</answer>")
-    again = any(tag in inside for tag in ("<think>", "</think>", "<answer>", "</answer>"))
-    return 1.0 if tagged and not again else 0.0
+    text = text.strip().removeprefix("<think>")
+    once = [text.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")] == [0, 1, 1, 1]
+    answer = text.partition("</think>")[2].strip()
+    return float(once and answer.startswith("<answer>") and answer.endswith("</answer>"))
 
 
 def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.0, ref_logp_T=None):
@@ -177,7 +175,7 @@ def learn(policy, reference, optimizer, batch, record):
         old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
         tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
         inputs["advantage_T"] = inputs["advantage_T"] * tis_T
-    if reference is not None:
+    if reference:
         inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
 
     # ---- updates
@@ -198,9 +196,8 @@ def learn(policy, reference, optimizer, batch, record):
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
-    logp_T = world.all_reduce(logp_T)
+    inputs["logp_T"] = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
-    inputs["logp_T"] = logp_T
     loss, seen = policy_loss(**inputs)
     metrics = {
         "loss": loss.item(),
@@ -208,7 +205,7 @@ def learn(policy, reference, optimizer, batch, record):
         "lr": optimizer.param_groups[0]["lr"],
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    if reference is not None:
+    if reference:
         metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item()
     for name, sign in (("logp_positive", 1), ("logp_negative", -1)):
         signed_T = inputs["advantage_T"].sign() == sign

@@ -129,10 +129,9 @@ def token_weights(length_R, normaliser: str = "response"):
     """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
     responses. response: 1/R 1/|y_i|, which is 1/G and 1/|y_i| of Eq. 23 and the mean over prompts. token: 1 / sum |y_i|
     (for Eq. 4). Either sums to 1."""
-    tokens_R = length_R.double()
+    weight_R = 1 / (len(length_R) * length_R.double())
     if normaliser == "token":
-        tokens_R = torch.full_like(tokens_R, tokens_R.mean())  # times R: the sum of the lengths
-    weight_R = 1 / (len(length_R) * tokens_R)
+        weight_R[:] = 1 / length_R.double().sum()
     return weight_R.repeat_interleave(length_R)
 
 
@@ -211,7 +210,7 @@ def learn(policy, reference, optimizer, batch, record):
     if args.tis_cap:
         tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
         inputs["advantage_T"] = inputs["advantage_T"] * tis_T
-    if reference is not None:
+    if reference:
         inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
 
     # ---- updates
@@ -232,18 +231,17 @@ def learn(policy, reference, optimizer, batch, record):
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
-    logp_T = world.all_reduce(logp_T)
+    inputs["logp_T"] = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
     if "old_logp_T" not in inputs:  # the only update saw the policy that sampled
         inputs["old_logp_T"] = logp_T
-    inputs["logp_T"] = logp_T
     loss, seen = policy_loss(**inputs)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "lr": optimizer.param_groups[0]["lr"],
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
-    if reference is not None:
+    if reference:
         metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
         metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T], record))

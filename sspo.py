@@ -163,12 +163,11 @@ def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
     because each token of a segment adds the segment's term once.
     token: 1 / sum |y_i| (DAPO). This and the first sum to 1.
     constant: 1 / (R max_length) (Dr. GRPO)."""
-    tokens_R = length_R.double()
+    weight_R = 1 / (len(length_R) * length_R.double())  # Eq. 16: 1/G 1/|y_i|
     if normaliser == "token":
-        tokens_R = torch.full_like(tokens_R, tokens_R.mean())  # times R: the sum of the lengths
+        weight_R[:] = 1 / length_R.double().sum()
     if normaliser == "constant":
-        tokens_R = torch.full_like(tokens_R, max_length)
-    weight_R = 1 / (len(length_R) * tokens_R)  # Eq. 16: 1/G 1/|y_i|
+        weight_R[:] = 1 / (len(length_R) * max_length)
     return weight_R.repeat_interleave(length_R)
 
 
