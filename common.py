@@ -101,9 +101,8 @@ class Args:
 
     eval: str = ""
     """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
-    problem_column: str = ""  # In --dataset. Empty: problem, question or prompt.
-    answer_column: str = ""
-    """In --dataset. Empty: answer, ground_truth, final_answer, solution or reward_model."""
+    problem_column: str = ""  # In sets that have it; else problem, question or prompt.
+    answer_column: str = ""  # In sets that have it; else answer, ground_truth, final_answer, solution or reward_model.
     image_column: str = ""  # Image in front of a problem, in all sets; for Qwen2-VL and Qwen2.5-VL. Empty: none.
     max_pixels: PositiveInt = 401408  # Larger images are shrunk (GPG's released scripts).
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
@@ -335,7 +334,7 @@ def read_table(source, flag):
     return (row for batch in batches for row in batch.to_pylist())
 
 
-def find(row, names):
+def find(row, *names):
     """Return what a row has in the first of these columns that it has, and the column's name; else None twice."""
     for name in names:
         if name in row:
@@ -346,11 +345,6 @@ def find(row, names):
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems and print what was left out. Raises ValueError naming flag, source and row."""
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    problem_columns = PROBLEM_COLUMNS
-    answer_columns = ANSWER_COLUMNS
-    if flag == "--dataset":
-        problem_columns = [args.problem_column] if args.problem_column else PROBLEM_COLUMNS
-        answer_columns = [args.answer_column] if args.answer_column else ANSWER_COLUMNS
     problems = []
     left_out = Counter()
     texts = set()
@@ -359,9 +353,11 @@ def load_problems(source, tokenizer, args, flag):
         origin = f"{flag} {source}, row {number}"
         with naming(origin):
             need(isinstance(row, dict), f"no object with keys: {row}")
-            value, _ = find(row, problem_columns)
+            for column in filter(None, (args.problem_column, args.answer_column)):
+                need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
+            value, _ = find(row, args.problem_column, *PROBLEM_COLUMNS)
             text = problem_text(value)
-            need(text.strip(), f"no problem in {problem_columns}; --problem-column names one of {list(row)}")
+            need(text.strip(), f"no problem in {PROBLEM_COLUMNS}; --problem-column names one of {list(row)}")
             spelled = [token for token in control if token in text]
             if spelled:
                 left_out[f"spells {spelled[0]}"] += 1
@@ -380,7 +376,7 @@ def load_problems(source, tokenizer, args, flag):
             answer = "(graded by --reward)"
             graded_by = (row,)
             if args.reward == "math":
-                answer = reference_answer(*find(row, answer_columns))
+                answer = reference_answer(*find(row, args.answer_column, *ANSWER_COLUMNS))
                 graded_by = (answer, text)
             prompt_ids = tokenizer.encode(prompt_of(shown, args.template, tokenizer), add_special_tokens=False)
         if not answer:
@@ -389,7 +385,7 @@ def load_problems(source, tokenizer, args, flag):
             left_out["prompt too long"] += 1
         else:
             problems.append(Problem(text, prompt_ids, answer, graded_by, image, origin))
-    columns = f"answers are looked for in {answer_columns}; --answer-column names one of {list(row)}"
+    columns = f"answers are looked for in {ANSWER_COLUMNS}; --answer-column names one of {list(row)}"
     need(problems, f"{flag} {source}: no usable row; left out: {dict(left_out)}; {columns}")
     if FIRST:
         first = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
@@ -1029,6 +1025,12 @@ def load_policy(folder, args, world):
         policy, weights, options=sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
     return policy
+
+
+def adamw(policy, lr, args):
+    """Return an AdamW of the policy's parameters."""
+    settings = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
+    return torch.optim.AdamW(policy.parameters(), lr, **settings)
 
 
 def set_lr(optimizer, args, step):

@@ -360,7 +360,6 @@ def learn(policy, reference, optimizer, batch, step, record):
         sigma_P = bandwidth(c_T, group_T)[valid_P]
         metrics["covariance/sigma"] = sigma_P.double().mean().item()
         metrics["weight_removed"] = (1 - w_T[valid_T]).clamp(min=0).double().mean().item()
-        metrics["weight_below_half"] = (w_T[valid_T] < 0.5).double().mean().item()
     return metrics, {**inputs, **seen}
 
 
@@ -385,13 +384,7 @@ def main(args: Args) -> None:
     reference = None
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=args.lr,
-        betas=args.adam_betas,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = common.adamw(policy, args.lr, args)
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:
