@@ -1333,11 +1333,13 @@ class Record:
 
     @contextmanager
     def phase(self, name):
-        """Add a block's wall-clock seconds, GPU work included, to a phase."""
+        """Add a block's wall-clock seconds, GPU work included, to a phase; note a GPU's memory."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()  # torch's counters do not see the engine sleep
+            self.metrics[f"memory_gib/{name}"] = (total - free) / 2**30
         self.metrics[f"seconds/{name}"] += time.perf_counter() - start
 
     def samples(self, name, groups):
