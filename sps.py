@@ -234,7 +234,7 @@ def learn(policy, reference, optimizer, batch, record):
     inputs["logp_T"] = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
     if "old_logp_T" not in inputs:  # the only update saw the policy that sampled
-        inputs["old_logp_T"] = logp_T
+        inputs["old_logp_T"] = inputs["logp_T"]
     loss, seen = policy_loss(**inputs)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
