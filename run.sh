@@ -1,19 +1,18 @@
 #!/usr/bin/env bash
 # ./run.sh                        set up, train SSPO on a toy (minutes on 2 CPU cores), draw two pictures
 # ./run.sh METHOD-SIZE [FLAGS]    set up, run an experiment of the two tables; FLAGS go to its script and win
-# ./run.sh list                   every experiment, its script, its method's flags
-# ./run.sh setup|data             set up only; fetch sspo.py's problems only
+# ./run.sh list|setup|data        every experiment, its script, its method's flags; set up; fetch sspo.py's data
 # ./run.sh test|check|eval|plot|sweep|table|claims [ARGS]    --help explains each
 # CPU=1: without GPUs. PROCESSES=4: so many without GPUs. DRY=1: print the command. SCRIPT=mine.py: run a fork.
 set -euo pipefail
 here=$PWD
 cd "$(dirname "$(readlink -f "$0")")"
 if [ "${1:-}" = test ]; then CPU=1; fi  # the tests are exact in float32: they are of the path without GPUs
-gpus=no venv=.venv
-if nvidia-smi -L >/dev/null 2>&1; then gpus=yes; fi
+machine=cpu venv=.venv
+if nvidia-smi -L >/dev/null 2>&1; then machine=gpu; fi
 if [ -n "${CPU:-}" ]; then
+  if [ $machine = gpu ]; then machine=cpu venv=.venv-cpu; fi
   export CUDA_VISIBLE_DEVICES=
-  if [ $gpus = yes ]; then gpus=no venv=.venv-cpu; fi
 fi
 python=$venv/bin/python
 names=(
@@ -25,183 +24,161 @@ names=(
   {sps,sps-grpo,sps-act,sps-uniform,sps-quantile,sps-k{1..5}}-{toy,0.5b,{1.5b,7b}-{3k,5k,10k}}
 )
 
-# ------------------------------------------------------------------- methods: script and flags, by the first row that fits
-grpo="sspo.py --clip fixed --delimiter token"
-dapo="$grpo --clip-high 0.28 --normaliser token --valid-share 1 --overlong-buffer"
-gspo="sspo.py --clip fixed --delimiter= --clip-low 3e-4 --clip-high 4e-4"
-row_a="gpg.py --norm group --no-accurate-gradient --beta-th 0"
-method() {  # METHOD-SIZE
-  local act="sps.py --irl-lr 5e-7" k=${1#sps-k}  # the IRL stage acts (ours)
+# ------------------------------------------------------------- methods: script and flags, by the first row that fits
+grpo="sspo.py --clip=fixed --delimiter=token"
+dapo="$grpo --clip-high=0.28 --normaliser=token --valid-share=1 --overlong-buffer"
+gspo="sspo.py --clip=fixed --delimiter= --clip-low=3e-4 --clip-high=4e-4"
+row_a="gpg.py --norm=group --no-accurate-gradient --beta-th=0"
+method() {  # METHOD-SIZE: into `script` and `own`, into `group` GPG's responses to a prompt
+  group=8 act="sps.py --irl-lr=5e-7" k=${1#sps-k}  # at these rates the IRL stage acts (ours)
+  if [[ $1 == *-toy ]]; then act="sps.py --irl-lr=3e-4"; fi
   group=8
-  if [[ $1 == *-toy ]]; then act="sps.py --irl-lr 3e-4"; fi
   case $1 in
-    sspo-clip-cov-*) method="cwgrpo.py --reweight clip-cov --normaliser token --kl-coef 0" ;;  # SSPO's Table 1
+    sspo-clip-cov-*) method="cwgrpo.py --reweight=clip-cov --normaliser=token --kl-coef=0" ;;  # SSPO's Table 1
     sspo-*) method=sspo.py ;;  # Table 1
-    sir-*) method="sspo.py --clip fixed" ;;  # "+SIR", clip 0.2 (ours; Tables 2, 3)
-    newline-*) method="sspo.py --clip fixed --delimiter \n" ;;  # Table 3 (inferred)
-    period-*) method="sspo.py --clip fixed --delimiter ." ;;  # Table 3 (inferred)
-    clip-high-*) method="$grpo --clip-high 0.28" ;;  # Table 1
-    gspo-0.2-*) method="sspo.py --clip fixed --delimiter=" ;;  # Fig. 3b
-    gspo-*k) method="$gspo --prompts-per-step 64 --updates-per-step 4 --steps 175 --eval-every 25" ;;  # SPS's Table 2
+    sir-*) method="sspo.py --clip=fixed" ;;  # "+SIR", clip 0.2 (ours; Tables 2, 3)
+    newline-*) method="sspo.py --clip=fixed --delimiter=\n" ;;  # Table 3 (inferred)
+    period-*) method="sspo.py --clip=fixed --delimiter=." ;;  # Table 3 (inferred)
+    clip-high-*) method="$grpo --clip-high=0.28" ;;  # Table 1
+    gspo-0.2-*) method="sspo.py --clip=fixed --delimiter=" ;;  # Fig. 3b
+    gspo-*k) method="$gspo --prompts-per-step=64 --updates-per-step=4 --steps=175 --eval-every=25" ;;  # SPS's Table 2
     gspo-*) method=$gspo ;;  # GSPO's own clip
-    drgrpo-*) method="$grpo --no-scale-advantage --normaliser constant" ;;  # Table 1
+    drgrpo-*) method="$grpo --no-scale-advantage --normaliser=constant" ;;  # Table 1
     dapo-toy) method="$dapo 32" ;;  # of 96 tokens; SPS's Table 2, without SWIFT's filter
     dapo-135m) method="$dapo 10" ;;  # of 48
     dapo-0.5b) method="$dapo 205" ;;  # of 1,024
-    dapo-zero) method="$dapo 614 --max-draws 10" ;;  # of 3,072, as verl (GPG's Table 9)
+    dapo-zero) method="$dapo 614 --max-draws=10" ;;  # of 3,072, as verl (GPG's Table 9)
     dapo-*) method="$dapo 2048" ;;
     cwgrpo-*) method=cwgrpo.py ;;  # the kernel, with KL
-    clip-cov-*) method="cwgrpo.py --reweight clip-cov --normaliser token" ;;
-    grpo-kl-* | grpo-math | grpo-rs?) method="cwgrpo.py --reweight none" ;;  # GPG's Tables 1, 15, Fig. 3
+    clip-cov-*) method="cwgrpo.py --reweight=clip-cov --normaliser=token" ;;
+    grpo-kl-* | grpo-math | grpo-rs?) method="cwgrpo.py --reweight=none" ;;  # GPG's Tables 1, 15, Fig. 3
     grpo-toy | grpo-135m | grpo-*b) method=$grpo ;;  # Table 1
-    grpo-* | gpg-kl-*) method="$row_a --kl-coef 0.04" ;;  # on images; GPG's section 3.4
+    grpo-* | gpg-kl-*) method="$row_a --kl-coef=0.04" ;;  # on images; GPG's section 3.4
     gpg-a-*) method=$row_a ;;  # Tables 11, 13, 15
-    gpg-b-*) method="gpg.py --no-accurate-gradient --beta-th 0" ;;  # Table 15
-    gpg-c-*) method="gpg.py --beta-th 0" ;;  # Table 15
-    gpg-group-alpha-*) method="gpg.py --norm group --beta-th 0" ;;  # Table 1
-    gpg-beta0.8-*) method="gpg.py --beta-th 0.8" ;;  # Table 10
-    gpg-batch-*) method="gpg.py --norm batch --no-accurate-gradient --beta-th 0" ;;  # Table 13
-    gpg-g[1-9]*) group=${1#gpg-g} group=${group%%-*} method="$row_a --group-size $group" ;;  # Table 11
-    gpg-geoqa | gpg-flower | gpg-pets | gpg-aircraft | gpg-car | gpg-sat | gpg-lisa) method="gpg.py --beta-th 0.4" ;;
+    gpg-b-*) method="gpg.py --no-accurate-gradient --beta-th=0" ;;  # Table 15
+    gpg-c-*) method="gpg.py --beta-th=0" ;;  # Table 15
+    gpg-group-alpha-*) method="gpg.py --norm=group --beta-th=0" ;;  # Table 1
+    gpg-beta0.8-*) method="gpg.py --beta-th=0.8" ;;  # Table 10
+    gpg-batch-*) method="gpg.py --norm=batch --no-accurate-gradient --beta-th=0" ;;  # Table 13
+    gpg-g[1-9]*) group=${1#gpg-g} group=${group%%-*} method="$row_a --group-size=$group" ;;  # Table 11
     gpg-*) method=gpg.py ;;  # row D of Table 15
     sps-act-*) method=$act ;;
-    sps-uniform-*) method="$act --choose uniform" ;;  # section 4.1
-    sps-quantile-*) method="$act --choose quantile" ;;  # C.1
-    sps-k[1-5]-*) method="$act --demonstrations ${k%%-*} --irl-steps 0 --irl-passes 1" ;;  # Fig. 4
-    sps-grpo-*) method="sps.py --irl-steps 0" ;;
+    sps-uniform-*) method="$act --choose=uniform" ;;  # section 4.1
+    sps-quantile-*) method="$act --choose=quantile" ;;  # C.1
+    sps-k[1-5]-*) method="$act --demonstrations=${k%%-*} --irl-steps=0 --irl-passes=1" ;;  # Fig. 4
+    sps-grpo-*) method="sps.py --irl-steps=0" ;;
     sps-*) method=sps.py ;;  # as printed
   esac
+  read -r script own <<<"$method"
 }
 
 # ------------------------------------------- sizes: model, data, lengths and evaluation, by the first row that fits
 aime24=HuggingFaceH4/aime_2024 aime25=math-ai/aime25 amc23=knoveleng/AMC-23 amc83=AI-MO/aimo-validation-amc
 math500=HuggingFaceH4/MATH-500 minerva=knoveleng/Minerva-Math olympiad=knoveleng/OlympiadBench
 matharena=MathArena/brumo_2025,MathArena/hmmt_feb_2025,MathArena/hmmt_nov_2025
-math_3to5=data/understand-r1-zero/datasets/train/math_lvl3to5_8k
-toy="--model tools/toy/model --template plain --dataset tools/toy/train.jsonl --eval-samples 8 --eval-temperature 1
-  --eval tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-every 40 --prompts-per-step 32 --max-prompt-tokens 32
-  --max-response-tokens 96 --lr 2e-4 --steps 120"
-if [ $gpus = yes ]; then toy+=" --gpu-memory-utilization 0.1"; fi  # more cache than that only costs time
-images="$toy --model tools/toy-images/model --image-column image --dataset tools/toy-images"
-flat="--temperature 1 --lr-warmup 0 --lr-floor 1 --weight-decay 0.01"
-# the prompt shows examples of an answer
-smollm="$flat --model tools/smollm/model --template tools/smollm.txt --dataset tools/smollm/train.jsonl --eval-samples 8
-  --eval-temperature 1 --eval tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-every 100 --group-size 8
-  --prompts-per-step 8 --max-prompt-tokens 256 --max-response-tokens 48 --micro-batch-tokens 1024 --lr 5e-6 --steps 12"
-large=--activation-checkpointing
-sspo="$large --eval $aime24,$amc83,$math500,$minerva,$olympiad --keep-best --dataset $math_3to5"
-as_sspo="$sspo $flat --template qwen-math --steps 200 --prompts-per-step 128 --group-size 8 --updates-per-step 4
-  --max-prompt-tokens 1024 --max-response-tokens 3000 --max-total-tokens 0 --no-format-reward
-  --checkpoints-kept 2 --model"  # sspo.py's defaults
-gpg="$large --eval $aime24,$amc23,$math500,$minerva,$olympiad"
-as_gpg="--model Qwen/Qwen2.5-Math-7B --template tools/qwen-boxed.txt --weight-decay 0.1"  # gpg.py's defaults
-# the recipe of Open-RS; its decay is TRL's default
-rs="$large --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template open-rs --format-reward --group-size 6
-  --prompts-per-step 64 --max-prompt-tokens 512 --max-response-tokens 3584 --temperature 0.7 --lr-warmup 0.1
-  --lr-floor 0.1 --weight-decay 0"
+math_3to5=data/understand-r1-zero/datasets/train/math_lvl3to5_8k see=tools/toy-images large=--activation-checkpointing
+flat="--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
+toy="--model=tools/toy/model --template=plain --dataset=tools/toy/train.jsonl --eval-samples=8 --eval-temperature=1
+  --eval=tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32
+  --max-response-tokens=96 --lr=2e-4 --steps=120"
+if [ $machine = gpu ]; then toy+=" --gpu-memory-utilization=0.1"; fi  # more cache than that only costs time
+seen="$toy --model=$see/model --image-column=image --dataset"
+smollm="$flat --model=tools/smollm/model --template=tools/smollm.txt --dataset=tools/smollm/train.jsonl --eval-samples=8
+  --eval-temperature=1 --eval=tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-every=100 --group-size=8
+  --prompts-per-step=8 --max-prompt-tokens=256 --max-response-tokens=48 --micro-batch-tokens=1024 --lr=5e-6 --steps=12"
+sspo="$large --eval=$aime24,$amc83,$math500,$minerva,$olympiad --keep-best --dataset=$math_3to5"
+as_sspo="$sspo $flat --template=qwen-math --prompts-per-step=128 --group-size=8 --updates-per-step=4 --steps=200
+  --max-prompt-tokens=1024 --max-response-tokens=3000 --max-total-tokens=0 --no-format-reward --checkpoints-kept=2"
+gpg="$large --eval=$aime24,$amc23,$math500,$minerva,$olympiad"
+as_gpg="--model=Qwen/Qwen2.5-Math-7B --template=tools/qwen-boxed.txt --weight-decay=0.1"  # gpg.py's defaults
+rs="$large --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward --group-size=6
+  --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7 --lr-warmup=0.1
+  --lr-floor=0.1 --weight-decay=0"  # the recipe of Open-RS; its decay is TRL's default
 # 16 prompts (8 GPUs, one each, accumulated twice; sat: once) and the steps of the epochs; what the frameworks leave
 # open is their trainer's default: 256 tokens, decay 0, a learning rate that falls to 0 (here along a cosine)
-sees="$large --image-column image --max-pixels 401408 --normaliser response --format-reward --prompts-per-step 16
-  --max-prompt-tokens 1024 --max-response-tokens 256 --weight-decay 0 --lr-floor 0 --template"
-classes="$sees chat --model Qwen/Qwen2-VL-2B-Instruct --reward tools/rewards.py:class_name --dataset"
+sees="$large --image-column=image --max-pixels=401408 --model=Qwen/Qwen2-VL-2B-Instruct --template=chat --beta-th=0.4
+  --normaliser=response --format-reward --prompts-per-step=16 --max-prompt-tokens=1024 --max-response-tokens=256
+  --weight-decay=0 --lr-floor=0"
+classes="$sees --reward=tools/rewards.py:class_name --dataset"
 size() {  # SCRIPT:METHOD-SIZE
-  local prompts=$((512 / group)) problems=${1##*-}  # 512 responses a step whatever the group (GPG's code)
+  local prompts=$((512 / group)) model=${1%b-*} problems=${1##*-}  # 512 responses, whatever the group (GPG's code)
+  local gsm8k="$large $flat --gpu-memory-utilization=0.5 --model=Qwen/Qwen2.5-0.5B-Instruct --template=chat-boxed
+    --dataset=openai/gsm8k:main:train --eval=openai/gsm8k:main:test --eval-every=29 --max-prompt-tokens=512
+    --max-response-tokens=1024 --lr=2e-6 --prompts-per-step=$prompts --steps=$((7473 / prompts))"  # an epoch; untried
+  local math="$gpg --dataset=DigitalLearningGmbH/MATH-lighteval:train --max-prompt-tokens=512 --max-response-tokens=1024
+    --lr=2e-6 --lr-warmup=0.1 --prompts-per-step=$prompts --steps=$((7500 / prompts))"  # an epoch; a threshold: more
+  local sps="$large --model=Qwen/Qwen2.5-Math-${model##*-}B --subset=${problems%k}000 --eval=$aime24,$aime25,$matharena
+    --eval-samples=128 --eval-temperature=0.7 --eval-every=100 --keep-best"
   case $1 in
-    *-image-toy) size="$images/image-train.parquet --eval tools/toy-images/image-heldout.parquet --steps 60
-      --eval-every 20" ;;  # nearly all is right by step 60
-    *-ground-toy) size="$images/ground-train.parquet --eval tools/toy-images/ground-heldout.parquet
-      --reward tools/rewards.py:iou" ;;
-    cwgrpo.py:*-toy) size="$toy --no-format-reward --group-size 8 --temperature 1 --kl-coef 0.004" ;;  # docs/cwgrpo.md
-    sps.py:*-toy) size="$toy --rl-steps 40 --irl-batch 256 --subset 0" ;;  # three rounds
+    *-image-toy) size="$seen $see/image-train.parquet --eval=$see/image-heldout.parquet --steps=60 --eval-every=20" ;;
+    *-ground-toy) size="$seen $see/ground-train.parquet --eval=$see/ground-heldout.parquet --reward=tools/rewards.py:iou" ;;
+    cwgrpo.py:*-toy) size="$toy --no-format-reward --group-size=8 --temperature=1 --kl-coef=0.004" ;;  # docs/cwgrpo.md
+    sps.py:*-toy) size="$toy --rl-steps=40 --irl-batch=256 --subset=0" ;;  # three rounds
     *-toy) size=$toy ;;
-    sspo.py:*-135m) size="$smollm --updates-per-step 2" ;;
+    sspo.py:*-135m) size="$smollm --updates-per-step=2" ;;
     cwgrpo.py:*-135m) size="$smollm --no-format-reward" ;;
-    sps.py:*-135m) size="$smollm --subset 0 --rl-steps 5 --irl-batch 32 --irl-lr 3e-6" ;;  # two rounds, two steps more
+    sps.py:*-135m) size="$smollm --subset=0 --rl-steps=5 --irl-batch=32 --irl-lr=3e-6" ;;  # two rounds, two steps more
     *-135m) size=$smollm ;;
-    *-0.5b) size="$large $flat --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main:train --template chat-boxed
-      --eval openai/gsm8k:main:test --eval-every 29 --gpu-memory-utilization 0.5 --max-prompt-tokens 512
-      --max-response-tokens 1024 --lr 2e-6 --prompts-per-step $prompts --steps $((7473 / prompts))"  # an epoch; untried
-      case $1 in
-        sspo.py:*) size+=" --lr 1e-6" ;;  # four updates a step
-        cwgrpo.py:*) size+=" --group-size 8 --no-format-reward" ;;
-        sps.py:*) size+=" --subset 0 --rl-steps 29" ;;  # four rounds
-      esac ;;
+    sspo.py:*-0.5b) size="$gsm8k --lr=1e-6" ;;  # four updates a step
+    gpg.py:*-0.5b) size=$gsm8k ;;
+    cwgrpo.py:*-0.5b) size="$gsm8k --group-size=8 --no-format-reward" ;;
+    sps.py:*-0.5b) size="$gsm8k --subset=0 --rl-steps=29" ;;  # four rounds
     sspo.py:*-1.5b) size=$sspo ;;
-    sspo.py:*-7b) size="$sspo --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2" ;;  # --clip entropy reads these two
-    cwgrpo.py:sspo-*-1.5b) size="$as_sspo Qwen/Qwen2.5-Math-1.5B" ;;
-    cwgrpo.py:sspo-*-7b) size="$as_sspo Qwen/Qwen2.5-Math-7B" ;;
+    sspo.py:*-7b) size="$sspo --model=Qwen/Qwen2.5-Math-7B --alpha=0.15 --gamma=2.2" ;;  # for --clip=entropy
+    cwgrpo.py:sspo-*-1.5b) size="$as_sspo --model=Qwen/Qwen2.5-Math-1.5B" ;;
+    cwgrpo.py:sspo-*-7b) size="$as_sspo --model=Qwen/Qwen2.5-Math-7B" ;;
     cwgrpo.py:*-1.5b) size=$large ;;
-    cwgrpo.py:*-7b) size="$large --model Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps 150" ;;
+    cwgrpo.py:*-7b) size="$large --model=Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps=150" ;;
     gpg.py:*-7b) size=$gpg ;;
-    *-zero) size="$gpg $as_gpg --dataset BytedTsinghua-SIA/DAPO-Math-17k --prompts-per-step 144 --steps 1100
-      --max-response-tokens 3072" ;;
-    *-math) size="$gpg --dataset DigitalLearningGmbH/MATH-lighteval:train --max-prompt-tokens 512 --lr 2e-6
-      --max-response-tokens 1024 --lr-warmup 0.1 --prompts-per-step $prompts --steps $((7500 / prompts))"  # an epoch
-      case $1 in  # a threshold takes more; gpg.py says what is ours
-        sspo.py:*) size+=" $as_gpg --updates-per-step 1" ;;
-        cwgrpo.py:*) size+=" $as_gpg --no-format-reward --group-size 8 --temperature 1 --lr-floor 1" ;;
-      esac ;;
-    *-rs1) size="$rs --dataset knoveleng/open-s1 --steps 100" ;;
-    *-rs3) size="$rs --dataset knoveleng/open-rs --steps 50" ;;
-    *-geoqa) size="$sees tools/geoqa.txt --model Qwen/Qwen2.5-VL-3B-Instruct --reward tools/rewards.py:geoqa
-      --dataset leonardPKU/GEOQA_R1V_Train_8K --steps 502" ;;  # 8,031 / 16
-    *-flower) size="$classes laolao77/ViRFT_CLS_flower_4_shot --steps 204" ;;  # 102 x 4 x 8 epochs / 16
-    *-pets) size="$classes laolao77/ViRFT_CLS_pets37_4shot --steps 222" ;;  # 37 x 4 x 24 / 16
-    *-aircraft) size="$classes laolao77/ViRFT_CLS_fgvc_aircraft_4_shot --steps 200" ;;  # 100 x 4 x 8 / 16
-    *-car) size="$classes laolao77/ViRFT_CLS_car196_4shot --steps 392" ;;  # 196 x 4 x 8 / 16
-    *-sat) size="$sees tools/sat.txt --model Qwen/Qwen2-VL-2B --reward tools/rewards.py:option --max-response-tokens 700
-      --dataset data/sat.parquet --prompts-per-step 8 --steps 3000" ;;  # about 12,000 x 2 / 8
-    *-lisa) size="$sees chat --model Qwen/Qwen2-VL-2B-Instruct --reward tools/rewards.py:iou
-      --dataset data/lisa-train.parquet --steps 498" ;;  # 6 epochs end at Visual-RFT's checkpoint-498
-    *k) problems=${problems%k}000 size="$large --eval $aime24,$aime25,$matharena --eval-samples 128 --eval-every 100
-      --eval-temperature 0.7 --keep-best --subset $problems --model Qwen/Qwen2.5-Math-1.5B"
-      case $1 in *-7b-*k) size+=" --model Qwen/Qwen2.5-Math-7B" ;; esac
-      case $1 in
-        sspo.py:*) size+=" --dataset Elliott/Openr1-Math-46k-8192 --max-response-tokens 3072 --lr 5e-7 --steps 700
-          --weight-decay 0.1 --adam-betas 0.9 0.95 --prompts-per-step 16 --updates-per-step 1" ;;
-        sps.py:sps-k*) size+=" --steps $((2 * ((problems + 15) / 16)))" ;;  # two epochs
-      esac ;;
+    *-zero) size="$gpg $as_gpg --dataset=BytedTsinghua-SIA/DAPO-Math-17k --prompts-per-step=144 --steps=1100
+      --max-response-tokens=3072" ;;
+    sspo.py:*-math) size="$math $as_gpg --updates-per-step=1" ;;
+    cwgrpo.py:*-math) size="$math $as_gpg --no-format-reward --group-size=8 --temperature=1 --lr-floor=1" ;;
+    gpg.py:*-math) size=$math ;;
+    *-rs1) size="$rs --dataset=knoveleng/open-s1 --steps=100" ;;
+    *-rs3) size="$rs --dataset=knoveleng/open-rs --steps=50" ;;
+    *-geoqa) size="$sees --model=Qwen/Qwen2.5-VL-3B-Instruct --template=tools/geoqa.txt --reward=tools/rewards.py:geoqa
+      --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502" ;;  # 8,031 / 16
+    *-flower) size="$classes laolao77/ViRFT_CLS_flower_4_shot --steps=204" ;;  # 102 x 4 x 8 epochs / 16
+    *-pets) size="$classes laolao77/ViRFT_CLS_pets37_4shot --steps=222" ;;  # 37 x 4 x 24 / 16
+    *-aircraft) size="$classes laolao77/ViRFT_CLS_fgvc_aircraft_4_shot --steps=200" ;;  # 100 x 4 x 8 / 16
+    *-car) size="$classes laolao77/ViRFT_CLS_car196_4shot --steps=392" ;;  # 196 x 4 x 8 / 16
+    *-sat) size="$sees --model=Qwen/Qwen2-VL-2B --template=tools/sat.txt --reward=tools/rewards.py:option
+      --max-response-tokens=700 --dataset=data/sat.parquet --prompts-per-step=8 --steps=3000" ;;  # about 12,000 x 2 / 8
+    *-lisa) size="$sees --reward=tools/rewards.py:iou --dataset=data/lisa-train.parquet --steps=498" ;;  # 6 epochs
+    sspo.py:*k) size="$sps --dataset=Elliott/Openr1-Math-46k-8192 --max-response-tokens=3072 --lr=5e-7 --steps=700
+      --weight-decay=0.1 --adam-betas 0.9 0.95 --prompts-per-step=16 --updates-per-step=1" ;;
+    sps.py:sps-k*k) size="$sps --steps=$((2 * ((${problems%k}000 + 15) / 16)))" ;;  # two epochs
+    sps.py:*k) size=$sps ;;
   esac
 }
 
 # ------------------------------------------------------------------------------------------------------------- commands
-once() {  # FILE COMMAND...: make what is not there, or wait for another run.sh that makes it
-  if [ -e "$1" ]; then return; fi
-  (
-    flock --nonblock 9 || { echo "another run.sh is setting up: waiting for it"; flock 9; }
-    if [ ! -e "$1" ]; then "${@:2}"; touch "$1"; fi
-  ) 9<.
-}
+once() (  # FILE COMMAND...: make what is not there, or wait for another run.sh that makes it
+  if [ -e "$1" ]; then exit; fi
+  exec 9<.
+  flock --nonblock 9 || { echo "another run.sh is setting up: waiting for it"; flock 9; }
+  if [ ! -e "$1" ]; then "${@:2}"; touch "$1"; fi
+)
 
-setup() {
-  local requirements=requirements-cpu.txt reason
-  if [ $gpus = yes ]; then requirements=requirements-gpu.txt; fi
-  once "$venv/ready-$(cksum <$requirements | cut -d' ' -f1)" install $requirements
-  if [ $gpus = yes ] && ! reason=$("$python" -W ignore -c 'import torch; torch.cuda.init()' 2>&1); then
-    echo "run.sh: nvidia-smi sees GPUs, but PyTorch cannot use them: ${reason##*$'\n'}
-The driver must be 580 or later, and CUDA_VISIBLE_DEVICES not hide them. CPU=1 ./run.sh ... leaves them unused." >&2
-    exit 1
-  fi
-}
-
-install() {  # REQUIREMENTS
+install() {
   local base package wheels=() index=https://download.pytorch.org/whl/cpu  # much smaller, where it answers
-  for base in python3 python3.12 python3.13 python3.11; do
-    if "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi
-  done
-  echo "setting up $venv from $1 (once, some minutes)"
+  for base in python3 python3.12 python3.13 python3.11; do "$base" -c 'import tomllib' 2>/dev/null && break; done  # 3.11
+  echo "setting up $venv (once, some minutes)"
   "$base" -m venv $venv
-  if [ $gpus = no ] && curl -sfo /dev/null --max-time 5 $index/torch/; then wheels=(--extra-index-url $index); fi
-  "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" -r "$1"
-  for package in torchvision torchaudio torchcodec; do  # built for CUDA beside a torch that is not, they break transformers
+  if [ $machine = cpu ] && "$python" -c "import urllib.request as u; u.urlopen('$index/torch/', None, 5)" 2>/dev/null; then
+    wheels=(--extra-index-url $index)
+  fi
+  "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" -r requirements-$machine.txt
+  # built for CUDA, beside a torch that is not, they break transformers
+  for package in torchvision torchaudio torchcodec; do
     "$python" -c "import $package" 2>/dev/null || "$python" -m pip uninstall -qqy $package
   done
 }
 
-fetch() {  # MATH levels 3-5 as Dr. GRPO and SSPO used it, whole or not at all
-  rm -rf data/understand-r1-zero{,.partial}
-  git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero.partial
-  mv data/understand-r1-zero{.partial,}
+setup() {
+  once "$venv/ready-$(cksum <requirements-$machine.txt | cut -d' ' -f1)" install
+  if [ $machine = gpu ]; then "$python" tools/launch.py; fi  # says if PyTorch cannot use the GPUs
 }
 
 merge() {  # FLAGS...: into `flags`; of a flag that comes twice, or once as --no-flag, the last stays
@@ -217,57 +194,44 @@ merge() {  # FLAGS...: into `flags`; of a flag that comes twice, or once as --no
 }
 
 start() {  # EXPERIMENT FLAGS...
-  if [[ " ${names[*]} " != *" $1 "* ]]; then echo "run.sh: no experiment or command $1; see ./run.sh list" >&2; exit 2; fi
+  if [[ " ${names[*]} " != *" $1 "* ]]; then echo "run.sh: no experiment or command $1; try ./run.sh list" >&2; exit 2; fi
   method "$1"
-  local script=${method%% *} fork=${SCRIPT:-}
   size "$script:$1"
-  merge $size ${method#"$script"} "${@:2}"
+  merge $size $own "${@:2}"
   set -- "$1" "${SCRIPT:-$script}" "${flags[@]}"
   if [ -n "${DRY:-}" ]; then printf '%q ' "${@:2}"; echo; exit; fi
-  fork=${fork##*/}
-  export EXPERIMENT=${fork:+${fork%.py}-}$1  # a run's folder is named after it
-  if [[ $* == *" data/understand-r1-zero/"* ]]; then once $math_3to5 fetch; fi
+  export EXPERIMENT=${SCRIPT:+$(basename "$SCRIPT" .py)-}$1  # a run's folder is named after it
+  if [[ $* == *[\ =]$math_3to5* ]]; then ./run.sh data; fi
   setup
-  if [[ $* == *" tools/toy-images/"* ]]; then once tools/toy-images/model/model.safetensors "$python" tools/toy_images.py; fi
-  if [[ $* == *" tools/smollm/"* ]]; then once tools/smollm/model/model.safetensors "$python" tools/smollm.py; fi
+  if [[ $* == *[\ =]$see/* ]]; then once $see/model/model.safetensors "$python" tools/toy_images.py; fi
+  if [[ $* == *[\ =]tools/smollm/* ]]; then once tools/smollm/model/model.safetensors "$python" tools/smollm.py; fi
   if [[ $1 == *-135m ]]; then export PROCESSES=1; fi  # two would reduce 540 MB of gradients for each micro-batch
   exec "$python" tools/launch.py "${@:2}"
 }
 
 word=${1:-default}
-[ $# -eq 0 ] || shift
-if [ "$here" != "$PWD" ]; then  # what exists where the user stands is meant
+shift $(($# > 0))
+if [ "$here" != "$PWD" ]; then  # what exists where the user stands is meant: FILE, FILE:FUNCTION, a list of FILEs
   for argument in "$@"; do
-    shift
-    [[ $argument =~ ^(--[a-z-]+=)?(.*)$ ]]; given=${BASH_REMATCH[1]}
-    while IFS= read -rd, part; do  # a list of sets has commas, FILE.py:FUNCTION and folder:split a colon
-      if [[ $part == [!-/0-9]* && -e $here/${part%%:*} ]]; then given+=$here/; fi
-      given+=$part,
-    done <<<"${BASH_REMATCH[2]},"
-    set -- "$@" "${given%,}"
+    value=${argument#--*=}
+    if [[ $value == [!-/0-9]* && -e $here/${value%%[:,]*} ]]; then value=$here/${value//,/,$here/}; fi
+    set -- "${@:2}" "${argument%"${argument#--*=}"}$value"
   done
 fi
 case $word in
-  help | -h | --help) sed -nE '2,7s/^# //p; s/^    ([a-z].*)\) method=.*;;  # /  \1  /p' run.sh ;;
-  list)
-    for name in "${names[@]}"; do
-      method "$name"
-      script=${method%% *}
-      merge ${method#"$script"}
-      printf '%s\t%s\t%s\n' "$name" "${method%% *}" "${flags[*]@Q}"
-    done ;;
+  help | -h | --help) sed -nE '2,6s/^# //p; s/^    ([a-z].*)\) method=.*;;  # /  \1  /p' run.sh ;;
+  list) for name in "${names[@]}"; do method "$name"; printf '%s\t%s\t%s\n' "$name" "$script" "$own"; done ;;
   setup) setup ;;
-  data) once $math_3to5 fetch; echo "fetched  $math_3to5" ;;
+  data) once $math_3to5 git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero ;;
   test) setup; exec "$python" -m pytest "$@" ;;
   eval) setup; exec "$python" tools/launch.py tools/eval.py "$@" ;;
   check | plot) setup; exec "$python" "tools/$word.py" "$@" ;;
   sweep | table) setup; exec "$python" tools/sweep.py "$word" "$@" ;;
   claims) setup; PROCESSES=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" tools/claims.py "$@" ;;
-  default)
-    run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)
+  default) run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)
     (start sspo-toy --run-dir "$run")
     if [ -n "${DRY:-}" ]; then exit; fi
     "$python" tools/plot.py "$run" -o "$run/curve.png"
-    "$python" tools/plot.py "$run" --figure tokens -o "$run/tokens.html" ;;
+    "$python" tools/plot.py "$run" --figure=tokens -o "$run/tokens.html" ;;
   *) start "$word" "$@" ;;
 esac
