@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh                        set up, train SSPO on a toy (minutes on 2 CPU cores), draw two pictures
-# ./run.sh METHOD-SIZE [FLAGS]    set up, run an experiment of the two tables; FLAGS go to its script and win
+# ./run.sh METHOD-SIZE [FLAGS]    set up, run an experiment of the tables; FLAGS go to its script and win. Begin with
+#                                 toy, 135m (pretrained, 2 CPU cores) or 0.5b (one GPU); the papers' are for 8 GPUs
 # ./run.sh list|setup|data        every experiment, its script, its method's flags; set up; fetch sspo.py's data
 # ./run.sh test|check|eval|plot|sweep|table|claims [ARGS]    --help explains each
 # CPU=1: without GPUs. PROCESSES=4: so many without GPUs. DRY=1: print the command. SCRIPT=mine.py: run a fork.
@@ -8,20 +9,17 @@ set -euo pipefail
 here=$PWD
 cd "$(dirname "$(readlink -f "$0")")"
 if [ "${1:-}" = test ]; then CPU=1; fi  # the tests are exact in float32: they are of the path without GPUs
-machine=cpu venv=.venv
-if nvidia-smi -L >/dev/null 2>&1; then machine=gpu; fi
-if [ -n "${CPU:-}" ]; then
-  if [ $machine = gpu ]; then machine=cpu venv=.venv-cpu; fi
-  export CUDA_VISIBLE_DEVICES=
-fi
+if [ -n "${CPU:-}" ]; then export CUDA_VISIBLE_DEVICES=; fi
+if ! nvidia-smi -L >/dev/null 2>&1; then machine=cpu venv=.venv
+elif [ -n "${CPU:-}" ]; then machine=cpu venv=.venv-cpu
+else machine=gpu venv=.venv; fi
 python=$venv/bin/python
 names=(
   {sspo,sir,newline,period,grpo,clip-high,gspo,gspo-0.2,drgrpo,dapo,cwgrpo,grpo-kl,clip-cov}-{toy,135m,0.5b,1.5b,7b}
   {dapo,gspo}-{1.5b,7b}-{3k,5k,10k} dapo-zero drgrpo-math grpo-{math,rs1,rs3} sspo-clip-cov-{1.5b,7b}
-  {gpg,gpg-a,gpg-b,gpg-c,gpg-group-alpha,gpg-beta0.8,gpg-batch,gpg-kl}-{toy,135m,0.5b,7b,math,rs1,rs3}
-  gpg-g{2,4,16}-{toy,0.5b,7b,math} {gpg,gpg-a,gpg-b,gpg-c,grpo}-{image,ground}-toy
-  {gpg,grpo}-{geoqa,flower,pets,aircraft,car,sat,lisa} {sps,sps-grpo}-135m
-  {sps,sps-grpo,sps-act,sps-uniform,sps-quantile,sps-k{1..5}}-{toy,0.5b,{1.5b,7b}-{3k,5k,10k}}
+  gpg{,-a,-b,-c,-group-alpha,-beta0.8,-batch,-kl}-{toy,135m,0.5b,7b,math,rs1,rs3} gpg-g{2,4,16}-{toy,0.5b,7b,math}
+  {gpg,gpg-a,gpg-b,gpg-c,grpo}-{image,ground}-toy {gpg,grpo}-{geoqa,flower,pets,aircraft,car,sat,lisa}
+  sps{,-grpo}-135m sps{,-grpo,-act,-uniform,-quantile,-k{1..5}}-{toy,0.5b,{1.5b,7b}-{3k,5k,10k}}
 )
 
 # ------------------------------------------------------------- methods: script and flags, by the first row that fits
@@ -30,44 +28,43 @@ dapo="$grpo --clip-high=0.28 --normaliser=token --valid-share=1 --overlong-buffe
 gspo="sspo.py --clip=fixed --delimiter= --clip-low=3e-4 --clip-high=4e-4"
 row_a="gpg.py --norm=group --no-accurate-gradient --beta-th=0"
 method() {  # METHOD-SIZE: into `script` and `own`, into `group` GPG's responses to a prompt
-  group=8 act="sps.py --irl-lr=5e-7" k=${1#sps-k}  # at these rates the IRL stage acts (ours)
+  group=8 k=${1#sps-k} act="sps.py --irl-lr=5e-7"  # at these rates the IRL stage acts (ours)
   if [[ $1 == *-toy ]]; then act="sps.py --irl-lr=3e-4"; fi
-  group=8
   case $1 in
-    sspo-clip-cov-*) method="cwgrpo.py --reweight=clip-cov --normaliser=token --kl-coef=0" ;;  # SSPO's Table 1
-    sspo-*) method=sspo.py ;;  # Table 1
-    sir-*) method="sspo.py --clip=fixed" ;;  # "+SIR", clip 0.2 (ours; Tables 2, 3)
-    newline-*) method="sspo.py --clip=fixed --delimiter=\n" ;;  # Table 3 (inferred)
-    period-*) method="sspo.py --clip=fixed --delimiter=." ;;  # Table 3 (inferred)
-    clip-high-*) method="$grpo --clip-high=0.28" ;;  # Table 1
-    gspo-0.2-*) method="sspo.py --clip=fixed --delimiter=" ;;  # Fig. 3b
+    sspo-clip-cov-*) method="cwgrpo.py --reweight=clip-cov --normaliser=token --kl-coef=0" ;;  # CLIP-Cov of SSPO
+    sspo-*) method=sspo.py ;;  # SSPO (Table 1)
+    sir-*) method="sspo.py --clip=fixed" ;;  # "+SIR": fixed clip 0.2 (ours; Table 2, \n\n of Table 3)
+    newline-*) method="sspo.py --clip=fixed --delimiter=\n" ;;  # segments end at \n (inferred; Table 3)
+    period-*) method="sspo.py --clip=fixed --delimiter=." ;;  # segments end at "." (inferred; Table 3)
+    clip-high-*) method="$grpo --clip-high=0.28" ;;  # GRPO with upper clip 0.28 (Table 1)
+    gspo-0.2-*) method="sspo.py --clip=fixed --delimiter=" ;;  # a ratio per response, clip 0.2 (Fig. 3b, maybe Table 1)
     gspo-*k) method="$gspo --prompts-per-step=64 --updates-per-step=4 --steps=175 --eval-every=25" ;;  # SPS's Table 2
-    gspo-*) method=$gspo ;;  # GSPO's own clip
-    drgrpo-*) method="$grpo --no-scale-advantage --normaliser=constant" ;;  # Table 1
-    dapo-toy) method="$dapo 32" ;;  # of 96 tokens; SPS's Table 2, without SWIFT's filter
-    dapo-135m) method="$dapo 10" ;;  # of 48
-    dapo-0.5b) method="$dapo 205" ;;  # of 1,024
-    dapo-zero) method="$dapo 614 --max-draws=10" ;;  # of 3,072, as verl (GPG's Table 9)
-    dapo-*) method="$dapo 2048" ;;
-    cwgrpo-*) method=cwgrpo.py ;;  # the kernel, with KL
-    clip-cov-*) method="cwgrpo.py --reweight=clip-cov --normaliser=token" ;;
-    grpo-kl-* | grpo-math | grpo-rs?) method="cwgrpo.py --reweight=none" ;;  # GPG's Tables 1, 15, Fig. 3
-    grpo-toy | grpo-135m | grpo-*b) method=$grpo ;;  # Table 1
-    grpo-* | gpg-kl-*) method="$row_a --kl-coef=0.04" ;;  # on images; GPG's section 3.4
-    gpg-a-*) method=$row_a ;;  # Tables 11, 13, 15
-    gpg-b-*) method="gpg.py --no-accurate-gradient --beta-th=0" ;;  # Table 15
-    gpg-c-*) method="gpg.py --beta-th=0" ;;  # Table 15
-    gpg-group-alpha-*) method="gpg.py --norm=group --beta-th=0" ;;  # Table 1
-    gpg-beta0.8-*) method="gpg.py --beta-th=0.8" ;;  # Table 10
-    gpg-batch-*) method="gpg.py --norm=batch --no-accurate-gradient --beta-th=0" ;;  # Table 13
+    gspo-*) method=$gspo ;;  # clip 3e-4 / 4e-4, GSPO's own
+    drgrpo-*) method="$grpo --no-scale-advantage --normaliser=constant" ;;  # Dr. GRPO (Table 1)
+    dapo-toy) method="$dapo 32" ;;  # SPS's Table 2, without SWIFT's filter; penalty over the last 32 of 96 tokens
+    dapo-135m) method="$dapo 10" ;;  # 10 of 48
+    dapo-0.5b) method="$dapo 205" ;;  # 205 of 1,024
+    dapo-zero) method="$dapo 614 --max-draws=10" ;;  # 614 of 3,072, draws as verl's (GPG's Table 9)
+    dapo-*) method="$dapo 2048" ;;  # the last 2,048 tokens
+    cwgrpo-*) method=cwgrpo.py ;;  # the Gaussian kernel, KL to the initial model
+    clip-cov-*) method="cwgrpo.py --reweight=clip-cov --normaliser=token" ;;  # Clip-Cov's mask, the same KL
+    grpo-kl-* | grpo-math | grpo-rs?) method="cwgrpo.py --reweight=none" ;;  # the same KL (GPG: Tables 1, 15, Fig. 3)
+    grpo-toy | grpo-135m | grpo-*b) method=$grpo ;;  # GRPO: a ratio per token (Table 1)
+    grpo-* | gpg-kl-*) method="$row_a --kl-coef=0.04" ;;  # on images: with one update GRPO's gradient; section 3.4
+    gpg-a-*) method=$row_a ;;  # row A of Table 15: std of the group, no alpha, no threshold (Tables 11, 13)
+    gpg-b-*) method="gpg.py --no-accurate-gradient --beta-th=0" ;;  # row B: no normalisation
+    gpg-c-*) method="gpg.py --beta-th=0" ;;  # row C: row B with alpha
+    gpg-group-alpha-*) method="gpg.py --norm=group --beta-th=0" ;;  # row A with alpha (Table 1)
+    gpg-beta0.8-*) method="gpg.py --beta-th=0.8" ;;  # threshold 0.8 (Table 10)
+    gpg-batch-*) method="gpg.py --norm=batch --no-accurate-gradient --beta-th=0" ;;  # std of the batch (Table 13)
     gpg-g[1-9]*) group=${1#gpg-g} group=${group%%-*} method="$row_a --group-size=$group" ;;  # Table 11
-    gpg-*) method=gpg.py ;;  # row D of Table 15
-    sps-act-*) method=$act ;;
-    sps-uniform-*) method="$act --choose=uniform" ;;  # section 4.1
-    sps-quantile-*) method="$act --choose=quantile" ;;  # C.1
-    sps-k[1-5]-*) method="$act --demonstrations=${k%%-*} --irl-steps=0 --irl-passes=1" ;;  # Fig. 4
-    sps-grpo-*) method="sps.py --irl-steps=0" ;;
-    sps-*) method=sps.py ;;  # as printed
+    gpg-*) method=gpg.py ;;  # row D, recommended: alpha, threshold 0.6
+    sps-act-*) method=$act ;;  # with an IRL learning rate at which the stage acts (ours)
+    sps-uniform-*) method="$act --choose=uniform" ;;  # demonstrations drawn at random (section 4.1)
+    sps-quantile-*) method="$act --choose=quantile" ;;  # from a step's lower 3/8 (C.1; ours)
+    sps-k[1-5]-*) method="$act --demonstrations=${k%%-*} --irl-steps=0 --irl-passes=1" ;;  # K each (Fig. 4)
+    sps-grpo-*) method="sps.py --irl-steps=0" ;;  # without IRL stages
+    sps-*) method=sps.py ;;  # as printed: IRL learning rate 5e-10, which hardly moves a weight
   esac
   read -r script own <<<"$method"
 }
@@ -77,7 +74,7 @@ aime24=HuggingFaceH4/aime_2024 aime25=math-ai/aime25 amc23=knoveleng/AMC-23 amc8
 math500=HuggingFaceH4/MATH-500 minerva=knoveleng/Minerva-Math olympiad=knoveleng/OlympiadBench
 matharena=MathArena/brumo_2025,MathArena/hmmt_feb_2025,MathArena/hmmt_nov_2025
 math_3to5=data/understand-r1-zero/datasets/train/math_lvl3to5_8k see=tools/toy-images large=--activation-checkpointing
-flat="--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
+iou=tools/rewards.py:iou flat="--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
 toy="--model=tools/toy/model --template=plain --dataset=tools/toy/train.jsonl --eval-samples=8 --eval-temperature=1
   --eval=tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32
   --max-response-tokens=96 --lr=2e-4 --steps=120"
@@ -94,8 +91,7 @@ as_gpg="--model=Qwen/Qwen2.5-Math-7B --template=tools/qwen-boxed.txt --weight-de
 rs="$large --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward --group-size=6
   --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7 --lr-warmup=0.1
   --lr-floor=0.1 --weight-decay=0"  # the recipe of Open-RS; its decay is TRL's default
-# 16 prompts (8 GPUs, one each, accumulated twice; sat: once) and the steps of the epochs; what the frameworks leave
-# open is their trainer's default: 256 tokens, decay 0, a learning rate that falls to 0 (here along a cosine)
+# 16 prompts: 8 GPUs, one each, accumulated twice (sat: once); what the frameworks leave open is TRL's default
 sees="$large --image-column=image --max-pixels=401408 --model=Qwen/Qwen2-VL-2B-Instruct --template=chat --beta-th=0.4
   --normaliser=response --format-reward --prompts-per-step=16 --max-prompt-tokens=1024 --max-response-tokens=256
   --weight-decay=0 --lr-floor=0"
@@ -111,7 +107,7 @@ size() {  # SCRIPT:METHOD-SIZE
     --eval-samples=128 --eval-temperature=0.7 --eval-every=100 --keep-best"
   case $1 in
     *-image-toy) size="$seen $see/image-train.parquet --eval=$see/image-heldout.parquet --steps=60 --eval-every=20" ;;
-    *-ground-toy) size="$seen $see/ground-train.parquet --eval=$see/ground-heldout.parquet --reward=tools/rewards.py:iou" ;;
+    *-ground-toy) size="$seen $see/ground-train.parquet --eval=$see/ground-heldout.parquet --reward=$iou" ;;
     cwgrpo.py:*-toy) size="$toy --no-format-reward --group-size=8 --temperature=1 --kl-coef=0.004" ;;  # docs/cwgrpo.md
     sps.py:*-toy) size="$toy --rl-steps=40 --irl-batch=256 --subset=0" ;;  # three rounds
     *-toy) size=$toy ;;
@@ -125,7 +121,7 @@ size() {  # SCRIPT:METHOD-SIZE
     sps.py:*-0.5b) size="$gsm8k --subset=0 --rl-steps=29" ;;  # four rounds
     sspo.py:*-1.5b) size=$sspo ;;
     sspo.py:*-7b) size="$sspo --model=Qwen/Qwen2.5-Math-7B --alpha=0.15 --gamma=2.2" ;;  # for --clip=entropy
-    cwgrpo.py:sspo-*-1.5b) size="$as_sspo --model=Qwen/Qwen2.5-Math-1.5B" ;;
+    cwgrpo.py:sspo-*-1.5b) size="$as_sspo --model=Qwen/Qwen2.5-Math-1.5B" ;;  # sspo.py's defaults
     cwgrpo.py:sspo-*-7b) size="$as_sspo --model=Qwen/Qwen2.5-Math-7B" ;;
     cwgrpo.py:*-1.5b) size=$large ;;
     cwgrpo.py:*-7b) size="$large --model=Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps=150" ;;
@@ -145,7 +141,7 @@ size() {  # SCRIPT:METHOD-SIZE
     *-car) size="$classes laolao77/ViRFT_CLS_car196_4shot --steps=392" ;;  # 196 x 4 x 8 / 16
     *-sat) size="$sees --model=Qwen/Qwen2-VL-2B --template=tools/sat.txt --reward=tools/rewards.py:option
       --max-response-tokens=700 --dataset=data/sat.parquet --prompts-per-step=8 --steps=3000" ;;  # about 12,000 x 2 / 8
-    *-lisa) size="$sees --reward=tools/rewards.py:iou --dataset=data/lisa-train.parquet --steps=498" ;;  # 6 epochs
+    *-lisa) size="$sees --reward=$iou --dataset=data/lisa-train.parquet --steps=498" ;;  # 6 epochs, as Visual-RFT's
     sspo.py:*k) size="$sps --dataset=Elliott/Openr1-Math-46k-8192 --max-response-tokens=3072 --lr=5e-7 --steps=700
       --weight-decay=0.1 --adam-betas 0.9 0.95 --prompts-per-step=16 --updates-per-step=1" ;;
     sps.py:sps-k*k) size="$sps --steps=$((2 * ((${problems%k}000 + 15) / 16)))" ;;  # two epochs
@@ -162,16 +158,14 @@ once() (  # FILE COMMAND...: make what is not there, or wait for another run.sh 
 )
 
 install() {
-  local base package wheels=() index=https://download.pytorch.org/whl/cpu  # much smaller, where it answers
-  for base in python3 python3.12 python3.13 python3.11; do "$base" -c 'import tomllib' 2>/dev/null && break; done  # 3.11
+  local base package index=https://download.pytorch.org/whl/cpu  # much smaller; tomllib: Python 3.11
+  for base in python3 python3.12 python3.13 python3.11; do "$base" -c 'import tomllib' 2>/dev/null && break; done
   echo "setting up $venv (once, some minutes)"
   "$base" -m venv $venv
-  if [ $machine = cpu ] && "$python" -c "import urllib.request as u; u.urlopen('$index/torch/', None, 5)" 2>/dev/null; then
-    wheels=(--extra-index-url $index)
-  fi
-  "$python" -m pip install -q --disable-pip-version-check "${wheels[@]}" -r requirements-$machine.txt
-  # built for CUDA, beside a torch that is not, they break transformers
-  for package in torchvision torchaudio torchcodec; do
+  if [ $machine = gpu ] ||
+    ! "$python" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then index=; fi
+  "$python" -m pip install -q ${index:+--extra-index-url $index} -r requirements-$machine.txt
+  for package in torchvision torchaudio torchcodec; do  # builds for another torch break transformers
     "$python" -c "import $package" 2>/dev/null || "$python" -m pip uninstall -qqy $package
   done
 }
@@ -182,8 +176,7 @@ setup() {
 }
 
 merge() {  # FLAGS...: into `flags`; of a flag that comes twice, or once as --no-flag, the last stays
-  local i key seen=" " values=()
-  flags=()
+  seen=" " flags=() values=()
   for ((i = $#; i > 0; i--)); do
     values=("${!i}" "${values[@]}")
     if [[ ${!i} != --* ]]; then continue; fi
@@ -194,7 +187,7 @@ merge() {  # FLAGS...: into `flags`; of a flag that comes twice, or once as --no
 }
 
 start() {  # EXPERIMENT FLAGS...
-  if [[ " ${names[*]} " != *" $1 "* ]]; then echo "run.sh: no experiment or command $1; try ./run.sh list" >&2; exit 2; fi
+  if [[ " ${names[*]} " != *" $1 "* ]]; then echo "run.sh: no experiment or command $1: ./run.sh list" >&2; exit 2; fi
   method "$1"
   size "$script:$1"
   merge $size $own "${@:2}"
@@ -219,7 +212,7 @@ if [ "$here" != "$PWD" ]; then  # what exists where the user stands is meant: FI
   done
 fi
 case $word in
-  help | -h | --help) sed -nE '2,6s/^# //p; s/^    ([a-z].*)\) method=.*;;  # /  \1  /p' run.sh ;;
+  help | -h | --help) sed -nE '2,7s/^# //p; s/^    ([a-z].*)\) method=.*;;  # /  \1  /p' run.sh ;;
   list) for name in "${names[@]}"; do method "$name"; printf '%s\t%s\t%s\n' "$name" "$script" "$own"; done ;;
   setup) setup ;;
   data) once $math_3to5 git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero ;;
