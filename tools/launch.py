@@ -38,7 +38,7 @@ def launch(script, flags):
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
     words = ["--nproc-per-node", str(ranks), script, *flags]
     print(shlex.join(["torchrun", *words]), flush=True)
-    logging.getLogger("torch.distributed").setLevel("ERROR")
+    logging.disable(logging.WARNING)
     try:
         torch.distributed.run.main(words)
     except SignalException as stopped:
