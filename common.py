@@ -84,14 +84,11 @@ AtLeastTwo = Annotated[int, Field(ge=2)]
 
 @pydantic.dataclasses.dataclass
 class Args:
-    """The flags of every script. The first nine are a paper's recipe, which each script sets; it also sets whichever of
-    the others its paper has otherwise, and says which are ours."""
+    """The flags of every script, which sets the first nine, and whichever of the others its paper has otherwise."""
 
     model: str = ""  # Hub id or folder with config.json and *.safetensors.
-    dataset: str = ""
-    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id (`id:[name:]split`)."""
-    template: str = "chat"
-    """plain, qwen-math; in the tokenizer's format: chat, chat-boxed, open-rs; or a text file."""
+    dataset: str = ""  # Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id.
+    template: str = "chat"  # One of PROMPTS, or a text file with {problem} in it.
     steps: NonNegativeInt = 1  # Rollout steps; 0 only evaluates.
     prompts_per_step: PositiveInt = 1  # Prompts sampled in a step, or in each of its draws (P).
     group_size: AtLeastTwo = 2  # Responses to each prompt (G).
@@ -99,8 +96,7 @@ class Args:
     max_response_tokens: PositiveInt = 1024  # A response is cut here and scores as it stands.
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
 
-    eval: str = ""
-    """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
+    eval: str = ""  # Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation.
     problem_column: str = ""  # In sets that have it; else problem, question or prompt.
     answer_column: str = ""  # In sets that have it; else answer, ground_truth, final_answer, solution or reward_model.
     image_column: str = ""  # Image in front of a problem, in all sets; for Qwen2-VL and Qwen2.5-VL. Empty: none.
@@ -108,7 +104,6 @@ class Args:
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
     run_dir: str = ""  # For what the run writes. Empty: runs/<experiment or script>-seed<seed>-<time>.
     seed: int = 1  # Seeds the order of the data and every sampled token.
-
     max_total_tokens: NonNegativeInt = 0  # Bound of prompt and response together. 0: none.
     reward: str = "math"
     r"""The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row)."""
@@ -179,8 +174,7 @@ def prompt_format(template):
 
 
 def validate(args):
-    """Raise ValueError, naming the flag, where flags do not fit each other; tyro refuses values that are wrong by
-    themselves. From here on errors that a user can mend are said in one line."""
+    """Raise ValueError where flags do not fit each other. From here on errors that name a flag are said in a line."""
     sys.excepthook = report
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
@@ -195,8 +189,7 @@ def validate(args):
 
 # ---------------------------- processes
 class World(namedtuple("World", "rank size local_size device mesh")):
-    """This process among the others, of which a node has local_size. `mesh` shards inside a node and replicates across
-    nodes."""
+    """This process among the others. `mesh` shards inside a node, of local_size, and replicates across nodes."""
 
     def all_gather(self, thing):
         """Return every rank's picklable `thing`, in rank order."""
@@ -309,13 +302,10 @@ def read_json(path):
 
 
 def read_table(source, flag):
-    """Return an iterable of the rows, as Python values, of a file, a `save_to_disk` folder or a hub id. Raises
-    ValueError naming flag and source."""
+    """Return an iterable of a source's rows, as Python values. Raises ValueError naming flag and source."""
     path, _, split = source.partition(":")
-    with naming(
-        f"{flag} {source}: cannot be read as a .jsonl, .json or .parquet file, a `save_to_disk` folder or a hub id "
-        "(ID:SPLIT or ID:CONFIGURATION:SPLIT); ./run.sh data fetches sspo.py's default"
-    ):
+    kinds = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split; ./run.sh data: sspo.py's"
+    with naming(f"{flag} {source}: cannot be read as one of {kinds}"):
         if path.endswith((".json", ".jsonl")):
             return read_json(path)
         if path.endswith(".parquet"):
@@ -369,8 +359,7 @@ def load_problems(source, tokenizer, args, flag):
             image = None
             value = row.pop(args.image_column, None)
             if value:
-                with naming("its image cannot be read"):
-                    image = vision.Picture(vision.read(value, source), tokenizer.name_or_path, args.max_pixels)
+                image = vision.Picture(vision.read(value, source), tokenizer.name_or_path, args.max_pixels)
                 shown = image.text + text
             answer = "(graded by --reward)"
             graded_by = (row,)
@@ -484,19 +473,16 @@ class Sampler:
         os.environ.update(VLLM | os.environ)
         logging.getLogger("vllm").setLevel("ERROR")  # for what its imports log
         warnings.simplefilter("ignore", FutureWarning)
-        cuda = world.device.type == "cuda"
+        self.sleeps = cuda = world.device.type == "cuda"
         torch._dynamo.config.disable = not cuda  # else vLLM compiles for seconds before the first token
         from vllm import LLM
 
         self.world = world
-        self.sleeps = cuda
         self.dtype = compute_dtype(args, world)
         self.tokenizer = tokenizer
         self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}  # vLLM adds the model's
         sees = hasattr(config_of(folder), "vision_config")
-        # Of sleep. `load` sends all weights again, and at 2 vLLM 0.32 keeps the buffers, but not the zeros behind the
-        # positions of a batch with images.
-        self.level = 1 if sees else 2
+        self.level = 1 if sees else 2  # of sleep; at 2 vLLM 0.32 loses zeros behind the positions of an image
         self.expected = {name for name, _ in empty_model(config_of(folder)).named_parameters()}
         if FIRST:
             print("starting the engine")
@@ -630,8 +616,7 @@ def begin(reward):
 
 
 def grade(reward, completion, *graded_by):
-    """Return score and verdict of a completion, in a process of the pool; if a reward of one's own raises, no score and
-    its traceback."""
+    """Return score and verdict of a completion, in a process of the pool; of a reward that raises, its traceback."""
     try:
         if reward == "math":
             return judge(completion, *graded_by)
@@ -645,9 +630,8 @@ def grade(reward, completion, *graded_by):
 
 
 class Verifier:
-    """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. They
-    run the main file again, without its `if __name__ == "__main__"`, so a program on standard input has none. A reward
-    is tried on the first row of each of `sets`, with an empty completion. Raises ValueError where that fails."""
+    """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. Raises
+    ValueError where a reward raises for an empty completion of a set's first row."""
 
     def __init__(self, args, world, sets=()):
         self.world = world
@@ -669,8 +653,7 @@ class Verifier:
             need(score is not None, f"--reward: {problems[0].origin}, an empty completion: {verdict}")
 
     def judge(self, cases):
-        """Return score and verdict of each case on every rank, which deal them out: a completion, and its gold answer,
-        perhaps with the problem's text, or its row."""
+        """Return score and verdict of each case, on every rank: a completion and what it is graded by."""
         world = self.world
         mine = cases[world.rank :: world.size]
         graded = []
@@ -687,8 +670,7 @@ class Verifier:
 
 
 def verify(verifier, groups):
-    """Grade every response; fill in what was right, rewards and verdicts. Raises ValueError, on every rank, where a
-    reward of one's own does."""
+    """Grade every response; fill in what was right, rewards and verdicts. Raises ValueError where a reward raises."""
     cases = [(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
     graded = iter(verifier.judge(cases))
     for group in groups:
@@ -701,8 +683,7 @@ def verify(verifier, groups):
 
 # -------------------------------- batch
 def first_valid(drawn, valid_P, count, updates=1):
-    """Return the first `count` valid groups, filled up with invalid ones of the last `count`, both dealt evenly to the
-    updates; a single draw as it came."""
+    """Return the first `count` valid groups, filled up with the last invalid ones, both dealt evenly to the updates."""
     if len(drawn) == count:
         return drawn
     kept = [*compress(drawn, valid_P)]
@@ -950,9 +931,8 @@ def empty_model(config):
 
 
 def model_folder(args):
-    """Return --model's folder, fetched if it is a hub id, before ranks wait for each other; run no code of it. Raises
-    ValueError for a model that does not fit. Whether its weights are those of its kind, `load_policy` says, and whether
-    it computes what vLLM computes, `sampler_gap`, in the first step."""
+    """Return --model's folder, fetched if it is a hub id. Raises ValueError for a context that is too short. Whether
+    its weights fit, `load_policy` says, and whether it computes what vLLM computes, `sampler_gap`, in the first step."""
     datasets.disable_progress_bars()
     folder = Path(args.model)
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
@@ -994,15 +974,13 @@ def load_policy(folder, args, world):
     dtype = compute_dtype(args, world)
     if dtype == torch.bfloat16:  # the head's product, the only one in float32, as TF32, which holds bf16 exactly
         torch.set_float32_matmul_precision("high")
-    # lm_head stays in the root's unit: as a unit of its own it would be gathered for each chunk of logits, and ranks
-    # have different numbers of chunks.
+    # lm_head stays in the root's unit: else it would be gathered for each chunk, and ranks have other numbers of them
     for module in (*units, policy):
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     policy.to_empty(device=world.device)
     for parameter in policy.parameters():
         parameter._is_hf_initialized = True
-    # what is not, the buffers that no checkpoint has, gets the values of its module
-    policy.apply(lm._init_weights)
+    policy.apply(lm._init_weights)  # so only of the buffers, which no checkpoint has
     weights = read_weights(folder) if world.rank == 0 else {}
     options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     sharded.set_model_state_dict(policy, weights, options=options)
@@ -1025,16 +1003,14 @@ def set_lr(optimizer, args, step):
 
 
 def passes(policy, micro_batches):
-    """Yield an update's micro-batches. Each node adds up its own gradients; the last one's backward pass, which every
-    rank has at the same time, adds those of all nodes."""
+    """Yield an update's micro-batches. Each node adds up its gradients; the last backward pass adds those of all."""
     for number, responses in enumerate(micro_batches, 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield responses
 
 
 def clip_and_step(policy, optimizer, record, name="grad_norm"):
-    """Scale the gradient down to --max-grad-norm and make an optimiser's step; its norm counts in the step's metric
-    `name`. Skip it, and say so, if the gradient is not finite."""
+    """Scale the gradient down to --max-grad-norm and make an optimiser's step, or say that its norm is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), record.args.max_grad_norm).full_tensor().item()
     if math.isfinite(norm):
         optimizer.step()
@@ -1056,9 +1032,7 @@ def score(policy, batch, micro_batches, record, phase, entropies=False):
             micro = batch.pack(responses, world.device)
             score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
             record.tokens[phase] += micro.tokens
-        # FSDP's .to also reshards: the root, which no backward pass follows, stays gathered, and hides the optimiser's
-        # step
-        policy.to(home)
+        policy.to(home)  # also reshards FSDP's root, which else stays gathered, and hides the optimiser's step
     return world.all_reduce(score_2T)
 
 
@@ -1156,8 +1130,7 @@ def checkpoints_of(folder):
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
-    """Write checkpoints/step-<step>, if one is due, each rank its shards; it has this name once it is whole. Drop the
-    oldest."""
+    """Write checkpoints/step-<step>, which is whole once it has this name, if one is due; drop the oldest."""
     world = record.world
     if not record.checkpoint_due(step):
         return
@@ -1188,15 +1161,13 @@ def save_checkpoint(policy, optimizer, step, position, record):
 
 
 def resume(policy, optimizer, record):
-    """With --resume load the newest checkpoint; return its step and position in the data, else 0 and 0. From here on
-    Ctrl-C and SIGTERM end the run in words."""
+    """With --resume load the newest checkpoint; return its step and position in the data, else 0 and 0."""
     signal(SIGINT, record.interrupt)
     signal(SIGTERM, record.interrupt)
     if not record.args.resume:
         return 0, 0
     found = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
     if not found:
-        record.say("the run has no checkpoint: it starts over")
         (record.folder / "metrics.jsonl").unlink(missing_ok=True)
         return 0, 0
     reader = dcp.HuggingFaceStorageReader(found[-1])
@@ -1274,7 +1245,7 @@ class Record:
         self.ends = deque([self.started], maxlen=20)  # of the last steps
         self.at = 0  # step
         self.best = -math.inf  # sum of avg@n over sets, for --keep-best
-        # between sampler and trainer, nats a token, in the first step; what is above it is no rounding
+        # nats a token between sampler and trainer in the first step; more is no rounding
         self.gap_limit = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01
         self.board = None
         self.start_step()
@@ -1321,8 +1292,7 @@ class Record:
         self.write("log.txt", f"{datetime.now():%H:%M:%S} {text}")
 
     def checkpoint_due(self, step):
-        """Say whether a checkpoint comes after a step. Rank 0 decides for all by its clock, and whether the run ends
-        there: `stopping`, if the run folder has a file `stop`, which goes."""
+        """Say whether a checkpoint comes after a step; `stopping`: the run ends there, as a file `stop` asks for."""
         file = self.folder / "stop"
         late = time.time() - self.saved > 60 * self.args.checkpoint_minutes
         self.stopping, late = self.world.decide((file.exists(), late))
@@ -1357,8 +1327,7 @@ class Record:
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def training(self, step, batch, seen):
-        """Where an evaluation was, write samples/train-step<step>.txt, and what the loss saw of each token as .parquet:
-        the *_T of `seen`, with a row for each response."""
+        """Where an evaluation was, write the responses, and as .parquet what the loss saw: the *_T of `seen`."""
         if self.world.rank or "seconds/evaluate" not in self.metrics:
             return
         name = f"train-step{step:05d}"
@@ -1401,8 +1370,6 @@ class Record:
                 line += f"  {name} {value:,.3f}"
         self.say(f"{line}  left {(self.args.steps - step) * each / 60:.1f} min")
         if metrics.get("zero_advantage_share") == 1:
-            self.say(
-                f"no group whose rewards differ (mean {metrics['reward']:g}): too easy, too hard, wrong --template, "
-                "--max-response-tokens or --reward; see samples/"
-            )
+            why = "too easy, too hard, wrong --template, --max-response-tokens or --reward; see samples/"
+            self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
         self.start_step()
