@@ -932,7 +932,7 @@ def empty_model(config):
 
 def model_folder(args):
     """Return --model's folder, fetched if it is a hub id. Raises ValueError for a context that is too short. Whether
-    its weights fit, `load_policy` says, and whether it computes what vLLM computes, `sampler_gap`, in the first step."""
+    its weights fit, `load_policy` says; whether it computes what vLLM computes, `sampler_gap` in the first step."""
     datasets.disable_progress_bars()
     folder = Path(args.model)
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
