@@ -39,7 +39,7 @@ ARMS = LISTS["arms"]
 STOPS = LISTS["stops"]
 CLAIMS = LISTS["claims"]
 LARGE = {"real", "real-kernel", "systems"}  # claims of docs/real.md
-SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")
+SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")  # what of them becomes sps/SET/NAME
 EVAL = (
     "--protocols sps --samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
     "--max-prompt-tokens 32 --max-response-tokens 96"
@@ -143,7 +143,7 @@ def report(name):
     claim = CLAIMS[name]
     if claim["panels"]:
         picture = DOCS / f"claims-{name}.png"
-        plot.draw_bands(runs_of(claim), claim["panels"].split(), picture, claim.get("across"))
+        plot.draw_curves(runs_of(claim), claim["panels"].split(), picture, claim.get("across"))
 
 
 def main(
