@@ -234,34 +234,26 @@ def trl_flags(args, data):
     """Return the flags with which TRL's own script makes steps like those of a run of sps.py, on two CPU processes."""
     how = {
         "model_name_or_path": args.model,
-        "dtype": "float32",
         "dataset_name": data,
-        "reward_funcs": "tools.bench.boxed_right",
         "output_dir": f"{data}/trl",
         "per_device_train_batch_size": args.prompts_per_step * args.group_size // 2,
         "num_generations": args.group_size,
         "max_completion_length": args.max_response_tokens,
         "temperature": args.temperature,
-        "loss_type": "grpo",
         "learning_rate": args.lr,
         "max_steps": args.steps,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "ddp_find_unused_parameters": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
     }
-    return [f"--{name}={value}" for name, value in how.items()]
+    same = (
+        "--dtype=float32 --reward_funcs=tools.bench.boxed_right --loss_type=grpo --use_cpu=True --bf16=False "
+        "--gradient_checkpointing=False --ddp_find_unused_parameters=False --report_to=none --save_strategy=no "
+        "--logging_steps=1 --disable_tqdm=True"
+    )
+    return [*same.split(), *(f"--{name}={value}" for name, value in how.items())]
 
 
-def pace(rows):
+def pace(times, lengths):
     """Say how long a step took from end to end, the median after the fifth step, and these steps' mean length."""
-    seconds = float(np.median(np.diff([row["time"] for row in rows[4:]])))
-    length = float(np.mean([row["response_length"] for row in rows[5:]]))
-    return f"{seconds:6.2f} s a step, {length:.0f} tokens a response"
+    return f"{np.median(np.diff(times[4:])):6.2f} s a step, {np.mean(lengths[5:]):.0f} tokens a response"
 
 
 def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
@@ -271,7 +263,7 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     Args:
         flags: behind --, of sps.py, with which both run; another model, say
     """
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    threads = str(os.cpu_count() // 2 or 1)
     env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--steps", "25", "--eval", ""]
     its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trl.scripts.grpo"]
@@ -281,20 +273,22 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
         subprocess.run([*ours, *flags, "--run-dir", run], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
         args = SimpleNamespace(**json.loads((run / "run.json").read_text())["args"])
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        print(f"sps.py  {pace(rows[-args.steps :])}", flush=True)
+        times = [row["time"] for row in rows[-args.steps :]]
+        print(f"sps.py  {pace(times, [row['response_length'] for row in rows[-args.steps :]])}", flush=True)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
-        prompts = [tokenizer.decode(problem.prompt_ids) for problem in problems]
-        answers = [problem.answer for problem in problems]
-        datasets.Dataset.from_dict({"prompt": prompts, "answer": answers}).to_json(f"{home}/data/train.jsonl")
+        rows = [{"prompt": tokenizer.decode(each.prompt_ids), "answer": each.answer} for each in problems]
+        datasets.Dataset.from_list(rows).to_json(f"{home}/data/train.jsonl")
+        times = []
+        lengths = []
         command = [*its, *trl_flags(args, f"{home}/data")]
-        rows = []
         with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE) as running:
             for line in running.stdout:
                 length = re.search(r"completions/mean_length': '?([\d.]+)", line)
                 if length:
-                    rows.append({"time": time.perf_counter(), "response_length": float(length[1])})
-        print(f"TRL     {pace(rows)}")
+                    times.append(time.perf_counter())
+                    lengths.append(float(length[1]))
+        print(f"TRL     {pace(times, lengths)}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Every figure is in percent, and log-probs are in nats. docs/evaluation.md names 
 import json
 import math
 import sys
+import tomllib
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -36,10 +37,10 @@ import gpg  # noqa: F401  It registers the prompt qwen-boxed.
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a paper evaluates. `papers` is what papers report: rows of a figure for each set, - where there is none, and
-    of a label."""
+    """How a paper evaluates; eval.toml lists them. `papers` is what papers report: rows of a figure for each set, -
+    where there is none, and of a label."""
 
-    sets: tuple[str, ...]
+    sets: list
     template: str
     papers: str
     max_response_tokens: int = 1024
@@ -47,19 +48,14 @@ class Protocol:
     seeds: int = 1
     eval_temperature: float = 0.0
     top_p: float = 1.0
-    ks: tuple[int, ...] = (1,)  # It reports these pass@k, or the mean IoU if there are none.
+    ks: tuple = (1,)  # It reports these pass@k, or the mean IoU if there are none.
     max_total_tokens: int = 0  # It bounds a prompt and its response together. 0: only their own bounds hold.
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
-    reward: str = "math"
-    also: str = ""  # It reports the grades of this one, too, which are those of the papers.
+    reward: str = "math"  # Else a function of tools/rewards.py or, of a run's own, FILE.py:FUNCTION.
+    also: str = ""  # It reports the grades of this function of tools/rewards.py, too, which are those of the papers.
     max_prompt_tokens: int = 1024
     image_column: str = ""
     by_question: bool = False  # Its average is over questions, not over sets.
-
-    @property
-    def grading(self):
-        """What grades an answer: "math", an answer in a box, or a function of tools/rewards.py."""
-        return self.reward.rpartition(":")[2]
 
 
 HERE = Path(__file__).parent
@@ -73,190 +69,9 @@ common.PROMPTS["r1-eval"] = {
     "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
     "answering.\n\n{problem}",
 }
-# The hub has a set under this id.
-HUB = """
-aime24 HuggingFaceH4/aime_2024
-aime25 math-ai/aime25
-math500 HuggingFaceH4/MATH-500
-amc23 knoveleng/AMC-23
-amc83 AI-MO/aimo-validation-amc
-minerva knoveleng/Minerva-Math
-olympiad knoveleng/OlympiadBench
-brumo25 MathArena/brumo_2025
-hmmt_feb25 MathArena/hmmt_feb_2025
-hmmt_nov25 MathArena/hmmt_nov_2025
-"""
-SETS = dict(line.split() for line in HUB.strip().splitlines())
-VIRFT = ("flower", "pets", "aircraft", "car")
-CV_BENCH = ("cvbench-count", "cvbench-relation", "cvbench-depth", "cvbench-distance")
-LISA = ("lisa-test", "lisa-val")
-IMAGES = ("geoqa", *VIRFT, *CV_BENCH, *LISA)  # tools/images.py prepares them.
-SETS |= {name: f"data/{name}.parquet" for name in IMAGES}
-OPEN_RS = ("aime24", "math500", "amc23", "minerva", "olympiad")
-PROTOCOLS = {
-    "sspo": Protocol(
-        sets=("aime24", "amc83", "math500", "minerva", "olympiad"),
-        template="qwen-math",
-        max_response_tokens=3000,
-        papers="""
-            23.33 55.42 76.00 36.42 42.50  SSPO 1.5B, Table 1
-            23.33 57.83 75.40 36.40 42.50  SSPO 1.5B, Table 2 (+ EC)
-            16.67 54.20 72.60 32.35 39.67  GRPO 1.5B, Table 1
-            20.00 51.49 74.60 34.56 41.16  GSPO 1.5B, Tables 1, 2
-            20.00 53.00 74.20 25.70 37.60  Dr. GRPO 1.5B, Table 1, from its own paper
-            13.30 53.01 73.20 33.09 37.89  clip-high 1.5B, Table 1
-            20.00 56.63 78.0 35.66 40.56  CLIP-Cov 1.5B, Table 1
-            20.00 56.63 75.00 34.19 41.90  + SIR 1.5B, Table 2; split at \\n\\n, Table 3
-            23.33 56.63 74.20 32.72 39.52  split at \\n 1.5B, Table 3
-            20.00 53.01 75.00 30.88 39.67  split at . 1.5B, Table 3
-            40.0 69.88 81.20 41.54 47.40  SSPO 7B, Tables 1, 2
-            33.30 67.47 79.00 40.07 45.91  GRPO 7B, Table 1
-            33.30 65.06 80.80 42.28 47.10  GSPO 7B, Tables 1, 2
-            43.30 62.70 80.00 30.10 41.00  Dr. GRPO 7B, Table 1, from its own paper
-            33.30 68.67 82.2 44.49 49.18  clip-high 7B, Table 1
-            36.67 67.47 84.60 41.91 46.95  CLIP-Cov 7B, Table 1
-            33.30 65.06 81.61 42.28 47.70  + SIR 7B, Table 2
-        """,
-    ),
-    "open-rs": Protocol(  # CW-GRPO's 1.5B and GPG-RS are evaluated so.
-        sets=OPEN_RS,
-        template="r1-eval",
-        max_response_tokens=32768,
-        eval_temperature=0.6,
-        top_p=0.95,
-        papers="""
-            28.8 82.8 62.9 26.5 43.3  R1-Distill 1.5B, GPG's Table 3
-            32.5 84.4 66.7 29.0 45.4  Still-3-1.5B-Preview, GPG's Table 3
-            33.3 83.8 67.5 29.8 50.9  Open-RS1, GPG's Table 3
-            26.7 85.4 70.0 27.9 50.2  Open-RS3, GPG's Table 3
-            33.3 87.6 77.5 29.4 50.5  GPG-RS1, GPG's Table 3
-            33.3 85.0 80.0 26.8 52.4  GPG-RS3, GPG's Table 3
-            30.0 87.0 77.5 29.8 52.0  CW-GRPO, its Table 2, step 100
-            33.3 85.5 70.0 29.0 50.0  Clip-Cov, CW-GRPO's Table 2
-            33.3 85.0 67.5 27.2 49.9  GRPO, CW-GRPO's Table 2, step 100
-            - 86.2 - - 53.9  CW-GRPO, its Table 3, step 150
-            - 86.4 - - 53.5  CW-GRPO, its Table 3, step 200
-            - 82.0 - - 49.9  GRPO, CW-GRPO's Table 3, step 150
-            - 79.8 - - 47.8  GRPO, CW-GRPO's Table 3, step 200
-        """,
-    ),
-    "cwgrpo-7b": Protocol(
-        sets=OPEN_RS,
-        template="r1-eval",
-        max_response_tokens=4096,
-        max_total_tokens=4096,
-        eval_temperature=0.6,
-        top_p=0.95,
-        papers="""
-            13.3 82.8 62.5 32.0 42.7  CW-GRPO 7B, its Table 2
-            10.0 82.4 57.5 32.4 41.3  Clip-Cov
-            10.0 82.2 55.0 33.1 40.3  GRPO
-            3.3 82.6 47.5 33.1 40.4  Qwen2.5-Math-7B-Instruct
-        """,
-    ),
-    "gpg-7b": Protocol(
-        sets=OPEN_RS,
-        template="qwen-boxed",
-        max_response_tokens=3072,
-        eval_temperature=0.6,
-        top_p=0.95,
-        papers="""
-            36.7 84.6 82.5 39.0 45.8  GPG-Zero-7B, Tables 4, 9
-            30.0 84.6 82.5 34.9 47.8  DAPO-7B, Table 9
-            13.3 57.6 45.0 14.7 23.7  Qwen2.5-Math-7B, Tables 1, 4, 15
-            16.7 73.4 62.5 30.2 35.7  GRPO, Tables 1, 15
-            26.7 74.6 50.0 30.1 37.3  Dr. GRPO, Table 1
-            23.3 73.6 60.0 30.5 39.3  A, group's std, Tables 1, 11 (groups of 8), 13, 15
-            23.3 76.3 52.5 30.1 37.4  B, no std, Tables 1, 13, 15
-            23.3 74.2 52.5 30.9 39.7  group's std and alpha, Table 1
-            30.0 75.0 62.5 33.1 38.2  C, alpha, Tables 1, 15
-            30.0 76.2 62.5 34.2 39.0  D, alpha and beta_th 0.6, Tables 1, 10, 15
-            33.3 73.6 67.5 29.4 39.3  beta_th 0.8, Table 10
-            16.7 71.6 60.0 25.0 36.0  groups of 2, Table 11
-            20.0 73.2 55.0 29.8 38.5  groups of 4, Table 11
-            26.7 74.6 65.0 32.4 37.8  groups of 16, Table 11
-            23.3 72.2 55.0 35.3 38.5  batch's std, Table 13
-        """,
-    ),
-    "gpg-16": Protocol(
-        sets=("aime24", "amc23", "math500", "minerva"),
-        template="qwen-boxed",
-        max_response_tokens=3072,
-        eval_samples=5,
-        seeds=4,
-        eval_temperature=0.6,
-        top_p=0.95,
-        ks=(1, 3, 5),
-        papers="""
-            31.7/8.8 80.6/6.1 85.3/1.6 37.4/3.0  GPG-Zero-7B, Table 16, pass@1/std
-            41.5/9.2 85.0/5.7 89.0/1.4 43.4/3.0  pass@3/std
-            41.7/9.2 86.3/5.7 90.9/1.3 46.0/3.0  pass@5/std
-        """,
-    ),
-    "sps": Protocol(
-        sets=("aime24", "aime25", "brumo25", "hmmt_feb25", "hmmt_nov25"),
-        template="qwen-math",
-        max_response_tokens=3072,
-        eval_samples=128,
-        eval_temperature=0.7,
-        ks=(1, 128),
-        greedy_logp=True,
-        papers="""
-            - - 63.33 - -  SPS 1.5B 3k, pass@128
-            - - 53.33 - -  GRPO 1.5B, pass@128: 10.00 below SPS (section 1)
-        """,
-    ),
-    "geoqa": Protocol(  # This one and the next three are of GPG's Tables 5 to 8.
-        sets=("geoqa",),
-        template="geoqa",
-        reward=OURS + "geoqa",
-        image_column="image",
-        papers="""
-            51.33  GPG, Table 5
-            47.48  GRPO
-            35.41  Qwen2.5-VL-3B-Instruct
-        """,
-    ),
-    "virft": Protocol(
-        sets=VIRFT,
-        template="chat",
-        reward=OURS + "class_name",
-        image_column="image",
-        also="class_name_released",
-        papers="""
-            79.3 90.8 88.5 97.5  GPG, Table 6 (class_name_released)
-            71.4 86.1 74.8 95.3  GRPO
-            58.5 55.5 67.9 40.5  SFT
-            54.8 66.4 45.9 56.8  Qwen2-VL-2B
-        """,
-    ),
-    "cv-bench": Protocol(
-        sets=CV_BENCH,
-        template="sat",
-        reward=OURS + "option",
-        image_column="image",
-        by_question=True,
-        papers="""
-            66.62 83.23 81.66 75.50  GPG, Table 7
-            59.64 66.76 54.16 56.66  GRPO
-            60.02 68.92 55.00 45.83  SFT
-            54.69 22.46 0.16 31.66  Qwen2-VL-2B
-        """,
-    ),
-    "lisa": Protocol(
-        sets=LISA,
-        template="chat",
-        reward=OURS + "iou",
-        image_column="image",
-        ks=(),
-        papers="""
-            51.8 51.3  GPG, Table 8, mIoU
-            37.6 34.4  GRPO
-            28.3 29.7  SFT
-            26.9 30.1  Qwen2-VL-2B
-        """,
-    ),
-}
+LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+SETS = LISTS["sets"]
+PROTOCOLS = {name: Protocol(**how) for name, how in LISTS["protocols"].items()}
 
 
 @dataclass
@@ -329,7 +144,7 @@ def with_changes(protocol, args):
         changes["eval_samples"] = args.samples
         changes["ks"] = tuple(sorted({min(k, args.samples) for k in protocol.ks}))
     if args.unboxed and protocol.reward == "math":
-        changes["reward"] = OURS + "unboxed"
+        changes["reward"] = "unboxed"
     return replace(protocol, **changes)
 
 
@@ -337,6 +152,8 @@ def settings_of(protocol, args):
     """Return the settings under which a protocol's problems are read, sampled and graded: the flags, and what the
     protocol has of the same names."""
     given = vars(args) | vars(protocol) | {"model": model_of(Path(args.model))}
+    if hasattr(rewards, protocol.reward):
+        given["reward"] = OURS + protocol.reward
     known = {name: given[name] for name in given if name in common.Args.__annotations__}
     return common.Args(**known, reward_seconds=60)
 
@@ -439,7 +256,7 @@ def row_of(name, protocol, label, groups, greedy):
     row = {
         "protocol": name,
         "set": label,
-        "grading": protocol.grading,
+        "grading": protocol.reward,
         "problems": correct_SPN.shape[1],
         "n": protocol.eval_samples * protocol.seeds,
         "right": (correct_SPN >= 1).sum((0, 2)).tolist(),
@@ -532,7 +349,7 @@ def show(name, protocol, rows):
     if protocol.max_total_tokens:
         longest += " with the prompt"
     print(f"\n{name}: {protocol.eval_samples} x {protocol.seeds} completions, {how}, up to {longest}, prompt", end=" ")
-    print(f"{protocol.template}, grading {protocol.grading}; the first ± is over problems, a second one over seeds")
+    print(f"{protocol.template}, grading {protocol.reward}; the first ± is over problems, a second one over seeds")
     print(table_of(name, protocol, rows).to_string())
 
 

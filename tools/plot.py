@@ -3,13 +3,12 @@
 ./run.sh plot runs/A runs/B -o curve.png
 ./run.sh plot runs/A runs/B --panels reward all_right_share all_wrong_share alpha
 ./run.sh plot docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv                     csv files of tools/claims.py, too
-./run.sh plot base.json runs/A/eval-best.json --figure accuracy                     of what tools/eval.py wrote
 ./run.sh plot runs/A --figure tokens -o tokens.html                                 what the loss saw, a page
 
-Runs of one script and the same flags, but for seed and folder, share a colour; of docs/data/NAME-seedS.csv those of one
-NAME do. Drawn are their mean and its standard error; of fewer than five, means of five steps. The legend has what the
-first one's folder is called before the seed and, where others are called that, too, the flags that differ. Prints the
-picture's path and, for each run, the reward and every held-out accuracy before and after, and where the time went.
+Runs NAME-seedS of one script and the same flags, but for seed and folder, share a colour: drawn are their mean and its
+standard error; of fewer than five, means of five steps. The legend has NAME and, where runs of one NAME differ, the
+flags that do. Prints the picture's path and, for each run, the reward and every held-out accuracy before and after, and
+where the time went.
 """
 
 import csv
@@ -91,15 +90,14 @@ def settings_of(run):
 
 
 def grouped(runs):
-    """Return {label: {run: rows}} of run folders and csv files. Those of one script and the same flags, but for seed
-    and folder, have one label: what the first one's name has before the seed and, if others have that, what differs."""
+    """Return {label: {run: rows}} of run folders and csv files. A label is what a name has before the seed and, where
+    runs of that name were not of one script and the same flags, but for seed and folder, what differs."""
     settings = {run: settings_of(run)[0] for run in runs}
     stems = {run: re.sub(r"-seed\d.*", "", run.name) for run in runs}
     found = {}
-    for run in settings:
-        first = next(other for other in runs if settings[other] == settings[run])
-        rivals = [settings[other] for other in runs if stems[other] == stems[first]]
-        label = stems[first]
+    for run in runs:
+        rivals = [settings[other] for other in runs if stems[other] == stems[run]]
+        label = stems[run]
         for flag, value in settings[run].items():
             if any(rival.get(flag) != value for rival in rivals):
                 label += f" {flag}={value}"
@@ -133,11 +131,6 @@ def colours_of(labels):
     return found
 
 
-def row_of(columns, width, height):
-    """Return the axes of a new picture beside each other, each so many inches wide and high."""
-    return plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False)[1][0]
-
-
 def by_step(seeds, metric):
     """Return the steps at which some seed logged a metric, and a row of values for each seed, NaN where it has none."""
     logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds.values()]
@@ -169,7 +162,7 @@ def draw_curves(runs, panels, path, across=None):
     """A panel for each metric: mean over the runs of a label and a band of its standard error, by steps, by the mean of
     another metric of evaluations or, where each label has one evaluation, by its place among the labels. Without a line
     are all but the first label by another metric, and metrics of SPS's protocol: a stage lies between their steps."""
-    axes = row_of(len(panels), 4, 3.5)
+    axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.5), squeeze=False)[1][0]
     colours = colours_of(runs)
     for axis, metric in zip(axes, panels, strict=True):
         marks = "o" if metric.startswith("sps/") else "o-"
@@ -188,28 +181,6 @@ def draw_curves(runs, panels, path, across=None):
             axis.yaxis.set_minor_formatter("")
     handles = [plt.Line2D([], [], color=colour) for colour in colours.values()]
     axes[0].figure.legend(handles, colours, loc="outside right upper")
-    plt.savefig(path)
-
-
-# ------------------------------------------------------------------------------------------- accuracy of each question
-def answered(file):
-    """Return n, and how many of n completions of each question were right, of a JSON file of eval.py or of a folder's
-    eval.json, by the protocol with most completions."""
-    if file.is_dir():
-        file = file / "eval.json"
-    rows = json.loads(file.read_text())["rows"]
-    widest = max(rows, key=lambda row: row["n"])
-    return widest["n"], [right for row in rows if row["protocol"] == widest["protocol"] for right in row["right"]]
-
-
-def draw_accuracy(files, path):
-    """Figs. 2 and 5 of SPS: how many questions have which share of right answers."""
-    axes = row_of(len(files), 3, 2.8)
-    for axis, file in zip(axes, files, strict=True):
-        n, right = answered(file)
-        axis.hist(np.array(right) / n, bins=10, range=(0, 1), rwidth=0.9)
-        title = "/".join(file.parts[-2:])
-        axis.set(title=f"{title}, n = {n}", xlabel="share of right answers", ylabel="questions")
     plt.savefig(path)
 
 
@@ -240,29 +211,26 @@ class Args:
     """What to draw."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders, csv files of tools/claims.py; for accuracy JSON files of eval.py, or their folders."""
+    """Run folders, or csv files of tools/claims.py."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("curve.png")
     """The picture."""
-    figure: Literal["curves", "accuracy", "tokens"] = "curves"
-    """curves of --panels, mean over seeds and its error; accuracy of each question; the page of what the loss saw."""
+    figure: Literal["curves", "tokens"] = "curves"
+    """curves of --panels, or the page of what the loss saw."""
     panels: tuple[str, ...] = ()
     """Metrics, as named in metrics.jsonl."""
 
 
 def main():
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    match args.figure:
-        case "accuracy":
-            draw_accuracy(args.runs, args.out)
-        case "tokens":
-            args.out = args.out.with_suffix(".html")
-            write_page(args.runs, args.out)
-        case "curves":
-            runs = grouped(args.runs)
-            draw_curves(runs, panels_of(runs, args.panels), args.out)
-            for seeds in runs.values():
-                for run, rows in seeds.items():
-                    print_summary(run, rows)
+    if args.figure == "tokens":
+        args.out = args.out.with_suffix(".html")
+        write_page(args.runs, args.out)
+    else:
+        runs = grouped(args.runs)
+        draw_curves(runs, panels_of(runs, args.panels), args.out)
+        for seeds in runs.values():
+            for run, rows in seeds.items():
+                print_summary(run, rows)
     print(f"{args.figure:<8} {args.out}")
 
 

@@ -95,16 +95,16 @@ def of_run(folder):
     return args.get("updates_per_step", 1), AutoTokenizer.from_pretrained(saved if saved.exists() else args["model"])
 
 
-def read(file, most, groups_of_update=2):
-    """Return a step as the page wants it: of each update the first groups with a gradient, of responses up to so many
-    tokens. Those of the last update come first: in the first update every ratio is 1."""
+def read(file, most):
+    """Return a step as the page wants it: of each update the first two groups with a gradient, of responses up to so
+    many tokens. Those of the last update come first: in the first update every ratio is 1."""
     updates, tokenizer = of_run(file.parent.parent)
     table = pandas.read_parquet(file)
     table["update"] = table["group"] * updates // (table["group"].max() + 1)
     groups = []
     for _, update in table.groupby(-table["update"]):
         differ = [group.to_dict("records") for _, group in update.groupby("group") if group["reward"].nunique() > 1]
-        for responses in differ[:groups_of_update]:
+        for responses in differ[:2]:
             first = responses[0]
             packed = {
                 "problem": visible(first["problem"][:2000], newline="\n"),
@@ -116,24 +116,20 @@ def read(file, most, groups_of_update=2):
 
 
 def fit(files):
-    """Return the steps with all that there is room for, and a remark. Left out are the second groups first, then steps
-    between the first and the last, then the ends of responses."""
+    """Return the steps with all that there is room for, and a remark. Left out are steps between the first and the
+    last, then the ends of responses."""
     whole = len(files)
     most = 5000  # tokens of a response
-    groups = 2
-    while True:
-        steps = [read(file, most, groups) for file in files]
-        if len(as_json(steps)) <= ROOM:
-            break
-        if groups > 1:
-            groups = 1
-        elif len(files) > 2:
-            files = [*files[:-1:2], files[-1]]
+    steps = [read(file, most) for file in files]
+    while len(as_json(steps)) > ROOM:
+        if len(steps) > 2:
+            steps = [*steps[:-1:2], steps[-1]]
         else:
             most = most * 3 // 4
-    if groups == 2 and len(files) == whole:
+            steps = [read(file, most) for file in sorted({files[0], files[-1]})]
+    if len(steps) == whole:
         return steps, ""
-    return steps, f"To stay under 2 MB, it has {len(files)} of {whole} steps and {groups} of 2 groups of each update."
+    return steps, f"To stay under 2 MB, it has {len(steps)} of {whole} steps."
 
 
 def write_page(runs, out):
