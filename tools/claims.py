@@ -39,7 +39,7 @@ ARMS = LISTS["arms"]
 STOPS = LISTS["stops"]
 CLAIMS = LISTS["claims"]
 LARGE = {"real", "real-kernel", "systems"}  # claims of docs/real.md
-SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")
+SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")  # These of `evaluate` become sps/SET/NAME.
 EVAL = (
     "--protocols sps --samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
     "--max-prompt-tokens 32 --max-response-tokens 96"
@@ -52,12 +52,6 @@ def evaluate(folder, step, seed):
     model = str(folder) if step else "tools/toy/model"
     out = folder / f"eval-step{step}.json"
     sweep.launch(["eval", model, *EVAL.split(), f"--seed={seed}", f"--out={out}"], folder)
-
-
-def squeezed(folder, step):
-    """Return what `evaluate` found: avg, pass and similarity, percent, and the log-prob of greedy answers, nats."""
-    rows = json.loads((folder / f"eval-step{step:g}.json").read_text())["rows"]
-    return {f"sps/{row['set']}/{name}": row[name]["mean"] for row in rows for name in SQUEEZED}
 
 
 def columns_of(arm):
@@ -81,7 +75,8 @@ def write(folder):
         lines.writeheader()
         for row in plot.read(folder):
             if row["step"] in STOPS.get(arm, ()):
-                row |= squeezed(folder, row["step"])
+                for found in json.loads((folder / f"eval-step{row['step']:g}.json").read_text())["rows"]:
+                    row |= {f"sps/{found['set']}/{name}": found[name]["mean"] for name in SQUEEZED}
             lines.writerow({metric: f"{value:.4g}" for metric, value in row.items()})
     partial.rename(file)
 
@@ -95,13 +90,12 @@ def run(folder):
     words = [experiment, "--eval-every=60", "--checkpoint-every=1000", *flags]
     if stops:
         shutil.rmtree(folder, ignore_errors=True)
-    else:
-        for end in LISTS["ends"].get(arm, ()):
-            sweep.go_on([*words, f"--steps={end}"], seed, folder)
+    for step in (*LISTS["ends"].get(arm, ()), *stops):
+        sweep.go_on([*words, f"--steps={step}"], seed, folder)
+        if step in stops:
+            evaluate(folder, step, seed)
+    if not stops:
         sweep.go_on(words, seed, folder)
-    for stop in stops:
-        sweep.go_on([*words, f"--steps={stop}"], seed, folder)
-        evaluate(folder, stop, seed)
     write(folder)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
@@ -135,17 +129,6 @@ Bold: five seeds or more, and at least {sweep.CLEAR} standard errors.
 """
 
 
-def report(name):
-    """Write a claim's table and draw its picture, of the runs that there are."""
-    file = DOCS / "tables" / f"{name}.md"
-    file.write_text(page(name))
-    print(file)
-    claim = CLAIMS[name]
-    if claim["panels"]:
-        picture = DOCS / f"claims-{name}.png"
-        plot.draw_bands(runs_of(claim), claim["panels"].split(), picture, claim.get("across"))
-
-
 def main(
     names: tyro.conf.Positional[tuple[Literal[*CLAIMS], ...]] = (),
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
@@ -167,8 +150,11 @@ def main(
     )
     missing = [RUNS / name for name in wanted if jobs and not (DATA / f"{name}.csv").exists()]
     failed = sweep.run_all(run, missing, jobs or 1)
-    for claim in claims:
-        report(claim)
+    for name in claims:
+        (DOCS / "tables" / f"{name}.md").write_text(page(name))
+        panels = CLAIMS[name]["panels"].split()
+        if panels:
+            plot.draw_curves(runs_of(CLAIMS[name]), panels, DOCS / f"claims-{name}.png", CLAIMS[name].get("across"))
     return failed
 
 

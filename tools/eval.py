@@ -1,11 +1,10 @@
 """Evaluate a model by the papers' protocols; print one table, the papers' figures beside ours, and write it as JSON.
 
-./run.sh eval MODEL                                  every protocol that the model's context holds
-./run.sh eval MODEL --protocols sspo sps             some of them
-./run.sh eval MODEL --sets DIR/aime24.jsonl          a set from a file
-./run.sh eval runs/RUN --sets mine.jsonl             sets of one's own, as the run evaluates while it trains
+./run.sh eval MODEL --protocols sspo sps             by some protocols
+./run.sh eval MODEL --protocols sps --sets DIR/aime24.jsonl                        a set from a file
 ./run.sh eval MODEL --protocols gpg-7b --unboxed     graded as GPG and CW-GRPO do: an answer counts without a box, too
-./run.sh eval runs/RUN                               a run's final model
+./run.sh eval runs/RUN                               a run's final model, as the run evaluates while it trains
+./run.sh eval runs/RUN --sets mine.jsonl             the same on sets of one's own
 ./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint; runs/RUN/best, the best model that --keep-best kept
 
 Every figure is in percent, and log-probs are in nats. docs/evaluation.md names the sources.
@@ -13,16 +12,16 @@ Every figure is in percent, and log-probs are in nats. docs/evaluation.md names 
 
 import json
 import math
-import signal
 import sys
+import tomllib
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import numpy as np
+import pandas
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
@@ -38,10 +37,10 @@ import gpg  # noqa: F401  It registers the prompt qwen-boxed.
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a paper evaluates. `papers` is what papers report: rows of a figure for each set, - where there is none, and
-    of a label."""
+    """How a paper evaluates; eval.toml lists them. `papers` is what papers report: rows of a figure for each set, -
+    where there is none, and of a label."""
 
-    sets: tuple[str, ...]
+    sets: list
     template: str
     papers: str
     max_response_tokens: int = 1024
@@ -49,18 +48,18 @@ class Protocol:
     seeds: int = 1
     eval_temperature: float = 0.0
     top_p: float = 1.0
-    ks: tuple[int, ...] = (1,)  # It reports these pass@k, or the mean IoU if there are none.
+    ks: tuple = (1,)  # It reports these pass@k, or the mean IoU if there are none.
     max_total_tokens: int = 0  # It bounds a prompt and its response together. 0: only their own bounds hold.
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
-    reward: str = ""  # A function of tools/rewards.py grades questions about images. Empty: there are no images.
-    also: str = ""  # It reports this function's grades, too, which are those of the papers.
+    reward: str = "math"  # Else a function of tools/rewards.py or, of a run's own, FILE.py:FUNCTION.
+    also: str = ""  # It reports the grades of this function of tools/rewards.py, too, which are those of the papers.
     max_prompt_tokens: int = 1024
     image_column: str = ""
     by_question: bool = False  # Its average is over questions, not over sets.
-    grading: str = "boxed"  # with_changes makes it "unboxed" for --unboxed, and the name of a reward.
 
 
 HERE = Path(__file__).parent
+OURS = f"{HERE / 'rewards.py'}:"
 for name in ("geoqa", "sat"):
     common.PROMPTS[name] = (HERE / f"{name}.txt").read_text(encoding="utf-8")
 # It is LightEval's. 2504.02546 (Fig. 4) and Open-RS evaluate R1-distilled models with it.
@@ -70,186 +69,9 @@ common.PROMPTS["r1-eval"] = {
     "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
     "answering.\n\n{problem}",
 }
-# The hub has a set under this id.
-HUB = """
-aime24 HuggingFaceH4/aime_2024
-aime25 math-ai/aime25
-math500 HuggingFaceH4/MATH-500
-amc23 knoveleng/AMC-23
-amc83 AI-MO/aimo-validation-amc
-minerva knoveleng/Minerva-Math
-olympiad knoveleng/OlympiadBench
-brumo25 MathArena/brumo_2025
-hmmt_feb25 MathArena/hmmt_feb_2025
-hmmt_nov25 MathArena/hmmt_nov_2025
-"""
-SETS = dict(line.split() for line in HUB.strip().splitlines())
-VIRFT = ("flower", "pets", "aircraft", "car")
-CV_BENCH = ("cvbench-count", "cvbench-relation", "cvbench-depth", "cvbench-distance")
-LISA = ("lisa-test", "lisa-val")
-IMAGES = ("geoqa", *VIRFT, *CV_BENCH, *LISA)  # tools/images.py prepares them.
-SETS |= {name: f"data/{name}.parquet" for name in IMAGES}
-OPEN_RS = ("aime24", "math500", "amc23", "minerva", "olympiad")
-PROTOCOLS = {
-    "sspo": Protocol(
-        sets=("aime24", "amc83", "math500", "minerva", "olympiad"),
-        template="qwen-math",
-        max_response_tokens=3000,
-        papers=r"""
-            23.33 55.42 76.00 36.42 42.50  SSPO 1.5B, Table 1
-            23.33 57.83 75.40 36.40 42.50  SSPO 1.5B, Table 2 (+ EC)
-            16.67 54.20 72.60 32.35 39.67  GRPO 1.5B, Table 1
-            20.00 51.49 74.60 34.56 41.16  GSPO 1.5B, Tables 1, 2
-            20.00 53.00 74.20 25.70 37.60  Dr. GRPO 1.5B, Table 1, from its own paper
-            13.30 53.01 73.20 33.09 37.89  clip-high 1.5B, Table 1
-            20.00 56.63 78.0 35.66 40.56  CLIP-Cov 1.5B, Table 1
-            20.00 56.63 75.00 34.19 41.90  + SIR 1.5B, Table 2; split at \n\n, Table 3
-            23.33 56.63 74.20 32.72 39.52  split at \n 1.5B, Table 3
-            20.00 53.01 75.00 30.88 39.67  split at . 1.5B, Table 3
-            40.0 69.88 81.20 41.54 47.40  SSPO 7B, Tables 1, 2
-            33.30 67.47 79.00 40.07 45.91  GRPO 7B, Table 1
-            33.30 65.06 80.80 42.28 47.10  GSPO 7B, Tables 1, 2
-            43.30 62.70 80.00 30.10 41.00  Dr. GRPO 7B, Table 1, from its own paper
-            33.30 68.67 82.2 44.49 49.18  clip-high 7B, Table 1
-            36.67 67.47 84.60 41.91 46.95  CLIP-Cov 7B, Table 1
-            33.30 65.06 81.61 42.28 47.70  + SIR 7B, Table 2
-        """,
-    ),
-    "open-rs": Protocol(  # CW-GRPO's 1.5B and GPG-RS are evaluated so.
-        sets=OPEN_RS,
-        template="r1-eval",
-        max_response_tokens=32768,
-        eval_temperature=0.6,
-        top_p=0.95,
-        papers="""
-            28.8 82.8 62.9 26.5 43.3  R1-Distill 1.5B, GPG's Table 3
-            32.5 84.4 66.7 29.0 45.4  Still-3-1.5B-Preview, GPG's Table 3
-            33.3 83.8 67.5 29.8 50.9  Open-RS1, GPG's Table 3
-            26.7 85.4 70.0 27.9 50.2  Open-RS3, GPG's Table 3
-            33.3 87.6 77.5 29.4 50.5  GPG-RS1, GPG's Table 3
-            33.3 85.0 80.0 26.8 52.4  GPG-RS3, GPG's Table 3
-            30.0 87.0 77.5 29.8 52.0  CW-GRPO, its Table 2, step 100
-            33.3 85.5 70.0 29.0 50.0  Clip-Cov, CW-GRPO's Table 2
-            33.3 85.0 67.5 27.2 49.9  GRPO, CW-GRPO's Table 2, step 100
-            - 86.2 - - 53.9  CW-GRPO, its Table 3, step 150
-            - 86.4 - - 53.5  CW-GRPO, its Table 3, step 200
-            - 82.0 - - 49.9  GRPO, CW-GRPO's Table 3, step 150
-            - 79.8 - - 47.8  GRPO, CW-GRPO's Table 3, step 200
-        """,
-    ),
-    "cwgrpo-7b": Protocol(
-        sets=OPEN_RS,
-        template="r1-eval",
-        max_response_tokens=4096,
-        max_total_tokens=4096,
-        eval_temperature=0.6,
-        top_p=0.95,
-        papers="""
-            13.3 82.8 62.5 32.0 42.7  CW-GRPO 7B, its Table 2
-            10.0 82.4 57.5 32.4 41.3  Clip-Cov
-            10.0 82.2 55.0 33.1 40.3  GRPO
-            3.3 82.6 47.5 33.1 40.4  Qwen2.5-Math-7B-Instruct
-        """,
-    ),
-    "gpg-7b": Protocol(
-        sets=OPEN_RS,
-        template="qwen-boxed",
-        max_response_tokens=3072,
-        eval_temperature=0.6,
-        top_p=0.95,
-        papers="""
-            36.7 84.6 82.5 39.0 45.8  GPG-Zero-7B, Tables 4, 9
-            30.0 84.6 82.5 34.9 47.8  DAPO-7B, Table 9
-            13.3 57.6 45.0 14.7 23.7  Qwen2.5-Math-7B, Tables 1, 4, 15
-            16.7 73.4 62.5 30.2 35.7  GRPO, Tables 1, 15
-            26.7 74.6 50.0 30.1 37.3  Dr. GRPO, Table 1
-            23.3 73.6 60.0 30.5 39.3  A, group's std, Tables 1, 11 (groups of 8), 13, 15
-            23.3 76.3 52.5 30.1 37.4  B, no std, Tables 1, 13, 15
-            23.3 74.2 52.5 30.9 39.7  group's std and alpha, Table 1
-            30.0 75.0 62.5 33.1 38.2  C, alpha, Tables 1, 15
-            30.0 76.2 62.5 34.2 39.0  D, alpha and beta_th 0.6, Tables 1, 10, 15
-            33.3 73.6 67.5 29.4 39.3  beta_th 0.8, Table 10
-            16.7 71.6 60.0 25.0 36.0  groups of 2, Table 11
-            20.0 73.2 55.0 29.8 38.5  groups of 4, Table 11
-            26.7 74.6 65.0 32.4 37.8  groups of 16, Table 11
-            23.3 72.2 55.0 35.3 38.5  batch's std, Table 13
-        """,
-    ),
-    "gpg-16": Protocol(
-        sets=("aime24", "amc23", "math500", "minerva"),
-        template="qwen-boxed",
-        max_response_tokens=3072,
-        eval_samples=5,
-        seeds=4,
-        eval_temperature=0.6,
-        top_p=0.95,
-        ks=(1, 3, 5),
-        papers="""
-            31.7/8.8 80.6/6.1 85.3/1.6 37.4/3.0  GPG-Zero-7B, Table 16, pass@1/std
-            41.5/9.2 85.0/5.7 89.0/1.4 43.4/3.0  pass@3/std
-            41.7/9.2 86.3/5.7 90.9/1.3 46.0/3.0  pass@5/std
-        """,
-    ),
-    "sps": Protocol(
-        sets=("aime24", "aime25", "brumo25", "hmmt_feb25", "hmmt_nov25"),
-        template="qwen-math",
-        max_response_tokens=3072,
-        eval_samples=128,
-        eval_temperature=0.7,
-        ks=(1, 128),
-        greedy_logp=True,
-        papers="""
-            - - 63.33 - -  SPS 1.5B 3k, pass@128
-            - - 53.33 - -  GRPO 1.5B, pass@128: 10.00 below SPS (section 1)
-        """,
-    ),
-    "geoqa": Protocol(  # This one and the next three are of GPG's Tables 5 to 8.
-        sets=("geoqa",),
-        template="geoqa",
-        reward="geoqa",
-        papers="""
-            51.33  GPG, Table 5
-            47.48  GRPO
-            35.41  Qwen2.5-VL-3B-Instruct
-        """,
-    ),
-    "virft": Protocol(
-        sets=VIRFT,
-        template="chat",
-        reward="class_name",
-        also="class_name_released",
-        papers="""
-            79.3 90.8 88.5 97.5  GPG, Table 6 (class_name_released)
-            71.4 86.1 74.8 95.3  GRPO
-            58.5 55.5 67.9 40.5  SFT
-            54.8 66.4 45.9 56.8  Qwen2-VL-2B
-        """,
-    ),
-    "cv-bench": Protocol(
-        sets=CV_BENCH,
-        template="sat",
-        reward="option",
-        by_question=True,
-        papers="""
-            66.62 83.23 81.66 75.50  GPG, Table 7
-            59.64 66.76 54.16 56.66  GRPO
-            60.02 68.92 55.00 45.83  SFT
-            54.69 22.46 0.16 31.66  Qwen2-VL-2B
-        """,
-    ),
-    "lisa": Protocol(
-        sets=LISA,
-        template="chat",
-        reward="iou",
-        ks=(),
-        papers="""
-            51.8 51.3  GPG, Table 8, mIoU
-            37.6 34.4  GRPO
-            28.3 29.7  SFT
-            26.9 30.1  Qwen2-VL-2B
-        """,
-    ),
-}
+LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+SETS = LISTS["sets"]
+PROTOCOLS = {name: Protocol(**how) for name, how in LISTS["protocols"].items()}
 
 
 @dataclass
@@ -259,16 +81,16 @@ class Args:
     model: Annotated[str, tyro.conf.Positional]
     """Hub id, folder with safetensors, run folder, or checkpoint of a run."""
     protocols: tuple[Literal[*PROTOCOLS], ...] = ()
-    """The last four are of images. Empty: what the model's context holds, of images where it sees; for --sets that no
-    paper has, how the run evaluates while it trains, or for a model of no run greedily up to 1,024 tokens."""
+    """The last four are of images. Empty: how the run evaluates while it trains; for a model of no run greedily, up to
+    1,024 tokens."""
     sets: tuple[str, ...] = ()
-    """Only these of a protocol's sets, or instead of them files and hub ids. A file NAME.jsonl is the set NAME, so
-    beside what papers report of it. Empty: the protocol's."""
+    """Instead of a protocol's: its names of sets, files and hub ids. A file NAME.jsonl is the set NAME, so beside what
+    papers report of it."""
     out: str = ""
     """JSON file. Empty: eval.json in a run's folder, for what lies in there, such as best or a checkpoint,
     eval-NAME.json; for any other model runs/eval-NAME.json."""
-    texts: str = ""
-    """Folder for every completion: samples/PROTOCOL-SET.txt in it, as a run writes its own."""
+    texts: bool = False
+    """Write every completion to the JSON file, too."""
     seed: int = 1
     """Seeds every sampled token."""
     template: str = ""
@@ -299,71 +121,56 @@ def run_of(path):
             return folder
 
 
-def own(run, sets, chat):
-    """Return the protocol of sets that no paper has: how a run evaluates while it trains; a model of no run is asked
-    once, greedily, by a usual prompt."""
-    flags = vars(common.Args(template="chat-boxed" if chat else "plain", max_response_tokens=1024))
+def own(args):
+    """Return the protocol by which a run evaluates while it trains; a model of no run is asked once, greedily, in its
+    chat format."""
+    flags = {"template": "chat-boxed", "eval_samples": 1, "eval": ""}
+    run = run_of(Path(args.model))
     if run:
         flags = json.loads((run / "run.json").read_text())["args"]
-    if flags["reward"] == "math":
-        flags["reward"] = ""
     known = {name: flags[name] for name in flags if name in Protocol.__annotations__}
+    sets = tuple(filter(None, flags["eval"].split(",")))
     return Protocol(sets=sets, papers="", ks=(1, flags["eval_samples"]), **known)
 
 
 def with_changes(protocol, args):
     """Return the protocol with the changes that the command line asks for."""
-    sets = protocol.sets
-    if args.sets:
-        others = args.protocols or not protocol.reward
-        sets = tuple(name for name in args.sets if name in protocol.sets or (others and name not in SETS))
-    samples = args.samples or protocol.eval_samples
-    return replace(
-        protocol,
-        sets=sets,
-        template=args.template or protocol.template,
-        grading=protocol.reward or ("unboxed" if args.unboxed else "boxed"),
-        eval_samples=samples,
-        ks=tuple(sorted({min(k, samples) for k in protocol.ks})),
-        eval_temperature=protocol.eval_temperature if args.temperature is None else args.temperature,
-        max_prompt_tokens=args.max_prompt_tokens or protocol.max_prompt_tokens,
-        max_response_tokens=args.max_response_tokens or protocol.max_response_tokens,
-        max_total_tokens=0 if args.max_response_tokens else protocol.max_total_tokens,
-    )
+    changes = {name: value for name, value in vars(args).items() if value and name in Protocol.__annotations__}
+    if args.max_response_tokens:
+        changes["max_total_tokens"] = 0
+    if args.temperature is not None:
+        changes["eval_temperature"] = args.temperature
+    if args.samples:
+        changes["eval_samples"] = args.samples
+        changes["ks"] = tuple(sorted({min(k, args.samples) for k in protocol.ks}))
+    if args.unboxed and protocol.reward == "math":
+        changes["reward"] = "unboxed"
+    return replace(protocol, **changes)
 
 
 def settings_of(protocol, args):
-    """Return the settings under which a protocol's problems are read and sampled: the flags, and what the protocol has
-    of the same names."""
-    given = vars(args) | vars(protocol) | {"reward": protocol.reward or "math"}
-    known = {name: given[name] for name in given if name in common.Args.__annotations__}
-    settings = common.Args(**known)
+    """Return the settings under which a protocol's problems are read, sampled and graded: the flags, and what the
+    protocol has of the same names."""
+    given = vars(args) | vars(protocol) | {"model": model_of(Path(args.model))}
     if hasattr(rewards, protocol.reward):
-        settings.reward = f"{HERE / 'rewards.py'}:{protocol.reward}"
-        settings.image_column = "image"
-    return settings
-
-
-def obstacle(settings, config, tokenizer):
-    """Return why a model cannot be sampled under these settings; empty if it can."""
-    if settings.image_column and not hasattr(config, "vision_config"):
-        return "its questions have images, which this model cannot see"
-    context = config.get_text_config().max_position_embeddings
-    longest = common.longest_sequence(settings)
-    if longest > context:
-        return f"prompt and response may have {longest} tokens, the model's context holds {context}"
-    if longest <= settings.max_prompt_tokens:
-        return f"prompt and response may have {longest} tokens, and so may a prompt alone (--max-prompt-tokens)"
-    if isinstance(common.PROMPTS.get(settings.template), dict) and not tokenizer.chat_template:
-        return f"prompt {settings.template} needs a chat template, and the model's tokenizer has none"
-    return ""
+        given["reward"] = OURS + protocol.reward
+    known = {name: given[name] for name in given if name in common.Args.__annotations__}
+    return common.Args(**known, reward_seconds=60)
 
 
 def problems_of(sets, settings, tokenizer):
-    """Return {name: problems} of these sets. Raises ValueError for two of one name."""
+    """Return {name: problems} of these sets. Raises ValueError for two of one name. Without a box the reward is one of
+    our own, which is given the answer."""
     sources = {Path(one).stem: SETS.get(one, one) for one in sets}
-    common.need(len(sources) == len(set(sets)), f"--sets {' '.join(sets)}: two sets of one name would mix")
-    return {name: common.load_problems(source, tokenizer, settings, "--sets") for name, source in sources.items()}
+    if not sources or len(sources) < len(sets):
+        raise SystemExit(f"--sets {' '.join(sets)}: name some, but not two of one name, which would mix")
+    unboxed = settings.reward == OURS + "unboxed"
+    how = replace(settings, reward="math") if unboxed else settings
+    found = {name: common.load_problems(source, tokenizer, how, "--sets") for name, source in sources.items()}
+    if unboxed:
+        for problem in chain(*found.values()):
+            problem.given = ({"answer": problem.answer},)
+    return found
 
 
 def place(path):
@@ -392,22 +199,6 @@ def weights_of(run, folder, config, dtype):
         weights = {key: torch.empty(parameter.shape)}  # Every rank reads them all, so it reads one at a time.
         dcp.load(weights, storage_reader=reader)
         yield name, weights[key].to(dtype)
-
-
-# ------------------------------------------------------------------------------------------------------- without a box
-def judge_unboxed(completion, answer, problem="", seconds=30):
-    """Return score and verdict of a completion, as `common.judge` does. It is graded as by `evaluate.py` of GPG and of
-    CW-GRPO, with math_verify alone, which gives itself 5 seconds for whatever it parses or compares, but cannot stop C
-    code: more `seconds` of processor time end the process."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        how = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-        gold = parse(rf"\boxed{{{answer}}}", how)
-        return float(verify(gold, parse(completion, how), float_rounding=5)), "graded"
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -460,9 +251,18 @@ def greedy_logp(groups):
 def row_of(name, protocol, label, groups, greedy):
     """Return the figures of a set. `groups` are its graded completions, all of one seed before those of the next;
     `greedy` are its greedy answers, if there are any."""
-    correct_GN = torch.stack([group.correct_G for group in groups])
-    correct_SPN = correct_GN.unflatten(0, (protocol.seeds, -1))
-    row = {"protocol": name, "set": label, "problems": correct_SPN.shape[1], "grading": protocol.grading}
+    correct_SPN = torch.stack([group.correct_G for group in groups]).unflatten(0, (protocol.seeds, -1))
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    row = {
+        "protocol": name,
+        "set": label,
+        "grading": protocol.reward,
+        "problems": correct_SPN.shape[1],
+        "n": protocol.eval_samples * protocol.seeds,
+        "right": (correct_SPN >= 1).sum((0, 2)).tolist(),
+        "length": float(np.mean([len(rollout.ids) for rollout in rollouts])),
+        "truncated_share": float(np.mean([rollout.truncated for rollout in rollouts])),
+    }
     row |= summary(correct_SPN, protocol.ks)
     if not protocol.ks:
         row["mIoU"] = {"mean": 100 * correct_SPN.mean().item()}
@@ -475,19 +275,12 @@ def row_of(name, protocol, label, groups, greedy):
         row["similarity"] = {"mean": similarity(responses_PG)}
     if greedy:
         row["greedy_logp"] = {"mean": greedy_logp(greedy)}
-    drawn = common.drawn_metrics(groups)
-    row["length"] = drawn["response_length"]
-    row["truncated_share"] = drawn["truncated_share"]
-    row["n"] = protocol.eval_samples * protocol.seeds
-    row["right"] = (correct_SPN >= 1).sum((0, 2)).tolist()
     return row
 
 
 def evaluate(name, protocol, settings, sampler, verifier, data, texts):
     """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
-    waits only once for the longest responses. Write the completions to the folder `texts`, if one is named."""
-    graded = {label: [] for label in data}
-    greedy = {label: [] for label in data}
+    waits only once for the longest responses. With `texts` a set's figures have the completions, too."""
 
     def sample(kind, into, *how):
         asked = {(kind, label, p): problem for label, problems in data.items() for p, problem in enumerate(problems)}
@@ -495,139 +288,96 @@ def evaluate(name, protocol, settings, sampler, verifier, data, texts):
         for (_, label, _), group in zip(asked, groups, strict=True):
             into[label].append(group)
 
+    graded = {label: [] for label in data}
+    greedy = {label: [] for label in data}
     for seed in range(settings.seed, settings.seed + protocol.seeds):
         seeded = replace(settings, seed=seed)
         sample("eval", graded, protocol.eval_samples, protocol.eval_temperature, seeded, protocol.top_p)
     if protocol.greedy_logp:
         sample("greedy", greedy, 1, 0.0, settings)
-    common.verify(verifier, [group for groups in graded.values() for group in groups])
+    common.verify(verifier, [*chain(*graded.values())])
     rows = []
     for label, groups in graded.items():
         rows.append(row_of(name, protocol, label, groups, greedy[label]))
         if texts:
-            (Path(texts) / "samples").mkdir(parents=True, exist_ok=True)
-            record = SimpleNamespace(world=sampler.world, folder=Path(texts))
-            common.Record.samples(record, f"{name}-{label}", groups)
+            rows[-1]["texts"] = [(group.problem.text, [each.text for each in group.rollouts]) for group in groups]
     return rows
 
 
 # --------------------------------------------------------------------------------------------------------------- table
-def average(values, rows, by_question):
-    """Return the mean of a figure over the sets of these rows, or over all their questions."""
-    weights = [row["problems"] if by_question else 1 for row in rows]
-    return float(np.average(np.array(values, float), weights=weights))
-
-
-def paper_average(figures, rows, by_question):
-    """Return the average of a paper's figures, or - if they are not of the same sets as these rows."""
-    given = {name for name, figure in figures.items() if figure != "-"}
-    if given != {row["set"] for row in rows}:
-        return "-"
-    values = [figures[row["set"]].partition("/")[0] for row in rows]
-    return f"{average(values, rows, by_question):.2f}"
-
-
-def cell(label, mean, *spreads):
-    """Return a figure as the table has it."""
-    digits = 4 if label == "greedy_logp" else 2
-    shown = [f"{mean:.{digits}f}", *(f"±{spread:.1f}" for spread in spreads)]
-    return " ".join(shown)
-
-
 def reported(protocol):
-    """Return what papers report: for each row its label and {set: figure}."""
-    rows = [line.split(maxsplit=len(protocol.sets)) for line in protocol.papers.strip().splitlines()]
-    return [(label, dict(zip(protocol.sets, figures, strict=True))) for *figures, label in rows]
+    """Return what papers report: {label: {set: figure}}."""
+    found = {}
+    for line in protocol.papers.strip().splitlines():
+        *figures, label = line.split(maxsplit=len(protocol.sets))
+        pairs = zip(protocol.sets, figures, strict=True)
+        found[label] = {name: figure for name, figure in pairs if figure != "-"}
+    return found
+
+
+def average(figures, rows, by_question):
+    """Return the mean of {set: figure} over the sets of these rows, or over all their questions; a dash where the
+    figures are of other sets."""
+    if figures.keys() != {row["set"] for row in rows}:
+        return "-"
+    values = [float(str(figures[row["set"]]).partition("/")[0]) for row in rows]
+    weights = [row["problems"] if by_question else 1 for row in rows]
+    return f"{np.average(values, weights=weights):.4g}"
 
 
 def table_of(name, protocol, rows):
-    """Return the lines of a protocol's table, our figures above the papers', with a column for each set and one of
-    averages over the sets that were run."""
-    ours = {row["set"]: row for row in rows}
-    papers = PROTOCOLS.get(name, protocol)
-    sets = list(dict.fromkeys([*(Path(one).stem for one in papers.sets), *ours]))
-    counts = [str(ours[one]["problems"]) if one in ours else "-" for one in sets]
-    whole = "all questions" if protocol.by_question else f"average of {len(rows)}"
-    lines = [["set", *sets, whole], ["problems", *counts, ""]]
-    for label, figure in rows[0].items() if rows else ():
-        if isinstance(figure, dict):  # a mean, perhaps with spreads
-            cells = [cell(label, *ours[one][label].values()) if one in ours else "not run" for one in sets]
-            mean = average([row[label]["mean"] for row in rows], rows, protocol.by_question)
-            lines.append([label, *cells, cell(label, mean)])
-    for label, figures in reported(papers):
-        cells = [figures.get(one, "-") for one in sets]
-        lines.append([label, *cells, paper_average(figures, rows, protocol.by_question)])
-    return lines
+    """Return a protocol's table, our figures above the papers', with a column for each set and one of averages over the
+    sets that were run, or over all questions."""
+    lines = {"problems": {row["set"]: row["problems"] for row in rows}}
+    for label in [
+        label for label, figure in rows[0].items() if isinstance(figure, dict)
+    ]:  # means, perhaps with spreads
+        line = {row["set"]: " ±".join(f"{x:.4g}" for x in row[label].values()) for row in rows}
+        means = {row["set"]: row[label]["mean"] for row in rows}
+        lines[label] = line | {"average": average(means, rows, protocol.by_question)}
+    for label, figures in reported(PROTOCOLS.get(name, protocol)).items():
+        lines[label] = figures | {"average": average(figures, rows, protocol.by_question)}
+    return pandas.DataFrame.from_dict(lines, orient="index").fillna("-")
 
 
-def show(name, protocol, rows, why_not):
+def show(name, protocol, rows):
     """Print a protocol's figures with the papers' beside them."""
     how = "greedy"
     if protocol.eval_temperature:
         how = f"temperature {protocol.eval_temperature}, top-p {protocol.top_p}"
-    how += f", up to {protocol.max_response_tokens} tokens"
+    longest = f"{protocol.max_response_tokens} tokens"
     if protocol.max_total_tokens:
-        how += " with the prompt"
-    how += f", prompt {protocol.template}, grading {protocol.grading}"
-    print(f"\n{name}: {protocol.eval_samples} x {protocol.seeds} completions, {how}")
-    table = table_of(name, protocol, rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        print("  " + "  ".join(map(str.ljust, line, widths)).rstrip())
-    if why_not:
-        print(f"  not run: {why_not}")
-    elif rows and protocol.ks:
-        second = "; second ± over seeds" if protocol.seeds > 1 else ""
-        print(f"  ± over problems, sqrt(p (1 - p) / (n - 1)){second}")
+        longest += " with the prompt"
+    print(f"\n{name}: {protocol.eval_samples} x {protocol.seeds} completions, {how}, up to {longest}, prompt", end=" ")
+    print(f"{protocol.template}, grading {protocol.reward}; the first ± is over problems, a second one over seeds")
+    print(table_of(name, protocol, rows).to_string())
 
 
 def main(args):
-    sys.excepthook = common.report
     world = common.init_world()
-    run = Path(args.model)
-    folder = common.model_folder(common.Args(model=model_of(run), max_prompt_tokens=1, max_response_tokens=1))
+    asked = {name: PROTOCOLS[name] for name in args.protocols} or {"own": own(args)}
+    protocols = {name: with_changes(protocol, args) for name, protocol in asked.items()}
+    settings = {name: settings_of(protocol, args) for name, protocol in protocols.items()}
+    widest = max(settings.values(), key=common.longest_sequence)  # All share an engine.
+    folder = common.model_folder(widest)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = AutoConfig.from_pretrained(folder)
-    asked = {name: PROTOCOLS[name] for name in args.protocols} or PROTOCOLS
-    if not args.protocols and any(Path(name).stem not in SETS for name in args.sets):
-        asked = {"own": own(run_of(run), args.sets, tokenizer.chat_template)}
-    chosen = {name: with_changes(protocol, args) for name, protocol in asked.items()}
-    settings = {name: settings_of(protocol, args) for name, protocol in chosen.items()}
-    why_not = {name: obstacle(how, config, tokenizer) for name, how in settings.items()}
-    data = {}
-    for name, protocol in chosen.items():
-        if protocol.sets and not why_not[name]:
-            data[name] = problems_of(protocol.sets, settings[name], tokenizer)
-    rows = {name: [] for name in chosen}
-    if data:
-        widest = max((settings[name] for name in data), key=common.longest_sequence)  # All share an engine.
-        verifiers = {}
-        for name, sets in data.items():
-            grading = chosen[name].grading
-            if grading not in verifiers:
-                verifiers[grading] = common.Verifier(settings[name], world, sets.values())
-            if grading == "unboxed":
-                verifiers[grading].task = (judge_unboxed,)
-                verifiers[grading].limit = 300  # seconds
-        sampler = common.Sampler(folder, tokenizer, widest, world)
-        sampler.load(weights_of(run, folder, config, sampler.dtype))
-        for name, sets in data.items():
-            verifier = verifiers[chosen[name].grading]
-            rows[name] = evaluate(name, chosen[name], settings[name], sampler, verifier, sets, args.texts)
-        sampler.close()
-    if world.rank:
-        return
-    for name, protocol in chosen.items():
-        show(name, protocol, rows[name], why_not[name])
-    found = {
-        "model": args.model,
-        "not_run": {name: why for name, why in why_not.items() if why},
-        "rows": [row for its in rows.values() for row in its],
-    }
-    out = Path(args.out or place(run))
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(found) + "\n")
-    print(f"\nwritten  {out}")
+    data = {name: problems_of(protocol.sets, settings[name], tokenizer) for name, protocol in protocols.items()}
+    verifiers = {name: common.Verifier(settings[name], world, data[name].values()) for name in protocols}
+    sampler = common.Sampler(folder, tokenizer, widest, world)
+    run = Path(args.model)
+    sampler.load(weights_of(run, folder, AutoConfig.from_pretrained(folder), sampler.dtype))
+    rows = []
+    for name, protocol in protocols.items():
+        its = evaluate(name, protocol, settings[name], sampler, verifiers[name], data[name], args.texts)
+        rows += its
+        if world.rank == 0:
+            show(name, protocol, its)
+    sampler.close()
+    if world.rank == 0:
+        out = Path(args.out or place(run))
+        out.parent.mkdir(exist_ok=True)
+        out.write_text(json.dumps({"model": args.model, "rows": rows}) + "\n")
+        print(f"\nwritten  {out}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 tools/images.py geoqa PROMPTS.jsonl FOLDER        R1-V's 754 test questions, the images that they name in FOLDER
 tools/images.py sat SAT_train.parquet             of array/SAT: the first 15,000 rows, those with one image
-tools/images.py cvbench nyu-visionx/CV-Bench:test cvbench-count, -relation, -depth, -distance
+tools/images.py cvbench nyu-visionx/CV-Bench      cvbench-count, -relation, -depth, -distance
 tools/images.py lisa FOLDER                       ReasonSeg's train, val or test: lisa-train, lisa-val, lisa-test
 tools/images.py flower LIST.pth NAMES.txt FOLDER  the test images that Visual-RFT lists; also pets, aircraft, car
 
@@ -11,19 +11,14 @@ The training sets of Tables 5 and 6 are read from the hub as they are. docs/gpg.
 
 import functools
 import io
-import itertools
 import json
 import sys
 from pathlib import Path
 
 import datasets
 import numpy as np
-import pyarrow.parquet
 import torch
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import common
 
 TEXT = datasets.Value("string")
 COLUMNS = datasets.Features({"image": datasets.Image(), "problem": TEXT, "solution": TEXT})
@@ -55,9 +50,8 @@ def geoqa(prompts, folder):
 
 def sat(file, count=15_000):
     """Yield (set, row) of SAT's first rows that have one image; options in a seeded order, asked as CV-Bench asks."""
-    batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=100)
-    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-    for number, one in enumerate(itertools.islice(rows, count)):
+    rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+    for number, one in enumerate(rows.take(count)):
         if len(one["image_bytes"]) == 1:
             words = np.random.default_rng(number).permutation(one["answers"]).tolist()
             options = [f"({letter}) {word}" for letter, word in zip(LETTERS, words, strict=False)]
@@ -67,12 +61,11 @@ def sat(file, count=15_000):
 
 
 def cvbench(source):
-    """Yield (set, row) of CV-Bench, a set for each task; a solution is "(C)" and the words of that choice."""
-    _, rows = common.read_table(source, "cvbench")
+    """Yield (set, row) of CV-Bench's test split, a set for each task; a solution is "(C)" and that choice's words."""
+    rows = datasets.load_dataset(source, split="test").cast_column("image", datasets.Image(decode=False))
     for one in rows:
-        number = LETTERS.index(one["answer"].strip("()"))
-        solution = f"{one['answer']} {one['choices'][number]}"
-        yield f"cvbench-{one['task'].lower()}", row(one["image"]["bytes"], one["prompt"], solution)
+        words = one["choices"][LETTERS.index(one["answer"].strip("()"))]
+        yield f"cvbench-{one['task'].lower()}", row(one["image"]["bytes"], one["prompt"], f"{one['answer']} {words}")
 
 
 def lisa(folder):

@@ -1,20 +1,20 @@
-"""Rewards of GPG's multimodal runs, Reasoning Gym and programs: --reward tools/rewards.py:NAME of (completion, row).
+"""Rewards of GPG's multimodal runs and of programs: --reward tools/rewards.py:NAME of (completion, row).
 
-`gym` is for the rows of tools/gym.py, `code` for rows of tests. For the others the row's `solution` is "<answer> …
-</answer>", as in leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tools/images.py prepares has it, too. The
-format's reward is gpg.py's --format-reward: with it in here `accuracy` and evaluation would count format alone as
-right. docs/gpg.md says what the released rewards do otherwise.
+`code` is for rows of tests, `unboxed` is what tools/eval.py grades by without a box. For the others the row's
+`solution` is "<answer> … </answer>", as in leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tools/images.py
+prepares has it, too. The format's reward is gpg.py's --format-reward: with it in here `accuracy` and evaluation would
+count format alone as right. docs/gpg.md says what the released rewards do otherwise.
 """
 
 import ast
-import functools
-import json
+import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
+from contextlib import suppress
 
 import common
 
@@ -29,8 +29,7 @@ def inside(text):
 
 
 def reference(row):
-    """Return the solution of a row, out of its tags if it has some. Raises ValueError for a row without one."""
-    common.need("solution" in row, f"--reward: tools/rewards.py grades by a column 'solution'; there are {list(row)}")
+    """Return the solution of a row, out of its tags if it has some."""
     return inside(row["solution"]) or row["solution"].strip()
 
 
@@ -128,28 +127,15 @@ def giou(completion, row):
     return sum(overlap(completion, row))
 
 
-# --------------------------------------------------------------------------------------------- Reasoning Gym (any task)
-@functools.cache
-def scorer(task, settings):
-    """Return the function (answer, entry) by which Reasoning Gym scores a task with settings (JSON). Raises ValueError
-    without the library."""
-    common.need(find_spec("reasoning_gym"), "--reward tools/rewards.py:gym: needs `pip install reasoning-gym==0.1.25`")
-    from reasoning_gym import create_dataset
+# ------------------------------------------------------------------------------------------- without a box (eval.py)
+def unboxed(completion, row):
+    """Return 1.0 where math_verify alone finds the row's `answer` in a completion, as `evaluate.py` of GPG and of
+    CW-GRPO grades, else 0.0. It gives itself 5 seconds for whatever it parses or compares."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    return create_dataset(task, **json.loads(settings)).score_answer
-
-
-def gym(completion, row):
-    """Return what the task's own scorer gives for the last box, 0.0 without one. Many scorers give a wrong answer
-    part of the point; accuracy counts whole points. Raises ValueError for other rows."""
-    made = "--reward tools/rewards.py:gym grades rows of tools/gym.py, by a column 'entry'"
-    common.need("entry" in row, f"{made}; there are {list(row)}")
-    entry = json.loads(row["entry"])
-    score = scorer(entry["metadata"]["source_dataset"], json.dumps(entry["settings"]))
-    answer = common.last_boxed(completion)
-    if answer is None:
-        return 0.0
-    return float(score(answer.strip(), entry))
+    how = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    gold = parse(rf"\boxed{{{row['answer']}}}", how)
+    return float(verify(gold, parse(completion, how), float_rounding=5))
 
 
 # --------------------------------------------------------------------------------------------- programs (rows of tests)
@@ -163,10 +149,35 @@ except Exception:
 """
 
 
+def output_of(source):
+    """Return what a Python program prints, in a folder and a session of its own, until it is killed after 5 seconds
+    with whatever it has started. The command `timeout` does so where this process is killed itself."""
+    command = ["timeout", "--signal=KILL", "5", sys.executable, "-I", "-"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as program,
+    ):
+        try:
+            output, _ = program.communicate(source, timeout=5)
+        except subprocess.TimeoutExpired as late:  # also where a child of it lives on and could print
+            output = late.stdout or b""
+        finally:
+            with suppress(ProcessLookupError):  # nothing is left
+                os.killpg(program.pid, signal.SIGKILL)
+    return output
+
+
 def code(completion, row):
     """Return the share of the asserts of the row's `tests`, a string or a list, which pass after the last ```python
-    block in a bare interpreter within 5 seconds. This limits time and memory and is no sandbox; a container without
-    network and with nothing of yours in it would be one."""
+    block in a bare interpreter within 5 seconds; what it has started ends with it. This limits time and memory and is
+    no sandbox; a container without network and with nothing of yours in it would be one."""
     tests = row["tests"] if isinstance(row["tests"], str) else "\n".join(row["tests"])
     program = BLOCK.findall(completion)[-1:]
     marks = []
@@ -176,11 +187,5 @@ def code(completion, row):
             marks.append(secrets.token_hex())  # which the block cannot know
             text = PASSES.format(check=text, mark=marks[-1])
         program.append(text)
-    source = "\n".join(program).encode(errors="replace")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            run = [sys.executable, "-I", "-"]
-            output = subprocess.run(run, input=source, cwd=folder, capture_output=True, timeout=5).stdout
-        except subprocess.TimeoutExpired as late:
-            output = late.stdout or b""
+    output = output_of("\n".join(program).encode(errors="replace"))
     return sum(mark.encode() in output for mark in marks) / len(marks)

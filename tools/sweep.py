@@ -24,7 +24,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import plot
@@ -62,32 +61,26 @@ def go_on(words, seed, folder):
     launch(words, folder)
 
 
-def attempt(run, folder):
-    """Run in a folder, say how it went, and return whether it failed."""
-    print(f"{time.strftime('%X')}  {folder}  begins or goes on", flush=True)
-    said = "done"
-    try:
-        run(folder)
-    except OSError as error:  # ChildProcessError is one
-        said = f"FAILED: {error}"
-    print(f"{time.strftime('%X')}  {folder}  {said}", flush=True)
-    return said != "done"
-
-
 def run_all(run, folders, jobs):
-    """Run in these folders, so many at a time, and return whether one failed."""
+    """Call run(folder) for each of these folders, so many at a time, say how each went, and return whether one
+    failed."""
+
+    def failed(folder):
+        print(f"{time.strftime('%X')}  {folder}  begins or goes on", flush=True)
+        error = None
+        try:
+            run(folder)
+        except OSError as caught:  # ChildProcessError is one
+            error = caught
+        print(f"{time.strftime('%X')}  {folder}  {f'FAILED: {error}' if error else 'done'}", flush=True)
+        return error is not None
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
     with ThreadPoolExecutor(jobs) as pool:
-        return any([*pool.map(partial(attempt, run), folders)])
+        return any([*pool.map(failed, folders)])
 
 
-def finished(folder):
-    """Say whether a run came to its last step and wrote its model, whose tokenizer is written last."""
-    whole = (folder / "model" / "tokenizer_config.json").is_file()
-    return whole and plot.read(folder)[-1]["step"] == plot.settings_of(folder)[0]["steps"]
-
-
-# ---------------------------------------------------------------------------------------------------------------- table
+# --------------------------------------------------------------------------------------------------------------- tables
 def at_reward(rows):
     """Return the five steps around the first whose last ten have a mean reward of 0.5; none where that is never so."""
     for end in range(11, len(rows) + 1):
@@ -188,15 +181,13 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
     methods = by_seed(runs)
     metrics = plot.panels_of(methods, [figure.split(", ")[0] for figure in figures])
     if not figures:
-        last = max(rows[-1]["step"] for _, _, rows in plot.coloured(methods))
+        last = max(row["step"] for row in plot.all_rows(methods))
         figures = [f"reward, steps {max(1, last - 9):g}–{last:g}"]
         figures += [f"{name}, step {last:g}" for name in metrics if "/" in name]
     columns = [["", *methods], ["seeds", *map(" ".join, methods.values())]]
     columns += [[figure, *cells_of(figure, methods, errors=True)] for figure in figures]
-    for column in columns:
-        width = max(map(len, column))
-        column[:] = [cell.ljust(width) for cell in column]
-    print(markdown([*zip(*columns, strict=True)]))
+    widths = [max(map(len, column)) for column in columns]
+    print(markdown([[*map(str.ljust, row, widths)] for row in zip(*columns, strict=True)]))
     print(
         "\nmean ± standard error over seeds; in brackets the difference to the first method, seed by seed; bold: five "
         f"seeds or more, and at least {CLEAR} standard errors from 0"
@@ -216,11 +207,9 @@ class Args:
     """Runs at a time."""
 
 
-def folder_of(words, seed):
-    """Return the folder of a run, which the same command finds again."""
-    fork = Path(os.environ.get("SCRIPT", "")).stem
-    name = "-".join(word.removeprefix("--") for word in (fork, *words)).lstrip("-")
-    return RUNS / f"{name.replace('/', '-')}-seed{seed}"
+def finished(folder):
+    """Say whether a run has written its model, whose tokenizer is written last."""
+    return (folder / "model" / "tokenizer_config.json").is_file()
 
 
 def main():
@@ -230,17 +219,15 @@ def main():
     if kind == "table":
         return tyro.cli(table, args=words)
     args, flags = tyro.cli(Args, args=words, description=__doc__, return_unknown_args=True)
-    for experiment in args.experiments:  # run.sh refuses a name that it lacks
-        if subprocess.call(["env", "DRY=1", "./run.sh", experiment], cwd=ROOT, stdout=subprocess.DEVNULL):
-            return True
     if args.jobs > 1:
         os.environ.setdefault("PROCESSES", "1")
         os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() // args.jobs or 1))
+    fork = Path(os.environ.get("SCRIPT", "")).stem
     runs = {}
-    for seed in args.seeds:
-        for experiment in args.experiments:
-            words = [experiment, *flags]
-            runs[folder_of(words, seed)] = (words, seed)
+    for seed, experiment in itertools.product(args.seeds, args.experiments):
+        words = [experiment, *flags]
+        name = "-".join(word.removeprefix("--") for word in (fork, *words)).lstrip("-").replace("/", "-")
+        runs[RUNS / f"{name}-seed{seed}"] = (words, seed)
     missing = [folder for folder in runs if not finished(folder)]
     failed = run_all(lambda folder: go_on(*runs[folder], folder), missing, args.jobs)
     table([folder for folder in runs if finished(folder)])

@@ -48,17 +48,8 @@ def visible(text, newline="↵\n"):
     return re.sub("\n(?=↵)", "", newline.join(lines))
 
 
-def pack(response, most, tokenizer):
-    """Return a response as the page wants it: what stands beside it, and up to so many tokens and their vectors, in six
-    digits. A constant vector becomes one number."""
-    tokens = tokenizer.batch_decode([[token] for token in response["ids"]])
-    vectors = {}
-    trained = any(response.pop("trained_T"))
-    for name, vector in response.items():
-        if trained and name.endswith("_T") and vector is not None:
-            # JSON has no NaN
-            vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]
-            vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:most]
+def facts_of(response, vectors):
+    """Return what stands beside a response, a fact a line."""
     reward = response["reward"]
     verdict = "✓ right" if reward >= 1 else "◐ partly right" if reward > 0 else "✗ wrong"
     facts = [f"{verdict}, reward {reward:.3g}"]
@@ -71,13 +62,24 @@ def pack(response, most, tokenizer):
         facts.append("cut off")
     if not vectors:
         facts.append("no gradient")
-    if len(tokens) > most:
-        facts.append(f"{len(tokens) - most} more tokens")
-    return {
-        "facts": "\n".join(facts),
-        "tokens": [visible(token) for token in tokens[:most]],
-        "vectors": vectors,
-    }
+    return "\n".join(facts)
+
+
+def pack(response, most, tokenizer):
+    """Return a response as the page wants it: what stands beside it, and up to so many tokens and their vectors, in six
+    digits. A constant vector becomes one number."""
+    tokens = tokenizer.batch_decode([[token] for token in response["ids"][:most]])
+    vectors = {}
+    if any(response.pop("trained_T")):
+        for name, vector in response.items():
+            if name.endswith("_T") and vector is not None:
+                # JSON has no NaN
+                vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]
+                vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:most]
+    facts = facts_of(response, vectors)
+    if len(response["ids"]) > most:
+        facts += f"\n{len(response['ids']) - most} more tokens"
+    return {"facts": facts, "tokens": [visible(token) for token in tokens], "vectors": vectors}
 
 
 def as_json(value):
@@ -94,61 +96,46 @@ def of_run(folder):
 
 
 def read(file, most):
-    """Return a step as the page wants it, with the sizes of its groups in bytes, but not more groups than can have
-    room: of each update the first two with a gradient. Those of the last update come first: in the first update every
-    ratio is 1."""
+    """Return a step as the page wants it: of each update the first two groups with a gradient, of responses up to so
+    many tokens. Those of the last update come first: in the first update every ratio is 1."""
     updates, tokenizer = of_run(file.parent.parent)
     table = pandas.read_parquet(file)
     table["update"] = table["group"] * updates // (table["group"].max() + 1)
-    ordered = []
-    for _, update in table.groupby(-table["update"]):
-        groups = [group.to_dict("records") for _, group in update.groupby("group") if group["reward"].nunique() > 1]
-        ordered += groups[:2]
     groups = []
-    sizes = []
-    for responses in ordered:
-        if sum(sizes) > ROOM:
-            break
-        first = responses[0]
-        packed = {
-            "problem": visible(first["problem"][:2000], newline="\n"),
-            "about": f"answer {visible(first['answer'])}, update {first['update'] + 1} of {updates}",
-            "responses": [pack(response, most, tokenizer) for response in responses],
-        }
-        groups.append(packed)
-        sizes.append(len(as_json(packed)) + 9)
-    return {"step": int(file.stem[10:]), "of": len(ordered), "groups": groups, "sizes": sizes}
+    for _, update in table.groupby(-table["update"]):
+        differ = [group.to_dict("records") for _, group in update.groupby("group") if group["reward"].nunique() > 1]
+        for responses in differ[:2]:
+            first = responses[0]
+            packed = {
+                "problem": visible(first["problem"][:2000], newline="\n"),
+                "about": f"answer {visible(first['answer'])}, update {first['update'] + 1} of {updates}",
+                "responses": [pack(response, most, tokenizer) for response in responses],
+            }
+            groups.append(packed)
+    return {"step": int(file.stem[10:]), "groups": groups}
 
 
 def fit(files):
-    """Return the steps with all that there is room for, and a remark. Left out are later groups first, then steps
-    between the first and the last, then the ends of responses."""
+    """Return the steps with all that there is room for, and a remark. Left out are steps between the first and the
+    last, then the ends of responses."""
+    whole = len(files)
     most = 5000  # tokens of a response
     steps = [read(file, most) for file in files]
-    count = every = max(step["of"] for step in steps)
-    while most and sum(sum(step["sizes"][:count]) for step in steps) > ROOM:
-        if count > 1:
-            count -= 1
-        elif len(steps) > 2:
+    while len(as_json(steps)) > ROOM:
+        if len(steps) > 2:
             steps = [*steps[:-1:2], steps[-1]]
         else:
             most = most * 3 // 4
             steps = [read(file, most) for file in sorted({files[0], files[-1]})]
-    for step in steps:
-        del step["groups"][count:]
-    if count == every and len(steps) == len(files):
+    if len(steps) == whole:
         return steps, ""
-    return (
-        steps,
-        f"To stay under 2 MB, it has {len(steps)} of {len(files)} steps and {count} of {every} groups of each.",
-    )
+    return steps, f"To stay under 2 MB, it has {len(steps)} of {whole} steps."
 
 
 def write_page(runs, out):
-    """Write a run's page. Raises SystemExit for several runs, and for one that has no file with vectors."""
-    if len(runs) > 1:
-        raise SystemExit("--figure tokens draws one run")
-    samples = runs[0] / "samples"
+    """Write the page of a run, the only one of `runs`. Raises SystemExit for one that has no file with vectors."""
+    (run,) = runs
+    samples = run / "samples"
     files = sorted(samples.glob("train-step*.parquet"))
     if not files:
         raise SystemExit(f"{samples}: no train-step*.parquet; a script writes them when it evaluates during training")
@@ -157,7 +144,7 @@ def write_page(runs, out):
     found = {name for group in groups for response in group["responses"] for name in response["vectors"]}
     labels = {line.partition(":")[0]: line for line in LABELS.strip().split("\n")}
     data = {
-        "about": f"{runs[0].resolve().name} {remark}",
+        "about": f"{run.resolve().name} {remark}",
         "labels": {name: labels.get(name, name) for name in [*labels, *sorted(found)] if name in found},
         "steps": steps,
     }
