@@ -123,15 +123,16 @@ def content(file):
 
 
 def differences(ours, theirs):
-    """Return where a run folder differs from that of an undisturbed run: metrics, samples, demonstrations, checkpoints,
-    models. Times, memory and logs are not compared."""
+    """Return where a run folder differs from that of an undisturbed run. Times, memory, logs and the order of a
+    checkpoint's tensors are not compared."""
     found = []
     if rows(ours) != rows(theirs):
         found.append("metrics.jsonl")
-    for file in sorted(theirs.glob("*/**/*")):
-        mine = ours / file.relative_to(theirs)
-        if file.is_file() and not (mine.is_file() and content(mine) == content(file)):
-            found.append(str(mine))
+    for pattern in ("samples/*", "demonstrations/*", "checkpoints/*/manifest.json", "model/*", "best/*"):
+        for file in sorted(theirs.glob(pattern)):
+            mine = ours / file.relative_to(theirs)
+            if not (mine.exists() and content(mine) == content(file)):
+                found.append(str(mine))
     return found
 
 
