@@ -7,7 +7,6 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,6 +15,8 @@ import faults
 import pytest
 import torch
 from jobs import ROOT, Jobs
+
+import common
 
 TOY = ROOT / "tools" / "toy"
 PACKED = "packed"  # common.py's attention, as transformers knows it
@@ -140,26 +141,23 @@ cwgrpo_run = run_on("cwgrpo")
 sps_run = run_on("sps")
 
 
-def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, sets=(), seconds: float = 1.0):
-    """Make a verifier of this many processes, whatever the machine, in a world that has no process group."""
-    import common
+def alone(device=None) -> common.World:
+    """Return a world of this process, without a process group."""
+    world = common.World(0, 1, 1, device, None)
+    world.all_gather = lambda thing: [thing]
+    return world
 
-    one = common.World(0, 1, 1, None, None)
-    one.all_gather = lambda mine: [mine]
+
+def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, sets=()):
+    """Make a verifier of this many processes, whatever the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda process: range(workers))
-        verifier = common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), one, sets)
-    verifier.patience = 5
-    if reward == "math":
-        verifier.task = (partial(common.judge, seconds=seconds),)
-    return verifier
+        return common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), alone(), sets)
 
 
 @contextmanager
 def refused(match: str, kind=(ValueError, OSError)):
     """Expect an error, by default one that is said in a line; where it happened and what it says matches."""
-    import common
-
     with pytest.raises(kind) as caught:
         yield caught
     assert re.search(match, common.said(caught.value)), common.said(caught.value)

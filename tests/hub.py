@@ -30,17 +30,6 @@ class Hub(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
-def listed(file: Path, base: Path) -> dict:
-    """Return a file or folder as the hub lists it."""
-    content = file.read_bytes() if file.is_file() else b""
-    return {
-        "type": "file" if file.is_file() else "directory",
-        "path": str(file.relative_to(base)),
-        "oid": hashlib.sha1(content).hexdigest(),
-        "size": len(content),
-    }
-
-
 class Answer(BaseHTTPRequestHandler):
     """To huggingface_hub and `datasets`, of which each asks in its own way."""
 
@@ -56,12 +45,16 @@ class Answer(BaseHTTPRequestHandler):
             missing = "EntryNotFound" if base.exists() else "RepoNotFound"
             self.answer(b"", 404, "X-Error-Code", missing)
         elif what == "resolve":
-            self.answer(place.read_bytes(), 200, "ETag", listed(place, base)["oid"])
+            content = place.read_bytes()
+            self.answer(content, 200, "ETag", hashlib.sha1(content).hexdigest())
         else:
-            files = place.rglob("*") if "recursive=true" in self.path else place.glob("*")
             about = {"id": name, "sha": COMMIT}
             if what == "tree":
-                about = [listed(file, base) for file in files]
+                files = [file for file in place.rglob("*") if file.is_file()]
+                about = [
+                    {"type": "file", "path": str(file.relative_to(base)), "oid": "0", "size": file.stat().st_size}
+                    for file in files
+                ]
             self.answer(json.dumps(about).encode(), 200, "Content-Type", "application/json")
 
     do_HEAD = do_GET

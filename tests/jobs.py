@@ -24,42 +24,35 @@ def free_port() -> str:
 
 
 class Jobs:
-    """The side of the tests."""
+    """The side of the tests: a process for each rank, with what torchrun would tell it."""
 
-    def __init__(self, script: str, home: Path, *words, ranks: int = 1, nodes: int = 1):
-        self.command = [sys.executable, ROOT / "tests" / script, *words]
-        self.home = home
-        self.ranks = ranks
-        self.size = ranks * nodes
-        self.launches = 0
-        self.launch()
-
-    def launch(self) -> None:
-        """Start a process for each rank, with what torchrun would tell it."""
-        self.launches += 1
+    def __init__(self, script: str, folder: Path, *words, ranks: int = 1, nodes: int = 1):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self.asked = 0
-        self.folder = self.home / f"launch-{self.launches}"
-        self.folder.mkdir(parents=True)
-        self.output = self.folder / "output.txt"
-        shared = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-        shared["MASTER_PORT"] = free_port()
-        shared |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.ranks)}
+        self.output = folder / "output.txt"
         self.processes = []
+        shared = {
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}",
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port(),
+            "WORLD_SIZE": str(ranks * nodes),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
+        command = [sys.executable, ROOT / "tests" / script, *words, folder]
         with open(self.output, "w") as output:
-            for rank in range(self.size):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank % self.ranks)}
-                how = {"cwd": ROOT, "env": os.environ | shared | own, "stderr": subprocess.STDOUT}
-                self.processes.append(subprocess.Popen([*self.command, self.folder], stdout=output, **how))
+            for rank in range(ranks * nodes):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks)}
+                environment = os.environ | shared | own
+                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                self.processes.append(process)
 
     def running(self) -> bool:
         return all(process.poll() is None for process in self.processes)
 
     def start(self, **job) -> Path:
-        """Hand in a job, to new processes if one before it has ended the old ones; return where its result will be."""
-        if not self.running():
-            for process in self.processes:
-                process.kill()
-            self.launch()
+        """Hand in a job; return where its result will be."""
         result = self.folder / f"{self.asked}.pt"
         self.asked += 1
         (self.folder / "job").write_text(json.dumps(job, default=str))

@@ -21,7 +21,7 @@ def figures(run: Run) -> list:
 
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkeypatch):
-    """They do what one node's ranks do, though each holds all weights; the other node says why it ends, and goes on."""
+    """They do what one node's ranks do, though each holds all weights; the other node ends, and the run goes on."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's choice where a node has several ranks
     run = Run(tmp_path / "run", "")
     flags = flags_of("sspo", run.folder)
@@ -37,8 +37,6 @@ def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkey
         time.sleep(0.05)
     nodes[lost].end()
     assert nodes[1 - lost].gone_within(60)
-    text = nodes[1 - lost].log.read_text()
-    assert f"sspo.py: rank {1 - lost}: another rank is gone" in text
     output = engine(script="sspo", flags=[*flags, "--resume"])
     assert "checkpoints/step-00002\n" in output
     assert figures(run) == pytest.approx(figures(sspo_run), rel=1e-6)

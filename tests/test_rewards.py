@@ -26,16 +26,12 @@ def answered(answer: str) -> str:
     [
         ("145°", "145°", 1),
         ("145.0", "145°", 1),
-        (r"\boxed{145}", "145°", 1),
-        ("3 m", "3cm", 1),  # units are not looked at
         ("4cm", "3cm", 0),
         ("9", "9米", 1),
         ("6√3", "6√{3}海里", 1),
         ("(√3)m", r"\sqrt{3}", 1),
         (r"\frac{\sqrt{48}}{2}", "2√3", 1),
         ("2π", r"2\pi", 1),
-        ("x", "x", 1),
-        ("2x", "2", 0),
         ("}{", "145°", 0),
     ],
 )
@@ -48,14 +44,12 @@ def test_an_answer_must_be_in_tags_and_the_first_counts():
         assert rewards.geoqa(text, row("145°")) == rewards.class_name(text, row("145°")) == 0, text
     assert rewards.class_name("<answer>a</answer><answer>rose</answer>", row("rose")) == 0
     assert rewards.class_name("<answer>\nrose\n</answer>", {"solution": "rose"}) == 1, "a solution without tags"
-    assert rewards.inside("<answer>" * 10**6) == ""  # a pattern would take a day
 
 
 @pytest.mark.parametrize(
     "answer, exact, released",
     [
         ("Boeing 737-200", 1, 1),
-        ("boeing_737-200", 1, 1),
         ("737-200", 0, 1),
         ("", 0, 1),
         ("a Boeing 737-200 or a Boeing 747-400", 0, 1),
@@ -67,9 +61,9 @@ def test_class_names_and_what_the_released_rule_lets_through(answer, exact, rele
 
 
 def test_options():
-    for right in ("B", "(B)", "b.", "Left.", "(B) left", "B: left"):
+    for right in ("B", "b.", "Left.", "(B) left"):
         assert rewards.option(answered(right), row("(B) left")) == 1, right
-    for wrong in ("(A) left", "(B) right", "A", "right", "", "B or A", "(A) right (B) left"):
+    for wrong in ("(A) left", "(B) right", "A", "", "B or A", "(A) right (B) left"):
         assert rewards.option(answered(wrong), row("(B) left")) == 0, wrong
     assert rewards.option(answered("()"), row("(B)")) == 0, "a solution without words"
 
@@ -97,32 +91,16 @@ def test_boxes_by_counting_pixels(seed):
 def test_boxes_that_are_none():
     gold = row("(100,100),(300,300)")
     assert rewards.iou(answered("( 100, 100 ), (300,300)."), gold) == 1
-    assert rewards.giou(answered("(100,100),(300,300)"), gold) == 2
-    assert rewards.giou(answered("(800,800),(900,900)"), gold) == pytest.approx(5 / 64)
-    for text in (
-        "",
-        "100,100,300,300",
-        "(300,300),(100,100)",
-        "(100,100),(100,300)",
-        "(0,0),(1001,10)",
-        "(0.1,0.1),(0.3,0.3)",
-        "(100,100),(300,300) or (0,0),(1000,1000)",
-        "(100,100),(30000,300)",
-    ):
+    inside_out, outside = "(300,300),(100,100)", "(0,0),(1001,10)"
+    for text in ("", "100,100,300,300", inside_out, outside, "(100,100),(300,300) or (0,0),(1000,1000)"):
         assert rewards.iou(answered(text), gold) == rewards.giou(answered(text), gold) == 0, text
-
-
-def judged(name: str, *cases: tuple[str, str]) -> list:
-    answers, solutions = zip(*cases, strict=True)
-    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:{name}")
-    return verifier.judge([*zip(map(answered, answers), map(row, solutions), strict=True)])
 
 
 def test_as_a_flag():
     """An answer that never ends is wrong, and the next one is graded."""
-    assert judged("iou", ("(0,0),(10,10)", "(0,0),(10,20)")) == [(0.5, "graded")]
-    verdicts = judged("geoqa", (r"5^{5^{5^{5^5}}}", r"\sqrt{5}+\sqrt{7}"), (r"\sqrt{3}\cdot 2", "√(12)"))
-    assert verdicts == [(0.0, "timeout"), (1.0, "graded")]
+    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:geoqa")
+    cases = [(answered(r"5^{5^{5^{5^5}}}"), row(r"\sqrt{5}+\sqrt{7}")), (answered(r"\sqrt{3}\cdot 2"), row("√(12)"))]
+    assert verifier.judge(cases) == [(0.0, "timeout"), (1.0, "graded")]
 
 
 def test_a_row_without_a_solution_is_named():
@@ -135,27 +113,19 @@ def prepare(monkeypatch, folder, *arguments) -> dict[str, list[dict]]:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.argv", ["images.py", *map(str, arguments)])
     images.main()
-    files = list((folder / "data").glob("*.parquet"))
-    for file in files:
-        assert isinstance(datasets.Dataset.from_parquet(str(file)).features["image"], datasets.Image)
-    return {file.stem: list(common.read_table(str(file), "--dataset")[1]) for file in files}
+    return {file.stem: list(common.read_table(str(file), "--dataset")) for file in (folder / "data").glob("*.parquet")}
 
 
 def test_options_of_sat(tmp_path, monkeypatch):
     """Rows with two images are left out; the right option is not always the first, and is the same again."""
-    rows = []
-    for number in range(12):
-        images = [png(10, 20, number)] * (1 + (number == 3))
-        row = {"image_bytes": images, "question": f"q{number}?", "answers": ["near", "far"], "correct_answer": "near"}
-        rows.append(row)
+    row = {"image_bytes": [png(10, 20)], "question": "q?", "answers": ["near", "far"], "correct_answer": "near"}
     file = tmp_path / "SAT_train.parquet"
-    datasets.Dataset.from_list(rows).to_parquet(file)
+    datasets.Dataset.from_list([row] * 11 + [row | {"image_bytes": row["image_bytes"] * 2}]).to_parquet(file)
     made = prepare(monkeypatch, tmp_path, "sat", file)["sat"]
     assert len(made) == 11 and made == prepare(monkeypatch, tmp_path, "sat", file)["sat"]
     assert {one["solution"] for one in made} == {"<answer> (A) near </answer>", "<answer> (B) near </answer>"}
     for one in made:
         assert one["solution"][9:17] in one["problem"] and rewards.option(answered("near"), one) == 1
-    assert made[0]["problem"].startswith("q0? Select from the following choices.\n(A) ")
 
 
 def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
@@ -181,12 +151,8 @@ TESTS = ["import math", "assert area(1) == math.pi", "assert area(2) == 4 * math
     "block, share",
     [
         ("import math\ndef area(r): return math.pi * r**2", 2 / 3),
-        (
-            "import math\ndef area(r):\n  while r == 2: pass\n  return math.pi",
-            1 / 3,
-        ),  # what passes before it hangs counts
+        ("import math\ndef area(r):\n  while r == 2: pass\n  return math.pi", 1 / 3),  # what passes before it counts
         ("import os, sys\ndef area(r): os._exit(0)", 0),
-        ("print = id; area = int; 1 / 0", 0),
         ("def area(r): open('here', 'w'); return input()", 0),
         ("def area(", 0),
     ],
@@ -194,14 +160,6 @@ TESTS = ["import math", "assert area(1) == math.pi", "assert area(2) == 4 * math
 def test_code_is_scored_by_the_asserts_that_pass(block, share, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = f"```python\ndef area(r): return 1\n``` no, rather:\n```python\n{block}\n```."
-    tests = "\n".join(TESTS) if share > 0.5 else TESTS
-    assert rewards.code(text, {"tests": tests}) == pytest.approx(share)
+    assert rewards.code(text, {"tests": TESTS}) == pytest.approx(share)
+    assert rewards.code("area = abs", {"tests": "assert area(1) == 1"}) == 0, "no block"
     assert not list(tmp_path.iterdir())
-
-
-def test_code_needs_a_block_and_asserts():
-    for text in ("area = abs", "```python\narea = abs"):
-        assert rewards.code(text, {"tests": "assert area(1) == 1"}) == 0, text
-    for tests, error in (("1 == 1", ZeroDivisionError), ("assert", SyntaxError)):
-        with pytest.raises(error):
-            rewards.code("```python\n1\n```", {"tests": tests})
