@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import PACKED, TOY, check_sampler, random_model, refused, torchrun
+from conftest import TOY, check_sampler, random_model, refused, torchrun
 from jobs import Jobs
 from safetensors.torch import load_file, save_file
 from test_policy import CPU, batch_of
@@ -122,7 +122,7 @@ def test_files_with_other_weights_are_refused(tmp_path, plain_python):
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     less = {name: weight for name, weight in weights.items() if name != "model.norm.weight"}
-    for other in (weights | {"model.norm.bias": torch.ones(1)}, less, weights | {"model.norm.weight": torch.ones(1)}):
+    for other in (weights | {"model.norm.bias": torch.ones(1)}, less):
         save_file(other, file)
         with refused(r"^--model .*its files and a qwen2 differ in weights such as .*model\.norm\."):
             common.read_weights(tmp_path)
@@ -138,14 +138,12 @@ def test_a_saved_model_is_the_policy(tmp_path, plain_python, tied):
     policy = common.load_policy(source, args, world)
     for parameter in policy.parameters():
         parameter.data.mul_(1.1)
-    common.save_model(policy, saved, source, torch.float32, world)
-    assert {file.name for file in saved.iterdir()} == {file.name for file in source.iterdir()}
-    for file in source.glob("*[!s].json"):
-        assert file.name == "config.json" or file.read_bytes() == (saved / file.name).read_bytes()
-    configs = [json.loads((each / "config.json").read_text()) for each in (source, saved)]
-    assert configs[0] == configs[1] | {"dtype": configs[0]["dtype"]} and configs[1]["dtype"] == "float32"
-    batch = batch_of(1)
-    model = AutoModelForCausalLM.from_pretrained(saved, attn_implementation=PACKED)
-    responses = list(range(len(batch.rollout_R)))
-    expected_T, _ = common.Policy(model, args.temperature)(batch.pack(responses, CPU))
-    assert torch.equal(policy(batch.pack(responses, CPU))[0], expected_T)
+    common.save_model(policy, saved, source, torch.bfloat16, world)
+    for file in source.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            assert file.read_bytes() == (saved / file.name).read_bytes(), file
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, saved))
+    assert after == before | {"dtype": "bfloat16"} != before
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype="auto")
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter.full_tensor().bfloat16()), name

@@ -9,8 +9,6 @@ from jobs import Jobs
 pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="it takes torch's CPU build; on a GPU: ./run.sh check")
 
 OWN = {"sspo": {"updates_per_step": 2}, "gpg": {"kl_coef": 0.1}, "cwgrpo": {}, "sps": {}}
-CAUSAL = (-1, 0)
-EVERYTHING = (-1, -1)
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +24,13 @@ def test_learn(traced, tiny, script):
     """On a GPU, and on two nodes of eight with all that may be beside the method."""
     for shape in ({}, {"ranks": 16, "local": 8, "tis_cap": 2.0, "activation_checkpointing": True}):
         done = traced(name="learn", script=script, model=tiny, **OWN[script], **shape)
-        assert done["windows"] == {CAUSAL} and done["moments"] == ["torch.float32 on cuda"]
+        assert done["moments"] == ["torch.float32 on cuda"]
         assert done["optimizer_steps"] == OWN[script].get("updates_per_step", 1)
         assert (False in done["scored"]) == (script != "sspo"), "a reference was scored"
 
 
 def test_learn_irl(traced, tiny):
-    assert traced(name="learn", script="sps", irl=True, ranks=8, model=tiny)["windows"] == {CAUSAL}
+    assert traced(name="learn", script="sps", irl=True, ranks=8, model=tiny)["skipped"] == 0
 
 
 def test_a_skipped_update(traced, tmp_path):
@@ -48,8 +46,7 @@ def test_images(traced, tmp_path, kind):
 
     model = random_seeing_model(tmp_path, kind, tied=True)
     images = {"image_column": "image", "dataset": str(model / "problems.parquet")}
-    done = traced(name="learn", script="gpg", ranks=8, model=model, kl_coef=0.1, **images)
-    assert done["windows"] == {EVERYTHING, CAUSAL}
+    assert traced(name="learn", script="gpg", ranks=8, model=model, kl_coef=0.1, **images)["optimizer_steps"] == 1
 
 
 def test_load_save_and_resume(traced, tiny):
