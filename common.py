@@ -29,7 +29,7 @@ from functools import cache
 from itertools import accumulate, compress
 from multiprocessing import forkserver, get_context
 from pathlib import Path
-from resource import RLIMIT_DATA, getpagesize, setrlimit
+from resource import RLIMIT_DATA, setrlimit
 from signal import SIGINT, SIGKILL, SIGPROF, SIGTERM, alarm, signal
 from traceback import format_exc
 from typing import Annotated, Literal
@@ -42,7 +42,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import save_torch_state_dict, snapshot_download
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessPool
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -101,9 +101,8 @@ class Args:
 
     eval: str = ""
     """Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation."""
-    problem_column: str = ""  # In --dataset. Empty: problem, question or prompt.
-    answer_column: str = ""
-    """In --dataset. Empty: answer, ground_truth, final_answer, solution or reward_model."""
+    problem_column: str = ""  # In sets that have it; else problem, question or prompt.
+    answer_column: str = ""  # In sets that have it; else answer, ground_truth, final_answer, solution or reward_model.
     image_column: str = ""  # Image in front of a problem, in all sets; for Qwen2-VL and Qwen2.5-VL. Empty: none.
     max_pixels: PositiveInt = 401408  # Larger images are shrunk (GPG's released scripts).
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
@@ -335,7 +334,7 @@ def read_table(source, flag):
     return (row for batch in batches for row in batch.to_pylist())
 
 
-def find(row, names):
+def find(row, *names):
     """Return what a row has in the first of these columns that it has, and the column's name; else None twice."""
     for name in names:
         if name in row:
@@ -346,11 +345,6 @@ def find(row, names):
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems and print what was left out. Raises ValueError naming flag, source and row."""
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    problem_columns = PROBLEM_COLUMNS
-    answer_columns = ANSWER_COLUMNS
-    if flag == "--dataset":
-        problem_columns = [args.problem_column] if args.problem_column else PROBLEM_COLUMNS
-        answer_columns = [args.answer_column] if args.answer_column else ANSWER_COLUMNS
     problems = []
     left_out = Counter()
     texts = set()
@@ -359,12 +353,13 @@ def load_problems(source, tokenizer, args, flag):
         origin = f"{flag} {source}, row {number}"
         with naming(origin):
             need(isinstance(row, dict), f"no object with keys: {row}")
-            value, _ = find(row, problem_columns)
+            for column in filter(None, (args.problem_column, args.answer_column)):
+                need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
+            value, _ = find(row, args.problem_column, *PROBLEM_COLUMNS)
             text = problem_text(value)
-            need(text.strip(), f"no problem in {problem_columns}; --problem-column names one of {list(row)}")
-            spelled = [token for token in control if token in text]
-            if spelled:
-                left_out[f"spells {spelled[0]}"] += 1
+            need(text.strip(), f"no problem in {PROBLEM_COLUMNS}; --problem-column names one of {list(row)}")
+            if any(token in text for token in control):
+                left_out["spells a special token"] += 1
                 continue
             if "reward_model" in row and not args.image_column and text in texts:
                 left_out["repeated"] += 1  # in verl's layout: DAPO-Math-17k has each a hundred times
@@ -380,7 +375,7 @@ def load_problems(source, tokenizer, args, flag):
             answer = "(graded by --reward)"
             graded_by = (row,)
             if args.reward == "math":
-                answer = reference_answer(*find(row, answer_columns))
+                answer = reference_answer(*find(row, args.answer_column, *ANSWER_COLUMNS))
                 graded_by = (answer, text)
             prompt_ids = tokenizer.encode(prompt_of(shown, args.template, tokenizer), add_special_tokens=False)
         if not answer:
@@ -389,7 +384,7 @@ def load_problems(source, tokenizer, args, flag):
             left_out["prompt too long"] += 1
         else:
             problems.append(Problem(text, prompt_ids, answer, graded_by, image, origin))
-    columns = f"answers are looked for in {answer_columns}; --answer-column names one of {list(row)}"
+    columns = f"answers are looked for in {ANSWER_COLUMNS}; --answer-column names one of {list(row)}"
     need(problems, f"{flag} {source}: no usable row; left out: {dict(left_out)}; {columns}")
     if FIRST:
         first = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
@@ -414,8 +409,7 @@ def prompt_of(problem, template, tokenizer):
 
 
 def reference_answer(value, column):
-    """Return the bare reference: out of a list, out of $…$, out of a worked solution's last box. Raises ValueError for
-    an object."""
+    """Return the bare reference: out of a list or a worked solution's last box. Raises ValueError for an object."""
     if column == "reward_model" and value:
         value = value.get("ground_truth")
     if isinstance(value, list):
@@ -429,8 +423,6 @@ def reference_answer(value, column):
         return boxed.strip()
     if column == "solution":
         return ""  # a worked solution without a box states no answer
-    if text.startswith("$") and text.endswith("$") and text.count("$") == 2:
-        return text.strip("$").strip()
     return text
 
 
@@ -627,17 +619,14 @@ def reward_function(reward):
 
 
 def begin(reward):
-    """Start a process of the pool, which ends with the run. It has a minute to load a reward of one's own, and from
-    there on may have 512 MiB of data more."""
+    """Start a process of the pool: it ends with the run, may have 4 GiB of data, and has a minute to load a reward."""
     end_with_parent()
+    setrlimit(RLIMIT_DATA, (4 << 30, 4 << 30))
     alarm(60)
     if reward != "math":
         with suppress(Exception):  # `grade` raises it again
             reward_function(reward)
     alarm(0)
-    pages = Path("/proc/self/statm").read_text().split()
-    most = int(pages[5]) * getpagesize() + (1 << 29)
-    setrlimit(RLIMIT_DATA, (most, most))
 
 
 def grade(reward, completion, *graded_by):
@@ -687,12 +676,12 @@ class Verifier:
         graded = []
         for future in [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]:
             end = future.exception()
-            if isinstance(end, TimeoutError) or getattr(end, "exitcode", 0) == -SIGPROF:
-                graded.append((0.0, "timeout"))
-            elif isinstance(end, ProcessExpired):
-                graded.append((0.0, "crash"))
-            else:
+            if not end:
                 graded.append(future.result())
+            elif isinstance(end, TimeoutError) or end.exitcode == -SIGPROF:
+                graded.append((0.0, "timeout"))
+            else:
+                graded.append((0.0, "crash"))
         parts = world.all_gather(graded)
         return [parts[n % world.size][n // world.size] for n in range(len(cases))]
 
@@ -950,11 +939,14 @@ def model_class(config):
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
+# of a model: never the attention that a config.json names, nor code of its own
+AS_OURS = {"dtype": torch.float32, "attn_implementation": "packed", "trust_remote_code": False}
+
+
 def empty_model(config):
-    """Return a config's model, in float32 without weights, never with the attention that a config.json names."""
-    settings = {"dtype": torch.float32, "attn_implementation": "packed", "trust_remote_code": False}
+    """Return a config's model, without weights."""
     with torch.device("meta"):
-        return model_class(config).from_config(config, **settings)
+        return model_class(config).from_config(config, **AS_OURS)
 
 
 def model_folder(args):
@@ -962,8 +954,6 @@ def model_folder(args):
     ValueError for a model that does not fit. Whether its weights are those of its kind, `load_policy` says, and whether
     it computes what vLLM computes, `sampler_gap`, in the first step."""
     datasets.disable_progress_bars()
-    if not FIRST:
-        transformers.utils.logging.disable_progress_bar()  # the hub's, too
     folder = Path(args.model)
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         if not folder.is_dir():
@@ -980,25 +970,16 @@ def model_folder(args):
     return folder
 
 
-def hub_name(name):
-    """Return a parameter's name in safetensors, where models that see have decoder and tower a level higher."""
-    return name.replace(".language_model", "").replace("model.visual", "visual")
-
-
 def read_weights(folder):
     """Return a policy's weights, in float32, from a folder. Raises ValueError if they are not those of its kind."""
-    lm, info = model_class(config_of(folder)).from_pretrained(
-        folder,
-        dtype=torch.float32,
-        output_loading_info=True,
-    )
+    lm, info = model_class(config_of(folder)).from_pretrained(folder, output_loading_info=True, **AS_OURS)
     unlike = [name for names in info.values() for name in names]
     need(not unlike, f"--model {folder}: its files and a {lm.config.model_type} differ in weights such as {unlike[:2]}")
     return Policy(lm, 1.0).state_dict()
 
 
 def load_policy(folder, args, world):
-    """Return the policy, sharded; each rank reads its part. Weights and reductions are float32."""
+    """Return the policy, sharded; rank 0 reads the weights for all. Weights and reductions are float32."""
     lm = empty_model(config_of(folder))
     units = [*lm.get_decoder().layers]
     visual = getattr(lm.model, "visual", None)
@@ -1022,13 +1003,16 @@ def load_policy(folder, args, world):
         parameter._is_hf_initialized = True
     # what is not, the buffers that no checkpoint has, gets the values of its module
     policy.apply(lm._init_weights)
-    weights = {}
-    if world.rank == 0:
-        weights = read_weights(folder)
-    sharded.set_model_state_dict(
-        policy, weights, options=sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
+    weights = read_weights(folder) if world.rank == 0 else {}
+    options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    sharded.set_model_state_dict(policy, weights, options=options)
     return policy
+
+
+def adamw(policy, lr, args):
+    """Return an AdamW of the policy's parameters."""
+    settings = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
+    return torch.optim.AdamW(policy.parameters(), lr, **settings)
 
 
 def set_lr(optimizer, args, step):
@@ -1095,18 +1079,31 @@ def full_weights(policy, dtype):
 
 
 def save_model(policy, folder, source, dtype, world):
-    """Write a model folder: the files of `source` as they are, with the policy's weights, and in config.json their type
-    of number."""
-    weights = {hub_name(name): tensor.cpu() for name, tensor in full_weights(policy, dtype) if world.rank == 0}
+    """Write a model folder: the files of `source` as they are, but for the weights and their type in config.json."""
+    weights = {}
+    for name, tensor in full_weights(policy, dtype):
+        if world.rank == 0:  # models that see have decoder and tower a level higher in safetensors
+            weights[name.replace(".language_model", "").replace("model.visual", "visual")] = tensor.cpu()
     if world.rank == 0:
-        weights_of_source = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", ".*")
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(source, folder, ignore=weights_of_source, copy_function=shutil.copyfile)
-        config = json.loads((folder / "config.json").read_text())
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        unwanted = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.pth", "*.pt", "*.gguf", ".*")
+        shutil.copytree(source, partial, ignore=unwanted, copy_function=shutil.copyfile)
+        config = json.loads((partial / "config.json").read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(config, indent=2))
-        save_torch_state_dict(weights, folder)
+        (partial / "config.json").write_text(json.dumps(config, indent=2))
+        save_torch_state_dict(weights, partial)
+        give_name(partial, folder)
     dist.barrier()
+
+
+def give_name(partial, final):
+    """Give a folder that is whole its name. What had the name goes afterwards, so that a kill loses neither."""
+    old = final.with_suffix(".old")
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 # --------------------------- evaluation
@@ -1149,22 +1146,10 @@ def keep_best(policy, source, dtype, metrics, record):
     average = sum(value for name, value in metrics.items() if "/avg@" in name)
     if record.args.keep_best and average > record.best:
         record.best = average
-        partial = record.folder / "best.partial"
-        save_model(policy, partial, source, dtype, record.world)
-        if record.world.rank == 0:
-            give_name(partial, record.folder / "best")
+        save_model(policy, record.folder / "best", source, dtype, record.world)
 
 
 # --------------------------- checkpoint
-def give_name(partial, final):
-    """Give a folder that is whole its name. What had the name goes afterwards, so that a kill loses neither."""
-    old = final.with_suffix(".old")
-    if final.exists():
-        final.rename(old)
-    partial.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def checkpoints_of(folder):
     """Return the checkpoints in a folder, oldest first: the folders whose names are those of one."""
     return sorted(path for path in folder.glob("step-*") if path.name[5:].isdecimal())
@@ -1284,7 +1269,7 @@ class Record:
         name = f"{os.environ.get('EXPERIMENT', script)}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.args = args
         self.world = world
-        self.folder = world.decide(Path(args.run_dir or f"runs/{name}"))
+        self.folder = Path(args.run_dir or f"runs/{name}")
         self.started = self.saved = time.time()  # the run, and its last checkpoint
         self.ends = deque([self.started], maxlen=20)  # of the last steps
         self.at = 0  # step
@@ -1306,16 +1291,15 @@ class Record:
                     config=asdict(args),
                     sync_tensorboard=True,
                 )
-        dist.barrier()  # rank 0 has made the folder
-        shared = all(world.all_gather(self.folder.is_dir()))
-        need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
+        self.folder = world.decide(self.folder)  # rank 0 has made it
+        need(
+            all(world.all_gather(self.folder.is_dir())), f"--run-dir {self.folder}: not on storage that all nodes share"
+        )
         self.say(f"run folder {self.folder}")
 
     def interrupt(self, number, _):
         """End at Ctrl-C or a SIGTERM, and say from where --resume goes on."""
-        found = checkpoints_of(self.folder / "checkpoints")
-        last = found[-1].name if found else "no checkpoint"
-        self.say(f"stopped after step {self.at}; the same command with --run-dir {self.folder} --resume: from {last}")
+        self.say(f"stopped in step {self.at + 1}; --run-dir {self.folder} --resume goes on from the last checkpoint")
         os._exit(128 + number)
 
     def start_step(self):

@@ -338,7 +338,7 @@ def learn(policy, reference, optimizer, batch, step, record):
     inputs["logp_T"] = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
     if "old_logp_T" not in inputs:  # the only update saw the policy that sampled
-        inputs["old_logp_T"] = logp_T
+        inputs["old_logp_T"] = inputs["logp_T"]
     loss, seen = policy_loss(**{**inputs, "factor_T": w_T})
     c_T = covariance(inputs["old_logp_T"], advantage_T, batch.response_T, group_T)
     seen.update(covariance_T=c_T, kernel_T=w_T, entropy_T=entropy_T, trained_T=trained_T)
@@ -357,10 +357,7 @@ def learn(policy, reference, optimizer, batch, step, record):
         entropy_R = common.mean_by(entropy_T.double(), batch.response_T)
         metrics["entropy_response"] = entropy_R[trained_R].mean().item()  # section 2.2
     if valid_P.any():
-        sigma_P = bandwidth(c_T, group_T)[valid_P]
-        metrics["covariance/sigma"] = sigma_P.double().mean().item()
         metrics["weight_removed"] = (1 - w_T[valid_T]).clamp(min=0).double().mean().item()
-        metrics["weight_below_half"] = (w_T[valid_T] < 0.5).double().mean().item()
     return metrics, {**inputs, **seen}
 
 
@@ -385,13 +382,7 @@ def main(args: Args) -> None:
     reference = None
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=args.lr,
-        betas=args.adam_betas,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = common.adamw(policy, args.lr, args)
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:

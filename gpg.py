@@ -234,13 +234,7 @@ def main(args: Args) -> None:
     reference = None
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=args.lr,
-        betas=args.adam_betas,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = common.adamw(policy, args.lr, args)
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:

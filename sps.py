@@ -234,7 +234,7 @@ def learn(policy, reference, optimizer, batch, record):
     inputs["logp_T"] = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
     if "old_logp_T" not in inputs:  # the only update saw the policy that sampled
-        inputs["old_logp_T"] = logp_T
+        inputs["old_logp_T"] = inputs["logp_T"]
     loss, seen = policy_loss(**inputs)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
@@ -254,13 +254,7 @@ def learn_irl(policy, batches, record):
     their metrics and the loss of the last batch, the same on every rank."""
     args = record.args
     world = record.world
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=args.irl_lr,
-        betas=args.adam_betas,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = common.adamw(policy, args.irl_lr, args)
     rows = []
     for batch in batches:
         inputs = {"weight_T": token_weights(batch.length_R, "token").float()}
@@ -386,13 +380,7 @@ def main(args: Args) -> None:
     reference = None
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=args.lr,
-        betas=args.adam_betas,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = common.adamw(policy, args.lr, args)
     start, position = common.resume(policy, optimizer, record)
     if irl_steps:
         weights = [parameter.detach().to_local() for parameter in policy.parameters()]

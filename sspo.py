@@ -302,13 +302,7 @@ def main(args: Args) -> None:
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=args.lr,
-        betas=args.adam_betas,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    optimizer = common.adamw(policy, args.lr, args)
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:

@@ -1,0 +1,52 @@
+"""Start a script with a rank for each GPU, or with CPU processes that share the cores: tools/launch.py SCRIPT [FLAGS].
+
+Without a script it only checks that PyTorch can use the GPUs: an old driver would show as CPU ranks. A signal that ends
+torchrun leaves no traceback of torchrun's, since the script has said what there is to say.
+"""
+
+import logging
+import os
+import shlex
+import sys
+
+import torch
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+
+def check_gpus():
+    """Exit with a message if PyTorch cannot use a GPU."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as reason:
+        sys.exit(
+            f"run.sh: nvidia-smi sees GPUs, but PyTorch cannot use them: {reason}\n"
+            "The driver must be 580 or later, and CUDA_VISIBLE_DEVICES must not hide the GPUs. "
+            "CPU=1 ./run.sh ... leaves them unused."
+        )
+
+
+def launch(script, flags):
+    """Run torchrun in this process; exit with its status, or with 128 and the number of the signal that ended it."""
+    if "--help" in flags:
+        os.execv(sys.executable, [sys.executable, script, "--help"])
+    ranks = torch.cuda.device_count() or int(os.environ.get("PROCESSES", "2"))
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(-(-cores // ranks)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # a run that is stopped ends at once, and leaves its semaphores
+    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
+    words = ["--nproc-per-node", str(ranks), script, *flags]
+    print(shlex.join(["torchrun", *words]), flush=True)
+    logging.disable(logging.WARNING)
+    try:
+        torch.distributed.run.main(words)
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        launch(sys.argv[1], sys.argv[2:])
+    else:
+        check_gpus()
