@@ -242,7 +242,7 @@ def learn(script: str, model: str, ranks: int = 1, local: int = 0, irl: bool = F
     with world_of(ranks, local or ranks) as world, Gpu(scalar) as gpu, watched_score(gpu, scored):
         record = common.Record(args, script, world)
         policy = common.load_policy(Path(model), args, world)
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, fused=True)
+        optimizer = common.adamw(policy, args.lr, args)
         if irl:
             module.learn_irl(policy, [batch] * 2, record)
         elif script == "sspo":
@@ -277,7 +277,7 @@ def folders(model: str) -> None:
     with world_of(1, 1) as world, Gpu() as gpu:
         record = common.Record(args, "sspo", world)
         policy, other = (common.load_policy(source, args, world) for _ in range(2))
-        mine, its = (torch.optim.AdamW(each.parameters(), fused=True) for each in (policy, other))
+        mine, its = (common.adamw(each, 1e-3, args) for each in (policy, other))
         batch = common.Batch(groups())
         policy(batch.pack([0, 1], world.device))[0].sum().backward()
         common.clip_and_step(policy, mine, record)

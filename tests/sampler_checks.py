@@ -18,10 +18,10 @@ def ids(groups: list[common.Group]) -> list[list[int]]:
     return [rollout.ids.tolist() for group in groups for rollout in group.rollouts]
 
 
-def of_another_image(group: common.Group) -> common.Group:
+def of_another_image(group: common.Group, args: Args) -> common.Group:
     """Return the same tokens behind other pixels."""
-    image = group.problem.image
-    other = common.Picture(png(8 * image.grid[0], 8 * image.grid[1], 99), "", image.processor, image.token)
+    height, width = group.problem.image.grid
+    other = common.vision.Picture(png(8 * height, 8 * width, 99), args.model, args.max_pixels)
     return replace(group, problem=replace(group.problem, image=other))
 
 
@@ -61,7 +61,8 @@ def main(args: Args) -> None:
     sampler.load(policy)
     first = sampled("a")
     if args.image_column:
-        found["gap with another image"] = gap([of_another_image(group) for group in first if group.problem.image])
+        others = [of_another_image(group, args) for group in first if group.problem.image]
+        found["gap with another image"] = gap(others)
     found["texts"] = ids(first)
     found["stops"] = [[one.truncated, int(one.ids[-1]), len(one.ids)] for group in first for one in group.rollouts]
     found["gap after the first sync"] = gap(first)

@@ -154,8 +154,7 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path):
 def test_what_a_step_of_5e_10_does_to_a_weight():
     """AdamW's first step is the learning rate in size. float32 loses it from 2**-6 on, bfloat16 nearly everywhere."""
     world = SimpleNamespace(all_reduce=lambda x: x)
-    cases = [(0.015, "float32", 1), (1e-4, "float32", 1), (0.0157, "float32", 0), (1, "float32", 0)]
-    cases += [(1e-3, "bfloat16", 0), (1e-6, "bfloat16", 0), (1e-8, "bfloat16", 1)]
+    cases = [(0.015, "float32", 1), (0.0157, "float32", 0), (1e-6, "bfloat16", 0), (1e-8, "bfloat16", 1)]
     for value, name, moves in cases:
         dtype = getattr(torch, name)
         weight = torch.nn.Parameter(torch.full((1,), value, dtype=dtype))
