@@ -22,16 +22,14 @@ world = common.init_world()
 numbers = itertools.count()
 
 
-def six_groups(settings, tokenizer, dead: list[int], empty: list[int], impossible: list[int]) -> list[common.Group]:
-    """Return six groups of four; the rewards of some agree, some responses have no token, response 1 has one; some have
-    a token of which the sampler says that it could not be, as of one outside a top-p."""
+def six_groups(settings, tokenizer, dead: list[int]) -> list[common.Group]:
+    """Return six groups of four; the rewards of the dead ones agree, and response 1 has one token."""
     rng = np.random.default_rng(7)
     problems = [common.Problem("", rng.integers(0, 263, rng.integers(2, 12)).tolist(), "0") for _ in range(6)]
     if settings.image_column:
         problems, _ = common.load_data(settings, tokenizer)
     lengths = rng.integers(1, 30, 24)
     lengths[1] = 1
-    lengths[empty] = 0
     rollouts = []
     for length in lengths:
         ids = rng.integers(0, 263, length)
@@ -41,8 +39,6 @@ def six_groups(settings, tokenizer, dead: list[int], empty: list[int], impossibl
     reward_PG[0] = torch.tensor([1.0, 0, 0, 1])
     for p in dead:
         reward_PG[p] = float(p % 2 == 0)
-    for r in impossible:
-        rollouts[r].logp[0] = -np.inf
     return [common.Group(problems[p], rollouts[4 * p : 4 * p + 4], reward_PG[p], reward_PG[p]) for p in range(6)]
 
 
@@ -73,59 +69,57 @@ def update(
     budget: int,
     args: dict,
     dead: list[int],
-    empty: list[int] = (),
-    impossible: list[int] = (),
     poisoned: bool = False,
     only_valid: bool = False,
     reverse: bool = False,
-    irl: bool = False,
-    repeat: int = 1,
-    most_gap: float = np.inf,
+    irl: int = 0,
+    gap_limit: float = np.inf,
 ) -> dict:
-    """Train one step of six prompts by four responses; return what it did."""
+    """Train one step of six prompts by four responses, or that many steps of an IRL stage; return what it did.
+
+    The optimiser is SGD, whose step is as exact as its gradient. AdamW's first step is the gradient's sign, and so it
+    makes a step of the whole learning rate out of the rounding of a gradient near 0."""
     module = importlib.import_module(script)
     limits = {"max_prompt_tokens": 100, "max_response_tokens": 100, "micro_batch_tokens": budget, "max_grad_norm": 1e9}
-    flags = {"lr": 1e-3, "run_dir": str(folder / f"update-{next(numbers)}")} | limits | args
+    flags = {"lr": 1.0, "run_dir": str(folder / f"update-{next(numbers)}")} | limits | args
     settings = module.Args(model=model, group_size=4, **flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
     record = common.Record(settings, script, world)
-    record.most_gap = most_gap  # the sampler's log-probs are made up
+    record.gap_limit = gap_limit  # the sampler's log-probs are made up
     policy = common.load_policy(Path(model), settings, world)
     before = {name: parameter.full_tensor().clone() for name, parameter in policy.named_parameters()}
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, fused=True)
-    groups = six_groups(settings, tokenizer, dead, list(empty), impossible)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=settings.lr)
+    groups = six_groups(settings, tokenizer, dead)
     if poisoned:
         poison(policy, groups)
     if only_valid:
         groups = [group for p, group in enumerate(groups) if p not in dead]
     if reverse:  # the same prompts with their responses in another order
         groups = [common.Group(group.problem, group.rollouts[::-1], None, group.reward_G.flip(0)) for group in groups]
-    reference = None
-    if script != "sspo" and settings.kl_coef:
-        reference = reference_of(model, settings)
     batch = common.Batch(groups)
-    said, metrics, seen = "", {}, {}
+    said = ""
+    metrics = {}
+    seen = {}
     try:
         if irl:
-            metrics = module.learn_irl(policy, [batch] * repeat, record)
-        for _ in range(0 if irl else repeat):
-            if script == "sspo":
-                metrics, seen = module.learn(policy, optimizer, batch, tokenizer, record)
-            else:
-                seed = [5] if script == "cwgrpo" else []
-                metrics, seen = module.learn(policy, reference, optimizer, batch, *seed, record)
-    except (FloatingPointError, ValueError) as error:
+            metrics = module.learn_irl(policy, [batch] * irl, record)
+        elif script == "sspo":
+            metrics, seen = module.learn(policy, optimizer, batch, tokenizer, record)
+        else:
+            reference = reference_of(model, settings) if settings.kl_coef else None
+            seed = [5] if script == "cwgrpo" else []
+            metrics, seen = module.learn(policy, reference, optimizer, batch, *seed, record)
+    except ValueError as error:
         said = common.said(error)
-    metrics["optimizer_steps"] = len(record.grad_norms[""])
-    metrics["grad_norm"] = sum(record.grad_norms[""])
+    metrics["optimizer_steps"] = len(record.norms["grad_norm"])
+    metrics["grad_norm"] = sum(record.norms["grad_norm"])
     return {
         "gradient": {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None},
         "moved": {name: p.full_tensor() - before[name] for name, p in policy.named_parameters()},
         "metrics": {name: float(value) for name, value in metrics.items()},
         "seen": seen,
         "mesh": world.mesh.shape,
-        "skipped": record.skipped,
-        "phases": list(record.seconds),
+        "skipped": record.metrics["skipped_updates"],
         "said": said,
     }
 

@@ -87,11 +87,3 @@ def test_an_empty_response_has_no_token_to_weigh():
 )
 def test_format_reward(text, reward):
     assert gpg.format_reward(text) == reward
-
-
-def test_the_worked_example():
-    """The numbers of docs/gpg.md."""
-    logp = [[[-0.5, -0.2], [-1.0], [-0.8]], [[-0.1, -0.1, -0.1], [-0.3], [-0.2, -0.2]]]
-    loss, _, gradient = ours(logp, None, [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
-    assert f"{loss:.4f}" == "-0.0333"
-    assert gradient.tolist() == pytest.approx([-1 / 6, -1 / 6, 1 / 12, 1 / 12] + [0] * 6)

@@ -1,19 +1,18 @@
-"""Images: packed against one sequence at a time by transformers' own path, positions, ranks, vLLM, errors."""
+"""Images: packed against one sequence at a time by transformers' own path, positions, ranks, vLLM."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PACKED, check_sampler, refused
+from conftest import PACKED, check_sampler
 from faults import differences
 from jobs import Jobs
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
 
-from seeing import STOPS, load, png, random_seeing_model, settings, write_images, write_rows
+from seeing import STOPS, load, random_seeing_model, settings, write_images
 from test_invariance import check_alike, largest_difference
 from test_policy import group_of
 
@@ -29,12 +28,11 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {kind: random_seeing_model(folder / kind, kind, tied) for kind, tied in KINDS.items()}
 
 
-def problems_of(folder: Path) -> list[common.Problem]:
-    return load(folder / "problems.parquet", folder)
-
-
-def batch_of(problems: list[common.Problem]) -> common.Batch:
-    """Two random responses to each problem; the second holds the placeholder of images as a word."""
+def policy_and_batch(folder: Path) -> tuple[common.Policy, common.Batch]:
+    """Return a model's policy, and two random responses to each problem; the second holds the placeholder of images as
+    a word."""
+    packed = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=PACKED)
+    problems = load(folder / "problems.parquet", folder, max_pixels=1024)
     draw = torch.Generator().manual_seed(0)
     groups = []
     for problem in problems:
@@ -43,7 +41,7 @@ def batch_of(problems: list[common.Problem]) -> common.Batch:
         group = group_of([], ids.tolist())
         group.problem = problem
         groups.append(group)
-    return common.Batch(groups)
+    return common.Policy(packed, 0.7).train(), common.Batch(groups)
 
 
 def one_at_a_time(model, batch: common.Batch, temperature: float) -> torch.Tensor:
@@ -73,16 +71,10 @@ def one_at_a_time(model, batch: common.Batch, temperature: float) -> torch.Tenso
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_log_probs_and_gradients(models, kind):
     """Of images of several sizes, a problem without one, and responses that hold the placeholder."""
-    packed = AutoModelForImageTextToText.from_pretrained(models[kind], dtype=torch.float32, attn_implementation=PACKED)
-    policy = common.Policy(packed, 0.7).train()
-    reference = AutoModelForImageTextToText.from_pretrained(
-        models[kind], dtype=torch.float32, attn_implementation="eager"
-    )
-    problems = problems_of(models[kind])
-    assert [problem.image and problem.image.grid for problem in problems] == [
-        [2, 2], [2, 3], [5, 5], [1, 8], None, [4, 1]
-    ]  # fmt: skip
-    batch = batch_of(problems)
+    policy, batch = policy_and_batch(models[kind])
+    reference = AutoModelForImageTextToText.from_pretrained(models[kind], attn_implementation="eager")
+    grids = [group.problem.image and group.problem.image.grid for group in batch.groups]
+    assert grids == [[2, 2], [2, 3], [4, 4], [1, 8], None, [4, 1]], "the third is shrunk"
     everything = batch.pack(list(range(12))[::-1], CPU)
     logp_T = torch.zeros(len(batch.response_T)).index_copy(0, everything.token_T, policy(everything)[0])
     weight_T = torch.randn(len(logp_T))
@@ -99,46 +91,18 @@ def test_packed_log_probs_and_gradients(models, kind):
 @pytest.mark.parametrize("responses", [[], [8]])
 def test_every_row_reaches_the_tower_once_the_step_has_an_image(models, responses):
     """An empty row and one of text: or collectives of some ranks would wait for those of others."""
-    folder = models["qwen2_vl"]
-    policy = common.Policy(AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=PACKED), 1.0)
-    batch = batch_of(problems_of(folder))
+    policy, batch = policy_and_batch(models["qwen2_vl"])
     policy(batch.pack(responses, CPU))[0].sum().backward()
     assert all(p.grad is not None and not p.grad.any() for n, p in policy.named_parameters() if "visual" in n)
-    blind = common.Batch([group for group in batch.groups if not group.problem.image])
-    assert "pixel_values" not in blind.pack([], CPU).row
 
 
-def test_cost_is_tokens_and_patches(models):
-    """An image of two responses counts once."""
-    batch = batch_of(problems_of(models["qwen2_vl"]))
-    for p, tokens in enumerate((4, 6, 25, 8, 0, 4)):
-        assert batch.cost_R[2 * p] - batch.length_R[2 * p] == len(batch.groups[p].problem.prompt_ids) + 4 * tokens
-    once = batch.cost_R[[0, 8]].sum() + batch.length_R[1]
-    assert batch.pack([0, 1, 8], CPU).cost == once
-
-
-@pytest.fixture(scope="module")
-def step(update, models):
-    """step(ranks, ...): one update of problems with images."""
+def test_an_update_does_not_depend_on_ranks_or_packing(update, models):
+    """Three ranks with small budgets: some rows are of text only, some empty."""
     model = models["qwen2_5_vl"]
     args = {"image_column": "image", "dataset": str(model / "problems.parquet"), "template": "plain"}
-
-    def ask(ranks: int, **options) -> dict:
-        return update(ranks, "gpg", model, args=args, **options)
-
-    return ask
-
-
-def test_an_update_does_not_depend_on_ranks_or_packing(step):
-    """Three ranks with small budgets: some rows are of text only, some empty."""
-    one = step(1)
-    check_alike(step(3, budget=300, reverse=True), one)
+    one, three = (update(ranks, "gpg", model, args=args, budget=budget) for ranks, budget in ((1, 5000), (3, 300)))
+    check_alike(three, one)
     assert sum("visual" in name for name in one["gradient"]) > 30
-
-
-def test_an_update_that_is_not_finite_is_left_out(step):
-    result = step(3, budget=300, poisoned=True)
-    assert result["skipped"] == 1 and not any(moved.nan_to_num().any() for moved in result["moved"].values())
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
@@ -154,10 +118,8 @@ def test_what_vllm_samples_is_what_is_trained(seeing, tmp_path):
     engine, model = seeing
     flags = ["--image-column", "image", "--dataset", model / "problems.parquet", "--template", "plain"]
     found = check_sampler(engine, [*flags, "--model", model, "--run-dir", tmp_path / "run"])
-    for name in ("the first", "an unchanged", "a changed"):
-        assert found[f"gap after {name} sync"] < 1e-4
-    assert found["gap with stale weights"] > 1e-2 and found["samples changed"] and found["repeatable"]
-    assert found["gap with another image"] > 1e-2
+    assert max(found["gap after the first sync"], found["gap after a changed sync"]) < 1e-4
+    assert min(found["gap with stale weights"], found["gap with another image"]) > 1e-2
     end = AutoTokenizer.from_pretrained(model).get_vocab()["<|im_end|>"]
     last = {ids[-1] for ids in found["texts"]}
     assert end in last and last & {*STOPS}, "nothing could go on behind them"
@@ -179,68 +141,12 @@ def test_a_run_stopped_before_and_after_its_first_image_is_resumed(seeing, tmp_p
     assert differences(tmp_path / "parts", tmp_path / "whole") == []
 
 
-def test_evaluation_shows_the_images(seeing, tmp_path):
-    """By a protocol of boxes, of which a random model makes none; another image gets other greedy answers."""
-    engine, model = seeing
-    texts = []
-    for name, size in (("one", (16, 24)), ("other", (24, 16))):
-        file = tmp_path / name / "squares.parquet"
-        file.parent.mkdir()
-        write_images(file, [size] * 2)
-        flags = [model, "--protocols", "lisa", "--sets", file, "--template", "plain", "--texts", file.parent]
-        flags += ["--max-prompt-tokens", 64, "--max-response-tokens", 16, "--out", tmp_path / "eval.json"]
-        output = engine(script="eval", flags=flags)
-        assert re.search(r"mIoU +not run +not run +0\.00 +0\.00\n +GPG.* 51\.3 +- +-\n", output)
-        texts.append((file.parent / "samples" / "lisa-squares.txt").read_text())
-    if not KINDS[model.name]:  # with tied weights a random model repeats its last token, whatever it sees
-        assert texts[0] != texts[1]
-
-
 def test_a_saved_model_is_whole(models, tmp_path, plain_python):
     """Names as on the hub, and the image processor beside it."""
-    folder, args = models["qwen2_5_vl"], settings(models["qwen2_5_vl"])
+    folder = models["qwen2_5_vl"]
     world = common.init_world()
-    policy = common.load_policy(common.model_folder(args), args, world)
+    policy = common.load_policy(folder, settings(folder), world)
     common.save_model(policy, tmp_path / "model", folder, torch.float32, world)
-    names = {"config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json"}
-    assert names | {"tokenizer.json", "tokenizer_config.json"} == {file.name for file in (tmp_path / "model").iterdir()}
+    assert {file.name for file in folder.iterdir()} == {file.name for file in (tmp_path / "model").iterdir()}
     saved, source = (load_file(each / "model.safetensors") for each in (tmp_path / "model", folder))
     assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in saved)
-    sent = [name for name, _ in common.full_weights(policy, torch.float32)]
-    assert sorted(sent) == sorted(name for name, _ in policy.named_parameters()), "each once"
-    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id[1:] == [*STOPS]
-
-
-@pytest.mark.parametrize(
-    ("image", "reason"),
-    [
-        (b"no image", "cannot identify image file"),
-        (b"\0DAT".join(png(200, 200).rsplit(b"IDAT", 1)), "broken PNG file"),
-        (png(2, 900), "absolute aspect ratio must be"),
-    ],
-)
-def test_rows_that_cannot_be_seen(models, tmp_path, image, reason):
-    file = write_rows(tmp_path, png(16, 16), png(16, 16), image)
-    with refused(rf"^--dataset .*rows\.parquet, row 2: its image cannot be read.*{reason}", Exception):
-        load(file, models["qwen2_vl"])
-
-
-def test_a_problem_that_names_the_placeholder_is_left_out(models, tmp_path):
-    file = write_rows(tmp_path, png(16, 16), problem="what is <|image_pad|>?")
-    with refused(r"no usable row among 1; left out: {'spells <\|image_pad\|>': 1}"):
-        load(file, models["qwen2_vl"])
-
-
-def test_flags_that_cannot_work(models, tiny):
-    model = models["qwen2_vl"]
-    with refused(r"--model .* no vision tower"):
-        common.model_folder(settings(tiny))
-    with refused(r"no image column; looked for \['photo'\], saw \['image', .*; --image-column"):
-        load(model / "problems.parquet", model, image_column="photo")
-
-
-def test_larger_images_are_shrunk(models, tmp_path):
-    write_images(tmp_path / "large.parquet", [(100, 60), (16, 16)])
-    problems = load(tmp_path / "large.parquet", models["qwen2_vl"], max_pixels=1600)
-    assert [problem.image.grid for problem in problems] == [[6, 3], [2, 2]]
-    assert problems[0].image.patches == 4 * 6 * 3

@@ -1,14 +1,9 @@
 """One update does not depend on the number of processes, the micro-batch budget, the order or the packing."""
 
-import math
-
 import pytest
-
-import common
 
 SCRIPTS = ("sspo", "gpg", "cwgrpo", "sps")
 ONE = {"sspo": {"updates_per_step": 1}}  # the others have one by default
-WITHOUT_KL = {"sspo": {"updates_per_step": 1}, "gpg": {}, "cwgrpo": {"kl_coef": 0.0}, "sps": {"kl_coef": 0.0}}
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +23,12 @@ def largest_difference(mine: dict, theirs: dict) -> float:
 
 
 def check_alike(mine: dict, theirs: dict) -> None:
-    """Check that two updates have the same gradient, weights and metrics."""
+    """Check that two updates have the same gradient and metrics. A gradient is the sum of hundreds of terms of either
+    sign in float32, whose roundings of 6e-8 add up to some 1e-6; a loss and a norm are as exact."""
     assert largest_difference(mine["gradient"], theirs["gradient"]) < 1e-5
-    assert largest_difference(mine["moved"], theirs["moved"]) < 1e-3
     assert set(mine["metrics"]) == set(theirs["metrics"])
     for name, value in theirs["metrics"].items():
-        assert mine["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-
-
-def check_no_step(result: dict) -> None:
-    assert result["gradient"] == {} and result["metrics"]["optimizer_steps"] == 0
-    assert not any(moved.any() for moved in result["moved"].values())
+        assert mine["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -49,7 +39,7 @@ def test_gradient_and_metrics(step, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_first_step_in_which_sampler_and_trainer_disagree_ends_the_run(step, script):
-    assert ": sampler and trainer disagree by " in step(1, script, most_gap=0.01)["said"]
+    assert ": sampler and trainer disagree by " in step(1, script, gap_limit=0.01)["said"]
 
 
 def test_nodes_and_activation_checkpointing_change_nothing(step):
@@ -59,29 +49,12 @@ def test_nodes_and_activation_checkpointing_change_nothing(step):
     check_alike(two, step(1, "sspo"))
 
 
-@pytest.mark.parametrize(
-    ("script", "args", "passes"),
-    [
-        ("sspo", {}, {"old_logp", "update"}),
-        ("gpg", {"kl_coef": 0.04}, {"update", "reference"}),
-        ("cwgrpo", {"reweight": "none"}, {"update", "reference"}),
-        ("cwgrpo", {}, {"old_logp", "update", "reference"}),
-        ("sps", {}, {"update", "reference"}),
-        ("sps", {"updates_per_step": 2}, {"old_logp", "update", "reference"}),
-    ],
-)
-def test_no_pass_is_made_that_nothing_needs(step, script, args, passes):
-    """Where there is one update a step, it sees the policy that sampled. Entropies are logged all the same."""
-    result = step(1, script, args=args)
-    assert set(result["phases"]) == passes and 0.5 < result["metrics"]["entropy"] < 6
-
-
 def test_several_updates_and_updates_without_anything_left(step):
     """Six updates of one prompt, most of them dead: no optimiser step there, on any number of processes."""
     options = {"args": {"updates_per_step": 6}, "dead": [2, 3, 4, 5], "budget": 60}
     one, two = (step(ranks, "sspo", **options) for ranks in (1, 2))
     assert one["metrics"]["optimizer_steps"] == two["metrics"]["optimizer_steps"] == 2
-    assert largest_difference(two["moved"], one["moved"]) < 1e-3
+    assert largest_difference(two["moved"], one["moved"]) < 1e-4
     assert two["metrics"]["ratio_max"] == pytest.approx(one["metrics"]["ratio_max"], rel=1e-3)
     assert one["metrics"]["ratio_max"] > 1.01  # the second update sees the policy that the first one moved
 
@@ -95,10 +68,9 @@ def test_ratio_is_one_before_the_first_step(step):
 def test_segments_that_are_not_trained_are_not_counted(step):
     """Those of the dead group, which have no entropy: the same without it."""
     metrics, whole = step(1, "sspo", only_valid=True)["metrics"], step(1, "sspo")["metrics"]
-    names = [name for name in metrics if name.startswith(("segment", "at_"))]
-    assert len(names) == 9
-    for name in names:
-        assert metrics[name] == pytest.approx(whole[name], rel=1e-5), name
+    for name in metrics:
+        if name.startswith(("segment", "at_")):
+            assert metrics[name] == pytest.approx(whole[name], rel=1e-5), name
 
 
 CLIP_COV = {"reweight": "clip-cov", "clip_cov_share": 0.2, "clip_cov_low": -5.0, "normaliser": "token"}
@@ -109,47 +81,34 @@ def test_clip_cov_draws_the_same_tokens_on_any_number_of_ranks(step, kl_coef):
     """Means, candidates and the draw span the whole update."""
     one, three = (step(ranks, "cwgrpo", 60, CLIP_COV | {"kl_coef": kl_coef}) for ranks in (1, 3))
     assert 0.1 < one["metrics"]["weight_removed"] < 0.3  # a fifth of all tokens
-    assert three["metrics"]["weight_removed"] == one["metrics"]["weight_removed"]
-    assert largest_difference(three["gradient"], one["gradient"]) < 1e-5
+    check_alike(three, one)
 
 
 def test_an_update_of_clip_cov_knows_its_own_tokens_only(step):
-    """The second of two updates, after one of dead groups: as a step of its groups alone."""
+    """The second of two updates, after one of dead groups: as a step of its groups alone. Without KL, dead groups in
+    the same update only make the others' weights smaller."""
     args, dead = CLIP_COV | {"kl_coef": 0.0}, {"dead": [0, 1, 2]}
-    one = step(1, "cwgrpo", args=args, only_valid=True, **dead)
+    alone = step(1, "cwgrpo", args=args, only_valid=True, **dead)
     two = step(3, "cwgrpo", 60, args | {"updates_per_step": 2}, **dead)
     assert two["metrics"]["optimizer_steps"] == 1
-    assert largest_difference(two["gradient"], one["gradient"]) < 1e-5
-
-
-def test_clip_cov_knows_nothing_of_groups_without_a_gradient(step):
-    """Without KL they only make the others' weights smaller."""
-    args = CLIP_COV | {"kl_coef": 0.0}
-    whole, valid = (step(1, "cwgrpo", args=args, dead=[0, 1, 2], only_valid=only) for only in (False, True))
-    share = whole["metrics"]["grad_norm"] / valid["metrics"]["grad_norm"]
-    assert share < 0.9
-    expected = {name: share * gradient for name, gradient in valid["gradient"].items()}
-    assert largest_difference(whole["gradient"], expected) < 1e-5
+    assert largest_difference(two["gradient"], alone["gradient"]) < 1e-5
+    whole = step(1, "cwgrpo", args=args, **dead)
+    share = whole["metrics"]["grad_norm"] / alone["metrics"]["grad_norm"]
+    expected = {name: share * gradient for name, gradient in alone["gradient"].items()}
+    assert share < 0.9 and largest_difference(whole["gradient"], expected) < 1e-5
 
 
 def test_a_later_update_of_clip_cov_starts_from_the_policy_that_the_first_one_left(step):
-    """Its covariances are those of that policy, on any number of processes."""
-    args = CLIP_COV | {"updates_per_step": 3, "lr": 1e-2}
+    """Its covariances and clipped tokens are those of that policy, on any number of processes. What the first update
+    rounds, at most 1e-5 of its step, moves the later log-probs and their gradient by as little of what it moved."""
+    args = CLIP_COV | {"updates_per_step": 3, "clip_low": 0.1, "clip_high": 0.1, "clip_cov_share": 1.0}
     one, three = (step(ranks, "cwgrpo", 60, args) for ranks in (1, 3))
-    still = step(1, "cwgrpo", 60, args | {"lr": 0.0})  # where it is the old one
     assert one["metrics"]["optimizer_steps"] == three["metrics"]["optimizer_steps"] == 3
     for name in ("loss", "kl", "weight_removed"):
-        assert three["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-3), name
-    assert largest_difference(three["gradient"], one["gradient"]) < 1e-2
-    assert largest_difference(still["gradient"], one["gradient"]) > 1e-2
-
-
-def test_a_later_mask_of_clip_cov_is_of_the_policy_that_the_first_update_left(step):
-    """All tokens but those that PPO clips: none where the policy has not moved."""
-    args = {"reweight": "clip-cov", "clip_cov_share": 1.0, "clip_cov_low": -1e9, "clip_cov_high": 1e9}
-    args["updates_per_step"] = 3
-    moved, still = (step(1, "cwgrpo", args=args | {"lr": lr})["metrics"]["weight_removed"] for lr in (1e-2, 0.0))
-    assert moved < still == 1
+        assert three["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-4, abs=1e-5), name
+    assert largest_difference(three["gradient"], one["gradient"]) < 1e-4
+    still = step(1, "cwgrpo", 60, args | {"lr": 0.0})  # where no token is clipped
+    assert one["metrics"]["weight_removed"] < still["metrics"]["weight_removed"]
 
 
 def test_the_logged_loss_of_cwgrpo_has_the_kernel_itself(step):
@@ -166,28 +125,29 @@ def test_nothing_but_dead_groups(step, script):
     metrics = step(2, script, args={"kl_coef": 0.04}, **dead)["metrics"]
     assert metrics["optimizer_steps"] == 1 and metrics["kl"] > 0
     assert metrics["loss"] == pytest.approx(0.04 * metrics["kl"])
-    check_no_step(step(2, script, args={"kl_coef": 0.0}, **dead))
+    nothing = step(2, script, args={"kl_coef": 0.0}, **dead)
+    assert nothing["gradient"] == {} and nothing["metrics"]["optimizer_steps"] == 0
 
 
 def test_an_irl_step(step):
     """The same on three processes, in small micro-batches, in another order; the demonstrations become likelier."""
     args = {"irl_lr": 1e-3}
-    one = step(1, "sps", args=args, irl=True)
-    check_alike(step(3, "sps", 50, args, irl=True, reverse=True), one)
-    again = step(1, "sps", args=args, irl=True, repeat=5)["metrics"]  # a stage of five steps
+    one = step(1, "sps", args=args, irl=1)
+    check_alike(step(3, "sps", 50, args, irl=1, reverse=True), one)
+    again = step(1, "sps", args=args, irl=5)["metrics"]
     assert again["irl/loss_last"] < again["irl/loss"] - 0.05 < one["metrics"]["irl/loss"] - 0.1
     assert again["irl/probability"] > one["metrics"]["irl/probability"]
 
 
-@pytest.mark.parametrize(("tis_cap", "bound"), [(0.0, 1e-3), (1.2, 1e-2)])  # AdamW raises small gradients to steps
-def test_several_updates_of_sps_are_those_of_sspo(step, tis_cap, bound):
+@pytest.mark.parametrize("tis_cap", [0.0, 1.2])
+def test_several_updates_of_sps_are_those_of_sspo(step, tis_cap):
     """With one token per segment and without KL, so that ratios and clips of later updates count."""
     shared = {"updates_per_step": 3, "tis_cap": tis_cap}
-    ours = step(2, "sps", 60, shared | {"kl_coef": 0.0, "weight_decay": 0.01})
+    ours = step(2, "sps", 60, shared | {"kl_coef": 0.0})
     theirs = step(1, "sspo", args=shared | {"clip": "fixed", "delimiter": "token"})
     assert ours["metrics"]["optimizer_steps"] == 3 and theirs["metrics"]["clip_fraction"] > 0
-    assert largest_difference(ours["moved"], theirs["moved"]) < bound
-    assert ours["metrics"]["loss"] == pytest.approx(theirs["metrics"]["loss"], rel=1e-3)
+    assert largest_difference(ours["moved"], theirs["moved"]) < 1e-4
+    assert ours["metrics"]["loss"] == pytest.approx(theirs["metrics"]["loss"], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("tis_cap", [0.0, 1.2])
@@ -209,39 +169,13 @@ def test_gpg_appendix_a(step):
     dead = {"dead": [0, 1, 4]}
     true = step(1, "gpg", args={"accurate_gradient": False}, only_valid=True, **dead)  # Eq. 11
     several = step(3, "gpg", 60, **dead)  # alpha times Eq. 10
-    plain = step(3, "gpg", 60, {"accurate_gradient": False}, **dead)  # Eq. 10
-    assert several["metrics"]["alpha"] == plain["metrics"]["alpha"] == 2 and true["metrics"]["alpha"] == 1
+    assert several["metrics"]["alpha"] == 2 and true["metrics"]["alpha"] == 1
     assert largest_difference(several["gradient"], true["gradient"]) < 1e-5
-    halved = {name: gradient / 2 for name, gradient in true["gradient"].items()}
-    assert largest_difference(plain["gradient"], halved) < 1e-5  # Eq. 17
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_what_the_sampler_says_of_a_token_is_no_part_of_the_update(step, script):
-    """A log-prob of -inf among its own, without KL."""
-    one, other = (step(1, script, args=WITHOUT_KL[script], impossible=responses) for responses in ([], [0]))
-    assert other["skipped"] == 0 and largest_difference(one["gradient"], other["gradient"]) == 0
-    assert one["gradient"] and other["metrics"]["gap_max"] == math.inf
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_an_empty_response_is_part_of_its_group(step, script):
-    """It has an advantage and no token, and changes no other response's weight: 1/G stays."""
-    one, two = (step(ranks, script, 60, empty=[2, 5]) for ranks in (1, 2))
-    assert largest_difference(two["gradient"], one["gradient"]) < 1e-5 and one["skipped"] == two["skipped"] == 0
-    assert all(gradient.isfinite().all() for gradient in one["gradient"].values())
-    assert largest_difference(step(1, script)["gradient"], one["gradient"]) > 1e-2
-
-
-@pytest.mark.parametrize(("script", "irl"), [*((script, False) for script in SCRIPTS), ("sps", True)])
+@pytest.mark.parametrize(("script", "irl"), [*((script, 0) for script in SCRIPTS), ("sps", 1)])
 def test_an_update_that_is_not_finite_is_left_out(step, script, irl):
     """One token of one response on one rank: no rank steps."""
     result = step(3, script, 60, poisoned=True, irl=irl)
     assert result["skipped"] == 1 and not any(moved.nan_to_num().any() for moved in result["moved"].values())
     assert not all(gradient.isfinite().all() for gradient in result["gradient"].values())
-
-
-def test_a_number_of_such_updates_in_a_row_ends_the_run(step):
-    result = step(2, "gpg", poisoned=True, repeat=9)
-    assert result["skipped"] == common.SKIPS_IN_A_ROW == 5
-    assert result["said"] == "5 updates in a row are not finite; try a smaller --lr"

@@ -1,10 +1,11 @@
-"""Kinds of models: each trains as transformers and vLLM compute it, or is refused in words before an engine starts."""
+"""Kinds of models: each trains as transformers and vLLM compute it, or is refused in words."""
 
+import json
 import shutil
 
 import pytest
 import torch
-from conftest import check_sampler, random_model, refused
+from conftest import TOY, check_sampler, random_model, refused, torchrun
 from jobs import Jobs
 from safetensors.torch import load_file, save_file
 from test_policy import CPU, batch_of
@@ -22,16 +23,6 @@ TRAINED = {kind: {} for kind in ("qwen2", "qwen3", "llama", "mistral", "phi3", "
     "seed_oss": {"residual_dropout": 0.1},
 }
 SLOW = pytest.mark.slow
-REFUSED = {
-    "granite": ({"logits_scaling": 4.0}, "has logits_scaling"),
-    "qwen2-window": ({"use_sliding_window": True, "max_window_layers": 0}, r"has layers of \['sliding_attention'\]"),
-    "mistral-window": ({"sliding_window": 16}, "context or window 16, and 96 are needed"),
-    "phi3-longrope": (LONG | {"original_max_position_embeddings": 64}, "context or window 64,"),
-    "nemotron": ({}, "a nemotron like this does not take packed rows"),
-    "doge": ({}, "its attention has a mask of its own"),
-    "phi": ({}, r"such as \['lm_head.bias'"),
-    "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2}, "a qwen3_moe differ in 28 weights"),
-}
 
 
 def model_of(folder, kind: str, settings: dict):
@@ -42,10 +33,12 @@ def model_of(folder, kind: str, settings: dict):
     )
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_refused(kind, tmp_path):
-    settings, message = REFUSED[kind]
-    with refused(f"^--model .*{message}"):
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("mistral", {"sliding_window": 64}), ("phi3", LONG | {"original_max_position_embeddings": 64})],
+)
+def test_a_window_shorter_than_a_sequence_is_refused(kind, settings, tmp_path):
+    with refused("^--model .*its context or window is 64, and 96 are needed"):
         common.model_folder(model_of(tmp_path, kind, settings))
 
 
@@ -94,6 +87,16 @@ def test_sampler_and_trainer_agree(kind, tmp_path):
     assert max(found["gap after the first sync"], found["gap after a changed sync"]) < 1e-4
 
 
+def test_a_model_that_computes_otherwise_ends_in_the_first_step(tmp_path):
+    """vLLM divides Granite's logits, and the policy does not."""
+    model_of(tmp_path / "model", "granite", {"logits_scaling": 4.0})
+    flags = ["--model", tmp_path / "model", "--template", "plain", "--dataset", TOY / "train.jsonl"]
+    flags += ["--prompts-per-step", 2, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--beta-th", 0]
+    flags += ["--kl-coef", 0.1, "--run-dir", tmp_path / "run"]  # with a KL groups of equal rewards are trained, too
+    with pytest.raises(AssertionError, match=r"gpg.py: --model .*: sampler and trainer disagree by"):
+        torchrun("gpg.py", *flags, plain=True)
+
+
 @pytest.mark.parametrize("size", ["1GB", "50KB"])
 def test_shards_of_an_older_save_are_left_aside(tiny, tmp_path, plain_python, size):
     """Beside a whole file, and beside an index."""
@@ -108,20 +111,33 @@ def test_shards_of_an_older_save_are_left_aside(tiny, tmp_path, plain_python, si
         assert torch.equal(parameter.full_tensor(), model.get_parameter(name)), name
 
 
-def test_names_of_weights(tmp_path):
-    """Files may have a tied head and what modules make themselves; else they have what the policy has."""
-    args = model_of(tmp_path, "gemma", TRAINED["gemma"])
+def test_files_with_other_weights_are_refused(tmp_path, plain_python):
+    model_of(tmp_path, "qwen2", {})
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
-    save_file(weights | {"lm_head.weight": torch.ones(1), "layers.0.rotary_emb.inv_freq": torch.ones(2)}, file)
-    common.model_folder(args)
-    save_file(weights | {"model.norm.bias": torch.ones(1)}, file)
-    with refused(r"differ in 1 weights, such as \['model.norm.bias'\]"):
-        common.model_folder(args)
-    del weights["model.norm.weight"]
-    save_file(weights, file)
-    with refused(r"differ in 1 weights, such as \['model.norm.weight'\]"):
-        common.model_folder(args)
-    file.unlink()
-    with refused(r"model\.safetensors\.index\.json"):
-        common.model_folder(args)
+    less = {name: weight for name, weight in weights.items() if name != "model.norm.weight"}
+    for other in (weights | {"model.norm.bias": torch.ones(1)}, less):
+        save_file(other, file)
+        with refused(r"^--model .*its files and a qwen2 differ in weights such as .*model\.norm\."):
+            common.read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_model_is_the_policy(tmp_path, plain_python, tied):
+    """Its other files are those of the source, but for the type of number in config.json."""
+    source = tmp_path / "source"
+    saved = tmp_path / "saved"
+    args = model_of(source, "qwen2", {"tied": tied})
+    world = common.init_world()
+    policy = common.load_policy(source, args, world)
+    for parameter in policy.parameters():
+        parameter.data.mul_(1.1)
+    common.save_model(policy, saved, source, torch.bfloat16, world)
+    for file in source.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            assert file.read_bytes() == (saved / file.name).read_bytes(), file
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, saved))
+    assert after == before | {"dtype": "bfloat16"} != before
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype="auto")
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter.full_tensor().bfloat16()), name

@@ -1,6 +1,6 @@
-"""The policy's packed, chunked log-probs and entropies against full logits of one sequence at a time; dealing."""
+"""Packing and dealing, gradients that repeat, pass@k, the gap between sampler and trainer, seeds."""
 
-from dataclasses import replace
+import math
 from itertools import chain
 from types import SimpleNamespace
 
@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import PACKED, refused
-from test_resume import ALONE
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import common
@@ -65,14 +62,6 @@ def test_gradients_repeat_bit_for_bit_with_two_threads():
     assert all(torch.equal(seen[0], again) for again in seen)
 
 
-def test_entropies_are_computed_only_when_asked(tiny):
-    policy = policy_of(tiny)
-    micro = batch_of(0).pack([0, 1], CPU)
-    logp_T, entropy_T = policy(micro)
-    again_T, none_T = policy(micro, entropies=False)
-    assert torch.equal(logp_T, again_T) and entropy_T.min() > 0 and not none_T.any()
-
-
 def test_pack_cuts_what_a_loss_takes():
     """Names in _T follow the tokens in their new order; the others stay whole."""
     batch = common.Batch([group_of([5, 6], [[7, 8, 9], [3]]), group_of([1], [[2, 4]])])
@@ -88,32 +77,6 @@ def test_an_empty_micro_batch_reaches_every_parameter(tiny):
     assert logp_T.shape == entropy_T.shape == (0,)
     logp_T.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
-
-
-class LargestLogits(TorchFunctionMode):
-    """Elements of the largest tensor over the vocabulary that any function of torch returns."""
-
-    elements = 0
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **kwargs or {})
-        for x in tree_leaves(made):
-            if isinstance(x, torch.Tensor) and x.shape[-1:] == (263,):
-                self.elements = max(self.elements, x.numel())
-        return made
-
-
-def test_no_tensor_of_tokens_by_vocabulary_exists(tiny, monkeypatch):
-    """Nor do smaller ones wait for the backward pass."""
-    monkeypatch.setitem(common.LOGITS_AT_ONCE, "cpu", 70 * 263)
-    policy = policy_of(tiny)
-    micro = common.Batch([group_of([1], [[2] * 10] * 30)]).pack(list(range(30)), CPU)
-    saved = []
-    kept = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
-    with LargestLogits() as largest, kept:
-        policy(micro)[0].sum().backward()
-    assert largest.elements == 70 * 263 < len(micro.target_T) * 263 / 4
-    assert saved and not any(x.shape[-1:] == (263,) for x in saved)
 
 
 def dealt(batch, ranks: int, budget: int, chosen_R=None) -> list[list]:
@@ -138,27 +101,18 @@ def test_every_response_is_dealt_once(seed):
     assert len({len(rows) for rows in found}) == 1
     rows = [*chain(*found)]
     assert sorted(chain(*rows)) == chosen_R.nonzero()[:, 0].tolist()
-    assert all(batch.pack(row, CPU).cost <= budget for row in rows)
+    assert all(batch.pack(row, CPU).tokens <= budget for row in rows)
 
 
-@pytest.mark.parametrize(("ranks", "budget"), [(1, 1000), (2, 1000), (4, 1000), (1, 60), (3, 60)])
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 1000), (2, 1000), (3, 60)])
 def test_responses_of_a_group_are_dealt_in_bundles(ranks, budget):
-    """A row has each prompt once; where rows have room for it a group stays together, unless ranks would then have
-    unlike shares."""
+    """A row has each prompt once, and a group stays together where rows have room for it."""
     batch = common.Batch([group_of([1] * 20, [[0] * 8] * 8) for _ in range(6)])
-    rows = [*chain(*dealt(batch, ranks, budget, torch.arange(48) % 8 != 5))]
-    costs = [batch.pack(row, CPU).cost for row in rows]
+    rows = [*chain(*dealt(batch, ranks, budget))]
     prompts = [len({batch.group_R[r] for r in row}) for row in rows]
-    assert costs == [20 * count + 8 * len(row) for count, row in zip(prompts, rows, strict=True)]
-    assert budget == 60 or max(costs) < 1.3 * min(costs)
-    assert sum(prompts) == 6 if budget == 1000 and ranks < 4 else 6 < sum(prompts) < 42
-
-
-def test_ranks_have_about_the_same_in_each_round():
-    """Those without a response have an empty row."""
-    batch = common.Batch([group_of([1], [[2] * length]) for length in (8, 7, 6, 5, 4)])
-    assert dealt(batch, 2, 11) == [[[3, 4], [1]], [[0], [2]]]
-    assert sorted(dealt(common.Batch([group_of([1], [[2]])]), 3, 10)) == [[[]], [[]], [[0]]]
+    tokens = [20 * count + 8 * len(row) for count, row in zip(prompts, rows, strict=True)]
+    assert [batch.pack(row, CPU).tokens for row in rows] == tokens
+    assert sum(prompts) == 6 if budget == 1000 else 6 < sum(prompts) < 48
 
 
 def test_pass_at_k():
@@ -167,21 +121,18 @@ def test_pass_at_k():
     assert common.pass_at_k([[1, 0, 0, 0]], 2) == pytest.approx(0.5)
 
 
-def test_sampler_gap(tmp_path):
-    """And what comes of it in the first step that has one."""
+def test_sampler_gap(plain_python, tmp_path):
+    """It ends the first step that has one, unless it is rounding; later it has other causes."""
+    args = common.Args(model="m", run_dir=str(tmp_path), compute_dtype="float32")
+    record = common.Record(args, "gpg", common.init_world())
     logps = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
-    args = common.Args(model="m", run_dir=str(tmp_path))
-    half = replace(args, compute_dtype="bfloat16", run_dir=str(tmp_path / "half"))
-    assert common.Record(half, "gpg", ALONE).most_gap == 0.1
-    record = common.Record(args, "gpg", ALONE)
     with refused(r"^--model m: sampler and trainer disagree by 0\.25 nats .*more than 0\.01:"):
         common.sampler_gap(*logps, record)
     common.sampler_gap(logps[0], logps[0] + 0.009, record)
-    gap = common.sampler_gap(*logps, record)  # later it is another trouble
-    ratio = np.exp(0.5)
-    assert gap["gap_mean"] == pytest.approx(0.25) and gap["gap_max"] == pytest.approx(0.5)
-    assert gap["gap_kl"] == pytest.approx((ratio - 1 - 0.5) / 2)
-    assert gap["gap_ess"] == pytest.approx((ratio + 1) ** 2 / (2 * (ratio**2 + 1)))
+    ratio = math.exp(0.5)
+    expected = {"gap_mean": 0.25, "gap_max": 0.5, "gap_kl": (ratio - 1.5) / 2}
+    expected["gap_ess"] = (ratio + 1) ** 2 / (2 * (ratio**2 + 1))
+    assert common.sampler_gap(*logps, record) == pytest.approx(expected)
 
 
 def test_seeds_are_hashes_that_agree_everywhere():

@@ -1,5 +1,5 @@
-"""The branches that only a GPU uses, traced on a pretended one: what reaches the attention kernel, what lies where, how
-much memory it takes. pretend_gpu.py says what this cannot see."""
+"""The branches that only a GPU uses, traced on a pretended one: what lies where. pretend_gpu.py says what this cannot
+see."""
 
 import pytest
 import torch
@@ -8,9 +8,7 @@ from jobs import Jobs
 
 pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="it takes torch's CPU build; on a GPU: ./run.sh check")
 
-OWN = {"sspo": {"updates_per_step": 2}, "gpg": {}, "cwgrpo": {}, "sps": {}}
-CAUSAL = (-1, 0)
-EVERYTHING = (-1, -1)
+OWN = {"sspo": {"updates_per_step": 2}, "gpg": {"kl_coef": 0.1}, "cwgrpo": {}, "sps": {}}
 
 
 @pytest.fixture(scope="module")
@@ -21,31 +19,18 @@ def traced(tmp_path_factory) -> Jobs:
     jobs.end()
 
 
-def check_learn(traced, script: str, ranks: int, local: int, **flags) -> None:
-    done = traced(name="learn", script=script, ranks=ranks, local=local, **flags)
-    assert done["windows"] == {CAUSAL} and done["moments"] == ["torch.float32 on cuda"]
-    assert done["logits"] == {"torch.float32"}
-    assert done["optimizer_steps"] == flags.get("updates_per_step", 1)
-    assert (False in done["scored"]) == (flags.get("kl_coef", 0) > 0), "a reference was scored"
-
-
 @pytest.mark.parametrize("script", OWN)
 def test_learn(traced, tiny, script):
-    """On a GPU with nothing beside the method; on two nodes with all that may be beside it."""
-    without = {} if script == "sspo" else {"kl_coef": 0.0}
-    check_learn(traced, script, 1, 1, model=tiny, **OWN[script], **without)
-    beside = {"tis_cap": 2.0, "activation_checkpointing": True}
-    if script != "sspo":
-        beside["kl_coef"] = 0.1
-    check_learn(traced, script, 16, 8, model=tiny, **OWN[script], **beside)
-
-
-def test_float32_does_without_the_kernel_for_bf16(traced, tiny):
-    assert traced(name="learn", script="gpg", model=tiny, compute_dtype="float32")["windows"] == set()
+    """On a GPU, and on two nodes of eight with all that may be beside the method."""
+    for shape in ({}, {"ranks": 16, "local": 8, "tis_cap": 2.0, "activation_checkpointing": True}):
+        done = traced(name="learn", script=script, model=tiny, **OWN[script], **shape)
+        assert done["moments"] == ["torch.float32 on cuda"]
+        assert done["optimizer_steps"] == OWN[script].get("updates_per_step", 1)
+        assert (False in done["scored"]) == (script != "sspo"), "a reference was scored"
 
 
 def test_learn_irl(traced, tiny):
-    assert traced(name="learn", script="sps", irl=True, ranks=8, model=tiny)["windows"] == {CAUSAL}
+    assert traced(name="learn", script="sps", irl=True, ranks=8, model=tiny)["skipped"] == 0
 
 
 def test_a_skipped_update(traced, tmp_path):
@@ -60,45 +45,10 @@ def test_images(traced, tmp_path, kind):
     from seeing import random_seeing_model
 
     model = random_seeing_model(tmp_path, kind, tied=True)
-    done = traced(name="learn", script="gpg", images=True, ranks=8, model=model, kl_coef=0.1)
-    assert done["windows"] == {EVERYTHING, CAUSAL}
+    images = {"image_column": "image", "dataset": str(model / "problems.parquet")}
+    assert traced(name="learn", script="gpg", ranks=8, model=model, kl_coef=0.1, **images)["optimizer_steps"] == 1
 
 
-def test_load_save_and_resume(traced):
+def test_load_save_and_resume(traced, tiny):
     """On one rank: the checkpoint of several takes all of them to be whole."""
-    traced(name="folders")
-
-
-def test_joining_the_others(traced):
-    """CPU tensors and objects travel by gloo, the others by NCCL."""
-    traced(name="join")
-
-
-SHAPES = [  # shape, ranks, those of a node, packed tokens, whether activations are recomputed
-    ("qwen2.5-7b", 8, 8, 16_384, True),
-    ("qwen2.5-1.5b", 8, 8, 16_384, False),
-    ("qwen2.5-0.5b", 1, 1, 16_384, True),
-    ("qwen2.5-7b", 16, 8, 16_384, True),
-    ("qwen2.5-7b", 8, 8, 16_384, False),
-]
-
-
-def check_peak(traced, shape, ranks, local, tokens, recompute, layers=0) -> None:
-    """Check that `bench.training_bytes` is within 10 % above the trace."""
-    job = {"shape": shape, "ranks": ranks, "local": local, "tokens": tokens, "recompute": recompute, "layers": layers}
-    seen, computed = traced(name="peak", **job)
-    print(f"{job}: traced {seen / 2**30:.1f} GiB, computed {computed / 2**30:.1f} GiB")
-    assert 1 <= computed / seen < 1.1
-
-
-@pytest.mark.parametrize("setting", SHAPES[:2])
-def test_what_fits_is_what_a_trace_takes(traced, setting):
-    """With four layers in place of 28."""
-    check_peak(traced, *setting, layers=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", SHAPES)
-def test_what_fits_for_whole_models(traced, setting):
-    """Of those of docs/performance.md."""
-    check_peak(traced, *setting)
+    traced(name="folders", model=tiny)

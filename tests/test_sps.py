@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import literal
 import pytest
 import torch
-from conftest import ROOT
 from literal import flat
 from test_policy import group_of
 
@@ -152,24 +151,10 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path):
         taken(1)
 
 
-@pytest.mark.parametrize("before", [0, 100_000])
-def test_demonstrations_are_forgotten_when_no_checkpoint_needs_them(tmp_path, before):
-    """Stages of 4 steps, checkpoints of steps 7 and 12: what is left begins with the stage of step 7."""
-    folder, checkpoints = tmp_path / "demonstrations", tmp_path / "checkpoints"
-    folder.mkdir()
-    for step in (1, 4, 5, 8, 9, 12):
-        (folder / f"step-{before + step:05d}.pt").touch()
-    for step in (7, 12):
-        (checkpoints / f"step-{before + step:05d}").mkdir(parents=True)
-    sps.forget_demonstrations(folder, checkpoints, 4)
-    assert sorted(int(file.stem[5:]) - before for file in folder.iterdir()) == [5, 8, 9, 12]
-
-
 def test_what_a_step_of_5e_10_does_to_a_weight():
     """AdamW's first step is the learning rate in size. float32 loses it from 2**-6 on, bfloat16 nearly everywhere."""
     world = SimpleNamespace(all_reduce=lambda x: x)
-    cases = [(0.015, "float32", 1), (1e-4, "float32", 1), (0.0157, "float32", 0), (1, "float32", 0)]
-    cases += [(1e-3, "bfloat16", 0), (1e-6, "bfloat16", 0), (1e-8, "bfloat16", 1)]
+    cases = [(0.015, "float32", 1), (0.0157, "float32", 0), (1e-6, "bfloat16", 0), (1e-8, "bfloat16", 1)]
     for value, name, moves in cases:
         dtype = getattr(torch, name)
         weight = torch.nn.Parameter(torch.full((1,), value, dtype=dtype))
@@ -180,22 +165,4 @@ def test_what_a_step_of_5e_10_does_to_a_weight():
     torch.manual_seed(0)
     weights = torch.randn(100_000) * 0.02
     stuck = math.erfc(2**-6 / 0.02 / math.sqrt(2))
-    assert f"N(0, 0.02), {100 * stuck:.1f} % cannot move" in (ROOT / "docs" / "sps.md").read_text()
     assert sps.movable_share([weights], 5e-10, torch.float32, world) == pytest.approx(1 - stuck, abs=0.005)
-
-
-def test_the_worked_example():
-    """The numbers of docs/sps.md."""
-    logp = [[[-0.1, -0.3], [-0.6, -1.2], [-0.4], [-1.0, -2.0]]]
-    reward = [[1.0, 0.0, 0.0, 1.0]]
-    mean_logp_PG = torch.tensor([[-0.2, -0.9, -0.4, -1.5]], dtype=torch.float64)
-    for how in ("l2te", "quantile"):
-        assert sps.choose_demonstrations(mean_logp_PG, torch.tensor(reward), 3, how) == [(0, 1), (0, 2), (0, 3)]
-    leaf = flat([logp[0][1:]]).requires_grad_()
-    loss, _ = sps.irl_loss(leaf, sps.token_weights(torch.tensor([2, 1, 2]), "token"))
-    loss.backward()
-    assert loss.item() == pytest.approx(1.04) and leaf.grad.tolist() == pytest.approx([-0.2] * 5)
-    loss, _, gradient = ours(logp, logp, logp, reward, 0.01)
-    a = 0.1083
-    assert loss == pytest.approx(0, abs=1e-12)
-    assert gradient.tolist() == pytest.approx([-a, -a, a, a, 0.2165, -a, -a], abs=1e-4)

@@ -9,8 +9,7 @@ import torch
 from conftest import TOY
 from literal import flat, surrogate
 from test_policy import group_of
-from test_resume import ALONE
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import common
 import sspo
@@ -136,44 +135,6 @@ def test_dr_grpo():
     assert sspo.token_weights(torch.tensor([1, 3, 4]), "constant", 10).tolist() == pytest.approx([1 / 30] * 8)
 
 
-WORKED = [  # docs/sspo.md's responses to nw75=?, and the new log-probs of two of their tokens
-    ("w>57\n\nn>75\n\n\\boxed{75}", {1: -0.20, 6: -3.21}),
-    ("w+78\n\nn+71\n\n\\boxed{71}", {1: -2.55, 6: -0.70}),
-]
-
-
-def test_the_worked_example():
-    """The numbers of docs/sspo.md: the embedded model's log-probs and entropies, and what follows from them."""
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
-    model = AutoModelForCausalLM.from_pretrained(TOY / "model", dtype=torch.float32)
-    prompt = tokenizer.encode("nw75=?\n")
-    old, new, entropy, segment = [], [], [], []
-    for number, (text, changed) in enumerate(WORKED):
-        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-        with torch.no_grad():
-            logp_TV = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1).double()
-        logp = logp_TV[range(16), ids].round(decimals=2).tolist()
-        old += logp
-        new += [changed.get(t, x) for t, x in enumerate(logp)]
-        entropy += (-logp_TV.exp() * logp_TV).sum(1).round(decimals=2).tolist()
-        pieces = [tokenizer.decode([token], skip_special_tokens=True) for token in ids]
-        segment += [3 * number + j for j in sspo.segments(pieces, "\n\n")]
-    old_T, new_T, entropy_T = torch.tensor([old, new, entropy], dtype=torch.float64)
-    segment_T = torch.tensor(segment)
-    assert segment_T.bincount().tolist() == [5, 5, 6, 5, 5, 6]
-    low_S, high_S = sspo.clip_bounds(sspo.segment_mean(entropy_T, segment_T), 0.0, 0.8, 1.75)
-    assert low_S.tolist() == pytest.approx([0.688, 0.686, 0.8, 0.704, 0.670, 0.8])
-    assert high_S.tolist() == pytest.approx([1.312, 1.314, 1.005, 1.296, 1.330, 1.005])
-    advantage_T = sspo.advantages(torch.tensor([[1.0, 0.0]]).double()).flatten().repeat_interleave(16)
-    leaf = new_T.requires_grad_()
-    weight_T = sspo.token_weights(torch.tensor([16, 16]))
-    loss, seen = sspo.policy_loss(leaf, old_T, advantage_T, segment_T, low_S, high_S, weight_T)
-    loss.backward()
-    assert f"{loss.item():.4f}" == "-0.0239" and segment_T[seen["clipped_T"]].tolist() == [0] * 5 + [3] * 5
-    slopes = [0, -0.0148, -0.0221, 0, 0.0235, 0.0221]  # one for all tokens of a segment
-    assert leaf.grad.tolist() == pytest.approx([slopes[number] for number in segment], abs=5e-5)
-
-
 @pytest.mark.parametrize(
     "pieces, delimiter, expected",
     [
@@ -197,6 +158,6 @@ def test_segments_of_a_step():
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     texts = ("3+8=11\n\n11-5=6\n\n6", "", "3\n\n8", f"4\n\n5\n\n{tokenizer.eos_token}")
     batch = common.Batch([group_of([0], map(tokenizer.encode, texts))])
-    segment_T = sspo.step_segments(batch, torch.tensor([True, True, False, True]), tokenizer, "\n\n", ALONE)
+    segment_T = sspo.step_segments(batch, torch.tensor([True, True, False, True]), tokenizer, "\n\n")
     by_response = [segment_T[batch.response_T == r].unique().tolist() for r in range(4)]
     assert by_response == [[0, 1, 2], [], [3], [4, 5]] and len(segment_T) == len(batch.response_T)
