@@ -544,12 +544,14 @@ class Sampler:
         rollout_of = ChainMap(*self.world.all_gather(rollout_of))
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
 
-    def load(self, policy):
-        """Load a policy. Raises ValueError for wrong names: vLLM ignores a missing layer."""
+    def load(self, weights):
+        """Load a policy or (name, tensor) pairs. Raises ValueError for wrong names: vLLM ignores a missing layer."""
+        if isinstance(weights, Policy):
+            weights = full_weights(weights, self.dtype)
         sent = set()
 
         def stream():
-            for name, tensor in full_weights(policy, self.dtype):
+            for name, tensor in weights:
                 sent.add(name)
                 yield name, tensor
                 if "lm_head.weight" not in self.expected and name.endswith("embed_tokens.weight"):

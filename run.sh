@@ -87,7 +87,7 @@ sspo="$large --eval=$aime24,$amc83,$math500,$minerva,$olympiad --keep-best --dat
 as_sspo="$sspo $flat --template=qwen-math --prompts-per-step=128 --group-size=8 --updates-per-step=4 --steps=200
   --max-prompt-tokens=1024 --max-response-tokens=3000 --max-total-tokens=0 --no-format-reward --checkpoints-kept=2"
 gpg="$large --eval=$aime24,$amc23,$math500,$minerva,$olympiad"
-as_gpg="--model=Qwen/Qwen2.5-Math-7B --template=tools/qwen-boxed.txt --weight-decay=0.1"  # gpg.py's defaults
+as_gpg="--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1"  # gpg.py's defaults
 rs="$large --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward --group-size=6
   --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7 --lr-warmup=0.1
   --lr-floor=0.1 --weight-decay=0"  # the recipe of Open-RS; its decay is TRL's default

@@ -138,7 +138,7 @@ def policy(
     tokens: int = 16_384,
     repeats: int = 3,
     activation_checkpointing: bool = False,
-    compute_dtype: common.Dtype = "auto",
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ):
     """Print tokens/s and FLOP/s per process, at 6 FLOP a token for each weight, and memory of FSDP forward and
     backward.

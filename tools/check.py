@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import bench  # It lets Python find common.py, too.
 import torch
@@ -132,7 +133,7 @@ class Check:
         self.compare("sharded against whole gradients", torch.stack(errors), "gradient")
 
 
-def main(model: tyro.conf.Positional[str] = TOY, compute_dtype: common.Dtype = "auto"):
+def main(model: tyro.conf.Positional[str] = TOY, compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"):
     """Check this machine with a model.
 
     Args:

@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import rewards
 
 import common
-import gpg  # noqa: F401  It registers the prompt qwen-boxed.
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class Args:
     """Instead of the protocol's bounds."""
     max_prompt_tokens: int = 0
     """Instead of the protocol's, 1,024: longer prompts are left out and counted."""
-    compute_dtype: common.Dtype = "auto"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on GPUs, else float32."""
     tensor_parallel: int = 1
     """Ranks that share one vLLM engine."""
@@ -169,7 +168,7 @@ def problems_of(sets, settings, tokenizer):
     found = {name: common.load_problems(source, tokenizer, how, "--sets") for name, source in sources.items()}
     if unboxed:
         for problem in chain(*found.values()):
-            problem.given = ({"answer": problem.answer},)
+            problem.graded_by = ({"answer": problem.answer},)
     return found
 
 
@@ -191,14 +190,14 @@ def model_of(path):
 
 def weights_of(run, folder, config, dtype):
     """Yield (name, tensor) of a checkpoint's policy, or else of a model folder, as `Sampler.load` takes them, without a
-    tied head. The parameters of models that see have other names on the hub than in memory."""
-    checkpoint = (run / "manifest.json").is_file()
-    reader = dcp.HuggingFaceStorageReader(str(run)) if checkpoint else common.reader_of(folder)
+    tied head."""
+    if not (run / "manifest.json").is_file():
+        yield from common.model_class(config).from_pretrained(folder, dtype=dtype).named_parameters()
+        return
     for name, parameter in common.empty_model(config).named_parameters():
-        key = f"policy.{name}" if checkpoint else common.hub_name(name)
-        weights = {key: torch.empty(parameter.shape)}  # Every rank reads them all, so it reads one at a time.
-        dcp.load(weights, storage_reader=reader)
-        yield name, weights[key].to(dtype)
+        weights = {f"policy.{name}": torch.empty(parameter.shape)}  # One at a time, since every rank reads them all.
+        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(run)))
+        yield name, weights[f"policy.{name}"].to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -268,7 +267,7 @@ def row_of(name, protocol, label, groups, greedy):
         row["mIoU"] = {"mean": 100 * correct_SPN.mean().item()}
     if protocol.also:
         rule = getattr(rewards, protocol.also)
-        scores = [rule(rollout.text, *group.problem.given) for group in groups for rollout in group.rollouts]
+        scores = [rule(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
         row[protocol.also] = {"mean": 100 * float(np.mean(scores))}
     if protocol.eval_samples > 1:
         responses_PG = [[rollout.ids for rollout in group.rollouts] for group in groups]

@@ -200,7 +200,7 @@ class Args:
     """What to run. Other flags go to the scripts."""
 
     experiments: tyro.conf.Positional[tuple[str, ...]]
-    """As ./run.sh help lists them."""
+    """As ./run.sh list prints them."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seed 1 of all experiments comes first."""
     jobs: int = 1
@@ -208,8 +208,8 @@ class Args:
 
 
 def finished(folder):
-    """Say whether a run has written its model, whose tokenizer is written last."""
-    return (folder / "model" / "tokenizer_config.json").is_file()
+    """Say whether a run has written its model, which has its name once it is whole."""
+    return (folder / "model").is_dir()
 
 
 def main():
