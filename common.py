@@ -359,7 +359,8 @@ def load_problems(source, tokenizer, args, flag):
             image = None
             value = row.pop(args.image_column, None)
             if value:
-                image = vision.Picture(vision.read(value, source), tokenizer.name_or_path, args.max_pixels)
+                with naming("its image cannot be read"):
+                    image = vision.Picture(vision.read(value, source), tokenizer.name_or_path, args.max_pixels)
                 shown = image.text + text
             answer = "(graded by --reward)"
             graded_by = (row,)

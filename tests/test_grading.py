@@ -132,7 +132,7 @@ x+B  ?  b+x
 
 @pytest.fixture(scope="module")
 def verifier():
-    return make_verifier(seconds=5.0)  # equal or not is asked here, on a machine that others use, too
+    return make_verifier()
 
 
 def rows(name: str) -> list[dict]:

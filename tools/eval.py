@@ -153,7 +153,7 @@ def settings_of(protocol, args):
     given = vars(args) | vars(protocol) | {"model": model_of(Path(args.model))}
     if hasattr(rewards, protocol.reward):
         given["reward"] = OURS + protocol.reward
-    known = {name: given[name] for name in given if name in common.Args.__annotations__}
+    known = {name: given[name] for name in common.Args.__annotations__ if given.get(name) is not None}
     return common.Args(**known, reward_seconds=60)
 
 
