@@ -609,6 +609,7 @@ def reward_function(reward):
 
 def begin(reward):
     """Start a process of the pool: it ends with the run, may have 4 GiB of data, and has a minute to load a reward."""
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # else the server, our parent, lives as long as we do
     end_with_parent()
     setrlimit(RLIMIT_DATA, (4 << 30, 4 << 30))
     alarm(60)
@@ -955,7 +956,8 @@ def model_folder(args):
 
 def read_weights(folder):
     """Return a policy's weights, in float32, from a folder. Raises ValueError if they are not those of its kind."""
-    lm, info = model_class(config_of(folder)).from_pretrained(folder, output_loading_info=True, **AS_OURS)
+    config = config_of(folder)
+    lm, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **AS_OURS)
     unlike = [name for names in info.values() for name in names]
     need(not unlike, f"--model {folder}: its files and a {lm.config.model_type} differ in weights such as {unlike[:2]}")
     return Policy(lm, 1.0).state_dict()

@@ -25,9 +25,9 @@ def run_sh(*words: str, folder: Path = ROOT) -> str:
     return subprocess.check_output([ROOT / "run.sh", *words], cwd=folder, env=environment, text=True)
 
 
-def settings(name: str):
-    """Return an experiment's settings."""
-    script, *flags = shlex.split(run_sh(name))
+def settings(name: str, *flags: str):
+    """Return the settings of an experiment with flags of a user's."""
+    script, *flags = shlex.split(run_sh(name, *flags))
     return tyro.cli(importlib.import_module(script.removesuffix(".py")).Args, args=flags)
 
 

@@ -56,17 +56,6 @@ def test_the_page_is_one_harmless_file(page):
     assert [response["vectors"]["ratio_T"] for response in first["responses"]] == [[0.8, *[1] * 7], None]
 
 
-def test_what_is_left_out_when_there_is_no_room(page, monkeypatch):
-    """First steps between the first and the last, then the ends of responses."""
-    files = sorted((page.parent / "samples").iterdir())
-    size = len(tokens.as_json(tokens.read(files[0], 9)))
-    for room, left in ((8, 5), (6, 3), (4, 2), (1.5, 2)):
-        monkeypatch.setattr(tokens, "ROOM", room * size)
-        steps, remark = tokens.fit([files[0]] * 4 + [files[1]])
-        assert (len(steps), steps[-1]["step"]) == (left, 100) and bool(remark) == (left < 5)
-        assert len(tokens.as_json(steps)) <= room * size
-
-
 READER = """<script nonce="own">
 const tokens = [...document.querySelectorAll(".token")].map(e => e.textContent);
 document.body.textContent = JSON.stringify([tokens, document.title]);
