@@ -195,9 +195,7 @@ def test_a_kill_while_the_best_model_is_replaced(run, tmp_path, monkeypatch, cal
     assert evaluate(run, 0.9) != best and {path.name for path in tmp_path.glob("best*")} == {"best"}
 
 
-@pytest.mark.parametrize(
-    "flags, line", [(["--template", "x"], "sspo.py: --template x: legal: plain"), (["--lr", "x"], "Error parsing --lr")]
-)
+@pytest.mark.parametrize("flags, line", [(["--template", "x"], "sspo.py: --template x: legal: plain")])
 def test_a_refused_flag_is_said_once(flags, line):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "sspo.py", *flags]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr
