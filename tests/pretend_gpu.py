@@ -106,13 +106,12 @@ def values(func, args, kwargs):
 
 
 class Gpu(TorchDispatchMode):
-    """`with Gpu() as gpu:` there is a torch.device("cuda", 0). `scalar` stands for every floating-point number that
-    leaves it alone, such as a gradient's norm."""
+    """`with Gpu() as gpu:` there is a torch.device("cuda", 0). 1 stands for every number that leaves it alone, such as
+    a gradient's norm."""
 
-    def __init__(self, scalar: float = 1.0):
+    def __init__(self):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.scalar = scalar
         self.storages = weakref.WeakSet()
 
     def held(self) -> int:
@@ -131,8 +130,7 @@ class Gpu(TorchDispatchMode):
             return func(*args, **kwargs)
         real = values(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
-            unknown = self.scalar if fakes[0].is_floating_point() else 1
-            return torch.tensor(unknown, dtype=fakes[0].dtype).item() if real is None else real
+            return torch.tensor(1, dtype=fakes[0].dtype).item() if real is None else real
         chosen_by_mask = func is aten.index.Tensor and getattr(args[1][0], "dtype", None) == torch.bool
         if chosen_by_mask and real is None:
             return args[0].flatten()  # as if all were chosen
@@ -230,7 +228,7 @@ def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
     return found
 
 
-def learn(script: str, model: str, ranks: int = 1, local: int = 0, irl: bool = False, scalar: float = 1.0, **flags):
+def learn(script: str, model: str, ranks: int = 1, local: int = 0, irl: bool = False, **flags):
     """Make a script's step on a model's real weights, and check what lies where."""
     module = importlib.import_module(script)
     limits = {"max_prompt_tokens": 160, "max_response_tokens": 100, "micro_batch_tokens": 800, "template": "plain"}
@@ -239,7 +237,7 @@ def learn(script: str, model: str, ranks: int = 1, local: int = 0, irl: bool = F
     problems = common.load_data(args, tokenizer)[0] if args.image_column else None
     batch = common.Batch(groups(problems))
     scored = set()
-    with world_of(ranks, local or ranks) as world, Gpu(scalar) as gpu, watched_score(gpu, scored):
+    with world_of(ranks, local or ranks) as world, Gpu() as gpu, watched_score(gpu, scored):
         record = common.Record(args, script, world)
         policy = common.load_policy(Path(model), args, world)
         optimizer = common.adamw(policy, args.lr, args)

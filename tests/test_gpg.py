@@ -65,12 +65,6 @@ def test_alpha():
     assert gpg.alpha(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])) == 6 / 4
 
 
-def test_an_empty_response_has_no_token_to_weigh():
-    length_R = torch.tensor([0, 3, 1, 1])
-    assert gpg.token_weights(length_R, 2).tolist() == pytest.approx([1 / 6] * 3 + [1 / 4] * 2)
-    assert gpg.token_weights(length_R, 1).tolist() == pytest.approx([1 / 12] * 3 + [1 / 4] * 2)
-
-
 @pytest.mark.parametrize(
     "text, reward",
     [

@@ -126,6 +126,7 @@ def test_what_vllm_samples_is_what_is_trained(seeing, tmp_path):
     assert not any(token in (end, *STOPS) for ids in found["texts"] for token in ids[:-1])
 
 
+@pytest.mark.slow
 def test_a_run_stopped_before_and_after_its_first_image_is_resumed(seeing, tmp_path):
     """The metrics and weights of one that was never stopped, bit for bit; AdamW has no moments of a tower unreached."""
     engine, model = seeing

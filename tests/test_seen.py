@@ -69,16 +69,3 @@ def test_the_file_has_what_the_loss_saw_of_each_response(monkeypatch, plain_pyth
     for row, rollout in zip(table.to_dict("records"), batch.rollout_R, strict=True):
         assert row["ids"].tolist() == rollout.ids.tolist() and len(row["mine_T"]) == len(rollout.ids)
     np.testing.assert_array_equal(np.concatenate(table["mine_T"].tolist()), mine_T.numpy())
-
-
-def test_a_run_writes_what_its_evaluations_saw(sspo_run, gpg_run, cwgrpo_run, sps_run):
-    """In the first update every ratio is 1."""
-    for script, run in zip(OWN, (sspo_run, gpg_run, cwgrpo_run, sps_run), strict=True):
-        files = sorted((run.folder / "samples").glob("train-step*.parquet"))
-        table = pandas.read_parquet(files[0])
-        assert {*table} >= ALWAYS
-        for row in table.to_dict("records"):
-            n = len(row["ids"])
-            assert {len(values) for name, values in row.items() if name.endswith("_T")} == {n}
-            if script == "sspo" and row["group"] == 0 and any(row["trained_T"]):
-                assert list(row["ratio_T"]) == pytest.approx([1] * n, abs=1e-4)

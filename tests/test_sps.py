@@ -46,22 +46,6 @@ def test_rl_loss_and_gradient_equal_eq_23(seed):
     literal.check_gradient(gradient, expected, logp)
 
 
-def test_eq_3_follows_from_eqs_23_and_25():
-    """With rewards 0 and 1, no clip and no KL the objective is sqrt(Var) times the mean over right responses less that
-    over wrong ones. What is averaged is the mean of a response's ratios, where Eq. 3 prints its probability. Our std is
-    unbiased, which makes a factor of sqrt((G - 1) / G)."""
-    logp, old, ref, _ = literal.draw(2, prompts=1, group=6)
-    reward = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
-    loss, *_ = ours(logp, old, ref, [reward], 0.0, 0.0, math.inf)
-    ratios = [
-        [math.exp(x - y) for x, y in zip(new, before, strict=True)] for new, before in zip(logp[0], old[0], strict=True)
-    ]
-    mean = [sum(response) / len(response) for response in ratios]
-    contrast = (mean[0] + mean[3]) / 2 - (mean[1] + mean[2] + mean[4] + mean[5]) / 4
-    variance = 1 / 3 * 2 / 3
-    assert loss == pytest.approx(-math.sqrt(variance * 5 / 6) * contrast, abs=1e-6)
-
-
 def test_irl_loss_is_the_token_mean_of_the_cross_entropy():
     logp, *_ = literal.draw(5)
 
