@@ -37,7 +37,8 @@ RIGHT = r"""
 12  ?  {12}.
 1 \pm \sqrt{19}  ?  1+\sqrt{19}, 1-\sqrt{19}
 \{1+\sqrt5,1-\sqrt5,-2\}  ?  \{1\pm\sqrt5,-2\}
-\{1\pm\sqrt5,-2\}  ?  -2, 1-\sqrt{5}, 1+\sqrt{5}
+\{1\pm\sqrt5,-2\}  ?  \,-2, 1-\sqrt{5}, 1+\sqrt{5}
+\{1\pm\sqrt5,-2\}  ?  \, \{-2, 1\pm\sqrt5\}\,.
 x=\pm 2  ?  \pm 2
 3.83e35  ?  3.83 \times 10^{35}
 1e-3  ?  0.001
@@ -253,7 +254,7 @@ def test_labels_of_qwen(verifier):
 @needs_data
 def test_labels_of_expression_pairs(verifier):
     """Pairs of math_verify's and NeMo-Skills' own tests, where a third of the answers is not even a formula. The three
-    that are taken for right are so in value: 9 without dollar signs, and -2 \\le x \\le 7 with doubled backslashes."""
+    that are taken for right are so in value: 9 on a line of its own, twice, and an inequality for x \\in [-2,7]."""
 
     def answer(text: str) -> str:
         formulas = re.findall(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\[.+?\\\]|\\\(.+?\\\)", text, re.DOTALL)

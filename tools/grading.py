@@ -5,6 +5,8 @@ import re
 from fractions import Fraction
 from signal import ITIMER_PROF, setitimer
 
+from sympy import Eq, Rel, count_ops, nan, sympify
+
 logging.getLogger("math_verify").setLevel("ERROR")  # it warns of timeouts that are ours
 
 
@@ -47,7 +49,7 @@ SPELLINGS = (  # what math_verify's own normalisation leaves, each with an examp
     (r"~", " "),
     (r"^ *(=|\\approx)|[\s.,:;]+$", ""),  # = 5.
     (r"^ *\{(([^{}]|\{[^{}]*\})*)\}$", r"\1"),  # {5}
-    (r"(?<![^,{])(?!\\\{)([^,]*)\\pm([^,]*?)(?=,|\\\}|$)", r"\1+\2,\1-\2"),  # \{1\pm\sqrt5,-2\}
+    (r"(?<![^,{])(?! *\\\{)([^,]*)\\pm([^,]*?)(?=,|\\\}|$)", r"\1+\2,\1-\2"),  # \{1\pm\sqrt5,-2\}
     (r" ?\\(times|cdot) ?10\^\{?(-?\d{1,3})\}?", r"e\2"),  # 3\times10^5
     (r"(?<=\d),(?=\d{3}([,.]\d+)*$)", ""),  # 58,500
     (r"(?=\.?\d)\d*+(\.\d*+(e-?\d{1,3})?|e-?\d{1,3})", exact),  # 0.5, 3e5
@@ -73,7 +75,6 @@ def read(text):
     cannot read is nan, which equals nothing."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
-    from sympy import nan, sympify
 
     text = re.sub(r"\\(gamma)|(?<![a-zA-Z\\])(?<!bb\{)([A-Z])", r"x_{c\1\2}", text)  # else a function, and B is b
     boxes = LatexExtractionConfig(normalization_config=NormalizationConfig())  # keeps m and t, which may be units
@@ -83,8 +84,6 @@ def read(text):
 def shape(tree):
     """Return a tree's symbols and how many relations it has. A solved inequality has none of either: x>5 may stand for
     (5,\\infty), as x/2>1 may not for (2,\\infty)."""
-    from sympy import Eq, Rel
-
     inequalities = tree.atoms(Rel) - tree.atoms(Eq)
     if any(side.is_Symbol for each in inequalities for side in each.args):
         return set(), 0
@@ -94,7 +93,6 @@ def shape(tree):
 def same(answer, gold):
     """Say whether two trees are equal."""
     from math_verify import verify
-    from sympy import count_ops
 
     if gold.is_Rational:
         return answer == gold  # as written: 1/2 for 0.5, but not 5-8 for -3
@@ -128,6 +126,8 @@ def judge(completion, gold, problem="", seconds=1.0):
     """Return score and verdict of a completion: 1.0 if its last box equals the gold answer, else 0.0. Whatever takes
     more `seconds` of processor time ends the process, C code and patterns, too: call it where that may be. The rules:
     docs/evaluation.md."""
+    import math_verify  # noqa: F401  loaded before the time counts
+
     setitimer(ITIMER_PROF, seconds)  # the default action of SIGPROF
     try:
         answer = (last_boxed(completion) or "").strip()
