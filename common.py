@@ -1179,6 +1179,7 @@ def resume(policy, optimizer, record):
         return 0, 0
     found = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
     if not found:
+        record.say("the run has no checkpoint: it starts over")
         (record.folder / "metrics.jsonl").unlink(missing_ok=True)
         return 0, 0
     reader = dcp.HuggingFaceStorageReader(found[-1])
