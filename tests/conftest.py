@@ -30,11 +30,9 @@ def torchrun(script: str, *arguments, ranks: int = 2, plain: bool = False, timeo
     """
     launcher = [] if plain else ["-P", "-m", "torch.distributed.run", "--nproc-per-node", ranks]
     command = [sys.executable, *map(str, [*launcher, ROOT / script, *arguments])]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)} | own, timeout=timeout, **pipes
-    )
-    assert done.returncode == 0, f"{' '.join(command)} exited with {done.returncode}\n{done.stdout[-6000:]}"
+    how = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(ROOT)} | own, "timeout": timeout, "text": True}
+    done = subprocess.run(command, **how, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, f"exited with {done.returncode}\n{done.stdout[-6000:]}"
     return done.stdout
 
 
@@ -141,9 +139,9 @@ cwgrpo_run = run_on("cwgrpo")
 sps_run = run_on("sps")
 
 
-def alone(device=None) -> common.World:
+def alone() -> common.World:
     """Return a world of this process, without a process group."""
-    world = common.World(0, 1, 1, device, None)
+    world = common.World(0, 1, 1, None, None)
     world.all_gather = lambda thing: [thing]
     return world
 

@@ -33,8 +33,7 @@ OWN = {  # With these the position in the data depends on what was drawn.
     "cwgrpo": ["--no-format-reward", "--lr-warmup", 0.5],  # Its reference must be the model that the run began with.
     "sps": ["--rl-steps", 2, "--irl-steps", 2, "--irl-batch", 6, "--demonstrations", 1, "--irl-lr", 1e-4],
 }
-ROLES = {"torch.distributed.run": "agent", "multiprocessing": "worker"}  # by what is in a command line
-ROLES |= {f"{script}.py": "trainer" for script in OWN}
+AGENT, TRAINER, WORKER = "torch.distributed.run", "\0-u\0", "multiprocessing"  # what is in a command line
 WAYS = ("SIGKILL of one rank", "SIGKILL of all ranks", "SIGKILL of torchrun", "SIGTERM of torchrun")
 
 
@@ -55,17 +54,16 @@ class Launch:
             )
 
     def processes(self):
-        """Return {pid: role} of what is alive: agent (torchrun), trainer, worker (of the verifier), other."""
+        """Return {pid: command line} of what is alive."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # It is gone meanwhile, or another user's.
                 if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    words = (folder / "cmdline").read_bytes().decode(errors="replace")
-                    found[int(folder.name)] = next((ROLES[sign] for sign in ROLES if sign in words), "other")
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
         return found
 
-    def pids(self, role):
-        return sorted(pid for pid, each in self.processes().items() if each == role)
+    def pids(self, sign):
+        return [pid for pid, words in self.processes().items() if sign in words]
 
     def gone_within(self, seconds):
         """Say whether everything ends by itself in that time."""
@@ -96,7 +94,7 @@ def torchrun(script, *flags):
 
 def kill(running, how):
     """Send the signal. Before torchrun has started ranks there is only torchrun to send it to."""
-    victims = running.pids("agent" if "torchrun" in how else "trainer") or running.pids("agent")
+    victims = running.pids(AGENT if "torchrun" in how else TRAINER) or running.pids(AGENT)
     if "one rank" in how:
         victims = random.sample(victims, 1)
     send(victims, signal.SIGTERM if "SIGTERM" in how else signal.SIGKILL)
@@ -153,37 +151,35 @@ def trial(script, run, last):
     while running.process.poll() is None and running.log.read_text().count("\nstep ") < steps:
         time.sleep(0.05)
     how = ""
-    lost = []
     try:
-        code = running.process.wait(None if last else random.uniform(0, 1 if steps else 20))
-        lost = [f"exit code {code}"] if code else differences(run, run.with_name("whole"))
+        running.process.wait(None if last else random.uniform(0, 1 if steps else 20))
     except subprocess.TimeoutExpired:
         how = random.choice(WAYS)
         kill(running, how)
-    if not running.gone_within(60):
-        lost.append(f"processes left behind: {running.processes()}")
-        running.end()
+    gone = running.gone_within(60)
+    running.end()
     print(f"{script}, after {steps} steps: {how or 'its end'}", flush=True)
-    if lost:
-        raise SystemExit(f"lost: {lost}; see {run.parent}")
+    lost = []
+    if not how:
+        lost = differences(run, run.with_name("whole"))
+    if lost or not gone:
+        raise SystemExit(f"lost: {lost}; all processes gone: {gone}; see {run.parent}")
     return how
 
 
 def main(folder: Path = Path("runs/faults"), count: int = 25):
-    """Kill each script so many times, going on with what lies in the folder, and let its last run come to its end."""
+    """Start or resume each script so many times, and kill it, unless it ends before; let the last run come to its
+    end."""
     for script in OWN:
         run = folder.resolve() / script / "run"
         whole = run.with_name("whole")
         if not (whole / "model").exists() and start(script, whole).process.wait():
             raise SystemExit(f"an undisturbed run broke; see {whole.with_name('log.txt')}")
-        killed = 0
-        while killed < count:
-            if trial(script, run, last=False):
-                killed += 1
-            else:
+        for number in range(count + 1):
+            killed = trial(script, run, last=number == count)
+            if not killed:
                 shutil.rmtree(run)
-        trial(script, run, last=True)
-        print(f"{script}: {killed} kills, nothing lost", flush=True)
+        print(f"{script}: {count} times, nothing lost", flush=True)
 
 
 if __name__ == "__main__":

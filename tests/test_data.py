@@ -14,8 +14,6 @@ from transformers import AutoTokenizer
 import common
 import cwgrpo
 
-SHARED = ROOT.parent / "shared" / "data"
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -234,17 +232,4 @@ def test_templates(tokenizer, tmp_path):
     assert common.prompt_of("P {x}", str(tmp_path / "mine.txt"), tokenizer) == "{a} Q: P {x}\nA:"
     chat = copy.copy(tokenizer)
     chat.chat_template = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"
-    prompt = common.prompt_of("P {x}", "open-rs", chat)
-    assert prompt.startswith("[system]A conversation between User and Assistant.")
-    assert prompt.endswith("Note that respond by English, NOT use other languages.[user]P {x}[assistant]")
     assert common.prompt_of("P {x}", "chat", chat) == "[user]P {x}[assistant]"
-
-
-ROWS = {"aime24": 30, "aime25": 30, "amc23_40": 40, "amc_83": 83, "brumo_2025": 30, "hmmt_feb_2025": 30, "math500": 500}
-ROWS |= {"minerva_math_272": 272, "olympiadbench_675": 675, "gsm8k_test": 1319, "math_train_lvl3to5_8523": 8521}
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real problems to read")
-@pytest.mark.parametrize("file", ROWS)
-def test_real_problems(tokenizer, file):
-    assert len(load(SHARED / f"{file}.jsonl", tokenizer, max_prompt_tokens=10**6)) == ROWS[file]

@@ -31,6 +31,6 @@ def test_a_long_run_does_not_grow(tmp_path):
         time.sleep(0.1)
         steps = len(faults.read(run / "metrics.jsonl"))
         if steps in kibibytes:
-            held = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in launch.pids("trainer")]
+            held = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in launch.pids(faults.TRAINER)]
             kibibytes[steps] = sum(int(text.partition("\nPss:")[2].split()[0]) for text in held)
     assert 0 < kibibytes[80] < 1.05 * kibibytes[20]

@@ -57,7 +57,7 @@ def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
     running = faults.Launch(faults.torchrun("sspo", *flags_of("sspo", folder)), tmp_path / "log.txt")
     try:
         wait_for(folder / "checkpoints" / "step-00002", lambda: running.process.poll() is None, running.log)
-        assert {"agent", "trainer", "worker"} <= set(running.processes().values())
+        assert all(running.pids(sign) for sign in (faults.AGENT, faults.TRAINER, faults.WORKER))
         faults.kill(running, how)
         assert running.gone_within(60), running.processes()
     finally:
@@ -195,11 +195,10 @@ def test_a_kill_while_the_best_model_is_replaced(run, tmp_path, monkeypatch, cal
     assert evaluate(run, 0.9) != best and {path.name for path in tmp_path.glob("best*")} == {"best"}
 
 
-@pytest.mark.parametrize("flags, line", [(["--template", "x"], "sspo.py: --template x: legal: plain")])
-def test_a_refused_flag_is_said_once(flags, line):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "sspo.py", *flags]
+def test_a_refused_flag_is_said_once():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "sspo.py", "--template", "x"]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr
-    assert output.count(line) == 1, output
+    assert output.count("sspo.py: --template x: legal: plain") == 1, output
 
 
 def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, plain_python, tmp_path):
@@ -243,10 +242,3 @@ def test_a_run_keeps_others_out_of_its_folder_until_it_is_gone(plain_python, tmp
     first.communicate()
     assert (tmp_path / "run.json").read_bytes() == about
     common.Record(again, "sspo", world)
-
-
-def test_two_starts_in_one_second_get_two_folders(plain_python, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    world = common.init_world()
-    folders = {common.Record(common.Args(seed=4), "sspo", world).folder for _ in range(3)}
-    assert folders == set(Path("runs").glob("sspo-seed4-*")) and len(folders) == 3
