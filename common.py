@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import time
-import warnings
 from collections import ChainMap, Counter, defaultdict, deque, namedtuple
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -105,9 +104,8 @@ class Args:
     run_dir: str = ""  # For what the run writes. Empty: runs/<experiment or script>-seed<seed>-<time>.
     seed: int = 1  # Seeds the order of the data and every sampled token.
     max_total_tokens: NonNegativeInt = 0  # Bound of prompt and response together. 0: none.
-    reward: str = "math"
-    r"""The last \boxed{} equals the answer; or FILE.py:FUNCTION, a float of (completion, data row)."""
-    reward_seconds: PositiveFloat = 10.0  # A response for which FUNCTION takes longer scores 0.
+    reward: str = "math"  # The last box equals the answer; or FILE.py:FUNCTION, a float of (completion, data row).
+    reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of sampler and trainer; weights, logits and gradients' sums are float32. auto (ours): bfloat16 on GPUs only."""
     temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
@@ -182,9 +180,6 @@ def validate(args):
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
     varied = args.eval_samples == 1 or args.eval_temperature
     need(varied, f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0")
-    longest = longest_sequence(args)
-    fits = longest <= args.micro_batch_tokens
-    need(fits, f"--micro-batch-tokens {args.micro_batch_tokens}: a response with its prompt may have {longest} tokens")
 
 
 # ---------------------------- processes
@@ -342,7 +337,6 @@ def load_problems(source, tokenizer, args, flag):
     for number, row in enumerate(read_table(source, flag)):
         origin = f"{flag} {source}, row {number}"
         with naming(origin):
-            need(isinstance(row, dict), f"no object with keys: {row}")
             for column in filter(None, (args.problem_column, args.answer_column)):
                 need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
             value, _ = find(row, args.problem_column, *PROBLEM_COLUMNS)
@@ -352,7 +346,7 @@ def load_problems(source, tokenizer, args, flag):
                 left_out["spells a special token"] += 1
                 continue
             if "reward_model" in row and not args.image_column and text in texts:
-                left_out["repeated"] += 1  # in verl's layout: DAPO-Math-17k has each a hundred times
+                left_out["repeated"] += 1  # verl's layout: DAPO-Math-17k has each a hundred times
                 continue
             texts.add(text)
             shown = text
@@ -443,9 +437,7 @@ VLLM = {  # environment variables, unless set
     "PYTHONSAFEPATH": "1",  # vLLM starts a `python -m`, which would import from the current folder
 }
 
-
-# A response as sampled: arrays of its token ids (with the stop token) and the sampler's log-probs (float32), its text,
-# and whether it was cut off.
+# A response as sampled: its tokens (with the stop token) and the sampler's log-probs, arrays; its text; was it cut off
 Rollout = namedtuple("Rollout", "ids logp text truncated")
 
 
@@ -473,7 +465,6 @@ class Sampler:
     def __init__(self, folder, tokenizer, args, world):
         os.environ.update(VLLM | os.environ)
         logging.getLogger("vllm").setLevel("ERROR")  # for what its imports log
-        warnings.simplefilter("ignore", FutureWarning)
         self.sleeps = cuda = world.device.type == "cuda"
         torch._dynamo.config.disable = not cuda  # else vLLM compiles for seconds before the first token
         from vllm import LLM
@@ -503,12 +494,10 @@ class Sampler:
             distributed_executor_backend="external_launcher",
             enable_sleep_mode=cuda,
             enforce_eager=not cuda,
-            # on a CPU vLLM 0.32 cannot rewind a seeded request's generator after a chunk
-            enable_chunked_prefill=cuda,
+            enable_chunked_prefill=cuda,  # on a CPU vLLM 0.32 cannot rewind a seed after one
             load_format="dummy",
             logprobs_mode="processed_logprobs",
-            # a model's own top-p or repetition penalty would make the samples off-policy
-            generation_config="vllm",
+            generation_config="vllm",  # a model's own top-p or penalty: samples off-policy
             # reloading on a CPU, vLLM 0.32 leaves a tied head behind; logits as the policy's
             hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
             skip_tokenizer_init=not sees,
@@ -585,22 +574,19 @@ class Sampler:
 
 
 def sampler_gap(logp_T, sampler_logp_T, record):
-    """Return how far trainer and sampler differ on trained tokens: mean and max |difference| (nats), k3 estimate of
-    KL(sampler || trainer), effective share of samples under the ratios (1: no gap). Raises ValueError if the mean is
-    not rounding in the first step of a process that has one."""
+    """Return how far trainer and sampler differ on trained tokens: mean and max |difference| (nats) and a k3 estimate
+    of KL(sampler || trainer). Raises ValueError if the mean is not rounding in the first step of a process."""
     difference = (logp_T - sampler_logp_T).double().numpy()
-    ratio = np.exp(difference)
     gap = np.abs(difference)
     mean = gap.mean()
     disagree = f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step"
     # NaN is no gap: updates without a finite gradient are skipped
-    need(not mean > record.gap_limit, f"{disagree}, more than {record.gap_limit}: see docs/troubleshooting.md")
+    need(not mean > record.gap_limit, disagree + ": see docs/troubleshooting.md")
     record.gap_limit = math.inf  # what comes later has other causes
     return {
         "gap_mean": mean,
         "gap_max": gap.max(),
-        "gap_kl": (ratio - 1 - difference).mean(),
-        "gap_ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+        "gap_kl": (np.exp(difference) - 1 - difference).mean(),
     }
 
 
@@ -646,8 +632,7 @@ class Verifier:
     def __init__(self, args, world, sets=()):
         self.world = world
         self.reward = args.reward
-        # on the clock; a loaded machine may give a process a tenth of a core
-        self.seconds = 10 if self.reward == "math" else args.reward_seconds
+        self.seconds = args.reward_seconds  # on the clock; a loaded machine may give a process a tenth of a core
         with chdir(Path(__file__).parent):  # where Python 3.11's server finds this file and no other folder's
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
@@ -716,7 +701,7 @@ def mean_by(x, number):
 VERDICTS = ("graded", "no_answer", "too_long", "timeout", "error", "crash")
 
 
-def drawn_metrics(groups, draws=1):
+def drawn_metrics(groups):
     """Return metrics of everything drawn, trained on or not; docs/metrics.md explains each."""
     batch = Batch(groups)
     reward_PG = batch.reward_PG.numpy()
@@ -728,7 +713,6 @@ def drawn_metrics(groups, draws=1):
         "reward_group_std": reward_PG.std(1, ddof=min(1, reward_PG.shape[1] - 1)).mean(),
         "all_right_share": (correct_PG >= 1).all(1).mean(),
         "all_wrong_share": (correct_PG < 1).all(1).mean(),
-        "draws": draws,
         "prompts_drawn": len(groups),
         "responses_drawn": len(batch.rollout_R),
         "response_length": batch.length_R.numpy().mean(),
@@ -763,8 +747,9 @@ class Batch:
         self.required = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
-        """Return this rank's micro-batches, lists of response numbers: as many on every rank, some empty, none above
-        `budget` (packed tokens). A bundle shares a prompt; one of several is at most an eighth of a rank's load."""
+        """Return this rank's micro-batches, lists of response numbers: as many on every rank, some empty, of `budget`
+        packed tokens or the longest response's. A bundle shares a prompt; one of several is an eighth of a rank's load
+        at most."""
         most = min(budget, int(self.cost_R[chosen_R].sum()) // (8 * world.size))  # for balance
         bundles = []
         costs = []
@@ -782,11 +767,11 @@ class Batch:
         for rounds in range(fewest, len(costs) + 1):
             loads = np.zeros(rounds * world.size, int)
             bins = [[] for _ in loads]
-            for n in np.argsort(-np.array(costs), kind="stable"):  # longest first, into the emptiest
+            for n in np.argsort(-np.array(costs), kind="stable"):  # longest first, to the emptiest
                 number = loads.argmin()
                 bins[number] += bundles[n]
                 loads[number] += costs[n]
-            if loads.max(initial=0) <= budget:
+            if loads.max(initial=0) <= max(budget, *costs):
                 break
         fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
         return [bins[number] for number in fullest[world.rank :: world.size]]
@@ -885,13 +870,9 @@ class Policy(torch.nn.Module):
         self.model = lm.model
         self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
         self.temperature = temperature
-        visual = getattr(lm.model, "visual", None)
-        if visual:
-            vision.prepare(visual)
 
     def _head(self, hidden_TH, target_T, weight_VH, entropies):
-        # bf16 would round logits above 8 to 0.06. The copy of the weights lives for a chunk; torch.mm's out_dtype would
-        # make none, but has no derivative and is not for CPUs
+        # bf16 would round logits above 8 to 0.06. A copy of the weights lives for a chunk: mm's out_dtype has no grad
         logits_TV = F.linear(hidden_TH.float(), weight_VH.float()).div_(self.temperature)
         logp_TV = logits_TV.log_softmax(-1)
         logp_T = -F.nll_loss(logp_TV, target_T, reduction="none")
@@ -972,11 +953,7 @@ def read_weights(folder):
 def load_policy(folder, args, world):
     """Return the policy, sharded; rank 0 reads the weights for all. Weights and reductions are float32."""
     lm = empty_model(config_of(folder))
-    units = [*lm.get_decoder().layers]
-    visual = getattr(lm.model, "visual", None)
-    if visual:
-        units += visual.blocks
-        visual.requires_grad_(bool(args.image_column))
+    units = [*lm.get_decoder().layers, *vision.prepare(lm.model, args)]
     policy = Policy(lm, args.temperature).eval()  # without dropout, which the sampler does not have
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable()
@@ -1116,10 +1093,8 @@ def evaluate(held_out, sampler, verifier, record, step):
         drawn = drawn_metrics(groups)
         correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
         metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
-        k = 2
-        while k <= n:
-            metrics[f"eval/{name}/pass@{k}"] = pass_at_k(correct_PN, k)
-            k *= 2
+        for power in range(1, n.bit_length()):
+            metrics[f"eval/{name}/pass@{2**power}"] = pass_at_k(correct_PN, 2**power)
         metrics[f"eval/{name}/length"] = drawn["response_length"]
         metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
         record.samples(f"{name}-step{step:05d}", groups)
@@ -1136,8 +1111,8 @@ def keep_best(policy, source, dtype, metrics, record):
 
 # --------------------------- checkpoint
 def checkpoints_of(folder):
-    """Return the checkpoints in a folder, oldest first: the folders whose names are those of one."""
-    return sorted(path for path in folder.glob("step-*") if path.name[5:].isdecimal())
+    """Return the checkpoints in a folder, oldest first; those that are being written or deleted have a suffix."""
+    return sorted(folder.glob("step-*[0-9]"))
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
@@ -1194,32 +1169,27 @@ def resume(policy, optimizer, record):
     os.truncate(record.folder / "metrics.jsonl", manifest["metrics"])  # later steps come again
     record.started -= manifest["seconds"]
     record.best = manifest["best"]
-    record.at = manifest["step"]
     record.say(f"resumed from {found[-1]}")
-    return record.at, manifest["position"]
+    return manifest["step"], manifest["position"]
 
 
 # ------------------------------- record
-# fmt: off
 MAY_CHANGE = {  # when a run is resumed; --steps, too, where the learning rate is constant
     "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "max_num_seqs",
     "micro_batch_tokens", "activation_checkpointing", "gpu_memory_utilization", "tensor_parallel", "track",
-}
-# fmt: on
+}  # fmt: skip
 # in the line of a step
 SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "tokens_per_second/update")
 
 
 def open_run(folder, args, script, world):
-    """Make the folder and run.json, where a resumed run's commands stand before this one; return a file that is locked
-    until this process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
+    """Make the folder and run.json; return a file that is locked until this process ends. Raises ValueError if flags or
+    files do not fit the run, or if it is alive."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": script, **asdict(args)}))
-    commands = [shlex.join(sys.argv)]
     if args.resume:
         need(file.exists(), f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
         before = json.loads(file.read_text())
-        commands = before["commands"] + commands
         constant = args.lr_warmup == 0 and args.lr_floor == 1
         for name, old in before["args"].items():
             fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
@@ -1232,7 +1202,7 @@ def open_run(folder, args, script, world):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     here = shlex.quote(str(Path(__file__).parent))
     info = {
-        "commands": commands,
+        "command": shlex.join(sys.argv),
         "args": flags,
         "ranks": world.size,
         "device": str(world.device),
@@ -1255,10 +1225,8 @@ class Record:
         self.folder = Path(args.run_dir or f"runs/{name}")
         self.started = self.saved = time.time()  # the run, and its last checkpoint
         self.ends = deque([self.started], maxlen=20)  # of the last steps
-        self.at = 0  # step
         self.best = -math.inf  # sum of avg@n over sets, for --keep-best
-        # nats a token between sampler and trainer in the first step; more is no rounding
-        self.gap_limit = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01
+        self.gap_limit = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01  # nats
         self.board = None
         self.start_step()
         if world.rank == 0:
@@ -1266,23 +1234,17 @@ class Record:
             if args.track:
                 import wandb
 
-                wandb.init(
-                    project=args.track,
-                    name=self.folder.name,
-                    id=f"{seed_of(str(self.folder.resolve())):x}",  # --resume goes on with the same
-                    resume="allow",
-                    config=asdict(args),
-                    sync_tensorboard=True,
-                )
+                number = f"{seed_of(str(self.folder.resolve())):x}"  # the same for --resume
+                about = {"project": args.track, "name": self.folder.name, "config": asdict(args)}
+                wandb.init(**about, id=number, resume="allow", sync_tensorboard=True)
         self.folder = world.decide(self.folder)  # rank 0 has made it
-        need(
-            all(world.all_gather(self.folder.is_dir())), f"--run-dir {self.folder}: not on storage that all nodes share"
-        )
+        shared = all(world.all_gather(self.folder.is_dir()))
+        need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
         self.say(f"run folder {self.folder}")
 
     def interrupt(self, number, _):
         """End at Ctrl-C or a SIGTERM, and say from where --resume goes on."""
-        self.say(f"stopped in step {self.at + 1}; --run-dir {self.folder} --resume goes on from the last checkpoint")
+        self.say(f"stopped; --run-dir {self.folder} --resume goes on from the last checkpoint")
         os._exit(128 + number)
 
     def start_step(self):
@@ -1333,9 +1295,8 @@ class Record:
             text += f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n"
             for g, rollout in enumerate(group.rollouts):
                 cut = ", cut off" if rollout.truncated else ""
-                text += (
-                    f"\n-- response {g}: reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens{cut}\n{rollout.text}\n"
-                )
+                text += f"\n-- response {g}: reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens{cut}\n"
+                text += rollout.text + "\n"
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def training(self, step, batch, seen):
@@ -1368,7 +1329,6 @@ class Record:
         metrics.update(self.metrics)
         for phase, count in tokens.items():
             metrics[f"tokens_per_second/{phase}"] = count / metrics[f"seconds/{phase}"]
-        self.at = step
         self.ends.append(time.time())
         self.write("metrics.jsonl", json.dumps({"step": step, "time": self.ends[-1] - self.started, **metrics}))
         if self.world.rank == 0:

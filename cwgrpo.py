@@ -233,15 +233,16 @@ def covariance_summary(c_T):
     with the largest |c| make up."""
     summary = {}
     c_T = c_T.double()
+    c_T = c_T[c_T.abs().argsort(descending=True)]
     for sign, name in ((1, "positive"), (-1, "negative")):
-        ordered_T = sign * (sign * c_T[c_T.sign() == sign]).sort(descending=True).values
+        ordered_T = c_T[c_T.sign() == sign]
         first = 0
         for percent in (0.01, 1, 20, 40, 100):
             end = math.ceil(len(ordered_T) * percent / 100)
             if end > first:
                 summary[f"covariance/{name}@{percent}%"] = ordered_T[first:end].mean().item()
             first = end
-    size_T = c_T.abs().sort(descending=True).values
+    size_T = c_T.abs()
     total = size_T.sum()
     if total > 0:
         for percent in (0.01, 0.1, 1, 5, 10, 20, 40, 60, 80):
@@ -268,7 +269,7 @@ def learn(policy, reference, optimizer, batch, step, record):
     # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
     inputs = {
         "advantage_T": advantage_T,
-        "factor_T": torch.ones(len(advantage_T)),
+        "factor_T": torch.ones_like(advantage_T),
         "weight_T": torch.cat(weights).float(),
         "low": 1 - args.clip_low,
         "high": 1 + args.clip_high,
@@ -309,18 +310,18 @@ def learn(policy, reference, optimizer, batch, step, record):
             start_logp_T = old_logp_T
             if update:  # the policy has moved since it sampled
                 start_logp_T, _ = common.score(policy, batch, micro_batches, record, "start_logp")
-            own_R = torch.arange(len(trained_R)).chunk(args.updates_per_step)[update]
-            own_T = trained_T & torch.isin(batch.response_T, own_R)
+            update_T = batch.response_T * args.updates_per_step // len(trained_R)
+            own_T = trained_T & (update_T == update)
             inputs["factor_T"][own_T] = clip_cov_mask(
                 start_logp_T[own_T],
                 old_logp_T[own_T],
                 advantage_T[own_T],
                 inputs["low"],
                 inputs["high"],
-                share=args.clip_cov_share,
-                cov_low=args.clip_cov_low,
-                cov_high=args.clip_cov_high,
-                generator=generator,
+                args.clip_cov_share,
+                args.clip_cov_low,
+                args.clip_cov_high,
+                generator,
             )
         with record.phase("update"):
             optimizer.zero_grad()

@@ -134,7 +134,7 @@ def format_reward(text: str) -> float:
     return float(once and answer.startswith("<answer>") and answer.endswith("</answer>"))
 
 
-def policy_loss(logp_T, advantage_T, weight_T, alpha: float, kl_coef: float = 0.0, ref_logp_T=None):
+def policy_loss(logp_T, advantage_T, weight_T, alpha, kl_coef=0.0, ref_logp_T=None):
     """Return the loss, summed over these tokens, and what it saw of each. The loss is Eq. 8; with ref_logp_T, the
     reference's log-probs, kl_coef times the KL to the reference is added, and the KL of each token is returned (k3,
     nats)."""
@@ -266,7 +266,7 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         learned, seen = learn(policy, reference, optimizer, batch, record)
-        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step) | learned
+        metrics = common.drawn_metrics(drawn) | learned
 
         # ---- sync
         with record.phase("sync"):

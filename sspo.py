@@ -334,7 +334,7 @@ def main(args: Args) -> None:
         # ---- learn
         common.set_lr(optimizer, args, step)
         learned, seen = learn(policy, optimizer, batch, tokenizer, record)
-        metrics = common.drawn_metrics(drawn, len(drawn) // args.prompts_per_step) | learned
+        metrics = common.drawn_metrics(drawn) | learned
 
         # ---- sync
         with record.phase("sync"):

@@ -94,12 +94,17 @@ def embed(model, row, embedding_NH):
     return embedding_NH.index_copy(0, image_N, torch.cat(images.pooler_output).to(embedding_NH))
 
 
-def prepare(visual):
-    """Let a vision tower take packed rows."""
+def prepare(model, args):
+    """Let the vision tower of a model, if it has one, take packed rows and, with images, train; return its layers."""
+    visual = getattr(model, "visual", None)
+    if not visual:
+        return []
+    visual.requires_grad_(bool(args.image_column))
     visual.config._attn_implementation = "packed_flash"
     # A product, as its stride is its kernel: cuDNN 9.20 is reported to fail in bf16's gradient or to crawl.
     conv = visual.patch_embed.proj
     conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
+    return visual.blocks
 
 
 def engine_settings(args, cuda):
