@@ -6,7 +6,6 @@ log-probs): what a paper defines is a pure function of it, on any number of rank
 sharded. Functions have no annotations: args, world, record, policy and batch are named after their classes.
 """
 
-import ctypes
 import fcntl
 import hashlib
 import importlib.metadata
@@ -14,23 +13,20 @@ import json
 import logging
 import math
 import os
-import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections import ChainMap, Counter, defaultdict, deque, namedtuple
-from contextlib import chdir, contextmanager, suppress
+from collections import ChainMap, Counter, defaultdict, namedtuple
+from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from functools import cache
 from itertools import accumulate, compress
 from multiprocessing import forkserver, get_context
 from pathlib import Path
-from resource import RLIMIT_DATA, setrlimit
-from signal import SIGINT, SIGKILL, SIGPROF, SIGTERM, alarm, signal
-from traceback import format_exc
+from signal import SIGINT, SIGPROF, SIGTERM, SIGUSR1, signal
 from typing import Annotated, Literal
 
 import datasets
@@ -43,16 +39,17 @@ import transformers
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from pebble import ProcessPool
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
-from transformers import AutoConfig, BatchFeature
+from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedTokenizerFast
 
 from tools import vision
-from tools.grading import judge, last_boxed
+from tools.grading import begin, end_with_parent, grade, judge, last_boxed  # noqa: F401
 
 # ---------------------------- arguments
 PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat format
@@ -102,7 +99,7 @@ class Args:
     max_pixels: PositiveInt = 401408  # Larger images are shrunk (GPG's released scripts).
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
     run_dir: str = ""  # For what the run writes. Empty: runs/<experiment or script>-seed<seed>-<time>.
-    seed: int = 1  # Seeds the order of the data and every sampled token.
+    seed: NonNegativeInt = 1  # Seeds the order of the data and every sampled token.
     max_total_tokens: NonNegativeInt = 0  # Bound of prompt and response together. 0: none.
     reward: str = "math"  # The last box equals the answer; or FILE.py:FUNCTION, a float of (completion, data row).
     reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
@@ -120,7 +117,7 @@ class Args:
     eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
     keep_best: bool = False  # Keep the model of the highest avg@n, mean over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
-    checkpoint_minutes: PositiveFloat = 30  # Also when so much time has passed since the last one (ours).
+    checkpoint_minutes: PositiveFloat = 30  # Also so many minutes after the last one (ours).
     checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
     resume: bool = False  # Go on from --run-dir's last checkpoint; --steps may grow, at constant lr.
     micro_batch_tokens: PositiveInt = 16384  # Most tokens and patches in a pass: memory, speed.
@@ -154,7 +151,7 @@ def said(error):
 
 def report(kind, error, trace):
     """Say in one line what names a flag; show the traceback of everything else."""
-    if not isinstance(error, (ValueError, OSError)) or not said(error).startswith("--"):
+    if not said(error).startswith("--"):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
@@ -168,7 +165,7 @@ def longest_sequence(args):
 
 def prompt_format(template):
     """Return a template's prompt, or its turns: one of PROMPTS, or the text of a file."""
-    return PROMPTS.get(template) or Path(template).read_text(encoding="utf-8")
+    return PROMPTS.get(template) or Path(template).read_text(encoding="utf-8-sig")
 
 
 def validate(args):
@@ -178,8 +175,6 @@ def validate(args):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
     if args.keep_best or not args.steps:
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
-    varied = args.eval_samples == 1 or args.eval_temperature
-    need(varied, f"--eval-samples {args.eval_samples} with --eval-temperature 0: all the same; set one above 0")
 
 
 # ---------------------------- processes
@@ -200,11 +195,6 @@ class World(namedtuple("World", "rank size local_size device mesh")):
         """Add a CPU tensor over ranks, in place, and return it."""
         dist.all_reduce(x)
         return x
-
-
-def end_with_parent():
-    """Let the kernel kill this process when the one that started it ends."""
-    ctypes.CDLL(None).prctl(1, SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def init_world():
@@ -230,11 +220,11 @@ def init_world():
 # --------------------------------- data
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "solution", "reward_model")
-DAPO_INSTRUCTION = (  # what DAPO-Math-17k puts around each problem
+DAPO_BEGINS = (  # what DAPO-Math-17k puts around each problem
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n",
-    '\n\nRemember to put your answer on its own line after "Answer:".',
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
+DAPO_ENDS = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 @dataclass
@@ -249,23 +239,6 @@ class Problem:
     image: vision.Picture | None = None
     origin: str = ""
 
-    @property
-    def cost(self):
-        """The prompt's tokens and its image's patches."""
-        return len(self.prompt_ids) + (self.image.patches if self.image else 0)
-
-    def for_sampler(self):
-        """Return the prompt as vLLM takes it."""
-        if self.image:
-            return self.image.for_sampler(self.prompt_ids)
-        return {"prompt_token_ids": self.prompt_ids}
-
-    def positions(self):
-        """Return the prompt's position_3N, which are the same three times where there is no image."""
-        if self.image:
-            return self.image.positions(self.prompt_ids)
-        return torch.arange(len(self.prompt_ids)).repeat(3, 1)
-
 
 def load_data(args, tokenizer):
     """Return --dataset's training problems, or --subset of them, and --eval's held-out ones by name."""
@@ -278,9 +251,10 @@ def load_data(args, tokenizer):
         return [], held_out
     problems = load_problems(args.dataset, tokenizer, args, "--dataset")
     if args.subset:
-        need(args.subset <= len(problems), f"--subset {args.subset}: --dataset has {len(problems)} usable rows")
-        order = np.random.default_rng(seed_of(args.seed, "subset")).permutation(len(problems))
-        problems = [problems[n] for n in sorted(order[: args.subset])]
+        rng = np.random.default_rng(seed_of(args.seed, "subset"))
+        problems = [
+            *rng.choice(np.array(problems, object), args.subset, replace=False)
+        ]  # ValueError if there are fewer
     return problems, held_out
 
 
@@ -299,6 +273,8 @@ def read_json(path):
 def read_table(source, flag):
     """Return an iterable of a source's rows, as Python values. Raises ValueError naming flag and source."""
     path, _, split = source.partition(":")
+    if Path(source).exists():
+        path, split = source, ""
     kinds = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split; ./run.sh data: sspo.py's"
     with naming(f"{flag} {source}: cannot be read as one of {kinds}"):
         if path.endswith((".json", ".jsonl")):
@@ -320,17 +296,19 @@ def read_table(source, flag):
 
 
 def find(row, *names):
-    """Return what a row has in the first of these columns that it has, and the column's name; else None twice."""
+    """Return what a row has in the first of these columns that it has, and the column's name; else "" and None."""
     for name in names:
         if name in row:
-            return row[name], name
-    return None, None
+            value = row[name]
+            return value.decode() if isinstance(value, bytes) else value, name
+    return "", None
 
 
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems and print what was left out. Raises ValueError naming flag, source and row."""
+    use_own_file(tokenizer)
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    problems = []
+    found = {False: [], True: []}  # True: the answer is a `solution` without a box
     left_out = Counter()
     texts = set()
     row = {}
@@ -339,75 +317,93 @@ def load_problems(source, tokenizer, args, flag):
         with naming(origin):
             for column in filter(None, (args.problem_column, args.answer_column)):
                 need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
-            value, _ = find(row, args.problem_column, *PROBLEM_COLUMNS)
-            text = problem_text(value)
+            turns = turns_of(find(row, args.problem_column, *PROBLEM_COLUMNS)[0])
+            text = "\n\n".join(turn["content"] for turn in turns)
             need(text.strip(), f"no problem in {PROBLEM_COLUMNS}; --problem-column names one of {list(row)}")
             if any(token in text for token in control):
                 left_out["spells a special token"] += 1
                 continue
             if "reward_model" in row and not args.image_column and text in texts:
-                left_out["repeated"] += 1  # verl's layout: DAPO-Math-17k has each a hundred times
+                left_out["repeated"] += 1  # verl's layout: DAPO has each a hundred times
                 continue
             texts.add(text)
-            shown = text
-            image = None
-            value = row.pop(args.image_column, None)
-            if value:
-                with naming("its image cannot be read"):
-                    image = vision.Picture(vision.read(value, source), tokenizer.name_or_path, args.max_pixels)
-                shown = image.text + text
+            image = vision.picture_of(row, source, tokenizer, args)
+            if image:
+                turns[-1]["content"] = image.text + turns[-1]["content"]
             answer = "(graded by --reward)"
+            column = ""
             graded_by = (row,)
             if args.reward == "math":
-                answer = reference_answer(*find(row, args.answer_column, *ANSWER_COLUMNS))
+                value, column = find(row, args.answer_column, *ANSWER_COLUMNS)
+                answer = reference_answer(value)
                 graded_by = (answer, text)
-            prompt_ids = tokenizer.encode(prompt_of(shown, args.template, tokenizer), add_special_tokens=False)
+            prompt_ids = prompt_of(turns, args.template, tokenizer)
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            problems.append(Problem(text, prompt_ids, answer, graded_by, image, origin))
-    columns = f"answers are looked for in {ANSWER_COLUMNS}; --answer-column names one of {list(row)}"
-    need(problems, f"{flag} {source}: no usable row; left out: {dict(left_out)}; {columns}")
+            bare = column == "solution" and last_boxed(str(value)) is None
+            found[bare].append(Problem(text, prompt_ids, answer, graded_by, image, origin))
+    problems = found[False] or found[True]
+    if found[False] and found[True]:
+        left_out["no answer"] += len(found[True])  # the others are worked solutions
+    left = f"left out: {dict(left_out)}"
+    need(problems, f"{flag} {source}: no usable row; {left}; --answer-column names one of {list(row)}")
     if FIRST:
-        first = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
-        print(f"{flag} {source}: {len(problems)} problems; left out: {dict(left_out)}; the first prompt: {first!r}")
+        first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
+        shown = f"the first prompt: {first!r}, its answer: {problems[0].answer!r}"
+        print(f"{flag} {source}: {len(problems)} problems; {left}; {shown}")
     return problems
 
 
-def problem_text(value):
-    """Return a problem's text, out of chat turns and without DAPO's instruction; empty if there is none."""
-    if isinstance(value, list):
-        value = next((turn["content"] for turn in value if turn["role"] == "user"), None)
-    return (value or "").removeprefix(DAPO_INSTRUCTION[0]).removesuffix(DAPO_INSTRUCTION[1])
+def use_own_file(tokenizer):
+    """Let a tokenizer do what its tokenizer.json says, which transformers 5 replaces for some kinds of models."""
+    if Path(tokenizer.name_or_path, "tokenizer.json").exists():
+        tokenizer._tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.name_or_path)._tokenizer
 
 
-def prompt_of(problem, template, tokenizer):
-    """Return the prompt's text."""
-    prompt = prompt_format(template)
-    if isinstance(prompt, dict):
-        turns = [{"role": role, "content": text} for role, text in prompt.items()]
-        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return prompt.replace("{problem}", problem)
+def turns_of(value):
+    """Return a problem's turns, without DAPO's instruction; a text is a turn of the user."""
+    if not isinstance(value, list):
+        value = [{"role": "user", "content": value or ""}]
+    turns = []
+    for turn in value:
+        text = turn["content"].removeprefix(DAPO_BEGINS).removesuffix(DAPO_ENDS)
+        turns.append(turn | {"content": text})
+    return turns
 
 
-def reference_answer(value, column):
+def prompt_of(turns, template, tokenizer):
+    """Return the prompt's ids. Raises ValueError for turns that a template has no place for or does not show."""
+    form = prompt_format(template)
+    *before, last = turns
+    problem = last["content"]
+    need(last["role"] == "user", "the last turn is not the user's")
+    if isinstance(form, str):
+        need(not before, f"--template {template} is for rows of one turn")
+        text = form.replace("{problem}", problem)
+        return tokenizer.encode(text, add_special_tokens=not text.startswith(tokenizer.bos_token or "\0"))
+    if "system" in form and turns[0]["role"] != "system":
+        before.insert(0, {"role": "system", "content": form["system"]})
+    asked = {"role": "user", "content": form["user"].replace("{problem}", problem)}
+    text = tokenizer.apply_chat_template([*before, asked], tokenize=False, add_generation_prompt=True)
+    need(problem.strip() in text, "the tokenizer's chat template does not show the problem")
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def reference_answer(value):
     """Return the bare reference: out of a list or a worked solution's last box. Raises ValueError for an object."""
-    if column == "reward_model" and value:
-        value = value.get("ground_truth")
+    if isinstance(value, dict):
+        value = value.get("ground_truth", value)  # a `reward_model`
     if isinstance(value, list):
         value = ", ".join(map(str, value))
-    need(not isinstance(value, dict), f"column {column!r} holds no answer: {value}")
+    need(not isinstance(value, dict), f"no answer: {value}")
     if value is None or value != value:  # NaN is what pandas has for None
         return ""
     text = str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
     boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed.strip()
-    if column == "solution":
-        return ""  # a worked solution without a box states no answer
-    return text
+    return text if boxed is None else boxed.strip()
 
 
 def seed_of(*parts):
@@ -473,17 +469,16 @@ class Sampler:
         self.dtype = compute_dtype(args, world)
         self.tokenizer = tokenizer
         self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}  # vLLM adds the model's
-        sees = hasattr(config_of(folder), "vision_config")
+        config = config_of(folder)
+        sees = hasattr(config, "vision_config")
         self.level = 1 if sees else 2  # of sleep; at 2 vLLM 0.32 loses zeros behind the positions of an image
-        lm = empty_model(config_of(folder))
+        lm = empty_model(config)
         self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
             """What vLLM takes for a kind without a model of its own: it changes the class in place, so not ours."""
 
-        transformers.AutoModel.register(type(config_of(folder)), Wrapped, exist_ok=True)
-        if FIRST:
-            print("starting the engine")
+        transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
         self.llm = LLM(
             model=str(folder),
             dtype=self.dtype,
@@ -526,16 +521,17 @@ class Sampler:
             )
             for key, g in mine
         ]
-        prompts = [asked[key].for_sampler() for key, _ in mine]
+        prompts = [vision.for_sampler(asked[key]) for key, _ in mine]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
             only = output.outputs[0]
+            cut = only.finish_reason == "length"
             rollout_of[key_g] = Rollout(
                 np.array(only.token_ids, np.int64),
                 np.array(only.logprobs.logprobs, np.float32),
-                self.tokenizer.decode(only.token_ids, skip_special_tokens=True),
-                only.finish_reason == "length",
+                self.tokenizer.decode(only.token_ids if cut else only.token_ids[:-1]),  # without the stop token
+                cut,
             )
         rollout_of = ChainMap(*self.world.all_gather(rollout_of))
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
@@ -574,57 +570,18 @@ class Sampler:
 
 
 def sampler_gap(logp_T, sampler_logp_T, record):
-    """Return how far trainer and sampler differ on trained tokens: mean and max |difference| (nats) and a k3 estimate
-    of KL(sampler || trainer). Raises ValueError if the mean is not rounding in the first step of a process."""
-    difference = (logp_T - sampler_logp_T).double().numpy()
-    gap = np.abs(difference)
+    """Return how far trainer and sampler differ on trained tokens: mean and max |difference| (nats). Raises ValueError
+    if the mean is not rounding in the first step of a process."""
+    gap = (logp_T - sampler_logp_T).double().abs().numpy()
     mean = gap.mean()
     disagree = f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step"
     # NaN is no gap: updates without a finite gradient are skipped
     need(not mean > record.gap_limit, disagree + ": see docs/troubleshooting.md")
     record.gap_limit = math.inf  # what comes later has other causes
-    return {
-        "gap_mean": mean,
-        "gap_max": gap.max(),
-        "gap_kl": (np.exp(difference) - 1 - difference).mean(),
-    }
+    return {"gap_mean": mean, "gap_max": gap.max()}
 
 
 # ----------------------------- verifier
-@cache
-def reward_function(reward):
-    """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
-    path, _, name = reward.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # last: it shadows nothing
-    return runpy.run_path(path)[name]
-
-
-def begin(reward):
-    """Start a process of the pool: it ends with the run, may have 4 GiB of data, and has a minute to load a reward."""
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # else the server, our parent, lives as long as we do
-    end_with_parent()
-    setrlimit(RLIMIT_DATA, (4 << 30, 4 << 30))
-    alarm(60)
-    if reward != "math":
-        with suppress(Exception):  # `grade` raises it again
-            reward_function(reward)
-    alarm(0)
-
-
-def grade(reward, completion, *graded_by):
-    """Return score and verdict of a completion, in a process of the pool; of a reward that raises, its traceback."""
-    try:
-        if reward == "math":
-            return judge(completion, *graded_by)
-        score = float(reward_function(reward)(completion, *graded_by))
-        need(math.isfinite(score), f"{score} is not a finite number")
-        return score, "graded"
-    except (MemoryError, SystemExit):
-        os._exit(1)  # the next completion gets a new process
-    except Exception:
-        return None, format_exc()
-
-
 class Verifier:
     """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. Raises
     ValueError where a reward raises for an empty completion of a set's first row."""
@@ -632,7 +589,7 @@ class Verifier:
     def __init__(self, args, world, sets=()):
         self.world = world
         self.reward = args.reward
-        self.seconds = args.reward_seconds  # on the clock; a loaded machine may give a process a tenth of a core
+        self.seconds = args.reward_seconds  # on the clock: a process may get a tenth of a core
         with chdir(Path(__file__).parent):  # where Python 3.11's server finds this file and no other folder's
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
@@ -687,8 +644,8 @@ def first_valid(drawn, valid_P, count, updates=1):
 
 
 def valid(reward_PG):
-    """Return valid_P: which groups have rewards that differ, and so a gradient."""
-    return (reward_PG != reward_PG[:, :1]).any(1)
+    """Return valid_P: which groups have rewards that differ by more than rounding, and so a gradient."""
+    return ((reward_PG - reward_PG[:, :1]).abs() > 1e-9).any(1)
 
 
 def mean_by(x, number):
@@ -710,7 +667,7 @@ def drawn_metrics(groups):
     metrics = {
         "reward": reward_PG.mean(),
         "accuracy": correct_PG.mean(),
-        "reward_group_std": reward_PG.std(1, ddof=min(1, reward_PG.shape[1] - 1)).mean(),
+        "reward_group_std": reward_PG.std(1).mean(),
         "all_right_share": (correct_PG >= 1).all(1).mean(),
         "all_wrong_share": (correct_PG < 1).all(1).mean(),
         "prompts_drawn": len(groups),
@@ -725,7 +682,7 @@ def drawn_metrics(groups):
 
 
 # A row of packed tokens for the model, what the loss takes, and how both hang together; `Batch.pack` draws it.
-MicroBatch = namedtuple("MicroBatch", "row index_T target_T token_T inputs tokens")
+MicroBatch = namedtuple("MicroBatch", "row index_T target_T token_T inputs")
 
 
 class Batch:
@@ -739,7 +696,7 @@ class Batch:
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         lengths = [len(rollout.ids) for rollout in self.rollout_R]
         self.length_R = torch.tensor(lengths)
-        self.cost_R = self.length_R + torch.tensor([groups[p].problem.cost for p in self.group_R])
+        self.cost_R = self.length_R + torch.tensor([vision.cost(groups[p].problem) for p in self.group_R])
         self.response_T = torch.repeat_interleave(self.length_R)  # 0 0 0 1 1 …
         self.entry_R = torch.arange(len(self.response_T)).split(lengths)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
@@ -802,7 +759,7 @@ class Batch:
         ids_N = torch.from_numpy(np.concatenate(pieces))
         place_N = torch.arange(len(ids_N))
         keys = list(place_N.split([len(piece) for piece in pieces]))
-        positions = [problem.positions() for problem in problems]
+        positions = [vision.positions(problem) for problem in problems]
         for n, r in enumerate(responses, len(prompts)):
             prompt = prompts.index(self.group_R[r])
             keys[n] = torch.cat([keys[prompt], keys[n]])
@@ -813,9 +770,7 @@ class Batch:
         row = BatchFeature({"input_ids": ids_N[None], "position_ids": position_3N[:1], "key_N": key_N})
         token_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
         first = len(ids_N) - len(token_T)  # the place where responses begin
-        images = [problem.image for problem in problems if problem.image]
-        if images:
-            vision.add_images(row, images, position_3N, prompts_N=ids_N[:first])
+        vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
         for side, parts in (("q", pieces), ("k", keys)):  # queries, keys
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, parts))
@@ -825,7 +780,7 @@ class Batch:
                 cut[name] = x[token_T]
         index_T = key_N[:-1][key_N[1:] >= first].to(device)
         target_T = ids_N[first:].to(device)
-        return MicroBatch(row.to(device), index_T, target_T, token_T, cut.to(device), len(ids_N))
+        return MicroBatch(row.to(device), index_T, target_T, token_T, cut.to(device))
 
 
 # ------------------------------- policy
@@ -888,8 +843,7 @@ class Policy(torch.nn.Module):
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_NH = embeddings(row.pop("input_ids")[0])
-        if "image_N" in row:
-            embedding_NH = vision.embed(self.model, row, embedding_NH)
+        embedding_NH = vision.embed(self.model, row, embedding_NH)
         hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
         size = LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH)
@@ -901,8 +855,13 @@ class Policy(torch.nn.Module):
 
 @cache
 def config_of(folder):
-    """Return what a model's config.json says; no code of the model is run."""
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    """Return what a model's config.json says, but for a tied head where the files have another; no code is run."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if config.tie_word_embeddings:
+        weights = [item for file in Path(folder).glob("*.safetensors") for item in load_file(file).items()]
+        ends = [weight for name, weight in weights if name.endswith(("lm_head.weight", "embed_tokens.weight"))]
+        config.tie_word_embeddings = len(ends) == 1 or torch.equal(*ends)
+    return config
 
 
 def model_class(config):
@@ -931,6 +890,7 @@ def model_folder(args):
             patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # a node's other ranks wait for one
         transformers.utils.logging.disable_progress_bar()
+        need([*folder.glob("tokenizer*")], "it has no files of a tokenizer")
         text = config_of(folder).get_text_config()
         # The policy sees all of a sequence, and where a window or LongRoPE's longer angles begin, vLLM does not.
         context = min(text.max_position_embeddings, getattr(text, "sliding_window", None) or math.inf)
@@ -946,7 +906,7 @@ def read_weights(folder):
     config = config_of(folder)
     lm, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **AS_OURS)
     unlike = [name for names in info.values() for name in names]
-    need(not unlike, f"--model {folder}: its files and a {lm.config.model_type} differ in weights such as {unlike[:2]}")
+    need(not unlike, f"--model {folder}: its files and its config.json differ in weights such as {unlike[:2]}")
     return Policy(lm, 1.0).state_dict()
 
 
@@ -982,12 +942,13 @@ def adamw(policy, lr, args):
 
 
 def set_lr(optimizer, args, step):
-    """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine to the floor."""
+    """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine that would reach its
+    floor a step after the last, so that no step has rate 0."""
     for group in optimizer.param_groups:
         group["initial_lr"] = args.lr
     warm_up = args.lr_warmup * args.steps
     schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup
-    schedule(optimizer, warm_up, args.steps, last_epoch=step - 1, min_lr_rate=args.lr_floor)
+    schedule(optimizer, warm_up, args.steps + 1, last_epoch=step - 1, min_lr_rate=args.lr_floor)
 
 
 def passes(policy, micro_batches):
@@ -1019,7 +980,6 @@ def score(policy, batch, micro_batches, record, phase, entropies=False):
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
             score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
-            record.tokens[phase] += micro.tokens
         policy.to(home)  # also reshards FSDP's root, which else stays gathered, and hides the optimiser's step
     return world.all_reduce(score_2T)
 
@@ -1051,10 +1011,22 @@ def save_model(policy, folder, source, dtype, world):
         shutil.rmtree(partial, ignore_errors=True)
         unwanted = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.pth", "*.pt", "*.gguf", ".*")
         shutil.copytree(source, partial, ignore=unwanted, copy_function=shutil.copyfile)
-        config = json.loads((partial / "config.json").read_text())
+        about = partial / "config.json"
+        config = json.loads(about.read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-        (partial / "config.json").write_text(json.dumps(config, indent=2))
+        about.write_text(json.dumps(config, indent=2))
+        file = partial / "generation_config.json"
+        generation = {"eos_token_id": config.get("eos_token_id")}
+        if file.exists():
+            generation.update(json.loads(file.read_text()))
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        ends = np.atleast_1d(generation["eos_token_id"]).tolist()
+        stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>"), *ends} - {None}  # as in training
+        generation["eos_token_id"] = sorted(stop)
+        file.write_text(json.dumps(generation, indent=2))
         save_torch_state_dict(weights, partial)
+        for file in partial.glob("*.safetensors"):
+            shutil.copymode(about, file)  # else only its owner may read it
         give_name(partial, folder)
     dist.barrier()
 
@@ -1150,6 +1122,7 @@ def resume(policy, optimizer, record):
     """With --resume load the newest checkpoint; return its step and position in the data, else 0 and 0."""
     signal(SIGINT, record.interrupt)
     signal(SIGTERM, record.interrupt)
+    signal(SIGUSR1, record.ask_to_stop)
     if not record.args.resume:
         return 0, 0
     found = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
@@ -1157,7 +1130,8 @@ def resume(policy, optimizer, record):
         record.say("the run has no checkpoint: it starts over")
         (record.folder / "metrics.jsonl").unlink(missing_ok=True)
         return 0, 0
-    reader = dcp.HuggingFaceStorageReader(found[-1])
+    newest = found[-1]
+    reader = dcp.HuggingFaceStorageReader(newest)
     dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
     moments = sharded.get_optimizer_state_dict(policy, optimizer)
     for state in moments["state"].values():
@@ -1165,11 +1139,11 @@ def resume(policy, optimizer, record):
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
     sharded.set_optimizer_state_dict(policy, optimizer, moments)
-    manifest = json.loads((found[-1] / "manifest.json").read_text())
+    manifest = json.loads((newest / "manifest.json").read_text())
     os.truncate(record.folder / "metrics.jsonl", manifest["metrics"])  # later steps come again
     record.started -= manifest["seconds"]
     record.best = manifest["best"]
-    record.say(f"resumed from {found[-1]}")
+    record.say(f"resumed from {newest}")
     return manifest["step"], manifest["position"]
 
 
@@ -1179,7 +1153,7 @@ MAY_CHANGE = {  # when a run is resumed; --steps, too, where the learning rate i
     "micro_batch_tokens", "activation_checkpointing", "gpu_memory_utilization", "tensor_parallel", "track",
 }  # fmt: skip
 # in the line of a step
-SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss", "tokens_per_second/update")
+SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss")
 
 
 def open_run(folder, args, script, world):
@@ -1187,15 +1161,13 @@ def open_run(folder, args, script, world):
     files do not fit the run, or if it is alive."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": script, **asdict(args)}))
-    if args.resume:
-        need(file.exists(), f"--resume with --run-dir {args.run_dir or '(empty)'}: no run.json there")
+    if args.resume and file.exists():
         before = json.loads(file.read_text())
         constant = args.lr_warmup == 0 and args.lr_floor == 1
         for name, old in before["args"].items():
             fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
             need(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {flags.get(name)!r}")
-    else:
-        need(not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")
+    need(args.resume or not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115  closing it would unlock the folder
     with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
@@ -1224,7 +1196,7 @@ class Record:
         self.world = world
         self.folder = Path(args.run_dir or f"runs/{name}")
         self.started = self.saved = time.time()  # the run, and its last checkpoint
-        self.ends = deque([self.started], maxlen=20)  # of the last steps
+        self.ends = [self.started]  # of the steps
         self.best = -math.inf  # sum of avg@n over sets, for --keep-best
         self.gap_limit = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01  # nats
         self.board = None
@@ -1240,17 +1212,21 @@ class Record:
         self.folder = world.decide(self.folder)  # rank 0 has made it
         shared = all(world.all_gather(self.folder.is_dir()))
         need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
-        self.say(f"run folder {self.folder}")
+        self.say(f"run folder {self.folder}; next the engine starts")
 
     def interrupt(self, number, _):
         """End at Ctrl-C or a SIGTERM, and say from where --resume goes on."""
         self.say(f"stopped; --run-dir {self.folder} --resume goes on from the last checkpoint")
         os._exit(128 + number)
 
+    def ask_to_stop(self, *_):
+        """Leave a file `stop` at a SIGUSR1, with which SLURM warns."""
+        if self.world.rank == 0:
+            (self.folder / "stop").touch()
+
     def start_step(self):
         """Reset what is counted in a step."""
         self.metrics = Counter(skipped_updates=0)
-        self.tokens = Counter()  # of phases
         self.norms = defaultdict(list)  # of gradients, by metric
 
     def write(self, name, line):
@@ -1319,16 +1295,12 @@ class Record:
         datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{name}.parquet")
 
     def step(self, step, metrics):
-        """Write a step's metrics, with seconds and tokens/s of its phases, and say how it went."""
-        tokens = sum(self.world.all_gather(self.tokens), Counter())
+        """Write a step's metrics, with the seconds of its phases, and say how it went."""
         if step:
-            tokens["sample"] = metrics["responses_drawn"] * metrics["response_length"]
             metrics["optimizer_steps"] = len(self.norms["grad_norm"])
         for name, norms in self.norms.items():
             metrics[name] = np.mean(norms or 0)
         metrics.update(self.metrics)
-        for phase, count in tokens.items():
-            metrics[f"tokens_per_second/{phase}"] = count / metrics[f"seconds/{phase}"]
         self.ends.append(time.time())
         self.write("metrics.jsonl", json.dumps({"step": step, "time": self.ends[-1] - self.started, **metrics}))
         if self.world.rank == 0:

@@ -332,7 +332,6 @@ def learn(policy, reference, optimizer, batch, step, record):
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
-                record.tokens["update"] += micro.tokens
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up

@@ -202,13 +202,13 @@ start() {  # EXPERIMENT FLAGS...
   exec "$python" tools/launch.py "${@:2}"
 }
 
-word=${1:-default}
-shift $(($# > 0))
-if [ "$here" != "$PWD" ]; then  # what exists where the user stands is meant: FILE, FILE:FUNCTION, a list of FILEs
+word=${1:-default}; shift $(($# > 0))
+if [ "$here" != "$PWD" ]; then  # where the user stands is meant: --run-dir, a FILE, FILE:FUNCTION or list of FILEs there
   for argument in "$@"; do
     value=${argument#--*=}
-    if [[ $value == [!-/0-9]* && -e $here/${value%%[:,]*} ]]; then value=$here/${value//,/,$here/}; fi
-    set -- "${@:2}" "${argument%"${argument#--*=}"}$value"
+    if [[ "${before:-}=$argument" == *--run-dir=[!/]* || $value == [!-/0-9]* && -e $here/${value%%[:,]*} ]]; then
+      value=$here/${value//,/,$here/}; fi
+    set -- "${@:2}" "${argument%"${argument#--*=}"}$value"; before=${argument##*=*}
   done
 fi
 case $word in

@@ -227,7 +227,6 @@ def learn(policy, reference, optimizer, batch, record):
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
                 entropy_T[micro.token_T] = entropy.cpu()
-                record.tokens["update"] += micro.tokens
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
@@ -267,7 +266,6 @@ def learn_irl(policy, batches, record):
             loss, _ = irl_loss(logp, **micro.inputs)
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
             logp_T[micro.token_T] = logp.detach().cpu()
-            record.tokens["irl"] += micro.tokens
         common.clip_and_step(policy, optimizer, record, "irl/grad_norm")
         loss, means = irl_loss(world.all_reduce(logp_T), **inputs)
         row = {

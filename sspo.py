@@ -256,7 +256,6 @@ def learn(policy, optimizer, batch, tokenizer, record):
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
-                record.tokens["update"] += micro.tokens
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since shares and extremes of micro-batches do not add up

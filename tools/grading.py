@@ -1,9 +1,20 @@
-"""Say whether a model's answer equals the reference: the reward of mathematics, which common.py calls by default."""
+"""Say whether a model's answer equals the reference, the reward of mathematics; and what a process of common.py's pool
+does, which grades by it or by a --reward of one's own."""
 
+import ctypes
 import logging
+import math
+import os
 import re
+import runpy
+import sys
+from contextlib import suppress
 from fractions import Fraction
-from signal import ITIMER_PROF, setitimer
+from functools import cache
+from multiprocessing import forkserver
+from resource import RLIMIT_DATA, setrlimit
+from signal import ITIMER_PROF, SIGKILL, alarm, setitimer
+from traceback import format_exc
 
 from sympy import Eq, Rel, count_ops, nan, sympify
 
@@ -143,3 +154,44 @@ def judge(completion, gold, problem="", seconds=1.0):
         return 0.0, "error"
     finally:
         setitimer(ITIMER_PROF, 0)
+
+
+# ---------------------------------------------------------------------------------------------- a process of the pool
+def end_with_parent():
+    """Let the kernel kill this process when the one that started it ends."""
+    ctypes.CDLL(None).prctl(1, SIGKILL)  # PR_SET_PDEATHSIG
+
+
+@cache
+def reward_function(reward):
+    """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
+    path, _, name = reward.rpartition(":")
+    sys.path.append(os.path.dirname(path))  # last: it shadows nothing
+    return runpy.run_path(path)[name]
+
+
+def begin(reward):
+    """Start a process of the pool: it ends with the run, may have 4 GiB of data, and has a minute to load a reward."""
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # else the server, our parent, lives as long as we do
+    end_with_parent()
+    setrlimit(RLIMIT_DATA, (4 << 30, 4 << 30))
+    alarm(60)
+    if reward != "math":
+        with suppress(Exception):  # `grade` raises it again
+            reward_function(reward)
+    alarm(0)
+
+
+def grade(reward, completion, *graded_by):
+    """Return score and verdict of a completion, in a process of the pool; of a reward that raises, its traceback."""
+    try:
+        if reward == "math":
+            return judge(completion, *graded_by)
+        score = float(reward_function(reward)(completion, *graded_by))
+        if not math.isfinite(score):
+            raise ValueError(f"{score} is not a finite number")
+        return score, "graded"
+    except (MemoryError, SystemExit):
+        os._exit(1)  # the next completion gets a new process
+    except Exception:
+        return None, format_exc()

@@ -21,6 +21,13 @@ def processor_of(folder, max_pixels):
     return processor, AutoConfig.from_pretrained(folder, trust_remote_code=False).image_token_id
 
 
+def picture_of(row, source, tokenizer, args):
+    """Take the image of --image-column out of a row and return it, or None where there is none."""
+    value = row.pop(args.image_column, None)
+    if value:
+        return Picture(read(value, source), tokenizer.name_or_path, args.max_pixels)
+
+
 def read(value, source):
     """Return an image's bytes: a value of a data set is these, or a path below the set's folder. Raises ValueError for
     a path that leads elsewhere."""
@@ -28,7 +35,7 @@ def read(value, source):
         value = value["bytes"] or value["path"]
     if isinstance(value, bytes):
         return value
-    folder = Path(source.partition(":")[0]).resolve()
+    folder = Path(source if Path(source).exists() else source.partition(":")[0]).resolve()
     if folder.is_file():
         folder = folder.parent
     file = (folder / value).resolve()
@@ -62,24 +69,41 @@ class Picture:
         """Return the vision tower's pixel_values, a row for each patch, and image_grid_thw."""
         return self.processor(images=[self.open()], return_tensors="pt")
 
-    def for_sampler(self, prompt_ids):
-        """Return a prompt as vLLM takes it, with one placeholder for the image, which vLLM multiplies."""
-        at = prompt_ids.index(self.token)
-        ids = prompt_ids[: at + 1] + prompt_ids[at + self.tokens :]
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": self.open()}}
 
-    def positions(self, prompt_ids):
-        """Return a prompt's position_3N (time, height, width); text behind the image goes on after the largest."""
-        position_3N = torch.arange(len(prompt_ids)).repeat(3, 1)
-        at = prompt_ids.index(self.token)
-        end = at + self.tokens
-        position_3N[:, at:end] = torch.ones(1, *self.grid).nonzero().T + at
-        position_3N[:, end:] += max(self.grid) - self.tokens
-        return position_3N
+def cost(problem):
+    """Return how many tokens a problem's prompt has, and patches its image."""
+    return len(problem.prompt_ids) + (problem.image.patches if problem.image else 0)
 
 
-def add_images(row, images, position_3N, prompts_N):
-    """Add to a packed row what the tower needs. prompts_N are the ids of its prompts, with which it begins."""
+def for_sampler(problem):
+    """Return a prompt as vLLM takes it, with one placeholder for its image, which vLLM multiplies."""
+    ids = problem.prompt_ids
+    image = problem.image
+    if not image:
+        return {"prompt_token_ids": ids}
+    at = ids.index(image.token)
+    ids = ids[: at + 1] + ids[at + image.tokens :]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": image.open()}}
+
+
+def positions(problem):
+    """Return a prompt's position_3N (time, height, width): three times the same, but in an image; text behind it goes
+    on after the largest."""
+    position_3N = torch.arange(len(problem.prompt_ids)).repeat(3, 1)
+    image = problem.image
+    if image:
+        at = problem.prompt_ids.index(image.token)
+        end = at + image.tokens
+        position_3N[:, at:end] = torch.ones(1, *image.grid).nonzero().T + at
+        position_3N[:, end:] += max(image.grid) - image.tokens
+    return position_3N
+
+
+def add_images(row, problems, position_3N, prompts_N):
+    """Add to a packed row what the tower needs of its images. prompts_N are the ids with which it begins, prompts'."""
+    images = [problem.image for problem in problems if problem.image]
+    if not images:
+        return
     row["position_ids"] = position_3N[:, None]
     row["image_N"] = torch.nonzero(prompts_N == images[0].token)[:, 0]  # a response may hold the placeholder as a word
     processed = [image.processed() for image in images]
@@ -88,7 +112,9 @@ def add_images(row, images, position_3N, prompts_N):
 
 
 def embed(model, row, embedding_NH):
-    """Return the embeddings of a row with those of its images in their places."""
+    """Return the embeddings of a row with those of its images, if it has any, in their places."""
+    if "image_N" not in row:
+        return embedding_NH
     image_N = row.pop("image_N")
     images = model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
     return embedding_NH.index_copy(0, image_N, torch.cat(images.pooler_output).to(embedding_NH))
