@@ -1,0 +1,206 @@
+"""Other people's models, tokenizers and data, after public reports: used as they are, or refused, never quietly
+something else."""
+
+import json
+import os
+import shutil
+
+import datasets
+import pytest
+import torch
+from conftest import TOY, random_model, refused
+from safetensors.torch import load_file, save_file
+from test_data import load, write
+from test_policy import CPU, batch_of
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import common
+
+BEGIN = "<|endoftext|>"
+TURNS = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A copy of the toy model."""
+    return shutil.copytree(TOY / "model", tmp_path / "model")
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TOY / "model")
+
+
+@pytest.fixture
+def chat(tokenizer):
+    """A tokenizer with a chat format."""
+    tokenizer.chat_template = TURNS
+    return tokenizer
+
+
+def edit(file, change):
+    """Let `change` alter what a JSON file holds."""
+    about = json.loads(file.read_text())
+    change(about)
+    file.write_text(json.dumps(about))
+
+
+def logp_of(model, batch):
+    """Return the log-prob of each response token by transformers' model."""
+    logps = []
+    for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
+        prompt = batch.groups[p].problem.prompt_ids
+        ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
+        logp_V = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        logps.append(logp_V.gather(-1, ids[0, len(prompt) :, None])[:, 0])
+    return torch.cat(logps)
+
+
+# ----------------------------------------------------------------------------------------------------------- the model
+def test_a_head_of_its_own_is_the_head_whatever_the_config_says(tmp_path, plain_python):
+    """config.json ties it to the embedding. The saved folder, too, computes what was trained."""
+    folder = random_model(tmp_path / "model", tied=True)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    head = weights["model.embed_tokens.weight"].clone()
+    batch = batch_of(3, prompt=4)
+    micro = batch.pack(range(len(batch.rollout_R)), CPU)
+    world = common.init_world()
+    for other in (head, head + 0.1 * torch.randn(head.shape)):
+        save_file(weights | {"lm_head.weight": other}, file, metadata={"format": "pt"})
+        common.config_of.cache_clear()
+        policy = common.load_policy(folder, common.Args(str(folder)), world)
+        assert (policy.lm_head is None) == torch.equal(head, other)
+        common.save_model(policy, tmp_path / "saved", folder, torch.float32, world)
+        for source in (folder, tmp_path / "saved"):
+            expected_T = logp_of(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), batch)
+            torch.testing.assert_close(policy(micro)[0], expected_T, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("ends", [{}, {"temperature": 0.6}, {"eos_token_id": [262, 5]}])
+def test_a_saved_model_ends_where_training_stopped(model, plain_python, ends):
+    """At <|im_end|>, too, which only the vocabulary has; also with a setting that transformers would not save."""
+
+    def rename(about):
+        vocabulary = about["model"]["vocab"]
+        about["model"]["vocab"] = {
+            "<|im_end|>" if number == 200 else word: number for word, number in vocabulary.items()
+        }
+
+    edit(model / "tokenizer.json", rename)
+    (model / "generation_config.json").write_text(json.dumps(ends))
+    world = common.init_world()
+    folder = model.with_name("saved")
+    common.save_model(common.load_policy(model, common.Args(str(model)), world), folder, model, torch.float32, world)
+    assert (
+        {200, 262}
+        <= {*GenerationConfig.from_pretrained(folder).eos_token_id}
+        <= {200, 262, *ends.get("eos_token_id", ())}
+    )
+    assert json.loads((folder / "generation_config.json").read_text()).get("temperature") == ends.get("temperature")
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
+
+
+def test_a_model_without_a_tokenizer_is_refused(model):
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    with refused("^--model .*: it has no files of a tokenizer"):
+        common.model_folder(common.Args(str(model)))
+
+
+# ------------------------------------------------------------------------------------------------------- the tokenizer
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3", "gemma"])
+def test_a_tokenizers_own_file_counts(model, tmp_path, kind):
+    """For some kinds transformers 5 has another way to split a text, in which blanks vanish."""
+    edit(model / "config.json", lambda about: about.update(model_type=kind))
+    edit(
+        model / "tokenizer_config.json",
+        lambda about: about.update(tokenizer_class="LlamaTokenizerFast", bos_token=BEGIN),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = "What is $x^{10}$ now?\n\n  Show work."
+    (problem,) = load(write(tmp_path / "a.jsonl", {"problem": text, "answer": "4"}), tokenizer)
+    own = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert problem.prompt_ids == own.encode(text + "\n").ids and tokenizer.decode(problem.prompt_ids) == text + "\n"
+
+
+def test_a_begin_token_stands_once_before_a_text(model, tmp_path):
+    """In front of the prompts of a text template, as the tokenizer puts it; a chat format has its own."""
+    word = {"SpecialToken": {"id": BEGIN, "type_id": 0}}
+    single = [word, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {BEGIN: {"id": BEGIN, "ids": [262], "tokens": [BEGIN]}}
+    post = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+    edit(model / "tokenizer.json", lambda about: about.update(post_processor=post))
+    edit(model / "tokenizer_config.json", lambda about: about.update(bos_token=BEGIN))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = BEGIN + TURNS
+    file = tmp_path / "mine.txt"
+    file.write_text(BEGIN + "{problem}\n", encoding="utf-8-sig")  # a BOM is no part of it
+    (problem,) = load(write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"}), tokenizer)
+    turns = common.turns_of("1?")
+    asked = [problem.prompt_ids, *(common.prompt_of(turns, template, tokenizer) for template in (str(file), "chat"))]
+    assert [tokenizer.decode(ids) for ids in asked] == [BEGIN + "1?\n", BEGIN + "1?\n", BEGIN + "[user]1?[assistant]"]
+
+
+# ------------------------------------------------------------------------------------------------------------ the data
+def test_a_rows_turns_are_asked_whole(chat, tmp_path):
+    """The answer is the last question's, and a text template, which has no place for the others, refuses the row."""
+    system = {"role": "system", "content": "Be brief."}
+    example = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    last = {"role": "user", "content": "3+3?"}
+    file = write(tmp_path / "a.jsonl", {"prompt": [system, *example, last], "answer": "6"})
+    (problem,) = common.load_problems(file, chat, common.Args(template="open-rs"), "--dataset")
+    assert chat.decode(problem.prompt_ids) == "[system]Be brief.[user]1+1?[assistant]2[user]3+3?[assistant]"
+    asked = chat.decode(common.prompt_of([last], "open-rs", chat))
+    assert asked.startswith("[system]A conversation between User and Assistant.") and asked.endswith(
+        "[user]3+3?[assistant]"
+    )
+    assert chat.decode(common.prompt_of([last], "chat-boxed", chat)).startswith("[user]3+3?\nPlease reason")
+    with refused("row 0: --template plain is for rows of one turn"):
+        load(file, chat)
+    with refused("row 0: the last turn is not the user's"):
+        load(write(tmp_path / "a.jsonl", {"prompt": example, "answer": "2"}), chat)
+    parts = [{"type": "text", "text": "1?"}]
+    with refused("row 0", AttributeError):
+        load(write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": parts}], "answer": "2"}), chat)
+
+
+def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
+    """It would make one prompt of all rows."""
+    chat.chat_template = TURNS.replace("turn.content", "turn.content | upper")
+    with refused("row 0: the tokenizer's chat template does not show the problem"):
+        file = write(tmp_path / "a.jsonl", {"problem": "one?", "answer": "4"})
+        common.load_problems(file, chat, common.Args(template="chat"), "--dataset")
+
+
+def test_columns_of_bytes_are_text(tokenizer, tmp_path):
+    datasets.Dataset.from_list([{"problem": b"1?", "answer": b"4"}]).to_parquet(tmp_path / "a.parquet")
+    (problem,) = load(tmp_path / "a.parquet", tokenizer)
+    assert (problem.text, problem.answer) == ("1?", "4")
+    datasets.Dataset.from_list([{"problem": "1?", "answer": b"\xff"}]).to_parquet(tmp_path / "b.parquet")
+    with refused("row 0: .*invalid start byte"):
+        load(tmp_path / "b.parquet", tokenizer)
+
+
+def test_solutions_without_any_box_are_answers(tokenizer, tmp_path, capsys):
+    """As they stand; the line of the data shows the first."""
+    rows = [{"problem": f"{n}?", "solution": n} for n in range(2)]
+    assert [problem.answer for problem in load(write(tmp_path / "a.jsonl", *rows), tokenizer)] == ["0", "1"]
+    assert "its answer: '0'" in capsys.readouterr().out
+    rows.append({"problem": "2?", "solution": "so \\boxed{2}"})
+    assert [problem.answer for problem in load(write(tmp_path / "a.jsonl", *rows), tokenizer)] == ["2"]
+    assert "left out: {'no answer': 2}" in capsys.readouterr().out
+
+
+def test_a_path_may_have_a_colon(tokenizer, tmp_path):
+    folder = tmp_path / "2026-11-25T10:00"
+    folder.mkdir()
+    assert load(write(folder / "a.jsonl", {"problem": "1?", "answer": "4"}), tokenizer)
+
+
+def test_rewards_that_differ_by_rounding_are_equal():
+    reward_PG = torch.tensor([[0.1 + 0.2, 0.3], [0.0, 1.0]], dtype=torch.float64)
+    assert common.valid(reward_PG).tolist() == [False, True]
