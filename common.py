@@ -728,7 +728,7 @@ class Batch:
                 number = loads.argmin()
                 bins[number] += bundles[n]
                 loads[number] += costs[n]
-            if loads.max(initial=0) <= max(budget, *costs):
+            if loads.max(initial=0) <= max([budget, *costs]):
                 break
         fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
         return [bins[number] for number in fullest[world.rank :: world.size]]

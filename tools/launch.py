@@ -7,7 +7,9 @@ torchrun leaves no traceback of torchrun's, since the script has said what there
 import logging
 import os
 import shlex
+import signal
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed.run
@@ -26,6 +28,12 @@ def check_gpus():
         )
 
 
+def pass_on(number, _):
+    """Send a signal to the ranks: at SIGUSR1, with which SLURM warns, they end with a checkpoint."""
+    for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        os.kill(int(rank), number)
+
+
 def launch(script, flags):
     """Run torchrun in this process; exit with its status, or with 128 and the number of the signal that ended it."""
     if "--help" in flags:
@@ -39,6 +47,7 @@ def launch(script, flags):
     words = ["--nproc-per-node", str(ranks), script, *flags]
     print(shlex.join(["torchrun", *words]), flush=True)
     logging.disable(logging.WARNING)
+    signal.signal(signal.SIGUSR1, pass_on)
     try:
         torch.distributed.run.main(words)
     except SignalException as stopped:
