@@ -100,7 +100,7 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
     flags = {"template": "mine.txt", "reward": "mine.py:score", "image_column": "picture", "eval_samples": 8}
     flags |= {"eval_temperature": 0.7, "max_prompt_tokens": 5, "max_response_tokens": 7, "max_total_tokens": 9}
     (tmp_path / "run.json").write_text(json.dumps({"args": flags | {"eval": "a,b", "model": "m", "seed": 4}}))
-    for sets, evaluated in (((), ("a", "b")), (("mine.jsonl",), ("mine.jsonl",))):
+    for sets, evaluated in ((None, ("a", "b")), (("mine.jsonl",), ("mine.jsonl",))):
         args = evaluation.Args(str(tmp_path), sets=sets, max_prompt_tokens=6)
         protocol = evaluation.with_changes(evaluation.own(args), args)
         assert (protocol.sets, protocol.ks) == (evaluated, (1, 8))

@@ -106,9 +106,11 @@ def random_batch(vocabulary, prompt, response, count):
     rng = np.random.default_rng(0)
     zeros = np.zeros(response, np.float32)
     problem = common.Problem("", [0] * prompt, "0")
-    ids = [rng.integers(0, vocabulary, response) for _ in range(count)]
-    rollouts = [common.Rollout(each, zeros, "", False) for each in ids]
-    return common.Batch([common.Group(problem, [rollout], reward_G=torch.zeros(1)) for rollout in rollouts])
+    groups = []
+    for _ in range(count):
+        rollout = common.Rollout(rng.integers(0, vocabulary, response), zeros, "", False)
+        groups.append(common.Group(problem, [rollout], reward_G=torch.zeros(1)))
+    return common.Batch(groups)
 
 
 def train(policy, micro, repeats):
@@ -251,8 +253,17 @@ def trl_flags(args, data):
     return [*same.split(), *(f"--{name}={value}" for name, value in how.items())]
 
 
-def pace(times, lengths):
-    """Say how long a step took from end to end, the median after the fifth step, and these steps' mean length."""
+def pace(command, env):
+    """Run a command that prints the mean length of each step's responses. Return how long a step took from end to end,
+    the median after the fifth step, and these steps' mean length."""
+    times = []
+    lengths = []
+    with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE) as running:
+        for line in running.stdout:
+            length = re.search(r"(?:response_length |completions/mean_length': '?)([\d.,]+)", line)
+            if length:
+                times.append(time.perf_counter())
+                lengths.append(float(length[1].replace(",", "")))
     return f"{np.median(np.diff(times[4:])):6.2f} s a step, {np.mean(lengths[5:]):.0f} tokens a response"
 
 
@@ -270,25 +281,13 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     print(f"2 processes, OMP_NUM_THREADS={threads}; {hardware()}")
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")
-        subprocess.run([*ours, *flags, "--run-dir", run], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+        print(f"sps.py  {pace([*ours, *flags, '--run-dir', run], env)}", flush=True)
         args = SimpleNamespace(**json.loads((run / "run.json").read_text())["args"])
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        times = [row["time"] for row in rows[-args.steps :]]
-        print(f"sps.py  {pace(times, [row['response_length'] for row in rows[-args.steps :]])}", flush=True)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
         rows = [{"prompt": tokenizer.decode(each.prompt_ids), "answer": each.answer} for each in problems]
         datasets.Dataset.from_list(rows).to_json(f"{home}/data/train.jsonl")
-        times = []
-        lengths = []
-        command = [*its, *trl_flags(args, f"{home}/data")]
-        with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE) as running:
-            for line in running.stdout:
-                length = re.search(r"completions/mean_length': '?([\d.]+)", line)
-                if length:
-                    times.append(time.perf_counter())
-                    lengths.append(float(length[1]))
-        print(f"TRL     {pace(times, lengths)}")
+        print(f"TRL     {pace([*its, *trl_flags(args, f'{home}/data')], env)}")
 
 
 if __name__ == "__main__":

@@ -74,8 +74,17 @@ class Check:
         return common.Batch(groups)
 
     def score(self, policy, batch, plan):
-        """Return log-probs and entropies of the responses in the ranks' plans, added up over ranks."""
-        return common.score(policy, batch, plan, self.record, "check", entropies=True)
+        """Return log-probs and entropies of the responses in the ranks' plans, added up over ranks. The policy's
+        gradient becomes that of a weighted sum of the log-probs; the weights are random, but the same at each call."""
+        weight_T = torch.randn(len(batch.response_T), generator=torch.Generator().manual_seed(0))
+        found = torch.zeros(2, len(weight_T))
+        policy.zero_grad()
+        for responses in plan:
+            micro = batch.pack(responses, self.world.device, {"weight_T": weight_T})
+            logp_T, entropy_T = policy(micro)
+            (logp_T * micro.inputs["weight_T"]).sum().backward()
+            found[:, micro.token_T] = torch.stack([logp_T, entropy_T]).detach().cpu()
+        return self.world.all_reduce(found)
 
     def deal(self, batch):
         """Return this rank's part of the packed responses."""
@@ -84,15 +93,6 @@ class Check:
     def gap_T(self, batch):
         """Return how far the samples' log-probs are from the policy's."""
         return (self.score(self.policy, batch, self.deal(batch))[0] - batch.sampler_logp_T).abs()
-
-    def add_gradient(self, policy, batch, plan):
-        """Add the gradient of a weighted sum of the log-probs to the policy's. The weights are random, but the same at
-        each call."""
-        weight_T = torch.randn(len(batch.response_T), generator=torch.Generator().manual_seed(0))
-        for responses in plan:
-            micro = batch.pack(responses, self.world.device, {"weight_T": weight_T})
-            logp_T, _ = policy(micro)
-            (logp_T * micro.inputs["weight_T"]).sum().backward()
 
     def syncs(self):
         """Check log-probs before and after the policy changes; stale ones must differ. Return the first samples."""
@@ -120,8 +120,6 @@ class Check:
         differences = (self.score(self.policy, batch, self.deal(batch)) - single).abs()
         self.compare("packed against single, log-probs", differences[0], "packed")
         self.compare("packed against single, entropies", differences[1], "packed")
-        self.add_gradient(self.policy, batch, self.deal(batch))
-        self.add_gradient(whole, batch, alone)
         errors = []
         for mine, other in zip(self.policy.parameters(), whole.parameters(), strict=True):
             expected = other.grad.full_tensor()

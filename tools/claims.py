@@ -105,7 +105,7 @@ def run(folder):
 def runs_of(claim):
     """Return {arm: {seed: rows}} of the csv files that there are."""
     arms = claim["arms"].split()
-    return sweep.by_seed([file for arm in arms for file in sorted(DATA.glob(f"{arm}-seed*.csv"))])
+    return plot.grouped([file for arm in arms for file in sorted(DATA.glob(f"{arm}-seed*.csv"))])
 
 
 def page(name):

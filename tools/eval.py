@@ -269,13 +269,17 @@ def row_of(name, protocol, label, groups, greedy):
     return row
 
 
-def evaluate(name, protocol, settings, sampler, verifier, data, texts):
+def evaluate(name, protocol, settings, data, verifier, sampler, texts):
     """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
     waits only once for the longest responses. With `texts` a set's figures have the completions, too."""
-    asked = {("eval", label, p): problem for label, problems in data.items() for p, problem in enumerate(problems)}
+    asked = {}
+    for label, problems in data.items():
+        for p, problem in enumerate(problems):
+            asked["eval", label, p] = problem
     how = (protocol.eval_samples, protocol.eval_temperature)
-    seeds = range(settings.seed, settings.seed + protocol.seeds)
-    sampled = [sampler.sample(asked, *how, replace(settings, seed=seed), protocol.top_p) for seed in seeds]
+    sampled = []
+    for seed in range(settings.seed, settings.seed + protocol.seeds):
+        sampled.append(sampler.sample(asked, *how, replace(settings, seed=seed), protocol.top_p))
     greedy = sampler.sample(asked, 1, 0.0, settings) if protocol.greedy_logp else []
     common.verify(verifier, [*chain(*sampled)])
     rows = []
@@ -328,19 +332,21 @@ def table_of(name, protocol, rows):
 def main(args):
     world = common.init_world()
     asked = {name: PROTOCOLS[name] for name in args.protocols} or {"own": own(args)}
-    protocols = {name: with_changes(protocol, args) for name, protocol in asked.items()}
-    settings = {name: settings_of(protocol, args) for name, protocol in protocols.items()}
-    widest = max(settings.values(), key=common.longest_sequence)  # All share an engine.
-    folder = common.model_folder(widest)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    data = {name: problems_of(protocol.sets, settings[name], tokenizer) for name, protocol in protocols.items()}
-    verifiers = {name: common.Verifier(settings[name], world, data[name].values()) for name in protocols}
+    jobs = []
+    for name, protocol in asked.items():
+        protocol = with_changes(protocol, args)
+        settings = settings_of(protocol, args)
+        folder = common.model_folder(settings)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        data = problems_of(protocol.sets, settings, tokenizer)
+        jobs.append((name, protocol, settings, data, common.Verifier(settings, world, data.values())))
+    widest = max((settings for _, _, settings, *_ in jobs), key=common.longest_sequence)  # All share an engine.
     sampler = common.Sampler(folder, tokenizer, widest, world)
     run = Path(args.model)
     sampler.load(weights_of(run, folder, AutoConfig.from_pretrained(folder), sampler.dtype))
     rows = []
-    for name, protocol in protocols.items():
-        its = evaluate(name, protocol, settings[name], sampler, verifiers[name], data[name], args.texts)
+    for name, protocol, settings, data, verifier in jobs:
+        its = evaluate(name, protocol, settings, data, verifier, sampler, args.texts)
         rows += its
         if world.rank == 0:
             print(f"\n{name}: {protocol}; the first ± is over problems, a second one over seeds")
