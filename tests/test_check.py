@@ -21,7 +21,7 @@ def test_what_is_over_its_bound_fails():
 @pytest.mark.slow
 def test_everything_is_checked_on_this_machine():
     output = torchrun("tools/check.py")
-    found = re.findall(r"^\| (.*?) \| \S+ \| . \S+ \| (\w+) \|$", output, re.M)
+    found = re.findall(r"^\| (.*?) \| \S+ \| \S+ to \S+ \| (\w+) \|$", output, re.M)
     parts = ("first sync", "stale weights", "changed sync", "log-probs", "entropies", "gradients")
     for (name, verdict), part in zip(found, parts, strict=True):
         assert part in name and verdict == "ok"

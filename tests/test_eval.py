@@ -71,7 +71,7 @@ def test_protocols_name_what_exists_and_settings_are_theirs():
     """Sets, prompts, rewards; without a box the rewards of images stay; the command line wins."""
     for protocol in PROTOCOLS.values():
         assert set(protocol.sets) <= evaluation.SETS.keys() and max(protocol.ks, default=1) <= protocol.eval_samples
-        assert {protocol.reward, protocol.also} - {"math", ""} <= vars(rewards).keys()
+        assert {protocol.reward} - {"math"} <= vars(rewards).keys()
         assert protocol.template in common.PROMPTS
         unboxed = evaluation.with_changes(protocol, evaluation.Args("", unboxed=True))
         assert unboxed.reward == ("unboxed" if protocol.reward == "math" else protocol.reward)

@@ -35,12 +35,11 @@ def test_an_answer_must_be_in_tags_and_the_first_counts():
     assert rewards.class_name("<answer>\nrose\n</answer>", {"solution": "rose"}) == 1, "a solution without tags"
 
 
-def test_class_names_and_what_the_released_rule_lets_through():
+def test_class_names_and_what_the_released_rule_would_let_through():
     gold = row("Boeing 737-200")
     assert rewards.class_name(answered("boeing_737-200"), gold) == 1
     for wrong in ("737-200", "", "a Boeing 737-200 or a Boeing 747-400"):
         assert rewards.class_name(answered(wrong), gold) == 0, wrong
-        assert rewards.class_name_released(answered(wrong), gold) == 1, wrong
 
 
 def test_options():

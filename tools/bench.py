@@ -11,7 +11,6 @@ Nothing here is a test: timings are printed with hardware and date. `fit` is com
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -113,25 +112,19 @@ def random_batch(vocabulary, prompt, response, count):
     return common.Batch(groups)
 
 
-def train(policy, micro, repeats):
-    """Return the seconds of the fastest forward and backward pass but the first, with AdamW's moments beside it, and
-    the bytes that this process holds; on a CPU the most that it has held so far."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, fused=True)
-    cuda = torch.cuda.is_available()
+def train(policy, micro, repeats, record):
+    """Return the seconds of the fastest forward and backward pass but the first, with AdamW's moments beside it."""
+    optimizer = common.adamw(policy, 0.0, record.args)
     seconds = []
     for _ in range(repeats + 1):
-        start = time.perf_counter()
-        logp_T, _ = policy(micro)
-        logp_T.sum().backward()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+        record.start_step()
+        with record.phase("train"):
+            logp_T, _ = policy(micro)
+            logp_T.sum().backward()
+        seconds.append(record.metrics["seconds/train"])
         optimizer.step()
         optimizer.zero_grad()
-    if cuda:
-        free, whole = torch.cuda.mem_get_info()
-        return min(seconds[1:]), whole - free
-    return min(seconds[1:]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return min(seconds[1:])
 
 
 def policy(
@@ -142,15 +135,15 @@ def policy(
     activation_checkpointing: bool = False,
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ):
-    """Print tokens/s and FLOP/s per process, at 6 FLOP a token for each weight, and memory of FSDP forward and
-    backward.
+    """Print tokens/s and FLOP/s per process, at 6 FLOP a token for each weight, and a GPU's memory, of FSDP forward and
+    backward. runs/bench-… keeps the lines.
 
     Args:
         tokens: packed tokens of a process in one forward and backward
     """
     world = common.init_world()
     settings = common.Args(activation_checkpointing=activation_checkpointing, compute_dtype=compute_dtype)
-    dtype = common.compute_dtype(settings, world)
+    record = common.Record(settings, "bench", world)
     with tempfile.TemporaryDirectory() as mine:
         folder = Path(world.all_gather(mine)[0])
         if world.rank == 0:
@@ -159,17 +152,16 @@ def policy(
             model.to(torch.bfloat16).save_pretrained(folder)
         world.all_gather(None)
         policy = common.load_policy(folder, settings, world)
-    if world.rank == 0:
-        print(f"{shape}, {dtype}, {world.size} processes; {hardware()}")
+    record.say(f"{shape}, {common.compute_dtype(settings, world)}, {world.size} processes; {hardware()}")
     for length in lengths:
         count = max(1, tokens // length)
         batch = random_batch(SHAPES[shape].vocabulary, length // 8, length - length // 8, count)
-        measured = train(policy, batch.pack(list(range(count)), world.device), repeats)
-        seconds, held = map(max, zip(*world.all_gather(measured), strict=True))
+        micro = batch.pack(range(count), world.device)
+        seconds = max(world.all_gather(train(policy, micro, repeats, record)))
         speed = count * length / seconds
         tera = 6 * SHAPES[shape].weights * speed / 1e12
-        if world.rank == 0:
-            print(f"length {length:6d}: {speed:9.0f} tokens/s  {tera:.3f} TFLOP/s  {held / GIB:.2f} GiB", flush=True)
+        memory = record.metrics["memory_gib/train"]
+        record.say(f"length {length:6d}: {speed:9.0f} tokens/s  {tera:.3f} TFLOP/s  {memory:.2f} GiB of a GPU")
     torch.distributed.destroy_process_group()
 
 

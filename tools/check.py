@@ -2,11 +2,12 @@
 
     ./run.sh check [MODEL] [--compute-dtype ...]     a hub id or a folder; otherwise the embedded model
 
-A line has its figure, the bound for this dtype, and `ok` or `FAIL`; the exit code is not 0 if a line failed. Every GPU
+A line has its figure, the bounds for this dtype, and `ok` or `FAIL`; the exit code is not 0 if a line failed. Every GPU
 must hold MODEL whole with its gradient, 8 bytes a weight. runs/check-… keeps the lines and all versions. `bench.py
 policy` measures memory and speed.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Literal
@@ -50,16 +51,16 @@ class Check:
         self.policy = common.load_policy(self.folder, args, self.world)
         self.failed = False
 
-    def note(self, what, figure, bound, holds):
-        """Print a line of the table; a bound that does not hold fails the check."""
+    def note(self, what, figure, least, most):
+        """Print a line of the table. A figure out of its bounds, as NaN is, fails the check."""
+        holds = least <= figure <= most
         self.failed |= not holds
-        self.record.say(f"| {what} | {figure:.3g} | {bound} | {'ok' if holds else 'FAIL'} |")
+        self.record.say(f"| {what} | {figure:.3g} | {least:g} to {most:g} | {'ok' if holds else 'FAIL'} |")
 
     def compare(self, what, differences, limit):
-        """Note how large differences are, against the limit of this dtype, which NaN fails."""
+        """Note how large differences are, against the limit of this dtype."""
         limits = LIMITS[self.sampler.dtype]
-        figure = limits["statistic"](differences).item()
-        self.note(what, figure, f"≤ {limits[limit]:g}", figure <= limits[limit])
+        self.note(what, limits["statistic"](differences).item(), 0, limits[limit])
 
     def sample(self):
         """Let the engine sample four responses to each of six prompts with the policy's weights, and sleep."""
@@ -102,8 +103,7 @@ class Check:
             for parameter in self.policy.parameters():
                 mine = parameter.to_local()
                 mine.mul_(1 + 0.3 * torch.randn_like(mine))  # They are as large as before, but another model's.
-        stale = self.gap_T(first).mean().item()
-        self.note("stale weights, which must differ", stale, "≥ 0.01", stale >= 0.01)
+        self.note("stale weights, which must differ", self.gap_T(first).mean().item(), 0.01, math.inf)
         self.compare("sampler against trainer, changed sync", self.gap_T(self.sample()), "gap")
         self.policy = common.load_policy(self.folder, self.args, self.world)
         return first
@@ -145,7 +145,7 @@ def main(model: tyro.conf.Positional[str] = TOY, compute_dtype: Literal["auto", 
     )
     check = Check(args)
     check.record.say(f"{bench.hardware()}, {check.world.size} ranks, torch {torch.__version__}")
-    check.record.say("| check | figure | bound | |\n|---|---|---|---|")
+    check.record.say("| check | figure | bounds | |\n|---|---|---|---|")
     check.passes(check.syncs())
     check.sampler.load(check.policy)  # An engine that sleeps has unmapped its memory, and its end would unmap it again.
     check.sampler.close()

@@ -51,7 +51,6 @@ class Protocol:
     max_total_tokens: int = 0  # It bounds a prompt and its response together. 0: only their own bounds hold.
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
     reward: str = "math"  # Else a function of tools/rewards.py or, of a run's own, FILE.py:FUNCTION.
-    also: str = ""  # It reports the grades of this function of tools/rewards.py, too, which are those of the papers.
     max_prompt_tokens: int = 1024
     image_column: str = ""
     by_question: bool = False  # Its average is over questions, not over sets.
@@ -127,13 +126,18 @@ def known(kind, settings):
     return {name: settings[name] for name in kind.__annotations__ if name in settings}
 
 
-def own(args):
-    """Return the protocol by which a run evaluates while it trains; a model of no run is asked once, greedily, in its
-    chat format."""
-    flags = asdict(common.Args(template="chat-boxed"))
-    run = run_of(Path(args.model))
+def flags_of(path):
+    """Return the flags of the run that a path is or lies in, else those by which a model of no run is asked: once,
+    greedily, in its chat format."""
+    run = run_of(path)
     if run:
-        flags = json.loads((run / "run.json").read_text())["args"]
+        return json.loads((run / "run.json").read_text())["args"]
+    return asdict(common.Args(template="chat-boxed"))
+
+
+def own(args):
+    """Return the protocol by which a run evaluates while it trains."""
+    flags = flags_of(Path(args.model))
     sets = tuple(filter(None, flags["eval"].split(",")))
     return Protocol(sets=sets, papers="", ks=(1, flags["eval_samples"]), **known(Protocol, flags))
 
@@ -176,7 +180,7 @@ def place(path):
 def model_of(path):
     """Return the model folder or hub id of a run, of a checkpoint's run, or of what is itself a model."""
     if (path / "manifest.json").is_file():
-        return json.loads((run_of(path) / "run.json").read_text())["args"]["model"]
+        return flags_of(path)["model"]
     if (path / "model" / "config.json").is_file():
         return str(path / "model")
     return str(path)
@@ -257,10 +261,6 @@ def row_of(name, protocol, label, groups, greedy):
     row |= summary(correct_SPN, sorted({min(k, protocol.eval_samples) for k in protocol.ks}))
     if not protocol.ks:
         row["mIoU"] = {"mean": 100 * correct_SPN.mean().item()}
-    if protocol.also:
-        rule = getattr(rewards, protocol.also)
-        scores = [rule(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
-        row[protocol.also] = {"mean": 100 * float(np.mean(scores))}
     if protocol.eval_samples > 1:
         responses_PG = [[rollout.ids for rollout in group.rollouts] for group in groups]
         row["similarity"] = {"mean": similarity(responses_PG)}

@@ -54,22 +54,13 @@ def geoqa(completion, row):
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)
 def squeezed(name):
-    """Return a class name as the released code compares it."""
+    """Return a class name as it is compared."""
     return name.replace(" ", "").replace("_", "").lower()
 
 
 def class_name(completion, row):
     """Return 1.0 where the answer is the name of the class, case, spaces and underscores left aside, else 0.0."""
     return float(squeezed(inside(completion)) == squeezed(reference(row)))
-
-
-def class_name_released(completion, row):
-    """Return 1.0 where answer or name is part of the other, as released, else 0.0. This takes an empty answer, "e" for
-    a rose, a list of all classes and, where there is no answer in tags, any text in which the name occurs."""
-    tagged = re.search("<answer>.*?</answer>", completion, re.DOTALL)
-    answer = squeezed(inside(completion) if tagged else completion)
-    gold = squeezed(reference(row))
-    return float(answer in gold or gold in answer)
 
 
 def words_of(text):

@@ -39,14 +39,14 @@ weight_T: normaliser in front of the token
 """
 
 
-def visible(text, newline="↵\n"):
+def visible(text):
     """Return a text with signs for what does not show: control and bidirectional characters, newlines."""
     lines = []
     for line in text.split("\n"):
         shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
         lines.append("".join(shown))
     # several newlines in a token break the line once
-    return re.sub("\n(?=↵)", "", newline.join(lines))
+    return re.sub("\n(?=↵)", "", "↵\n".join(lines))
 
 
 def facts_of(response, vectors):
@@ -57,8 +57,6 @@ def facts_of(response, vectors):
     advantage = vectors.get("advantage_T")
     if isinstance(advantage, float):
         facts.append(f"advantage {advantage:+.2f}")
-    if vectors.get("demonstration_T") == 1:
-        facts.append("became a demonstration")
     if response["truncated"]:
         facts.append("cut off")
     if not vectors:
@@ -92,8 +90,7 @@ def as_json(value):
 def of_run(folder):
     """Return how many updates a step of a run has, and its tokenizer."""
     args = json.loads((folder / "run.json").read_text())["args"]
-    saved = folder / "model"  # by the end of the run
-    return args.get("updates_per_step", 1), AutoTokenizer.from_pretrained(saved if saved.exists() else args["model"])
+    return args.get("updates_per_step", 1), AutoTokenizer.from_pretrained(args["model"])
 
 
 def read(file):
@@ -104,11 +101,12 @@ def read(file):
     table["update"] = table["group"] * updates // (table["group"].max() + 1)
     groups = []
     for _, update in table.groupby(-table["update"]):
-        differ = [group.to_dict("records") for _, group in update.groupby("group") if group["reward"].nunique() > 1]
-        for responses in differ[:2]:
+        differ = [group for _, group in update.groupby("group") if group["reward"].nunique() > 1]
+        for group in differ[:2]:
+            responses = group.to_dict("records")
             first = responses[0]
             packed = {
-                "problem": visible(first["problem"][:2000], newline="\n"),
+                "problem": visible(first["problem"][:2000]),
                 "about": f"answer {visible(first['answer'])}, update {first['update'] + 1} of {updates}",
                 "responses": [pack(response, tokenizer) for response in responses],
             }

@@ -218,7 +218,6 @@ def main(out: Path = FOLDER, seed: int = 1):
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(out / "model")
     model = make_model(tokenizer)
-    print(f"{model.num_parameters():,} parameters")
     lesson = partial(lessons, random.Random(seed), tokenizer, meanings(seed), taken, BATCH)
     teach_model(model, lesson, steps=500)
     model.to(torch.bfloat16).save_pretrained(out / "model")

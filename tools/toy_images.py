@@ -234,7 +234,7 @@ def main(out: Path = FOLDER, seed: int = 1):
     torch.manual_seed(seed)
     tokenizer, processor = make_processors(out / "model")
     model = make_model(tokenizer)
-    print(f"making {out}, once, some three minutes: a model of {model.num_parameters():,} parameters")
+    print(f"making {out}, once, some three minutes")
     rng = random.Random(seed)
     lesson = partial(lessons, rng, tokenizer, processor, taken)
     teach_model(model, lesson, steps=400)
