@@ -11,6 +11,7 @@ Nothing here is a test: timings are printed with hardware and date. `fit` is com
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -135,7 +136,7 @@ def policy(
     activation_checkpointing: bool = False,
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ):
-    """Print tokens/s and FLOP/s per process, at 6 FLOP a token for each weight, and a GPU's memory, of FSDP forward and
+    """Print tokens/s and FLOP/s per process, at 6 FLOP a token for each weight, and memory of FSDP forward and
     backward. runs/bench-… keeps the lines.
 
     Args:
@@ -160,8 +161,9 @@ def policy(
         seconds = max(world.all_gather(train(policy, micro, repeats, record)))
         speed = count * length / seconds
         tera = 6 * SHAPES[shape].weights * speed / 1e12
-        memory = record.metrics["memory_gib/train"]
-        record.say(f"length {length:6d}: {speed:9.0f} tokens/s  {tera:.3f} TFLOP/s  {memory:.2f} GiB of a GPU")
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        memory = record.metrics["memory_gib/train"] or most  # on a CPU the most that this process has held so far
+        record.say(f"length {length:6d}: {speed:9.0f} tokens/s  {tera:.3f} TFLOP/s  {memory:.2f} GiB")
     torch.distributed.destroy_process_group()
 
 

@@ -103,7 +103,8 @@ class Check:
             for parameter in self.policy.parameters():
                 mine = parameter.to_local()
                 mine.mul_(1 + 0.3 * torch.randn_like(mine))  # They are as large as before, but another model's.
-        self.note("stale weights, which must differ", self.gap_T(first).mean().item(), 0.01, math.inf)
+        stale = self.gap_T(first).mean().item()
+        self.note("stale weights, which must differ", stale, 0.01, math.inf)
         self.compare("sampler against trainer, changed sync", self.gap_T(self.sample()), "gap")
         self.policy = common.load_policy(self.folder, self.args, self.world)
         return first

@@ -213,7 +213,9 @@ def main():
         runs[RUNS / f"{name}-seed{seed}"] = (words, seed)
     missing = [folder for folder in runs if not finished(folder)]
     failed = run_all(lambda folder: go_on(*runs[folder], folder), missing, args.jobs)
-    table([folder for folder in runs if finished(folder)])
+    done = [folder for folder in runs if finished(folder)]
+    if done:
+        table(done)
     return failed
 
 

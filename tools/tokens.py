@@ -7,7 +7,6 @@ for it. `plot.py RUN --figure tokens` calls `write_page`.
 import json
 import math
 import re
-from functools import cache
 from pathlib import Path
 
 import pandas
@@ -86,17 +85,9 @@ def as_json(value):
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
-@cache
-def of_run(folder):
-    """Return how many updates a step of a run has, and its tokenizer."""
-    args = json.loads((folder / "run.json").read_text())["args"]
-    return args.get("updates_per_step", 1), AutoTokenizer.from_pretrained(args["model"])
-
-
-def read(file):
-    """Return a step as the page wants it: of each update the first two groups with a gradient. Those of the last update
-    come first: in the first update every ratio is 1."""
-    updates, tokenizer = of_run(file.parent.parent)
+def read(file, updates, tokenizer):
+    """Return a step of so many updates as the page wants it: of each update the first two groups with a gradient. Those
+    of the last update come first: in the first update every ratio is 1."""
     table = pandas.read_parquet(file)
     table["update"] = table["group"] * updates // (table["group"].max() + 1)
     groups = []
@@ -122,7 +113,10 @@ def write_page(runs, out):
     if not files:
         raise SystemExit(f"{samples}: no train-step*.parquet; a script writes them when it evaluates during training")
     every = math.ceil(len(files) / STEPS)
-    steps = [read(file) for file in sorted({*files[::every], files[-1]})]
+    shown = sorted({*files[::every], files[-1]})
+    args = json.loads((run / "run.json").read_text())["args"]
+    tokenizer = AutoTokenizer.from_pretrained(args["model"])
+    steps = [read(file, args.get("updates_per_step", 1), tokenizer) for file in shown]
     groups = [group for step in steps for group in step["groups"]]
     found = {name for group in groups for response in group["responses"] for name in response["vectors"]}
     labels = {line.partition(":")[0]: line for line in LABELS.strip().split("\n")}
