@@ -217,8 +217,8 @@ case $word in
   setup) setup ;;
   data) once $math_3to5 git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero ;;
   test) setup; exec "$python" -m pytest "$@" ;;
-  eval) setup; exec "$python" tools/launch.py tools/eval.py "$@" ;;
-  check | plot) setup; exec "$python" "tools/$word.py" "$@" ;;
+  eval | check) setup; exec "$python" tools/launch.py "tools/$word.py" "$@" ;;
+  plot) setup; exec "$python" tools/plot.py "$@" ;;
   sweep | table) setup; exec "$python" tools/sweep.py "$word" "$@" ;;
   claims) setup; PROCESSES=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" tools/claims.py "$@" ;;
   default) run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)

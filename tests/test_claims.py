@@ -91,7 +91,7 @@ def test_runs_are_grouped_by_their_settings(data, capsys):
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
     found = plot.grouped(runs)
-    assert {label: list(its) for label, its in found.items()} == {"run lr=1": runs[:2], "run lr=2": runs[2:]}
+    assert {label: list(its) for label, its in found.items()} == {"run lr=1": ["1", "2"], "run lr=2": ["1"]}
     plot.draw_curves(found, ["reward"], data / "curves.png")
     sweep.table(runs, ("reward, mean",))
     assert "| run lr=1 | 1 2   | 0.1 ± 0      |" in capsys.readouterr().out

@@ -55,8 +55,7 @@ def test_grading_without_a_box():
     ]
     completions, answers, scores = zip(*cases, strict=True)
     verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:unboxed", 60)
-    rows = [{"answer": answer} for answer in answers]
-    assert judged(verifier, completions, rows) == [(score, "graded") for score in scores]
+    assert judged(verifier, completions, answers) == [(score, "graded") for score in scores]
 
 
 def test_table_16_has_the_spread_over_problems():
@@ -72,17 +71,17 @@ def test_protocols_name_what_exists_and_settings_are_theirs():
     """Sets, prompts, rewards; without a box the rewards of images stay; the command line wins."""
     for protocol in PROTOCOLS.values():
         assert set(protocol.sets) <= evaluation.SETS.keys() and max(protocol.ks, default=1) <= protocol.eval_samples
-        assert {protocol.reward, protocol.also} - {"math", ""} <= vars(rewards).keys()
+        assert {protocol.reward} - {"math"} <= vars(rewards).keys()
         assert protocol.template in common.PROMPTS
         unboxed = evaluation.with_changes(protocol, evaluation.Args("", unboxed=True))
         assert unboxed.reward == ("unboxed" if protocol.reward == "math" else protocol.reward)
     args = evaluation.Args("", seed=7)
     shared = evaluation.settings_of(PROTOCOLS["cwgrpo-7b"], args)
     assert (common.longest_sequence(shared), shared.seed) == (4096, 7)
-    args = evaluation.Args("", max_response_tokens=500, samples=2, temperature=0)
+    args = evaluation.Args("", max_response_tokens=500, max_total_tokens=0, eval_samples=2, eval_temperature=0)
     changed = evaluation.with_changes(PROTOCOLS["gpg-16"], args)
     assert (changed.max_response_tokens, changed.max_total_tokens, changed.eval_temperature) == (500, 0, 0)
-    assert (changed.eval_samples, changed.ks) == (2, (1, 2))
+    assert changed.eval_samples == 2
 
 
 def test_where_figures_go(tmp_path):
@@ -101,7 +100,7 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
     flags = {"template": "mine.txt", "reward": "mine.py:score", "image_column": "picture", "eval_samples": 8}
     flags |= {"eval_temperature": 0.7, "max_prompt_tokens": 5, "max_response_tokens": 7, "max_total_tokens": 9}
     (tmp_path / "run.json").write_text(json.dumps({"args": flags | {"eval": "a,b", "model": "m", "seed": 4}}))
-    for sets, evaluated in (((), ("a", "b")), (("mine.jsonl",), ("mine.jsonl",))):
+    for sets, evaluated in ((None, ("a", "b")), (("mine.jsonl",), ("mine.jsonl",))):
         args = evaluation.Args(str(tmp_path), sets=sets, max_prompt_tokens=6)
         protocol = evaluation.with_changes(evaluation.own(args), args)
         assert (protocol.sets, protocol.ks) == (evaluated, (1, 8))
@@ -157,7 +156,7 @@ def test_on_the_embedded_model(engine, tmp_path):
 
     def ask(*sets, more=()):
         files = [tmp_path / f"{name}.jsonl" for name in sets]
-        flags = [TOY / "model", "--protocols", "sspo", "gpg-16", "sps", "--samples", 3, "--sets", *files, *more]
+        flags = [TOY / "model", "--protocols", "sspo", "gpg-16", "sps", "--eval-samples", 3, "--sets", *files, *more]
         flags += ["--template", "plain", "--max-prompt-tokens", 32, "--max-response-tokens", 96]
         output = engine(script="eval", flags=[*flags, "--texts", "--out", tmp_path / "eval.json"])
         return json.loads((tmp_path / "eval.json").read_text())["rows"], output

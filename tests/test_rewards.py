@@ -35,12 +35,11 @@ def test_an_answer_must_be_in_tags_and_the_first_counts():
     assert rewards.class_name("<answer>\nrose\n</answer>", {"solution": "rose"}) == 1, "a solution without tags"
 
 
-def test_class_names_and_what_the_released_rule_lets_through():
+def test_class_names_and_what_the_released_rule_would_let_through():
     gold = row("Boeing 737-200")
     assert rewards.class_name(answered("boeing_737-200"), gold) == 1
     for wrong in ("737-200", "", "a Boeing 737-200 or a Boeing 747-400"):
         assert rewards.class_name(answered(wrong), gold) == 0, wrong
-        assert rewards.class_name_released(answered(wrong), gold) == 1, wrong
 
 
 def test_options():
@@ -61,20 +60,17 @@ def test_boxes_by_counting_pixels(seed):
     for _ in range(2):
         x, y = (sorted(rng.sample(range(40), 2)) for _ in range(2))
         boxes.append((x[0], y[0], x[1], y[1]))
-    left, top, right, bottom = zip(*boxes, strict=True)
-    mine, gold, hull = map(pixels, (*boxes, (min(left), min(top), max(right), max(bottom))))
+    mine, gold = map(pixels, boxes)
     texts = ["({},{}),({},{})".format(*box) for box in boxes]
     iou = len(mine & gold) / len(mine | gold)
     assert rewards.iou(answered(texts[0]), row(texts[1])) == pytest.approx(iou)
-    giou = iou - len(hull - mine - gold) / len(hull)
-    assert rewards.giou(answered(texts[0]), row(texts[1])) == pytest.approx(giou + 1)
 
 
 def test_boxes_that_are_none():
     gold = row("(100,100),(300,300)")
     inside_out, outside = "(300,300),(100,100)", "(0,0),(1001,10)"
     for text in ("", inside_out, outside, "(100,100),(300,300) or (0,0),(1000,1000)"):
-        assert rewards.iou(answered(text), gold) == rewards.giou(answered(text), gold) == 0, text
+        assert rewards.iou(answered(text), gold) == 0, text
 
 
 def test_as_a_flag():

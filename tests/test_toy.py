@@ -42,10 +42,11 @@ def taught(folder, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs before each token of 512 fresh responses of a seed's teacher, and those tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
-    ids, labels = lessons(random.Random(0), tokenizer, meanings(seed), set(), 512)
+    inputs = lessons(random.Random(0), tokenizer, meanings(seed), set(), 512)
+    labels = inputs["labels"]
     response = labels[:, 1:] >= 0
     with torch.no_grad():
-        return model(input_ids=ids).logits[:, :-1][response].log_softmax(-1), labels[:, 1:][response]
+        return model(**inputs).logits[:, :-1][response].log_softmax(-1), labels[:, 1:][response]
 
 
 def test_the_model_imitates_this_teacher():

@@ -39,5 +39,5 @@ def test_images_hold_the_answers_and_no_problem_of_the_files_is_taught(tmp_path,
             assert len(squares) == 3 and row["answer"] == right_answer(row["problem"], squares)
             assert row["problem"].startswith("where") == name.startswith("ground")
     first = toy_images.ask(random.Random(4), toy_images.TAUGHT)
-    assert next(toy_images.fresh(random.Random(4), toy_images.TAUGHT, set())) == first
-    assert next(toy_images.fresh(random.Random(4), toy_images.TAUGHT, taken | {first})) != first
+    assert next(toy_images.fresh(toy_images.ask, random.Random(4), toy_images.TAUGHT, set())) == first
+    assert next(toy_images.fresh(toy_images.ask, random.Random(4), toy_images.TAUGHT, taken | {first})) != first

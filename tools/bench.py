@@ -106,30 +106,26 @@ def random_batch(vocabulary, prompt, response, count):
     rng = np.random.default_rng(0)
     zeros = np.zeros(response, np.float32)
     problem = common.Problem("", [0] * prompt, "0")
-    ids = [rng.integers(0, vocabulary, response) for _ in range(count)]
-    rollouts = [common.Rollout(each, zeros, "", False) for each in ids]
-    return common.Batch([common.Group(problem, [rollout], reward_G=torch.zeros(1)) for rollout in rollouts])
+    groups = []
+    for _ in range(count):
+        rollout = common.Rollout(rng.integers(0, vocabulary, response), zeros, "", False)
+        groups.append(common.Group(problem, [rollout], reward_G=torch.zeros(1)))
+    return common.Batch(groups)
 
 
-def train(policy, micro, repeats):
-    """Return the seconds of the fastest forward and backward pass but the first, with AdamW's moments beside it, and
-    the bytes that this process holds; on a CPU the most that it has held so far."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, fused=True)
-    cuda = torch.cuda.is_available()
+def train(policy, micro, repeats, record):
+    """Return the seconds of the fastest forward and backward pass but the first, with AdamW's moments beside it."""
+    optimizer = common.adamw(policy, 0.0, record.args)
     seconds = []
     for _ in range(repeats + 1):
-        start = time.perf_counter()
-        logp_T, _ = policy(micro)
-        logp_T.sum().backward()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+        record.start_step()
+        with record.phase("train"):
+            logp_T, _ = policy(micro)
+            logp_T.sum().backward()
+        seconds.append(record.metrics["seconds/train"])
         optimizer.step()
         optimizer.zero_grad()
-    if cuda:
-        free, whole = torch.cuda.mem_get_info()
-        return min(seconds[1:]), whole - free
-    return min(seconds[1:]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return min(seconds[1:])
 
 
 def policy(
@@ -141,14 +137,14 @@ def policy(
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ):
     """Print tokens/s and FLOP/s per process, at 6 FLOP a token for each weight, and memory of FSDP forward and
-    backward.
+    backward. runs/bench-… keeps the lines.
 
     Args:
         tokens: packed tokens of a process in one forward and backward
     """
     world = common.init_world()
     settings = common.Args(activation_checkpointing=activation_checkpointing, compute_dtype=compute_dtype)
-    dtype = common.compute_dtype(settings, world)
+    record = common.Record(settings, "bench", world)
     with tempfile.TemporaryDirectory() as mine:
         folder = Path(world.all_gather(mine)[0])
         if world.rank == 0:
@@ -157,17 +153,17 @@ def policy(
             model.to(torch.bfloat16).save_pretrained(folder)
         world.all_gather(None)
         policy = common.load_policy(folder, settings, world)
-    if world.rank == 0:
-        print(f"{shape}, {dtype}, {world.size} processes; {hardware()}")
+    record.say(f"{shape}, {common.compute_dtype(settings, world)}, {world.size} processes; {hardware()}")
     for length in lengths:
         count = max(1, tokens // length)
         batch = random_batch(SHAPES[shape].vocabulary, length // 8, length - length // 8, count)
-        measured = train(policy, batch.pack(list(range(count)), world.device), repeats)
-        seconds, held = map(max, zip(*world.all_gather(measured), strict=True))
+        micro = batch.pack(range(count), world.device)
+        seconds = max(world.all_gather(train(policy, micro, repeats, record)))
         speed = count * length / seconds
         tera = 6 * SHAPES[shape].weights * speed / 1e12
-        if world.rank == 0:
-            print(f"length {length:6d}: {speed:9.0f} tokens/s  {tera:.3f} TFLOP/s  {held / GIB:.2f} GiB", flush=True)
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        memory = record.metrics["memory_gib/train"] or most  # on a CPU the most that this process has held so far
+        record.say(f"length {length:6d}: {speed:9.0f} tokens/s  {tera:.3f} TFLOP/s  {memory:.2f} GiB")
     torch.distributed.destroy_process_group()
 
 
@@ -179,8 +175,8 @@ def training_bytes(shape, gpus, tokens, recompute):
     each layer its input where activations are recomputed, else all that its backward pass reads. Beside these lies
     either a chunk of the head's logits, in float32 four times or once with weights and gradient of the head, or in the
     backward pass the head's gradient, what the last layer reads and makes, and weights and gradients of two layers. At
-    the end it is the gradient of embedding and head instead, in float32 with a copy in bf16 or its float32 sum. Counted
-    on a trace (tests/pretend_gpu.py).
+    the end it is the gradient of embedding and head instead, in float32 with a copy in bf16 or its float32 sum. It was
+    counted on a trace of torch 2.13 (2026-11-23).
     """
     hidden = 2 * tokens * shape.hidden
     intermediate = 2 * tokens * shape.intermediate
@@ -251,8 +247,17 @@ def trl_flags(args, data):
     return [*same.split(), *(f"--{name}={value}" for name, value in how.items())]
 
 
-def pace(times, lengths):
-    """Say how long a step took from end to end, the median after the fifth step, and these steps' mean length."""
+def pace(command, env):
+    """Run a command that prints the mean length of each step's responses. Return how long a step took from end to end,
+    the median after the fifth step, and these steps' mean length."""
+    times = []
+    lengths = []
+    with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE) as running:
+        for line in running.stdout:
+            length = re.search(r"(?:response_length |completions/mean_length': '?)([\d.,]+)", line)
+            if length:
+                times.append(time.perf_counter())
+                lengths.append(float(length[1].replace(",", "")))
     return f"{np.median(np.diff(times[4:])):6.2f} s a step, {np.mean(lengths[5:]):.0f} tokens a response"
 
 
@@ -270,25 +275,13 @@ def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     print(f"2 processes, OMP_NUM_THREADS={threads}; {hardware()}")
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")
-        subprocess.run([*ours, *flags, "--run-dir", run], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+        print(f"sps.py  {pace([*ours, *flags, '--run-dir', run], env)}", flush=True)
         args = SimpleNamespace(**json.loads((run / "run.json").read_text())["args"])
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        times = [row["time"] for row in rows[-args.steps :]]
-        print(f"sps.py  {pace(times, [row['response_length'] for row in rows[-args.steps :]])}", flush=True)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
         rows = [{"prompt": tokenizer.decode(each.prompt_ids), "answer": each.answer} for each in problems]
         datasets.Dataset.from_list(rows).to_json(f"{home}/data/train.jsonl")
-        times = []
-        lengths = []
-        command = [*its, *trl_flags(args, f"{home}/data")]
-        with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE) as running:
-            for line in running.stdout:
-                length = re.search(r"completions/mean_length': '?([\d.]+)", line)
-                if length:
-                    times.append(time.perf_counter())
-                    lengths.append(float(length[1]))
-        print(f"TRL     {pace(times, lengths)}")
+        print(f"TRL     {pace([*its, *trl_flags(args, f'{home}/data')], env)}")
 
 
 if __name__ == "__main__":

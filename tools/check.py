@@ -2,12 +2,12 @@
 
     ./run.sh check [MODEL] [--compute-dtype ...]     a hub id or a folder; otherwise the embedded model
 
-A line has its figure, the bound for this dtype, and `ok` or `FAIL`; the exit code is not 0 if a line failed. Every GPU
-must hold MODEL whole with its gradient, 8 bytes a weight. `bench.py policy` measures memory and speed.
+A line has its figure, the bounds for this dtype, and `ok` or `FAIL`; the exit code is not 0 if a line failed. Every GPU
+must hold MODEL whole with its gradient, 8 bytes a weight. runs/check-… keeps the lines and all versions. `bench.py
+policy` measures memory and speed.
 """
 
-import os
-import subprocess
+import math
 import sys
 from pathlib import Path
 from typing import Literal
@@ -44,23 +44,23 @@ class Check:
     def __init__(self, args):
         self.args = args
         self.world = common.init_world()
+        self.record = common.Record(args, "check", self.world)
         self.folder = common.model_folder(args)
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.sampler = common.Sampler(self.folder, self.tokenizer, args, self.world)
         self.policy = common.load_policy(self.folder, args, self.world)
         self.failed = False
 
-    def note(self, what, figure, bound, holds):
-        """Print a line of the table; a bound that does not hold fails the check."""
+    def note(self, what, figure, least, most):
+        """Print a line of the table. A figure out of its bounds, as NaN is, fails the check."""
+        holds = least <= figure <= most
         self.failed |= not holds
-        if self.world.rank == 0:
-            print(f"| {what} | {figure:.3g} | {bound} | {'ok' if holds else 'FAIL'} |", flush=True)
+        self.record.say(f"| {what} | {figure:.3g} | {least:g} to {most:g} | {'ok' if holds else 'FAIL'} |")
 
     def compare(self, what, differences, limit):
-        """Note how large differences are, against the limit of this dtype, which NaN fails."""
+        """Note how large differences are, against the limit of this dtype."""
         limits = LIMITS[self.sampler.dtype]
-        figure = limits["statistic"](differences).item()
-        self.note(what, figure, f"≤ {limits[limit]:g}", figure <= limits[limit])
+        self.note(what, limits["statistic"](differences).item(), 0, limits[limit])
 
     def sample(self):
         """Let the engine sample four responses to each of six prompts with the policy's weights, and sleep."""
@@ -74,30 +74,26 @@ class Check:
             group.reward_G = torch.zeros(4)
         return common.Batch(groups)
 
-    def score(self, policy, batch, plan, backward=False):
-        """Return log-probs and entropies, (2, T) on the CPU, of the responses in this rank's plan, and 0 for the
-        others. `backward` adds the gradient of a weighted sum of the log-probs to the policy's; the weights are random,
-        but the same at each call."""
+    def score(self, policy, batch, plan):
+        """Return log-probs and entropies of the responses in the ranks' plans, added up over ranks. The policy's
+        gradient becomes that of a weighted sum of the log-probs; the weights are random, but the same at each call."""
         weight_T = torch.randn(len(batch.response_T), generator=torch.Generator().manual_seed(0))
         found = torch.zeros(2, len(weight_T))
+        policy.zero_grad()
         for responses in plan:
             micro = batch.pack(responses, self.world.device, {"weight_T": weight_T})
-            with torch.set_grad_enabled(backward):
-                scores = torch.stack(policy(micro))
-            if backward:
-                (scores[0] * micro.inputs["weight_T"]).sum().backward()
-            found[:, micro.token_T] = scores.detach().cpu()
-        policy.reshard()  # FSDP leaves the root gathered where no backward pass follows.
-        return found
+            logp_T, entropy_T = policy(micro)
+            (logp_T * micro.inputs["weight_T"]).sum().backward()
+            found[:, micro.token_T] = torch.stack([logp_T, entropy_T]).detach().cpu()
+        return self.world.all_reduce(found)
 
-    def shared(self, batch, backward=False):
-        """Return what `score` does where each rank takes its part of the packed responses."""
-        plan = batch.deal(batch.cost_R > 0, self.world, self.args.micro_batch_tokens)
-        return self.world.all_reduce(self.score(self.policy, batch, plan, backward))
+    def deal(self, batch):
+        """Return this rank's part of the packed responses."""
+        return batch.deal(batch.cost_R > 0, self.world, self.args.micro_batch_tokens)
 
     def gap_T(self, batch):
         """Return how far the samples' log-probs are from the policy's."""
-        return (self.shared(batch)[0] - batch.sampler_logp_T).abs()
+        return (self.score(self.policy, batch, self.deal(batch))[0] - batch.sampler_logp_T).abs()
 
     def syncs(self):
         """Check log-probs before and after the policy changes; stale ones must differ. Return the first samples."""
@@ -108,7 +104,7 @@ class Check:
                 mine = parameter.to_local()
                 mine.mul_(1 + 0.3 * torch.randn_like(mine))  # They are as large as before, but another model's.
         stale = self.gap_T(first).mean().item()
-        self.note("stale weights, which must differ", stale, "≥ 0.01", stale >= 0.01)
+        self.note("stale weights, which must differ", stale, 0.01, math.inf)
         self.compare("sampler against trainer, changed sync", self.gap_T(self.sample()), "gap")
         self.policy = common.load_policy(self.folder, self.args, self.world)
         return first
@@ -121,8 +117,8 @@ class Check:
         mesh = torch.distributed.init_device_mesh(world.device.type, (world.size, 1), mesh_dim_names=names)
         whole = common.load_policy(self.folder, self.args, world._replace(mesh=mesh))
         alone = [[r] for r in range(len(batch.rollout_R))]
-        packed = self.shared(batch, backward=True)
-        differences = (packed - self.score(whole, batch, alone, backward=True)).abs()
+        single = self.score(whole, batch, alone) / world.size  # Every rank has added all.
+        differences = (self.score(self.policy, batch, self.deal(batch)) - single).abs()
         self.compare("packed against single, log-probs", differences[0], "packed")
         self.compare("packed against single, entropies", differences[1], "packed")
         errors = []
@@ -140,10 +136,6 @@ def main(model: tyro.conf.Positional[str] = TOY, compute_dtype: Literal["auto", 
         model: a hub id or a folder
         compute_dtype: auto is bfloat16 on GPUs, else float32
     """
-    ranks = torch.cuda.device_count() or 2
-    if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        return subprocess.call([*launcher, *sys.argv])
     args = common.Args(
         model=model,
         max_prompt_tokens=224,
@@ -153,9 +145,8 @@ def main(model: tyro.conf.Positional[str] = TOY, compute_dtype: Literal["auto", 
         temperature=1.3,  # Both sides must divide by it, which 1 would not show.
     )
     check = Check(args)
-    if check.world.rank == 0:
-        print(f"\n{bench.hardware()}, {ranks} ranks, torch {torch.__version__}\n")
-        print("| check | figure | bound | |", "|---|---|---|---|", sep="\n")
+    check.record.say(f"{bench.hardware()}, {check.world.size} ranks, torch {torch.__version__}")
+    check.record.say("| check | figure | bounds | |\n|---|---|---|---|")
     check.passes(check.syncs())
     check.sampler.load(check.policy)  # An engine that sleeps has unmapped its memory, and its end would unmap it again.
     check.sampler.close()

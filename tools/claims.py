@@ -41,7 +41,7 @@ CLAIMS = LISTS["claims"]
 LARGE = {"real", "real-kernel", "systems"}  # claims of docs/real.md
 SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")  # These of `evaluate` become sps/SET/NAME.
 EVAL = (
-    "--protocols sps --samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
+    "--protocols sps --eval-samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
     "--max-prompt-tokens 32 --max-response-tokens 96"
 )
 
@@ -105,7 +105,7 @@ def run(folder):
 def runs_of(claim):
     """Return {arm: {seed: rows}} of the csv files that there are."""
     arms = claim["arms"].split()
-    return sweep.by_seed([file for arm in arms for file in sorted(DATA.glob(f"{arm}-seed*.csv"))])
+    return plot.grouped([file for arm in arms for file in sorted(DATA.glob(f"{arm}-seed*.csv"))])
 
 
 def page(name):

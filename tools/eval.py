@@ -15,7 +15,7 @@ import math
 import sys
 import tomllib
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -41,17 +41,16 @@ class Protocol:
 
     sets: list
     template: str
-    papers: str
+    papers: str = field(repr=False)
     max_response_tokens: int = 1024
     eval_samples: int = 1
     seeds: int = 1
     eval_temperature: float = 0.0
     top_p: float = 1.0
-    ks: tuple = (1,)  # It reports these pass@k, or the mean IoU if there are none.
+    ks: tuple = (1,)  # It reports these pass@k, k at most all completions; without one the mean IoU.
     max_total_tokens: int = 0  # It bounds a prompt and its response together. 0: only their own bounds hold.
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
     reward: str = "math"  # Else a function of tools/rewards.py or, of a run's own, FILE.py:FUNCTION.
-    also: str = ""  # It reports the grades of this function of tools/rewards.py, too, which are those of the papers.
     max_prompt_tokens: int = 1024
     image_column: str = ""
     by_question: bool = False  # Its average is over questions, not over sets.
@@ -82,7 +81,7 @@ class Args:
     protocols: tuple[Literal[*PROTOCOLS], ...] = ()
     """The last four are of images. Empty: how the run evaluates while it trains; for a model of no run greedily, up to
     1,024 tokens."""
-    sets: tuple[str, ...] = ()
+    sets: tuple[str, ...] | None = None
     """Instead of a protocol's: its names of sets, files and hub ids. A file NAME.jsonl is the set NAME, so beside what
     papers report of it."""
     out: str = ""
@@ -92,18 +91,20 @@ class Args:
     """Write every completion to the JSON file, too."""
     seed: int = 1
     """Seeds every sampled token."""
-    template: str = ""
-    """Instead of the protocol's."""
-    temperature: float | None = None
-    """Instead of the protocol's. 0: greedy."""
     unboxed: bool = False
     """Grade as the released evaluators of GPG and CW-GRPO do: an answer counts without a box, too. Not for images."""
-    samples: int = 0
-    """Completions of a problem, instead of the protocol's."""
-    max_response_tokens: int = 0
-    """Instead of the protocol's bounds."""
-    max_prompt_tokens: int = 0
-    """Instead of the protocol's, 1,024: longer prompts are left out and counted."""
+    template: str | None = None
+    """This and the next five are instead of the protocol's."""
+    eval_samples: int | None = None
+    """Completions of a problem."""
+    eval_temperature: float | None = None
+    """0: greedy."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are left out and counted."""
+    max_response_tokens: int | None = None
+    """A completion is cut here and graded as it stands."""
+    max_total_tokens: int | None = None
+    """Bound of prompt and completion together. 0: none."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on GPUs, else float32."""
     tensor_parallel: int = 1
@@ -120,28 +121,31 @@ def run_of(path):
             return folder
 
 
-def own(args):
-    """Return the protocol by which a run evaluates while it trains; a model of no run is asked once, greedily, in its
-    chat format."""
-    flags = {"template": "chat-boxed", "eval_samples": 1, "eval": ""}
-    run = run_of(Path(args.model))
+def known(kind, settings):
+    """Return which of these settings a class has."""
+    return {name: settings[name] for name in kind.__annotations__ if name in settings}
+
+
+def flags_of(path):
+    """Return the flags of the run that a path is or lies in, else those by which a model of no run is asked: once,
+    greedily, in its chat format."""
+    run = run_of(path)
     if run:
-        flags = json.loads((run / "run.json").read_text())["args"]
-    known = {name: flags[name] for name in flags if name in Protocol.__annotations__}
+        return json.loads((run / "run.json").read_text())["args"]
+    return asdict(common.Args(template="chat-boxed"))
+
+
+def own(args):
+    """Return the protocol by which a run evaluates while it trains."""
+    flags = flags_of(Path(args.model))
     sets = tuple(filter(None, flags["eval"].split(",")))
-    return Protocol(sets=sets, papers="", ks=(1, flags["eval_samples"]), **known)
+    return Protocol(sets=sets, papers="", ks=(1, flags["eval_samples"]), **known(Protocol, flags))
 
 
 def with_changes(protocol, args):
     """Return the protocol with the changes that the command line asks for."""
-    changes = {name: value for name, value in vars(args).items() if value and name in Protocol.__annotations__}
-    if args.max_response_tokens:
-        changes["max_total_tokens"] = 0
-    if args.temperature is not None:
-        changes["eval_temperature"] = args.temperature
-    if args.samples:
-        changes["eval_samples"] = args.samples
-        changes["ks"] = tuple(sorted({min(k, args.samples) for k in protocol.ks}))
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    changes = known(Protocol, given)
     if args.unboxed and protocol.reward == "math":
         changes["reward"] = "unboxed"
     return replace(protocol, **changes)
@@ -153,23 +157,17 @@ def settings_of(protocol, args):
     given = vars(args) | vars(protocol) | {"model": model_of(Path(args.model))}
     if hasattr(rewards, protocol.reward):
         given["reward"] = OURS + protocol.reward
-    known = {name: given[name] for name in common.Args.__annotations__ if given.get(name) is not None}
-    return common.Args(**known, reward_seconds=60)
+    return common.Args(**known(common.Args, given), reward_seconds=60)
 
 
 def problems_of(sets, settings, tokenizer):
-    """Return {name: problems} of these sets. Raises ValueError for two of one name. Without a box the reward is one of
-    our own, which is given the answer."""
+    """Return {name: problems} of these sets. What is graded without a box is read as what is graded in one."""
     sources = {Path(one).stem: SETS.get(one, one) for one in sets}
     if not sources or len(sources) < len(sets):
         raise SystemExit(f"--sets {' '.join(sets)}: name some, but not two of one name, which would mix")
-    unboxed = settings.reward == OURS + "unboxed"
-    how = replace(settings, reward="math") if unboxed else settings
-    found = {name: common.load_problems(source, tokenizer, how, "--sets") for name, source in sources.items()}
-    if unboxed:
-        for problem in chain(*found.values()):
-            problem.graded_by = ({"answer": problem.answer},)
-    return found
+    if settings.reward == OURS + "unboxed":
+        settings = replace(settings, reward="math")
+    return {name: common.load_problems(source, tokenizer, settings, "--sets") for name, source in sources.items()}
 
 
 def place(path):
@@ -182,7 +180,7 @@ def place(path):
 def model_of(path):
     """Return the model folder or hub id of a run, of a checkpoint's run, or of what is itself a model."""
     if (path / "manifest.json").is_file():
-        return json.loads((run_of(path) / "run.json").read_text())["args"]["model"]
+        return flags_of(path)["model"]
     if (path / "model" / "config.json").is_file():
         return str(path / "model")
     return str(path)
@@ -251,7 +249,6 @@ def row_of(name, protocol, label, groups, greedy):
     """Return the figures of a set. `groups` are its graded completions, all of one seed before those of the next;
     `greedy` are its greedy answers, if there are any."""
     correct_SPN = torch.stack([group.correct_G for group in groups]).unflatten(0, (protocol.seeds, -1))
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     row = {
         "protocol": name,
         "set": label,
@@ -259,16 +256,11 @@ def row_of(name, protocol, label, groups, greedy):
         "problems": correct_SPN.shape[1],
         "n": protocol.eval_samples * protocol.seeds,
         "right": (correct_SPN >= 1).sum((0, 2)).tolist(),
-        "length": float(np.mean([len(rollout.ids) for rollout in rollouts])),
-        "truncated_share": float(np.mean([rollout.truncated for rollout in rollouts])),
+        **common.drawn_metrics(groups),
     }
-    row |= summary(correct_SPN, protocol.ks)
+    row |= summary(correct_SPN, sorted({min(k, protocol.eval_samples) for k in protocol.ks}))
     if not protocol.ks:
         row["mIoU"] = {"mean": 100 * correct_SPN.mean().item()}
-    if protocol.also:
-        rule = getattr(rewards, protocol.also)
-        scores = [rule(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
-        row[protocol.also] = {"mean": 100 * float(np.mean(scores))}
     if protocol.eval_samples > 1:
         responses_PG = [[rollout.ids for rollout in group.rollouts] for group in groups]
         row["similarity"] = {"mean": similarity(responses_PG)}
@@ -277,27 +269,26 @@ def row_of(name, protocol, label, groups, greedy):
     return row
 
 
-def evaluate(name, protocol, settings, sampler, verifier, data, texts):
+def evaluate(name, protocol, settings, data, verifier, sampler, texts):
     """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
     waits only once for the longest responses. With `texts` a set's figures have the completions, too."""
-
-    def sample(kind, into, *how):
-        asked = {(kind, label, p): problem for label, problems in data.items() for p, problem in enumerate(problems)}
-        groups = sampler.sample(asked, *how)
-        for (_, label, _), group in zip(asked, groups, strict=True):
-            into[label].append(group)
-
-    graded = {label: [] for label in data}
-    greedy = {label: [] for label in data}
+    asked = {}
+    for label, problems in data.items():
+        for p, problem in enumerate(problems):
+            asked["eval", label, p] = problem
+    how = (protocol.eval_samples, protocol.eval_temperature)
+    sampled = []
     for seed in range(settings.seed, settings.seed + protocol.seeds):
-        seeded = replace(settings, seed=seed)
-        sample("eval", graded, protocol.eval_samples, protocol.eval_temperature, seeded, protocol.top_p)
-    if protocol.greedy_logp:
-        sample("greedy", greedy, 1, 0.0, settings)
-    common.verify(verifier, [*chain(*graded.values())])
+        sampled.append(sampler.sample(asked, *how, replace(settings, seed=seed), protocol.top_p))
+    greedy = sampler.sample(asked, 1, 0.0, settings) if protocol.greedy_logp else []
+    common.verify(verifier, [*chain(*sampled)])
     rows = []
-    for label, groups in graded.items():
-        rows.append(row_of(name, protocol, label, groups, greedy[label]))
+    start = 0
+    for label, problems in data.items():
+        its = slice(start, start + len(problems))
+        start = its.stop
+        groups = [group for of_a_seed in sampled for group in of_a_seed[its]]
+        rows.append(row_of(name, protocol, label, groups, greedy[its]))
         if texts:
             rows[-1]["texts"] = [(group.problem.text, [each.text for each in group.rollouts]) for group in groups]
     return rows
@@ -328,49 +319,38 @@ def table_of(name, protocol, rows):
     """Return a protocol's table, our figures above the papers', with a column for each set and one of averages over the
     sets that were run, or over all questions."""
     lines = {"problems": {row["set"]: row["problems"] for row in rows}}
-    for label in [
-        label for label, figure in rows[0].items() if isinstance(figure, dict)
-    ]:  # means, perhaps with spreads
+    means = [label for label, figure in rows[0].items() if isinstance(figure, dict)]  # perhaps with spreads
+    for label in means:
         line = {row["set"]: " ±".join(f"{x:.4g}" for x in row[label].values()) for row in rows}
-        means = {row["set"]: row[label]["mean"] for row in rows}
-        lines[label] = line | {"average": average(means, rows, protocol.by_question)}
+        figures = {row["set"]: row[label]["mean"] for row in rows}
+        lines[label] = line | {"average": average(figures, rows, protocol.by_question)}
     for label, figures in reported(PROTOCOLS.get(name, protocol)).items():
         lines[label] = figures | {"average": average(figures, rows, protocol.by_question)}
     return pandas.DataFrame.from_dict(lines, orient="index").fillna("-")
 
 
-def show(name, protocol, rows):
-    """Print a protocol's figures with the papers' beside them."""
-    how = "greedy"
-    if protocol.eval_temperature:
-        how = f"temperature {protocol.eval_temperature}, top-p {protocol.top_p}"
-    longest = f"{protocol.max_response_tokens} tokens"
-    if protocol.max_total_tokens:
-        longest += " with the prompt"
-    print(f"\n{name}: {protocol.eval_samples} x {protocol.seeds} completions, {how}, up to {longest}, prompt", end=" ")
-    print(f"{protocol.template}, grading {protocol.reward}; the first ± is over problems, a second one over seeds")
-    print(table_of(name, protocol, rows).to_string())
-
-
 def main(args):
     world = common.init_world()
     asked = {name: PROTOCOLS[name] for name in args.protocols} or {"own": own(args)}
-    protocols = {name: with_changes(protocol, args) for name, protocol in asked.items()}
-    settings = {name: settings_of(protocol, args) for name, protocol in protocols.items()}
-    widest = max(settings.values(), key=common.longest_sequence)  # All share an engine.
-    folder = common.model_folder(widest)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    data = {name: problems_of(protocol.sets, settings[name], tokenizer) for name, protocol in protocols.items()}
-    verifiers = {name: common.Verifier(settings[name], world, data[name].values()) for name in protocols}
+    jobs = []
+    for name, protocol in asked.items():
+        protocol = with_changes(protocol, args)
+        settings = settings_of(protocol, args)
+        folder = common.model_folder(settings)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        data = problems_of(protocol.sets, settings, tokenizer)
+        jobs.append((name, protocol, settings, data, common.Verifier(settings, world, data.values())))
+    widest = max((settings for _, _, settings, *_ in jobs), key=common.longest_sequence)  # All share an engine.
     sampler = common.Sampler(folder, tokenizer, widest, world)
     run = Path(args.model)
     sampler.load(weights_of(run, folder, AutoConfig.from_pretrained(folder), sampler.dtype))
     rows = []
-    for name, protocol in protocols.items():
-        its = evaluate(name, protocol, settings[name], sampler, verifiers[name], data[name], args.texts)
+    for name, protocol, settings, data, verifier in jobs:
+        its = evaluate(name, protocol, settings, data, verifier, sampler, args.texts)
         rows += its
         if world.rank == 0:
-            show(name, protocol, its)
+            print(f"\n{name}: {protocol}; the first ± is over problems, a second one over seeds")
+            print(table_of(name, protocol, its).to_string())
     sampler.close()
     if world.rank == 0:
         out = Path(args.out or place(run))

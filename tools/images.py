@@ -62,10 +62,11 @@ def sat(file, count=15_000):
 
 def cvbench(source):
     """Yield (set, row) of CV-Bench's test split, a set for each task; a solution is "(C)" and that choice's words."""
-    rows = datasets.load_dataset(source, split="test").cast_column("image", datasets.Image(decode=False))
-    for one in rows:
+    rows = datasets.load_dataset(source, split="test")
+    for one in rows.cast_column("image", datasets.Image(decode=False)):
         words = one["choices"][LETTERS.index(one["answer"].strip("()"))]
-        yield f"cvbench-{one['task'].lower()}", row(one["image"]["bytes"], one["prompt"], f"{one['answer']} {words}")
+        solution = f"{one['answer']} {words}"
+        yield f"cvbench-{one['task'].lower()}", row(one["image"]["bytes"], one["prompt"], solution)
 
 
 def lisa(folder):

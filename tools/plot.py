@@ -50,15 +50,11 @@ COLOURS = dict(pair.split("=") for pair in METHODS.split())
 # ------------------------------------------------------------------------------------------------------------- the runs
 def read(run):
     """Return {metric: value} of each step of a run folder, or of a csv that tools/claims.py wrote; NaN for what was not
-    finite. Raises SystemExit naming the folder when there are none."""
+    finite."""
     if run.suffix == ".csv":
         rows = csv.DictReader(run.read_text().splitlines())
         return [{key: float(cell) for key, cell in row.items() if cell} for row in rows]
-    file = run / "metrics.jsonl"
-    text = file.read_text() if file.is_file() else ""
-    *lines, _ = text.split("\n")  # Of the line that is being written there may be half.
-    if not lines:
-        raise SystemExit(f"{run}: no metrics.jsonl with rows in it")
+    *lines, _ = (run / "metrics.jsonl").read_text().split("\n")  # Of the line that is being written there may be half.
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in map(json.loads, lines)]
 
 
@@ -90,23 +86,27 @@ def settings_of(run):
 
 
 def grouped(runs):
-    """Return {label: {run: rows}} of run folders and csv files. A label is what a name has before the seed and, where
-    runs of that name were not of one script and the same flags, but for seed and folder, what differs."""
-    settings = {run: settings_of(run)[0] for run in runs}
+    """Return {label: {seed: rows}} of run folders and csv files. A label is what a name has before the seed and, where
+    runs of that name were not of one script and the same flags, but for seed and folder, what differs. Raises
+    SystemExit for a seed that comes twice."""
+    settings = {run: settings_of(run) for run in runs}
     stems = {run: re.sub(r"-seed\d.*", "", run.name) for run in runs}
     found = {}
-    for run in runs:
-        rivals = [settings[other] for other in runs if stems[other] == stems[run]]
+    for run, (flags, seed) in settings.items():
+        rivals = [settings[other][0] for other in runs if stems[other] == stems[run]]
         label = stems[run]
-        for flag, value in settings[run].items():
+        for flag, value in flags.items():
             if any(rival.get(flag) != value for rival in rivals):
                 label += f" {flag}={value}"
-        found.setdefault(label, {})[run] = read(run)
+        seeds = found.setdefault(label, {})
+        if seed in seeds:
+            raise SystemExit(f"{run}: a second run of {label} with seed {seed}; name one of them")
+        seeds[seed] = read(run)
     return found
 
 
 def all_rows(runs):
-    """Return the rows of all runs of {label: {run: rows}} in one list."""
+    """Return the rows of all runs of {label: {seed: rows}} in one list."""
     return [row for seeds in runs.values() for rows in seeds.values() for row in rows]
 
 
@@ -193,12 +193,10 @@ def print_summary(name, rows):
         first = mean_over_steps(steps[:5], "reward")
         last = mean_over_steps(steps[-10:], "reward")
         print(f"{name}  {'reward':<24} {first:.3f} in the first 5 steps, {last:.3f} in the last 10")
-    evaluated = [row for row in rows if metrics_of([row], "eval/")]
-    for key in metrics_of(evaluated[:1], "eval/"):
-        if "/avg@" in key or "/pass@" in key:
-            before = evaluated[0][key]
-            after = evaluated[-1].get(key, math.nan)
-            print(f"{name}  {key[5:]:<24} {before:.3f} before, {after:.3f} after {evaluated[-1]['step']:g} steps")
+    for key in metrics_of(rows, "eval/"):
+        if "@" in key:
+            at, values = by_step({name: rows}, key)
+            print(f"{name}  {key[5:]:<24} {values[0, 0]:.3f} before, {values[0, -1]:.3f} after {at[-1]:g} steps")
     timed = steps[5:] or steps
     seconds = {metric: values_of(timed, metric) for metric in metrics_of(timed, "seconds/")}
     whole = sum(itertools.chain(*seconds.values()))
@@ -228,9 +226,9 @@ def main():
     else:
         runs = grouped(args.runs)
         draw_curves(runs, panels_of(runs, args.panels), args.out)
-        for seeds in runs.values():
-            for run, rows in seeds.items():
-                print_summary(run, rows)
+        for label, seeds in runs.items():
+            for seed, rows in seeds.items():
+                print_summary(f"{label}, seed {seed}", rows)
     print(f"{args.figure:<8} {args.out}")
 
 

@@ -54,22 +54,13 @@ def geoqa(completion, row):
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)
 def squeezed(name):
-    """Return a class name as the released code compares it."""
+    """Return a class name as it is compared."""
     return name.replace(" ", "").replace("_", "").lower()
 
 
 def class_name(completion, row):
     """Return 1.0 where the answer is the name of the class, case, spaces and underscores left aside, else 0.0."""
     return float(squeezed(inside(completion)) == squeezed(reference(row)))
-
-
-def class_name_released(completion, row):
-    """Return 1.0 where answer or name is part of the other, as released, else 0.0. This takes an empty answer, "e" for
-    a rose, a list of all classes and, where there is no answer in tags, any text in which the name occurs."""
-    tagged = re.search("<answer>.*?</answer>", completion, re.DOTALL)
-    answer = squeezed(inside(completion) if tagged else completion)
-    gold = squeezed(reference(row))
-    return float(answer in gold or gold in answer)
 
 
 def words_of(text):
@@ -103,38 +94,25 @@ def area(left, top, right, bottom):
     return max(0, right - left) * max(0, bottom - top)
 
 
-def overlap(completion, row):
-    """Return intersection over union of the answer's box and the reference's, and union over the smallest box around
-    both; zeros without either box."""
+def iou(completion, row):
+    """Return intersection over union of the answer's box and the reference's (B.4); 0 without either box."""
     box = box_of(inside(completion))
     gold = box_of(reference(row))
     if not (box and gold):
-        return 0.0, 0.0
+        return 0.0
     lefts, tops, rights, bottoms = zip(box, gold, strict=True)
     shared = area(max(lefts), max(tops), min(rights), min(bottoms))
-    hull = area(min(lefts), min(tops), max(rights), max(bottoms))
-    union = area(*box) + area(*gold) - shared
-    return shared / union, union / hull
-
-
-def iou(completion, row):
-    """Return the boxes' IoU (B.4)."""
-    return overlap(completion, row)[0]
-
-
-def giou(completion, row):
-    """Return the boxes' GIoU + 1, as released, which is IoU plus union over hull: 0 without a box, 2 for the same."""
-    return sum(overlap(completion, row))
+    return shared / (area(*box) + area(*gold) - shared)
 
 
 # ------------------------------------------------------------------------------------------- without a box (eval.py)
-def unboxed(completion, row):
-    """Return 1.0 where math_verify alone finds the row's `answer` in a completion, as `evaluate.py` of GPG and of
-    CW-GRPO grades, else 0.0. It gives itself 5 seconds for whatever it parses or compares."""
+def unboxed(completion, answer, _=""):
+    """Return 1.0 where math_verify alone finds an answer in a completion, as `evaluate.py` of GPG and of CW-GRPO
+    grades, else 0.0. It gives itself 5 seconds for whatever it parses or compares."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     how = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    gold = parse(rf"\boxed{{{row['answer']}}}", how)
+    gold = parse(rf"\boxed{{{answer}}}", how)
     return float(verify(gold, parse(completion, how), float_rounding=5))
 
 

