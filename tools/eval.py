@@ -25,7 +25,7 @@ import pandas
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -343,7 +343,7 @@ def main(args):
     widest = max((settings for _, _, settings, *_ in jobs), key=common.longest_sequence)  # All share an engine.
     sampler = common.Sampler(folder, tokenizer, widest, world)
     run = Path(args.model)
-    sampler.load(weights_of(run, folder, AutoConfig.from_pretrained(folder), sampler.dtype))
+    sampler.load(weights_of(run, folder, common.config_of(folder), sampler.dtype))
     rows = []
     for name, protocol, settings, data, verifier in jobs:
         its = evaluate(name, protocol, settings, data, verifier, sampler, args.texts)
