@@ -553,7 +553,7 @@ class Sampler:
             torch.cuda.empty_cache()  # the engine maps memory that torch must not hoard
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
-        need(sent == self.expected, f"weights for vLLM: missing {self.expected - sent}, unknown {sent - self.expected}")
+        need(sent == self.expected, f"vLLM has no or wants other weights: {sent ^ self.expected}")
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
@@ -1177,7 +1177,6 @@ def open_run(folder, args, script, world):
         "command": shlex.join(sys.argv),
         "args": flags,
         "ranks": world.size,
-        "device": str(world.device),
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
         "commit": subprocess.getoutput(f"git -C {here} describe --always --dirty 2>/dev/null"),
     }
@@ -1206,9 +1205,14 @@ class Record:
             if args.track:
                 import wandb
 
-                number = f"{seed_of(str(self.folder.resolve())):x}"  # the same for --resume
-                about = {"project": args.track, "name": self.folder.name, "config": asdict(args)}
-                wandb.init(**about, id=number, resume="allow", sync_tensorboard=True)
+                wandb.init(
+                    project=args.track,
+                    name=self.folder.name,
+                    id=f"{seed_of(str(self.folder.resolve())):x}",  # --resume goes on with the same
+                    resume="allow",
+                    config=asdict(args),
+                    sync_tensorboard=True,
+                )
         self.folder = world.decide(self.folder)  # rank 0 has made it
         shared = all(world.all_gather(self.folder.is_dir()))
         need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
