@@ -9,9 +9,6 @@ from faults import differences
 from jobs import Jobs
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-
-pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
-
 from seeing import STOPS, load, random_seeing_model, settings, write_images
 from test_invariance import check_alike, largest_difference
 from test_policy import group_of

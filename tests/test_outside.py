@@ -53,7 +53,6 @@ def test_a_hostile_file_of_demonstrations_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory) -> Path:
-    pytest.importorskip("torchvision", reason="image processors need torchvision, which is not installed")
     return random_seeing_model(tmp_path_factory.mktemp("seeing"), "qwen2_vl", tied=True)
 
 
