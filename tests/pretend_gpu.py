@@ -2,10 +2,11 @@
 
 test_pretend_gpu.py asks it for jobs such as {"name": "learn", "ranks": 8, "script": "gpg"}.
 
-It finds a tensor on the wrong device, and what stays on a GPU; a failed check ends the process, with its traceback. CPU tensors are real. A CUDA tensor is fake: it has a
-shape, a dtype, a device and a size, but no values. Integers that come from the CPU, and what is computed from them
-alone, keep their values: places, lengths, an image's grid. Collectives move nothing: this process is rank 0, and the
-other ranks are imagined. It cannot see values, the limits of kernels, NCCL, memory between operations, speed, or vLLM.
+It finds a tensor on the wrong device, and what stays on a GPU; a check that fails ends the process. CPU tensors are
+real. A CUDA tensor is fake: it has a shape, a dtype, a device and a size, but no values. Integers that come from the
+CPU, and what is computed from them alone, keep their values: places, lengths, an image's grid. Collectives move
+nothing: this process is rank 0, and the other ranks are imagined. It cannot see values, the limits of kernels, NCCL,
+memory between operations, speed, or vLLM.
 
 For whoever meets another torch: `patch` writes into tables of C++ whose slots are those of torch 2.13. Its comments say
 where each is declared and what it is for. Look there, put the slots right, then change TORCH.

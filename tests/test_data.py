@@ -111,10 +111,10 @@ def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
 def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, capsys):
     """Those of the chat format itself stay."""
     chat = copy.deepcopy(tokenizer)
-    chat.chat_template = "{% for turn in messages %}{{ turn.content }}<|endoftext|>{% endfor %}"
+    chat.chat_template = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}<|endoftext|>{% endfor %}"
     source = write(tmp_path / "a.jsonl", *({"problem": text, "answer": "1"} for text in ("1?", "1?<|endoftext|>\n2!")))
     (kept,) = common.load_problems(source, chat, common.Args(template="chat"), "--dataset")
-    assert kept.text == "1?" and chat.convert_ids_to_tokens(kept.prompt_ids)[-1] == "<|endoftext|>"
+    assert kept.text == "1?" and chat.decode(kept.prompt_ids) == "user: 1?<|endoftext|>"
     assert "1 problems; left out: {'spells" in capsys.readouterr().out
 
 
@@ -122,7 +122,6 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
     "row, message",
     [
         ({"text": "1", "answer": "2"}, r", row 1: .*--problem-column .*\['text', 'answer'\]"),
-        ({"problem": " ", "answer": "2"}, ", row 1: no problem in "),
         ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, ", row 1: 'role'$"),
         ({"problem": "1?", "answer": {"is": 1}}, ", row 1: column 'answer' holds no answer"),
         ({"problem": "1?", "answer": "byte 255"}, ": cannot be read as .*invalid start byte"),
@@ -138,11 +137,6 @@ def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
         load(source, tokenizer)
 
 
-def test_a_set_without_any_usable_row_says_its_columns(tokenizer, tmp_path):
-    with refused(r"a\.jsonl: no usable row; left out: {'no answer': 1}.*--answer-column .*\['problem', 'label'\]"):
-        load(write(tmp_path / "a.jsonl", {"problem": "1", "label": "2"}), tokenizer)
-
-
 def test_sources_that_cannot_be_read(tokenizer, tmp_path):
     with refused(r"^--dataset \S+b.parquet: cannot be read"):
         load(tmp_path / "b.parquet", tokenizer)
@@ -151,7 +145,7 @@ def test_sources_that_cannot_be_read(tokenizer, tmp_path):
 def test_columns_of_ones_own(tokenizer, tmp_path):
     source = write(tmp_path / "a.jsonl", {"problem": "not this", "q": "1+1=?", "answer": "3", "a": "2"})
     (data,) = load(source, tokenizer, problem_column="q", answer_column="a")
-    assert (data.text, data.answer) == ("1+1=?", "2")
+    assert data.graded_by == ("2", "1+1=?")
     with refused("--dataset .*a.jsonl.*'b'.*'problem', 'q', 'answer', 'a'"):
         load(source, tokenizer, answer_column="b")
 
@@ -213,9 +207,6 @@ def test_flags_that_cannot_work(plain_python, monkeypatch, settings, message):
         cwgrpo.main(cwgrpo.Args(max_response_tokens=4000, **settings))
 
 
-def test_templates(tokenizer, tmp_path):
+def test_a_template_of_ones_own(tokenizer, tmp_path):
     (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
     assert common.prompt_of("P {x}", str(tmp_path / "mine.txt"), tokenizer) == "{a} Q: P {x}\nA:"
-    chat = copy.copy(tokenizer)
-    chat.chat_template = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"
-    assert common.prompt_of("P {x}", "chat", chat) == "[user]P {x}[assistant]"

@@ -59,7 +59,7 @@ def test_grading_without_a_box():
 def test_protocols_name_what_exists_and_settings_are_theirs():
     """Sets, prompts, rewards; without a box the rewards of images stay; the command line wins."""
     for protocol in PROTOCOLS.values():
-        assert set(protocol.sets) <= evaluation.SETS.keys() and max(protocol.ks, default=1) <= protocol.eval_samples
+        assert set(protocol.sets) <= evaluation.SETS.keys()
         assert {protocol.reward, protocol.also} - {"math", ""} <= vars(rewards).keys()
         assert protocol.template in common.PROMPTS
         unboxed = evaluation.with_changes(protocol, evaluation.Args("", unboxed=True))
@@ -76,10 +76,8 @@ def test_where_figures_go(tmp_path):
     """A run's checkpoints and models stay as they are, and so does a model of no run."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").touch()
-    where = {"run": "run/eval.json", "run/best": "run/eval-best.json"}
-    where["run/checkpoints/step-00100"] = "run/eval-step-00100.json"
-    for model, file in where.items():
-        assert evaluation.place(tmp_path / model) == tmp_path / file
+    for model, name in {"": "eval", "best": "eval-best", "checkpoints/step-00100": "eval-step-00100"}.items():
+        assert evaluation.place(tmp_path / "run" / model) == tmp_path / "run" / f"{name}.json"
     assert evaluation.place(Path("Qwen/small")) == Path("runs/eval-small.json")
 
 
@@ -117,19 +115,17 @@ def test_on_the_embedded_model(engine, tmp_path):
         files = [tmp_path / f"{name}.jsonl" for name in sets]
         flags = [TOY / "model", "--protocols", "sspo", "gpg-16", "sps", "--samples", 3, "--sets", *files, *more]
         flags += ["--template", "plain", "--max-prompt-tokens", 32, "--max-response-tokens", 96]
-        output = engine(script="eval", flags=[*flags, "--texts", "--out", tmp_path / "eval.json"])
-        return json.loads((tmp_path / "eval.json").read_text())["rows"], output
+        engine(script="eval", flags=[*flags, "--texts", "--out", tmp_path / "eval.json"])
+        return json.loads((tmp_path / "eval.json").read_text())["rows"]
 
-    rows, output = ask("aime24", "own")
-    found = {(row["protocol"], row["set"]): row for row in rows}
-    assert list(found) == [(name, each) for name in ("sspo", "gpg-16", "sps") for each in ("aime24", "own")]
-    greedy, seeds, sps = (found[name, "aime24"] for name in ("sspo", "gpg-16", "sps"))
+    rows = ask("aime24", "own")
+    greedy, seeds, sps = rows[::2]
+    assert (sps["protocol"], sps["set"]) == ("sps", "aime24")
     assert greedy["similarity"]["mean"] == pytest.approx(100)
     assert 5 < seeds["pass@1"]["mean"] < seeds["pass@3"]["mean"] <= 100
     assert seeds["n"] == 12 and seeds["pass@1"]["over_seeds"] > 0, "the seeds sampled the same"
     assert 100 * np.mean(seeds["right"]) / 12 == pytest.approx(seeds["pass@1"]["mean"])
     assert 30 < sps["similarity"]["mean"] < 90 and -0.2 < sps["greedy_logp"]["mean"] < -0.05
-    assert f"{sps['greedy_logp']['mean']:.4g}" in output
-    for boxed, unboxed in zip(rows[1::2], ask("own", more=["--unboxed"])[0], strict=True):
+    for boxed, unboxed in zip(rows[1::2], ask("own", more=["--unboxed"]), strict=True):
         assert boxed["texts"] == unboxed["texts"] and unboxed["grading"] == "unboxed"
         assert 0 < sum(boxed["right"]) <= sum(unboxed["right"]) < unboxed["n"] * unboxed["problems"]

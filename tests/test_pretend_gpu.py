@@ -1,4 +1,4 @@
-"""The branches that only a GPU uses, traced on a pretended one: what lies where. pretend_gpu.py checks it, and says what
+"""The branches that only a GPU uses, traced on a pretended one. pretend_gpu.py checks what lies where, and says what
 this cannot see."""
 
 import pytest
