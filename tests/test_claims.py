@@ -30,7 +30,6 @@ def logged(folder: Path, rows: list[dict], **flags) -> Path:
 
 def test_arms_are_experiments_of_equal_responses_and_steps():
     """But for one of twice the prompts."""
-    assert {name for claim in claims.CLAIMS.values() for name in claim["arms"].split()} == claims.ARMS.keys()
     for name, arm in claims.ARMS.items():
         args = settings(*arm.split())
         real = "-135m" in arm

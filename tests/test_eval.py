@@ -108,8 +108,8 @@ def test_on_the_embedded_model(engine, tmp_path):
     sampled depends on a set's own name and problem numbers. The model boxes its answers, so that what is right in a box
     is right without."""
     lines = (TOY / "heldout.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "aime24.jsonl").write_text("".join(lines[:40]))
-    (tmp_path / "own.jsonl").write_text("".join(lines[40:70]))
+    for name, its in {"aime24": lines[:40], "own": lines[40:70]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(its))
 
     def ask(*sets, more=()):
         files = [tmp_path / f"{name}.jsonl" for name in sets]
@@ -123,7 +123,7 @@ def test_on_the_embedded_model(engine, tmp_path):
     assert (sps["protocol"], sps["set"]) == ("sps", "aime24")
     assert greedy["similarity"]["mean"] == pytest.approx(100)
     assert 5 < seeds["pass@1"]["mean"] < seeds["pass@3"]["mean"] <= 100
-    assert seeds["n"] == 12 and seeds["pass@1"]["over_seeds"] > 0, "the seeds sampled the same"
+    assert seeds["pass@1"]["over_seeds"] > 0, "the seeds sampled the same"
     assert 100 * np.mean(seeds["right"]) / 12 == pytest.approx(seeds["pass@1"]["mean"])
     assert 30 < sps["similarity"]["mean"] < 90 and -0.2 < sps["greedy_logp"]["mean"] < -0.05
     for boxed, unboxed in zip(rows[1::2], ask("own", more=["--unboxed"]), strict=True):

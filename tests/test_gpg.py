@@ -67,7 +67,8 @@ def test_format_reward():
     wrong = (
         "<think>so</think> <answer>4</answer> and more",
         "<think>so</think> <answer>4",
+        "well <think>so</think> <answer>4</answer>",
         "<think>a</think><think>b</think><answer>4</answer>",
         "<answer>4</answer>",
     )
-    assert [gpg.format_reward(text) for text in wrong] == [0] * 4
+    assert [gpg.format_reward(text) for text in wrong] == [0] * 5
