@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from jobs import serve
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoTokenizer
 
 import common
@@ -40,19 +39,6 @@ def six_groups(settings, tokenizer, dead: list[int]) -> list[common.Group]:
     for p in dead:
         reward_PG[p] = float(p % 2 == 0)
     return [common.Group(problems[p], rollouts[4 * p : 4 * p + 4], reward_PG[p], reward_PG[p]) for p in range(6)]
-
-
-def poison(policy, groups: list[common.Group]) -> None:
-    """Give response 0, and nothing else, a token that the embedding knows nothing of."""
-    name, weight = next((n, p) for n, p in policy.named_parameters() if n.endswith("embed_tokens.weight"))
-    embedding = weight.full_tensor().clone()
-    embedding[262] = torch.nan
-    set_model_state_dict(policy, {name: embedding}, options=StateDictOptions(full_state_dict=True, strict=False))
-    for group in groups:
-        group.problem.prompt_ids[:] = [0 if i == 262 else i for i in group.problem.prompt_ids]
-        for rollout in group.rollouts:
-            rollout.ids[rollout.ids == 262] = 0
-    groups[0].rollouts[0].ids[0] = 262
 
 
 def reference_of(model: str, settings):
@@ -90,8 +76,8 @@ def update(
     before = {name: parameter.full_tensor().clone() for name, parameter in policy.named_parameters()}
     optimizer = torch.optim.SGD(policy.parameters(), lr=settings.lr)
     groups = six_groups(settings, tokenizer, dead)
-    if poisoned:
-        poison(policy, groups)
+    if poisoned:  # with --tis-cap it multiplies an advantage, on the rank that has this response
+        groups[0].rollouts[0].logp[0] = np.nan
     if only_valid:
         groups = [group for p, group in enumerate(groups) if p not in dead]
     if reverse:  # the same prompts with their responses in another order

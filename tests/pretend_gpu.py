@@ -2,10 +2,11 @@
 
 test_pretend_gpu.py asks it for jobs such as {"name": "learn", "ranks": 8, "script": "gpg"}.
 
-It finds a tensor on the wrong device, and what stays on a GPU. CPU tensors are real. A CUDA tensor is fake: it has a
-shape, a dtype, a device and a size, but no values. Integers that come from the CPU, and what is computed from them
-alone, keep their values: places, lengths, an image's grid. Collectives move nothing: this process is rank 0, and the
-other ranks are imagined. It cannot see values, the limits of kernels, NCCL, memory between operations, speed, or vLLM.
+It finds a tensor on the wrong device, and what stays on a GPU; a check that fails ends the process. CPU tensors are
+real. A CUDA tensor is fake: it has a shape, a dtype, a device and a size, but no values. Integers that come from the
+CPU, and what is computed from them alone, keep their values: places, lengths, an image's grid. Collectives move
+nothing: this process is rank 0, and the other ranks are imagined. It cannot see values, the limits of kernels, NCCL,
+memory between operations, speed, or vLLM.
 
 For whoever meets another torch: `patch` writes into tables of C++ whose slots are those of torch 2.13. Its comments say
 where each is declared and what it is for. Look there, put the slots right, then change TORCH.
@@ -18,7 +19,7 @@ import importlib
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -41,6 +42,7 @@ import common
 
 TORCH = "2.13."
 KEPT = []  # C++ points at these
+PROBLEMS = [common.Problem("", list(range(9)), "0")] * 6
 aten = torch.ops.aten
 
 
@@ -52,9 +54,9 @@ class Stream(torch.cpu.Stream):
 
 
 def patch() -> None:
-    """Let this process trace CUDA tensors, for good. In a torch whose C++ tables nobody has looked at, or one built for
-    CUDA, writing there would end the process."""
-    assert torch.__version__.startswith(TORCH) and not torch.version.cuda, "its C++ tables are unknown: see above"
+    """Let this process trace CUDA tensors, for good. In a torch whose C++ tables nobody has looked at, writing there
+    would end the process."""
+    assert torch.__version__.startswith(TORCH), "its C++ tables are unknown: see above"
     pointer = ctypes.c_void_p
     table = pointer * 64
     folder = Path(torch.__file__).parent / "lib"
@@ -83,9 +85,10 @@ def patch() -> None:
     torch.cuda.stream = torch.cpu.stream
     torch.cuda.current_stream = lambda *_: Stream()
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_name = lambda *_: "pretended"
     torch.cuda.get_device_capability = lambda *_: (8, 0)
     torch.cuda._lazy_init = lambda: None
+    # torch.tensor(…, device="cuda") then makes its tensor on the CPU and moves it, which `Gpu` sees.
+    torch._C._set_only_lift_cpu_tensors(True)
 
 
 def values(func, args, kwargs):
@@ -159,15 +162,6 @@ class Gpu(TorchDispatchMode):
             x.value = value
         return x
 
-    def __enter__(self):
-        # torch.tensor(…, device="cuda") then makes its tensor on the CPU and moves it, which this mode sees.
-        torch._C._set_only_lift_cpu_tensors(True)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        torch._C._set_only_lift_cpu_tensors(False)
-        return super().__exit__(*error)
-
 
 class World(common.World):
     """A rank whose others, imagined, have what it has."""
@@ -187,40 +181,38 @@ def world_of(ranks: int, local: int) -> Iterator[World]:
 
 
 # --------------------------------------------------------------------------------------------------------------- jobs
-def described(tensors: Iterable[torch.Tensor]) -> list[str]:
-    """Return the dtypes and the kinds of device that there are among these tensors."""
-    return sorted({f"{x.dtype} on {x.device.type}" for x in tensors})
+def places(tensors) -> set[str]:
+    """Return the kinds of device on which these tensors are."""
+    return {x.device.type for x in tensors}
 
 
-def places(model) -> list[str]:
-    """Return the kinds of device on which a model's parameters and buffers are."""
-    return sorted({x.device.type for x in (*model.parameters(), *model.buffers())})
+def moments_of(optimizer) -> list[torch.Tensor]:
+    """Return all that an optimiser keeps."""
+    return [x for state in optimizer.state.values() for x in state.values()]
 
 
-def watched_score(gpu: Gpu, scored: set):
-    """Let `common.score` check that a reference waits on the host, and that nothing stays on the GPU, and note of each
-    model whether it trains."""
+def watched_score(gpu: Gpu):
+    """Let `common.score` check that a reference waits on the host, and that nothing stays on the GPU."""
     score = common.score
 
     def watched(policy, *rest, **how):
-        trains = any(x.requires_grad for x in policy.parameters())
-        home = ["cuda"] if trains else ["cpu"]
+        weights = list(policy.parameters())
+        home = {"cuda"} if weights[0].requires_grad else {"cpu"}
         before = gpu.held()
-        assert places(policy) == home
+        assert places(weights) == home
         result = score(policy, *rest, **how)
-        assert places(policy) == home
+        assert places(policy.parameters()) == home
         assert gpu.held() == before, "something stays gathered, or on the GPU"
-        scored.add(trains)
         return result
 
     return mock.patch.object(common, "score", watched)
 
 
-def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
-    """Return four responses of 1 to 29 tokens to each problem, by default to six random ones; half are right."""
+def groups(problems: list[common.Problem]) -> list[common.Group]:
+    """Return four responses of 1 to 29 tokens to each problem; half are right."""
     rng = np.random.default_rng(7)
     found = []
-    for problem in problems or [common.Problem("", rng.integers(0, 263, 9).tolist(), "0") for _ in range(6)]:
+    for problem in problems:
         group = group_of([], [rng.integers(0, 263, length) for length in rng.integers(1, 30, 4)])
         group.problem = problem
         group.reward_G = torch.tensor([1.0, 0.0, 0.0, 1.0]).double()
@@ -228,16 +220,14 @@ def groups(problems: list[common.Problem] | None = None) -> list[common.Group]:
     return found
 
 
-def learn(script: str, model: str, ranks: int = 1, local: int = 0, irl: bool = False, **flags):
+def learn(script: str, model: str, ranks: int = 8, local: int = 8, irl: bool = False, **flags) -> None:
     """Make a script's step on a model's real weights, and check what lies where."""
     module = importlib.import_module(script)
-    limits = {"max_prompt_tokens": 160, "max_response_tokens": 100, "micro_batch_tokens": 800, "template": "plain"}
-    args = module.Args(model=model, run_dir=tempfile.mkdtemp(), **limits | flags)
+    args = module.Args(model=model, run_dir=tempfile.mkdtemp(), micro_batch_tokens=800, template="plain", **flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    problems = common.load_data(args, tokenizer)[0] if args.image_column else None
+    problems = common.load_data(args, tokenizer)[0] if args.image_column else PROBLEMS
     batch = common.Batch(groups(problems))
-    scored = set()
-    with world_of(ranks, local or ranks) as world, Gpu() as gpu, watched_score(gpu, scored):
+    with world_of(ranks, local) as world, Gpu() as gpu, watched_score(gpu):
         record = common.Record(args, script, world)
         policy = common.load_policy(Path(model), args, world)
         optimizer = common.adamw(policy, args.lr, args)
@@ -252,19 +242,12 @@ def learn(script: str, model: str, ranks: int = 1, local: int = 0, irl: bool = F
             seed = [5] if script == "cwgrpo" else []
             module.learn(policy, reference, optimizer, batch, *seed, record)
             del reference
-        weights = list(policy.parameters())
-        gradients = [x.grad for x in weights]
-        moments = [x for state in optimizer.state.values() for x in state.values()]
-        sharded = [getattr(x, "_local_tensor", x) for x in (*weights, *gradients, *moments)]
-        assert places(policy) == ["cuda"] and described(gradients) == ["torch.float32 on cuda"]
-        storages = {x.untyped_storage() for x in (*sharded, *policy.buffers())}
+        kept = [*policy.buffers(), *moments_of(optimizer)]
+        for weight in policy.parameters():
+            kept += [weight, weight.grad]
+        assert places(kept) == {"cuda"}
+        storages = {getattr(x, "_local_tensor", x).untyped_storage() for x in kept}
         assert gpu.held() == sum(storage.nbytes() for storage in storages), "a share of the policy, and nothing else"
-        return {
-            "optimizer_steps": len(record.norms["grad_norm"]),
-            "skipped": record.metrics["skipped_updates"],
-            "scored": scored,
-            "moments": described(moments),
-        }
 
 
 def folders(model: str) -> None:
@@ -274,29 +257,23 @@ def folders(model: str) -> None:
     args = common.Args(model=model, run_dir=str(folder / "run"), micro_batch_tokens=800)
     with world_of(1, 1) as world, Gpu() as gpu:
         record = common.Record(args, "sspo", world)
-        policy, other = (common.load_policy(source, args, world) for _ in range(2))
-        mine, its = (common.adamw(each, 1e-3, args) for each in (policy, other))
-        batch = common.Batch(groups())
+        policy = common.load_policy(source, args, world)
+        mine, its = (common.adamw(policy, 1e-3, args) for _ in range(2))
+        batch = common.Batch(groups(PROBLEMS))
         policy(batch.pack([0, 1], world.device))[0].sum().backward()
         common.clip_and_step(policy, mine, record)
         record.write("metrics.jsonl", "{}")  # a checkpoint knows how far they went
         common.save_checkpoint(policy, mine, 1, 24, record)
         record.args = replace(args, resume=True)
-        assert common.resume(other, its, record) == (1, 24) and places(other) == ["cuda"]
-        moments = [x for state in its.state.values() for x in state.values()]
-        assert described(moments) == ["torch.float32 on cuda"] and len(its.state) == len(list(other.parameters()))
+        assert common.resume(policy, its, record) == (1, 24)
+        assert places([*policy.parameters(), *moments_of(its)]) == {"cuda"}
         before = gpu.held()
         common.save_model(policy, folder / "model", source, torch.bfloat16, world)
         assert gpu.held() == before, "something stays gathered"
-
-
-def do(name: str, **job):
-    """Do a job: call the function of that name."""
-    return {"learn": learn, "folders": folders}[name](**job)
 
 
 if __name__ == "__main__":
     patch()
     gc.freeze()  # `held` need not look through what has been imported.
     tempfile.tempdir = sys.argv[-1]
-    serve(do)
+    serve(lambda name, **job: globals()[name](**job))

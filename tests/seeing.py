@@ -47,9 +47,10 @@ def random_seeing_model(folder: Path, kind: str, tied: bool) -> Path:
     torch.manual_seed(0)
     model = model(config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ids))
     for parameter in model.parameters():  # far from what an untaught model says of any image
-        parameter.data = (
-            parameter.data * 3 if parameter.ndim > 1 else parameter.data + 0.1 * torch.randn(parameter.shape)
-        )
+        if parameter.ndim > 1:
+            parameter.data *= 3
+        else:
+            parameter.data += 0.1 * torch.randn(parameter.shape)
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *STOPS]
     model.save_pretrained(folder)
     sizes = {"shortest_edge": 4 * PATCH**2, "longest_edge": 256 * PATCH**2}
@@ -64,8 +65,7 @@ def png(height: int, width: int, seed: int = 0, channels: int = 3, turned: bool 
     """Return an image of random pixels, with 4 channels partly transparent; turned: to be shown upright by its EXIF."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
     exif = Image.Exif()
-    if turned:
-        exif[0x0112] = 6  # orientation: a quarter
+    exif[0x0112] = 6 if turned else 1  # orientation: a quarter
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG", exif=exif)
     return file.getvalue()
@@ -82,8 +82,8 @@ def write_images(file: Path, sizes=SIZES) -> None:
 
 
 def settings(folder: Path, **flags) -> common.Args:
-    limits = {"max_prompt_tokens": 160, "max_response_tokens": 64, "micro_batch_tokens": 4096}
     fixed = {"model": str(folder), "dataset": str(folder / "problems.parquet"), "template": "plain"}
+    limits = {"max_prompt_tokens": 160, "max_response_tokens": 64}
     return common.Args(image_column="image", **fixed | limits | flags)
 
 
@@ -92,7 +92,7 @@ def load(file: Path, model: Path, **changes) -> list[common.Problem]:
     return common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
 
 
-def write_rows(folder: Path, *images: bytes, problem: str = "a?") -> Path:
-    rows = [{"image": {"bytes": data, "path": None}, "problem": problem, "answer": "1"} for data in images]
+def write_rows(folder: Path, *images: bytes) -> Path:
+    rows = [{"image": {"bytes": data, "path": None}, "problem": "a?", "answer": "1"} for data in images]
     datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     return folder / "rows.parquet"

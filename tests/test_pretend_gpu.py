@@ -1,9 +1,10 @@
-"""The branches that only a GPU uses, traced on a pretended one: what lies where. pretend_gpu.py says what this cannot
-see."""
+"""The branches that only a GPU uses, traced on a pretended one. pretend_gpu.py checks what lies where, and says what
+this cannot see."""
 
 import pytest
 import torch
 from jobs import Jobs
+from seeing import random_seeing_model
 
 pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="it takes torch's CPU build; on a GPU: ./run.sh check")
 
@@ -20,26 +21,20 @@ def traced(tmp_path_factory) -> Jobs:
 
 @pytest.mark.parametrize("script", OWN)
 def test_learn(traced, tiny, script):
-    """On a GPU, and on two nodes of eight with all that may be beside the method."""
-    for shape in ({}, {"ranks": 16, "local": 8, "tis_cap": 2.0, "activation_checkpointing": True}):
-        done = traced(name="learn", script=script, model=tiny, **OWN[script], **shape)
-        assert done["moments"] == ["torch.float32 on cuda"]
-        assert done["optimizer_steps"] == OWN[script].get("updates_per_step", 1)
-        assert (False in done["scored"]) == (script != "sspo"), "a reference was scored"
+    """On two nodes of eight, with all that may be beside the method."""
+    beside = {"tis_cap": 2.0, "activation_checkpointing": True}
+    traced(name="learn", script=script, model=tiny, ranks=16, local=8, **OWN[script], **beside)
 
 
 def test_learn_irl(traced, tiny):
-    assert traced(name="learn", script="sps", irl=True, ranks=8, model=tiny)["skipped"] == 0
+    traced(name="learn", script="sps", irl=True, model=tiny)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_images(traced, tmp_path, kind):
-    pytest.importorskip("torchvision", reason="transformers' image processors need torchvision, which is not installed")
-    from seeing import random_seeing_model
-
     model = random_seeing_model(tmp_path, kind, tied=True)
     images = {"image_column": "image", "dataset": str(model / "problems.parquet")}
-    assert traced(name="learn", script="gpg", ranks=8, model=model, kl_coef=0.1, **images)["optimizer_steps"] == 1
+    traced(name="learn", script="gpg", model=model, kl_coef=0.1, **images)
 
 
 def test_load_save_and_resume(traced, tiny):
