@@ -28,7 +28,7 @@ def test_sampler_and_trainer_agree_through_two_steps(engine, tmp_path, script):
     steps = [row for row in run.rows if "gap_mean" in row]
     assert len(steps) == 2
     for row in steps:
-        assert 1e-5 < row["gap_mean"] < 0.00045 and row["gap_ess"] > 0.999
+        assert 1e-5 < row["gap_mean"] < 0.00045
         assert row["grad_norm"] > 0 and row["skipped_updates"] == 0
 
 

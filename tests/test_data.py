@@ -70,13 +70,11 @@ def test_formats_and_aliases(tokenizer, tmp_path):
 
 def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
     """As in DAPO-Math-17k: chat turns, a nested answer, repeated rows, an instruction around each problem."""
-    before, after = common.DAPO_INSTRUCTION
 
     def row(problem, solution):
-        turns = [{"content": "Be brief.", "role": "system"}, {"content": problem, "role": "user"}]
-        return {"prompt": turns, "reward_model": solution, "index": "x"}
+        return {"prompt": [{"content": problem, "role": "user"}], "reward_model": solution, "index": "x"}
 
-    first = row(before + "1+1=?" + after, {"ground_truth": "2", "style": "rule"})
+    first = row(common.DAPO_BEGINS + "1+1=?" + common.DAPO_ENDS, {"ground_truth": "2", "style": "rule"})
     second = row("1+2=?", {"ground_truth": "3"})
     source = write(tmp_path / "a.jsonl", first, second, first, row("3?", None))
     assert [(p.text, p.answer) for p in load(source, tokenizer)] == [("1+1=?", "2"), ("1+2=?", "3")]
@@ -122,10 +120,10 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
     "row, message",
     [
         ({"text": "1", "answer": "2"}, r", row 1: .*--problem-column .*\['text', 'answer'\]"),
-        ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, ", row 1: 'role'$"),
-        ({"problem": "1?", "answer": {"is": 1}}, ", row 1: column 'answer' holds no answer"),
+        ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, ", row 1: 'content'$"),
+        ({"problem": "1?", "answer": {"is": 1}}, ", row 1: no answer: "),
         ({"problem": "1?", "answer": "byte 255"}, ": cannot be read as .*invalid start byte"),
-        (["1?", "1"], ", row 1: no object with keys: "),
+        (["1?", "1"], r", row 1: no problem in .*; --problem-column names one of \['1\?', '1'\]"),
         ({"answer": "lines"}, ": cannot be read as .*row 2: Unterminated"),
     ],
 )
@@ -171,9 +169,9 @@ def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
         return [int(problem.answer) for problem in common.load_data(args, tokenizer)[0]]
 
     half = drawn(100)
-    assert half == sorted(set(half)) == drawn(100) != drawn(100, seed=2) and len(half) == 100
+    assert half == drawn(100) != drawn(100, seed=2) and len(set(half)) == 100
     assert drawn(0) == list(range(200))
-    with refused(r"--subset 201: --dataset has 200 usable rows"):
+    with refused("larger sample than population"):
         drawn(201)
 
 
@@ -195,8 +193,6 @@ def test_order_of_the_data():
     [
         ({"template": "LICENSE"}, "--template LICENSE: legal: plain, qwen-math, .*or a text file with {problem}"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
-        ({"eval_samples": 4}, "--eval-samples 4 with --eval-temperature 0"),
-        ({"max_total_tokens": 4000, "micro_batch_tokens": 3999}, "--micro-batch-tokens 3999: .* 4000 tokens"),
         ({"reweight": "kernel", "updates_per_step": 2}, "--updates-per-step: 1, or another --reweight than kernel"),
         ({"clip_cov_low": 6.0}, "--clip-cov-low: at most --clip-cov-high"),
     ],
@@ -209,4 +205,5 @@ def test_flags_that_cannot_work(plain_python, monkeypatch, settings, message):
 
 def test_a_template_of_ones_own(tokenizer, tmp_path):
     (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
-    assert common.prompt_of("P {x}", str(tmp_path / "mine.txt"), tokenizer) == "{a} Q: P {x}\nA:"
+    ids = common.prompt_of(common.turns_of("P {x}"), str(tmp_path / "mine.txt"), tokenizer)
+    assert tokenizer.decode(ids) == "{a} Q: P {x}\nA:"

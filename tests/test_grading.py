@@ -221,7 +221,7 @@ def test_public_pairs(verifier):
 @one_in
 def test_references_grade_themselves(verifier, share):
     """Also as a model may write them; two are empty, which the loader leaves out and counts."""
-    golds = [reference_answer(row["answer"], "answer") for path in SHARED.glob("*.jsonl") for row in rows(path.name)]
+    golds = [reference_answer(row["answer"]) for path in SHARED.glob("*.jsonl") for row in rows(path.name)]
     assert golds.count("") == 2
     sample = [gold for gold in golds if gold][::share]
     for written in ("{}", r"\, {}\,.", "${}$"):
