@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections import ChainMap, Counter, defaultdict, namedtuple
 from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass
@@ -155,6 +156,8 @@ def report(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
+    else:
+        time.sleep(30)  # torchrun ends all ranks at the first that ends, and that one must have spoken
 
 
 def longest_sequence(args):
@@ -236,7 +239,7 @@ class Problem:
     prompt_ids: list
     answer: str
     graded_by: tuple = ()
-    image: vision.Picture | None = None
+    image: vision.Picture = None
     origin: str = ""
 
 
@@ -443,8 +446,8 @@ class Group:
 
     problem: Problem
     rollouts: list[Rollout]
-    correct_G: torch.Tensor | None = None
-    reward_G: torch.Tensor | None = None
+    correct_G: torch.Tensor = None
+    reward_G: torch.Tensor = None
     verdicts: tuple = ()
 
 
@@ -461,6 +464,7 @@ class Sampler:
     def __init__(self, folder, tokenizer, args, world):
         os.environ.update(VLLM | os.environ)
         logging.getLogger("vllm").setLevel("ERROR")  # for what its imports log
+        warnings.simplefilter("ignore", FutureWarning)
         self.sleeps = cuda = world.device.type == "cuda"
         torch._dynamo.config.disable = not cuda  # else vLLM compiles for seconds before the first token
         from vllm import LLM
@@ -1236,7 +1240,7 @@ class Record:
     def write(self, name, line):
         """Add a line to a file of the run folder."""
         if self.world.rank == 0:
-            with open(self.folder / name, "a", encoding="utf-8") as file:
+            with open(self.folder / name, "a") as file:
                 print(line, file=file)
 
     def say(self, text):

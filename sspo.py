@@ -322,7 +322,7 @@ def main(args: Args) -> None:
             drawn += groups
             position += len(groups)
             correct_PG = torch.stack([group.correct_G for group in drawn])
-            valid_P = common.valid(correct_PG >= 1)  # DAPO: whatever the penalty
+            valid_P = common.valid((correct_PG >= 1).double())  # DAPO: whatever the penalty
             if valid_P.sum().item() / args.prompts_per_step >= args.valid_share:
                 break
         else:
