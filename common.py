@@ -160,6 +160,8 @@ def report(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
+    else:
+        time.sleep(30)  # torchrun ends all ranks at the first that ends, and that one must have spoken
 
 
 def longest_sequence(args):
