@@ -62,14 +62,6 @@ def test_gradients_repeat_bit_for_bit_with_two_threads():
     assert all(torch.equal(seen[0], again) for again in seen)
 
 
-def test_pack_cuts_what_a_loss_takes():
-    """Names in _T follow the tokens in their new order; the others stay whole."""
-    batch = common.Batch([group_of([5, 6], [[7, 8, 9], [3]]), group_of([1], [[2, 4]])])
-    micro = batch.pack([1, 2, 0], CPU, {"advantage_T": torch.arange(6), "low_S": torch.arange(3), "cap": 2})
-    assert micro.token_T.tolist() == micro.inputs["advantage_T"].tolist() == [3, 4, 5, 0, 1, 2]
-    assert micro.inputs["low_S"].tolist() == [0, 1, 2] and micro.inputs["cap"] == 2
-
-
 def test_an_empty_micro_batch_reaches_every_parameter(tiny):
     """A rank with nothing left must still take part in every collective of the backward pass."""
     policy = policy_of(tiny)
@@ -136,5 +128,5 @@ def test_sampler_gap(plain_python, tmp_path):
 
 
 def test_seeds_are_hashes_that_agree_everywhere():
-    assert common.seed_of(1, "train", 3, 0, 1) == common.seed_of(1, "train", 3, 0, 1) == 2442790408178415535
+    assert common.seed_of(1, "train", 3, 0, 1) == 2442790408178415535
     assert len({common.seed_of(1, "train", 3, p, g) for p in range(50) for g in range(50)}) == 2500

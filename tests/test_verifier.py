@@ -15,13 +15,7 @@ import common
 
 HOSTILE = {
     "power tower": "5^{5^{5^{5^5}}}",
-    "factorial of factorials": "((100!)!)!",
-    "sum of a million": r"\sum_{k=1}^{100000000} k^k",
     "nesting": "(" * 900 + "1" + ")" * 900,
-    "nested fractions": r"\frac{1}{" * 150 + "1" + "}" * 150,
-    "huge exponent": "(x+y+z)^{100000}",
-    "digits": "1" * 1900,
-    "null": "\x00\x00",
     "surrogate": "\ud800",
     "long": "y" * 5_000_000,
 }
@@ -75,10 +69,8 @@ PROBLEM = common.Problem("", [0], "", ({},), None, "--dataset a.jsonl, row 7")
 ENDS = {
     "time.sleep(99)": "timeout",
     "9**9**9": "timeout",  # never comes back to Python
-    "sys.exit()": "crash",
     "os._exit(0)": "timeout",  # pebble waits for a process that says that all is well
     "os._exit(3)": "crash",
-    "os.kill(os.getpid(), 11)": "crash",
     "bytearray(1 << 33)": "crash",
     "bytearray(1 << 28)": "graded",
 }
@@ -131,7 +123,6 @@ def test_a_mistake_in_a_reward_ends_the_run(own, tmp_path):
 @pytest.mark.parametrize(
     "mine, error",
     [
-        ("def f(:", "SyntaxError"),
         (None, "No such file"),
         ("def f(completion, row): return row['grade']", "KeyError: 'grade'"),
         ("def f(completion, row): return float('nan')", "nan is not a finite number"),
@@ -143,13 +134,6 @@ def test_a_reward_is_tried_before_an_engine_starts(mine, error, tmp_path):
     with refused(r"^--reward.*--dataset a.jsonl, row 7, .*completion") as caught:
         make_verifier(1, f"{tmp_path}/mine.py:f", 1, [[], [PROBLEM]])
     assert error in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_reward_that_is_never_loaded_ends_the_run(tmp_path):
-    (tmp_path / "mine.py").write_text("while True: pass")
-    with pytest.raises(Exception, match="All workers expired"):
-        make_verifier(1, f"{tmp_path}/mine.py:f", 1, [[PROBLEM]])
 
 
 def test_a_process_that_hangs_ends_with_a_killed_run(own, tmp_path):
