@@ -1,6 +1,5 @@
 """Packing and dealing, gradients that repeat, pass@k, the gap between sampler and trainer, seeds."""
 
-import math
 from itertools import chain
 from types import SimpleNamespace
 
@@ -71,6 +70,10 @@ def test_an_empty_micro_batch_reaches_every_parameter(tiny):
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
+def packed_tokens(batch, row) -> int:
+    return batch.pack(row, CPU).row["input_ids"].numel()
+
+
 def dealt(batch, ranks: int, budget: int, chosen_R=None) -> list[list]:
     """Return the rows of each rank, of all responses unless some are chosen."""
     if chosen_R is None:
@@ -80,9 +83,10 @@ def dealt(batch, ranks: int, budget: int, chosen_R=None) -> list[list]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_response_is_dealt_once(seed):
-    """Rows of all ranks fit the budget, and every rank has as many: it takes part in every collective."""
+    """Rows of all ranks fit the budget or the longest response, and every rank has as many: it takes part in every
+    collective."""
     rng = np.random.default_rng(seed)
-    ranks, budget = seed % 4 + 1, [60, 1000][seed % 2]
+    ranks, budget = seed % 4 + 1, [20, 1000][seed % 2]
     groups = []
     for _ in range(rng.integers(1, 9)):
         responses = [rng.integers(0, 9, rng.integers(0, 30)) for _ in range(rng.integers(1, 9))]
@@ -93,7 +97,8 @@ def test_every_response_is_dealt_once(seed):
     assert len({len(rows) for rows in found}) == 1
     rows = [*chain(*found)]
     assert sorted(chain(*rows)) == chosen_R.nonzero()[:, 0].tolist()
-    assert all(batch.pack(row, CPU).tokens <= budget for row in rows)
+    assert all(packed_tokens(batch, row) <= max(budget, *batch.cost_R) for row in rows)
+    assert dealt(batch, ranks, budget, chosen_R & False) == [[]] * ranks
 
 
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 1000), (2, 1000), (3, 60)])
@@ -103,7 +108,7 @@ def test_responses_of_a_group_are_dealt_in_bundles(ranks, budget):
     rows = [*chain(*dealt(batch, ranks, budget))]
     prompts = [len({batch.group_R[r] for r in row}) for row in rows]
     tokens = [20 * count + 8 * len(row) for count, row in zip(prompts, rows, strict=True)]
-    assert [batch.pack(row, CPU).tokens for row in rows] == tokens
+    assert [packed_tokens(batch, row) for row in rows] == tokens
     assert sum(prompts) == 6 if budget == 1000 else 6 < sum(prompts) < 48
 
 
@@ -118,13 +123,10 @@ def test_sampler_gap(plain_python, tmp_path):
     args = common.Args(model="m", run_dir=str(tmp_path), compute_dtype="float32")
     record = common.Record(args, "gpg", common.init_world())
     logps = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
-    with refused(r"^--model m: sampler and trainer disagree by 0\.25 nats .*more than 0\.01:"):
+    with refused(r"^--model m: sampler and trainer disagree by 0\.25 nats"):
         common.sampler_gap(*logps, record)
     common.sampler_gap(logps[0], logps[0] + 0.009, record)
-    ratio = math.exp(0.5)
-    expected = {"gap_mean": 0.25, "gap_max": 0.5, "gap_kl": (ratio - 1.5) / 2}
-    expected["gap_ess"] = (ratio + 1) ** 2 / (2 * (ratio**2 + 1))
-    assert common.sampler_gap(*logps, record) == pytest.approx(expected)
+    assert common.sampler_gap(*logps, record) == {"gap_mean": 0.25, "gap_max": 0.5}
 
 
 def test_seeds_are_hashes_that_agree_everywhere():
