@@ -46,11 +46,11 @@ def test_which_groups_are_chosen(rewards, count, updates, chosen):
 
 def test_metrics_are_of_everything_drawn():
     rewards = [WRONG, MIXED, RIGHT, WRONG, RIGHT, RIGHT, MIXED, MIXED]
-    metrics = common.drawn_metrics([group(name, pair) for name, pair in zip("abcdefgh", rewards, strict=True)], 2)
+    metrics = common.drawn_metrics([group(name, pair) for name, pair in zip("abcdefgh", rewards, strict=True)])
     expected = {
         "reward": 1 / 16,
         "accuracy": 9 / 16,
-        "reward_group_std": 3 / 8 * math.sqrt(0.5),
+        "reward_group_std": 3 / 8 * 0.5,
         "all_right_share": 3 / 8,
         "all_wrong_share": 2 / 8,
         "response_length": 2.5,
@@ -85,6 +85,8 @@ def rates(**settings) -> list[float]:
 
 
 def test_learning_rate_schedule():
+    """The cosine would reach its floor a step after the last."""
     assert rates() == [2.0] * 20
-    cosine = [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 16)) / 2) for step in range(5, 21)]
-    assert rates(lr_warmup=0.2, lr_floor=0.1) == pytest.approx([0.5, 1.0, 1.5, 2.0, *cosine])
+    cosine = [2 * (1 + math.cos(math.pi * (step - 4) / 17)) / 2 for step in range(5, 21)]
+    assert rates(lr_warmup=0.2, lr_floor=0.0) == pytest.approx([0.5, 1.0, 1.5, 2.0, *cosine])
+    assert min(cosine) > 0

@@ -50,7 +50,7 @@ def test_steps_of_cwgrpo(cwgrpo_run):
     """It starts at its reference and leaves it; the learning rate warms up and falls along a cosine."""
     steps = steps_of(cwgrpo_run)
     assert steps[0]["kl"] < 1e-9 < 1e-6 < steps[2]["kl"]
-    assert [row["lr"] for row in steps] == pytest.approx([5e-5, 1e-4, 5.5e-5, 1e-5])
+    assert [row["lr"] for row in steps] == pytest.approx([5e-5, 1e-4, 7.75e-5, 3.25e-5])
 
 
 def test_steps_of_sps(sps_run):
