@@ -24,7 +24,7 @@ from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from functools import cache
-from itertools import accumulate, compress
+from itertools import accumulate, compress, count
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 from signal import SIGINT, SIGPROF, SIGTERM, SIGUSR1, signal
@@ -724,15 +724,16 @@ class Batch:
                 bundles.append([r])
                 costs.append(int(self.cost_R[r]))
             group = self.group_R[r]
+        budget = max([budget, *costs])
         fewest = math.ceil(sum(costs) / (world.size * budget))
-        for rounds in range(fewest, len(costs) + 1):
+        for rounds in count(fewest):
             loads = np.zeros(rounds * world.size, int)
             bins = [[] for _ in loads]
             for n in np.argsort(-np.array(costs), kind="stable"):  # longest first, to the emptiest
                 number = loads.argmin()
                 bins[number] += bundles[n]
                 loads[number] += costs[n]
-            if loads.max(initial=0) <= max([budget, *costs]):
+            if loads.max(initial=0) <= budget:
                 break
         fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
         return [bins[number] for number in fullest[world.rank :: world.size]]
