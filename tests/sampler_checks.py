@@ -57,6 +57,7 @@ def main(args: Args) -> None:
                 local = parameter.to_local()
                 local += by * torch.randn(local.shape, generator=torch.Generator().manual_seed(world.rank))
 
+    tokenizer.add_special_tokens({"additional_special_tokens": ["\\boxed"]})  # as some models' think tags are
     change(0.1)  # far from what was taught, so that responses end anywhere
     sampler.load(policy)
     first = sampled("a")
@@ -64,6 +65,8 @@ def main(args: Args) -> None:
         others = [of_another_image(group, args) for group in first if group.problem.image]
         found["gap with another image"] = gap(others)
     found["texts"] = ids(first)
+    spoken = "".join(one.text for group in first for one in group.rollouts)
+    found["special tokens in texts"] = [spoken.count(word) for word in ("\\boxed", tokenizer.eos_token)]
     found["stops"] = [[one.truncated, int(one.ids[-1]), len(one.ids)] for group in first for one in group.rollouts]
     found["gap after the first sync"] = gap(first)
     found["repeatable"] = ids(sampled("a")) == found["texts"]

@@ -6,6 +6,7 @@ tests/faults.py kills runs at random moments; here it is one moment.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -71,12 +72,16 @@ def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
 
 @pytest.mark.parametrize("script", ["gpg", "cwgrpo", "sps"])
 def test_stopped_and_resumed(script, engine, request, tmp_path):
-    """By a file `stop`, after the first checkpoint. sps.py is stopped in its second stage, whose demonstrations are
-    then of both runs."""
+    """By a file `stop` or a SIGUSR1, after the first checkpoint. sps.py is stopped in its second stage, whose
+    demonstrations are then of both runs."""
     folder = tmp_path / "run"
     result = engine.start(script=script, flags=flags_of(script, folder))
     wait_for(folder / "checkpoints" / "step-00002", engine.running, engine.output)
-    (folder / "stop").touch()
+    if script == "sps":
+        (folder / "stop").touch()
+    else:
+        for process in engine.processes:
+            process.send_signal(signal.SIGUSR1)
     assert "a stop file: ending with a checkpoint" in engine.result(result) and not (folder / "stop").exists()
     assert rows(folder)[-1]["step"] == 3
     spoil_metrics(folder, 3)

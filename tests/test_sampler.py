@@ -39,6 +39,11 @@ def test_seeds(found):
     assert len(samples) == 24 and len(set(samples)) == 24  # within a group, and of prompts that are the same text
 
 
+def test_a_text_has_special_tokens_but_the_one_that_ends_it(found):
+    boxes, ends = found["special tokens in texts"]
+    assert boxes > 0 and ends == 0
+
+
 def test_the_stop_token_is_part_of_the_response(found):
     end = AutoTokenizer.from_pretrained(TOY / "model").eos_token_id
     for truncated, last, length in found["stops"]:
