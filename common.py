@@ -81,7 +81,7 @@ AtLeastTwo = Annotated[int, Field(ge=2)]
 
 @pydantic.dataclasses.dataclass
 class Args:
-    """The flags of every script, which sets the first nine, and whichever of the others its paper has otherwise."""
+    """The flags of every script. A script sets the first nine, its recipe, and others where its paper has other values."""
 
     model: str = ""  # Hub id or folder with config.json and *.safetensors.
     dataset: str = ""  # Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id.
@@ -639,7 +639,8 @@ def verify(verifier, groups):
 
 # -------------------------------- batch
 def first_valid(drawn, valid_P, count, updates=1):
-    """Return the first `count` valid groups, filled up with the last invalid ones, both dealt evenly to the updates."""
+    """Return the first `count` valid groups, filled up with invalid ones of the last draw, both dealt evenly to the
+    updates; of a single draw all groups in their own order."""
     if len(drawn) == count:
         return drawn
     kept = [*compress(drawn, valid_P)]
@@ -708,9 +709,12 @@ class Batch:
         self.required = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
-        """Return this rank's micro-batches, lists of response numbers: as many on every rank, some empty, of `budget`
-        packed tokens or the longest response's. A bundle shares a prompt; one of several is an eighth of a rank's load
-        at most."""
+        """Return this rank's micro-batches, lists of response numbers: as many on every rank, some of them empty.
+
+        First, consecutive responses to a prompt are joined to bundles, so that their prompt is computed once; such a
+        bundle costs at most an eighth of a rank's load, or micro-batches could not be balanced. Then bundles are put,
+        the most costly first, into the emptiest micro-batch. There are as few rounds of a micro-batch for each rank as
+        it takes for all to stay within `budget` packed tokens, or within the longest response with its prompt."""
         most = min(budget, int(self.cost_R[chosen_R].sum()) // (8 * world.size))  # for balance
         bundles = []
         costs = []
@@ -985,7 +989,9 @@ def score(policy, batch, micro_batches, record, phase, entropies=False):
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
             score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
-        policy.to(home)  # also reshards FSDP's root, which else stays gathered, and hides the optimiser's step
+        # FSDP2 reshards when it is moved, even to where it is: else its root would stay gathered, and the next pass would
+        # compute with weights from before the optimiser's step
+        policy.to(home)
     return world.all_reduce(score_2T)
 
 
@@ -1104,7 +1110,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
         partial.mkdir(parents=True)
     dist.barrier()
     state = {"policy": sharded.get_model_state_dict(policy)}
-    if optimizer.state:  # else asking for it would make it, a step old
+    if optimizer.state:  # else asking for it would make it, as if a step had been taken
         state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)["state"]
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(partial, save_distributed=True))
     if world.rank == 0:  # every rank's shards are on the disk

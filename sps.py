@@ -435,7 +435,7 @@ def main(args: Args) -> None:
         record.training(step, batch, seen)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
-        if record.stopping:
+        if record.stopping:  # the checkpoint was asked for by a file `stop`
             break
 
     if args.steps:

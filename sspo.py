@@ -181,6 +181,7 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
     """Return -J (Eq. 16), summed over these tokens, and what it saw of each: its ratio, the ratio's bounds, and whether
     it is clipped, which means that the clipped branch is strictly the smaller one. Micro-batches hold whole responses,
     so no segment is split; segment_T numbers the segments of the whole step, and indexes low_S and high_S."""
+    # of the segments up to the largest number here; those of other micro-batches get 1, and are not looked up
     ratio_S = segment_mean(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
     ratio_T = ratio_S[segment_T]
     low_T = low_S[segment_T]
@@ -347,7 +348,7 @@ def main(args: Args) -> None:
         record.training(step, batch, seen)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
-        if record.stopping:
+        if record.stopping:  # the checkpoint was asked for by a file `stop`
             break
 
     if args.steps:
