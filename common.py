@@ -81,7 +81,7 @@ AtLeastTwo = Annotated[int, Field(ge=2)]
 
 @pydantic.dataclasses.dataclass
 class Args:
-    """The flags of every script. A script sets the first nine, its recipe, and others where its paper has other values."""
+    """The flags of every script. A script sets the first nine, and others where its paper has others."""
 
     model: str = ""  # Hub id or folder with config.json and *.safetensors.
     dataset: str = ""  # Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id.
@@ -989,8 +989,8 @@ def score(policy, batch, micro_batches, record, phase, entropies=False):
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
             score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
-        # FSDP2 reshards when it is moved, even to where it is: else its root would stay gathered, and the next pass would
-        # compute with weights from before the optimiser's step
+        # FSDP2 reshards when it is moved, even to where it is. Else its root would stay gathered, and the next pass
+        # compute with weights from before the optimiser's step.
         policy.to(home)
     return world.all_reduce(score_2T)
 
