@@ -91,6 +91,7 @@ def test_every_row_reaches_the_tower_once_the_step_has_an_image(models, response
     assert all(p.grad is not None and not p.grad.any() for n, p in policy.named_parameters() if "visual" in n)
 
 
+@pytest.mark.slow
 def test_an_update_does_not_depend_on_ranks_or_packing(update, models):
     """Three ranks with small budgets: some rows are of text only, some empty."""
     model = models["qwen2_5_vl"]

@@ -30,7 +30,8 @@ def test_learn_irl(traced, tiny):
     traced(name="learn", script="sps", irl=True, model=tiny)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
 def test_images(traced, tmp_path, kind):
     model = random_seeing_model(tmp_path, kind, tied=True)
     images = {"image_column": "image", "dataset": str(model / "problems.parquet")}
