@@ -1094,8 +1094,8 @@ def keep_best(policy, source, dtype, metrics, record):
 
 # --------------------------- checkpoint
 def checkpoints_of(folder):
-    """Return the checkpoints in a folder, oldest first; those that are being written or deleted have a suffix."""
-    return sorted(folder.glob("step-*[0-9]"))
+    """Return the checkpoints in a folder, oldest first; what has a suffix is being written or deleted, or another's."""
+    return sorted(folder.glob("step-?????"))
 
 
 def save_checkpoint(policy, optimizer, step, position, record):

@@ -48,6 +48,9 @@ class Jobs:
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
                 self.processes.append(process)
 
+    def running(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
     def start(self, **job) -> Path:
         """Hand in a job; return where its result will be."""
         result = self.folder / f"{self.asked}.pt"
@@ -59,7 +62,7 @@ class Jobs:
     def result(self, file: Path):
         """Wait for a job's result; fail with the output of processes that ended instead."""
         while not file.exists():
-            assert all(process.poll() is None for process in self.processes), self.output.read_text()[-6000:]
+            assert self.running(), self.output.read_text()[-6000:]
             time.sleep(0.02)
         return torch.load(file)
 

@@ -39,7 +39,8 @@ def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkey
     assert nodes[1 - lost].gone_within(60)
     output = engine(script="sspo", flags=[*flags, "--resume"])
     assert "checkpoints/step-00002\n" in output
-    assert figures(run) == pytest.approx(figures(sspo_run), rel=1e-6)
+    # a loss is a sum of terms of order 0.1 that nearly cancel
+    assert figures(run) == pytest.approx(figures(sspo_run), rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.slow

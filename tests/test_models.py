@@ -106,13 +106,13 @@ def test_files_with_other_weights_are_refused(tmp_path, plain_python):
     del less["model.norm.weight"]
     for other in (more, less):
         save_file(other, file)
-        with refused(r"^--model .*its files and a qwen2 differ in weights such as .*model\.norm\."):
+        with refused(r"^--model .*its files and its config.json differ in weights such as .*model\.norm\."):
             common.read_weights(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_saved_model_is_the_policy(tmp_path, plain_python, tied):
-    """Its other files are those of the source, but for the type of number in config.json."""
+    """Its other files are those of the source, but for the type of number in config.json and the end tokens."""
     source, saved = tmp_path / "source", tmp_path / "saved"
     args = model_of(source, "qwen2", {"tied": tied})
     world = common.init_world()
@@ -121,7 +121,7 @@ def test_a_saved_model_is_the_policy(tmp_path, plain_python, tied):
         parameter.data.mul_(1.1)
     common.save_model(policy, saved, source, torch.bfloat16, world)
     for file in source.iterdir():
-        if file.name not in ("config.json", "model.safetensors"):
+        if file.name not in ("config.json", "generation_config.json", "model.safetensors"):
             assert file.read_bytes() == (saved / file.name).read_bytes(), file
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, saved))
     assert after == before | {"dtype": "bfloat16"} != before
