@@ -13,12 +13,12 @@ import json
 import logging
 import math
 import os
+import random
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-import warnings
 from collections import ChainMap, Counter, defaultdict, namedtuple
 from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass
@@ -27,8 +27,8 @@ from functools import cache
 from itertools import accumulate, compress, count
 from multiprocessing import forkserver, get_context
 from pathlib import Path
-from signal import SIGINT, SIGPROF, SIGTERM, SIGUSR1, signal
-from typing import Annotated, Literal
+from signal import SIG_IGN, SIGINT, SIGPROF, SIGTERM, SIGUSR1, signal
+from typing import Literal
 
 import datasets
 import numpy as np
@@ -39,7 +39,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from pebble import ProcessPool
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -75,8 +75,8 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
     },
 }
 FIRST = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, before `init_world` makes a World of them
-Share = Annotated[float, Field(ge=0, le=1)]
-AtLeastTwo = Annotated[int, Field(ge=2)]
+Share = confloat(ge=0, le=1)
+AtLeastTwo = conint(ge=2)
 
 
 @pydantic.dataclasses.dataclass
@@ -154,10 +154,10 @@ def report(kind, error, trace):
     """Say in one line what names a flag; show the traceback of everything else."""
     if not said(error).startswith("--"):
         sys.__excepthook__(kind, error, trace)
-    elif os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
     else:
-        time.sleep(30)  # torchrun ends all ranks at the first that ends, and that one must have spoken
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(30)  # torchrun ends all ranks when one ends: the node's first, which says the same, comes before
+        print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
 
 
 def longest_sequence(args):
@@ -203,8 +203,10 @@ class World(namedtuple("World", "rank size local_size device mesh")):
 def init_world():
     """Join torchrun's process group, or for plain `python` make one of a single process."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update({**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | os.environ)  # 0: any free port
+    if "RANK" not in os.environ:
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in alone)
+    signal(SIGUSR1, SIG_IGN)  # in what this process starts, too; `resume` lets it end a run
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     device = torch.device("cpu")
@@ -254,10 +256,8 @@ def load_data(args, tokenizer):
         return [], held_out
     problems = load_problems(args.dataset, tokenizer, args, "--dataset")
     if args.subset:
-        rng = np.random.default_rng(seed_of(args.seed, "subset"))
-        problems = [
-            *rng.choice(np.array(problems, object), args.subset, replace=False)
-        ]  # ValueError if there are fewer
+        rng = random.Random(seed_of(args.seed, "subset"))
+        problems = rng.sample(problems, args.subset)  # ValueError if there are fewer
     return problems, held_out
 
 
@@ -302,8 +302,7 @@ def find(row, *names):
     """Return what a row has in the first of these columns that it has, and the column's name; else "" and None."""
     for name in names:
         if name in row:
-            value = row[name]
-            return value.decode() if isinstance(value, bytes) else value, name
+            return row[name], name
     return "", None
 
 
@@ -318,7 +317,7 @@ def load_problems(source, tokenizer, args, flag):
     for number, row in enumerate(read_table(source, flag)):
         origin = f"{flag} {source}, row {number}"
         with naming(origin):
-            for column in filter(None, (args.problem_column, args.answer_column)):
+            for column in filter(None, (args.problem_column, args.answer_column, args.image_column)):
                 need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
             turns = turns_of(find(row, args.problem_column, *PROBLEM_COLUMNS)[0])
             text = "\n\n".join(turn["content"] for turn in turns)
@@ -391,7 +390,8 @@ def prompt_of(turns, template, tokenizer):
         before.insert(0, {"role": "system", "content": form["system"]})
     asked = {"role": "user", "content": form["user"].replace("{problem}", problem)}
     text = tokenizer.apply_chat_template([*before, asked], tokenize=False, add_generation_prompt=True)
-    need(problem.strip() in text, "the tokenizer's chat template does not show the problem")
+    shown = all(turn["content"].strip() in text for turn in [*before, asked])
+    need(shown, "the tokenizer's chat template does not show every turn")
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -399,8 +399,10 @@ def reference_answer(value):
     """Return the bare reference: out of a list or a worked solution's last box. Raises ValueError for an object."""
     if isinstance(value, dict):
         value = value.get("ground_truth", value)  # a `reward_model`
+    if isinstance(value, bytes):
+        value = value.decode()
     if isinstance(value, list):
-        value = ", ".join(map(str, value))
+        value = ", ".join(map(reference_answer, value))
     need(not isinstance(value, dict), f"no answer: {value}")
     if value is None or value != value:  # NaN is what pandas has for None
         return ""
@@ -464,7 +466,6 @@ class Sampler:
     def __init__(self, folder, tokenizer, args, world):
         os.environ.update(VLLM | os.environ)
         logging.getLogger("vllm").setLevel("ERROR")  # for what its imports log
-        warnings.simplefilter("ignore", FutureWarning)
         self.sleeps = cuda = world.device.type == "cuda"
         torch._dynamo.config.disable = not cuda  # else vLLM compiles for seconds before the first token
         from vllm import LLM
@@ -605,8 +606,8 @@ class Verifier:
             context=get_context("forkserver"),
         )
         for problems in filter(None, sets):
-            [(score, verdict)] = self.judge([("", *problems[0].graded_by)])
-            need(score is not None, f"--reward: {problems[0].origin}, an empty completion: {verdict}")
+            [(_, verdict)] = self.judge([("", *problems[0].graded_by)])
+            need(verdict in VERDICTS[:2], f"--reward: {problems[0].origin}, an empty completion: {verdict}")
 
     def judge(self, cases):
         """Return score and verdict of each case, on every rank: a completion and what it is graded by."""
@@ -614,13 +615,12 @@ class Verifier:
         mine = cases[world.rank :: world.size]
         graded = []
         for future in [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]:
-            end = future.exception()
-            if not end:
-                graded.append(future.result())
-            elif isinstance(end, TimeoutError) or end.exitcode == -SIGPROF:
-                graded.append((0.0, "timeout"))
+            end = future.exception(600)
+            if end:
+                late = isinstance(end, TimeoutError) or end.exitcode == -SIGPROF
+                graded.append((0.0, "timeout" if late else "crash"))
             else:
-                graded.append((0.0, "crash"))
+                graded.append(future.result())
         parts = world.all_gather(graded)
         return [parts[n % world.size][n // world.size] for n in range(len(cases))]
 
@@ -892,7 +892,6 @@ def empty_model(config):
 def model_folder(args):
     """Return --model's folder, fetched if it is a hub id. Raises ValueError for a context that is too short. Whether
     its weights fit, `load_policy` says; whether it computes what vLLM computes, `sampler_gap` in the first step."""
-    datasets.disable_progress_bars()
     folder = Path(args.model)
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         if not folder.is_dir():
@@ -1046,6 +1045,7 @@ def give_name(partial, final):
     """Give a folder that is whole its name. What had the name goes afterwards, so that a kill loses neither."""
     old = final.with_suffix(".old")
     if final.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a kill
         final.rename(old)
     partial.rename(final)
     shutil.rmtree(old, ignore_errors=True)
@@ -1183,6 +1183,7 @@ def open_run(folder, args, script, world):
     lock = open(folder / "lock", "w")  # noqa: SIM115  closing it would unlock the folder
     with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (folder / "stop").unlink(missing_ok=True)  # of a start that was killed before it saw it
     here = shlex.quote(str(Path(__file__).parent))
     info = {
         "command": shlex.join(sys.argv),
@@ -1285,8 +1286,7 @@ class Record:
         for p, group in enumerate(groups):
             text += f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n"
             for g, rollout in enumerate(group.rollouts):
-                cut = ", cut off" if rollout.truncated else ""
-                text += f"\n-- response {g}: reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens{cut}\n"
+                text += f"\n-- response {g}: reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens\n"
                 text += rollout.text + "\n"
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 

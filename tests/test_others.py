@@ -164,20 +164,26 @@ def test_a_rows_turns_are_asked_whole(chat, tmp_path):
 
 
 def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
-    """It would make one prompt of all rows."""
+    """It would make one prompt of all rows; or lose the system's turn."""
+    chat.chat_template = TURNS.replace("turn.content", "turn.content if turn.role == 'user' else ''")
+    with refused("does not show every turn"):
+        common.prompt_of(common.turns_of("1?"), "open-rs", chat)
     chat.chat_template = TURNS.replace("turn.content", "turn.content | upper")
-    with refused("row 0: the tokenizer's chat template does not show the problem"):
+    with refused("row 0: the tokenizer's chat template does not show every turn"):
         file = write(tmp_path / "a.jsonl", {"problem": "one?", "answer": "4"})
         common.load_problems(file, chat, common.Args(template="chat"), "--dataset")
 
 
 def test_columns_of_bytes_are_text(tokenizer, tmp_path):
-    datasets.Dataset.from_list([{"problem": b"1?", "answer": b"4"}]).to_parquet(tmp_path / "a.parquet")
+    datasets.Dataset.from_list([{"problem": "1?", "answer": [b"4", b"5"]}]).to_parquet(tmp_path / "a.parquet")
     (problem,) = load(tmp_path / "a.parquet", tokenizer)
-    assert (problem.text, problem.answer) == ("1?", "4")
+    assert problem.answer == "4, 5"
     datasets.Dataset.from_list([{"problem": "1?", "answer": b"\xff"}]).to_parquet(tmp_path / "b.parquet")
     with refused("row 0: .*invalid start byte"):
         load(tmp_path / "b.parquet", tokenizer)
+    datasets.Dataset.from_list([{"problem": b"1?", "answer": "4"}]).to_parquet(tmp_path / "c.parquet")
+    with refused("row 0: ", TypeError):
+        load(tmp_path / "c.parquet", tokenizer)
 
 
 def test_solutions_without_any_box_are_answers(tokenizer, tmp_path, capsys):

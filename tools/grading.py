@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from fractions import Fraction
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import forkserver, set_start_method
 from resource import RLIMIT_DATA, setrlimit
 from signal import ITIMER_PROF, SIGKILL, alarm, setitimer
 from traceback import format_exc
@@ -63,7 +63,7 @@ SPELLINGS = (  # what math_verify's own normalisation leaves, each with an examp
     (r"(?<![^,{])(?! *\\\{)([^,]*)\\pm([^,]*?)(?=,|\\\}|$)", r"\1+\2,\1-\2"),  # \{1\pm\sqrt5,-2\}
     (r" ?\\(times|cdot) ?10\^\{?(-?\d{1,3})\}?", r"e\2"),  # 3\times10^5
     (r"(?<=\d),(?=\d{3}([,.]\d+)*$)", ""),  # 58,500
-    (r"(?=\.?\d)\d*+(\.\d*+(e-?\d{1,3})?|e-?\d{1,3})", exact),  # 0.5, 3e5
+    (r"(?=\.?\d)\d*+(\.\d*+(e[-+]?\d{1,3})?|e[-+]?\d{1,3})", exact),  # 0.5, 3e5
     (r" ?([-+=<>*/]) ?", r"\1"),  # x + 1
 )
 # x=5, f(x)=5, m+n=5, (x,y)=(1,2), x \in [1,2], but neither 2x=6 nor not=5
@@ -175,9 +175,10 @@ def begin(reward):
     os.close(forkserver._forkserver._forkserver_alive_fd)  # else the server, our parent, lives as long as we do
     end_with_parent()
     setrlimit(RLIMIT_DATA, (4 << 30, 4 << 30))
+    set_start_method("fork", force=True)  # of a reward's own processes: others would import the script anew
     alarm(60)
     if reward != "math":
-        with suppress(Exception):  # `grade` raises it again
+        with suppress(BaseException):  # `grade` raises it again
             reward_function(reward)
     alarm(0)
 

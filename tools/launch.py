@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ def check_gpus():
 def pass_on(number, _):
     """Send a signal to the ranks: at SIGUSR1, with which SLURM warns, they end with a checkpoint."""
     for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        os.kill(int(rank), number)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(int(rank), number)
 
 
 def launch(script, flags):
@@ -43,7 +45,7 @@ def launch(script, flags):
     os.environ.setdefault("OMP_NUM_THREADS", str(-(-cores // ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # a run that is stopped ends at once, and leaves its semaphores
-    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"
     words = ["--nproc-per-node", str(ranks), script, *flags]
     print(shlex.join(["torchrun", *words]), flush=True)
     logging.disable(logging.WARNING)
