@@ -4,15 +4,18 @@
 #                                 toy, 135m (pretrained, 2 CPU cores) or 0.5b (one GPU); the papers' are for 8 GPUs
 # ./run.sh list|setup|data        every experiment, its script, its method's flags; set up; fetch sspo.py's data
 # ./run.sh test|check|eval|plot|sweep|table|claims [ARGS]    --help explains each
-# CPU=1: without GPUs. PROCESSES=4: so many without GPUs. DRY=1: print the command. SCRIPT=mine.py: run a fork.
+# CPU=1: without GPUs, in PROCESSES=2. GPU=1: as if GPUs were seen. DRY=1: print the command. SCRIPT=mine.py: a fork.
 set -euo pipefail
-here=$PWD
+here=$PWD machine=cpu venv=.venv wrong=
 cd "$(dirname "$(readlink -f "$0")")"
-if [ "${1:-}" = test ]; then CPU=1; fi  # the tests are exact in float32: they are of the path without GPUs
-if [ -n "${CPU:-}" ]; then export CUDA_VISIBLE_DEVICES=; fi
-if ! nvidia-smi -L >/dev/null 2>&1; then machine=cpu venv=.venv
-elif [ -n "${CPU:-}" ]; then machine=cpu venv=.venv-cpu
-else machine=gpu venv=.venv; fi
+if [ "${1:-}" = test ]; then CPU=1; fi  # the tests are exact in float32
+driver=$(nvidia-smi --id=0 --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=none
+case ${CPU:+cpu}${GPU:+gpu}$driver in
+  cpu*) export CUDA_VISIBLE_DEVICES= ;;
+  gpu* | 5[89]?.* | [6-9]??.*) machine=gpu venv=.venv-gpu ;;
+  none) if [ -e /dev/nvidiactl ]; then wrong="/dev/nvidiactl is there, but nvidia-smi does not work"; fi ;;
+  *) wrong="the GPU's driver is $driver, not 580 or later" ;;
+esac
 python=$venv/bin/python
 names=(
   {sspo,sir,newline,period,grpo,clip-high,gspo,gspo-0.2,drgrpo,dapo,cwgrpo,grpo-kl,clip-cov}-{toy,135m,0.5b,1.5b,7b}
@@ -74,37 +77,38 @@ aime24=HuggingFaceH4/aime_2024 aime25=math-ai/aime25 amc23=knoveleng/AMC-23 amc8
 math500=HuggingFaceH4/MATH-500 minerva=knoveleng/Minerva-Math olympiad=knoveleng/OlympiadBench
 matharena=MathArena/brumo_2025,MathArena/hmmt_feb_2025,MathArena/hmmt_nov_2025
 math_3to5=data/understand-r1-zero/datasets/train/math_lvl3to5_8k see=tools/toy-images large=--activation-checkpointing
+b1=--micro-batch-tokens=16384 b7="$large --micro-batch-tokens=65536"  # 1.5B, 7B: 3/4 of 8 x 80 GB
 iou=tools/rewards.py:iou flat="--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
 toy="--model=tools/toy/model --template=plain --dataset=tools/toy/train.jsonl --eval-samples=8 --eval-temperature=1
   --eval=tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32
   --max-response-tokens=96 --lr=2e-4 --steps=120"
-if [ $machine = gpu ]; then toy+=" --gpu-memory-utilization=0.1"; fi  # more cache than that only costs time
+if [ $machine = gpu ]; then toy+=" --gpu-memory-utilization=0.1"; fi  # more only costs time
 seen="$toy --model=$see/model --image-column=image --dataset"
 smollm="$flat --model=tools/smollm/model --template=tools/smollm.txt --dataset=tools/smollm/train.jsonl --eval-samples=8
   --eval-temperature=1 --eval=tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-every=100 --group-size=8
   --prompts-per-step=8 --max-prompt-tokens=256 --max-response-tokens=48 --micro-batch-tokens=1024 --lr=5e-6 --steps=12"
-sspo="$large --eval=$aime24,$amc83,$math500,$minerva,$olympiad --keep-best --dataset=$math_3to5"
+sspo="$b1 --eval=$aime24,$amc83,$math500,$minerva,$olympiad --keep-best --dataset=$math_3to5"
 as_sspo="$sspo $flat --template=qwen-math --prompts-per-step=128 --group-size=8 --updates-per-step=4 --steps=200
   --max-prompt-tokens=1024 --max-response-tokens=3000 --max-total-tokens=0 --no-format-reward --checkpoints-kept=2"
-gpg="$large --eval=$aime24,$amc23,$math500,$minerva,$olympiad"
+gpg="$b7 --eval=$aime24,$amc23,$math500,$minerva,$olympiad"
 as_gpg="--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1"  # gpg.py's defaults
-rs="$large --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward --group-size=6
+rs="$b1 --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward --group-size=6
   --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7 --lr-warmup=0.1
   --lr-floor=0.1 --weight-decay=0"  # the recipe of Open-RS; its decay is TRL's default
-# 16 prompts: 8 GPUs, one each, accumulated twice (sat: once); what the frameworks leave open is TRL's default
+# 16 prompts: 8 GPUs, one each, accumulated twice (sat: once); the rest is TRL's default
 sees="$large --image-column=image --max-pixels=401408 --model=Qwen/Qwen2-VL-2B-Instruct --template=chat --beta-th=0.4
   --normaliser=response --format-reward --prompts-per-step=16 --max-prompt-tokens=1024 --max-response-tokens=256
-  --weight-decay=0 --lr-floor=0"
-classes="$sees --reward=tools/rewards.py:class_name --dataset"
+  --weight-decay=0 --lr-floor=0" classes="$sees --reward=tools/rewards.py:class_name --dataset"
 size() {  # SCRIPT:METHOD-SIZE
-  local prompts=$((512 / group)) model=${1%b-*} problems=${1##*-}  # 512 responses, whatever the group (GPG's code)
+  local prompts=$((512/group)) model=${1%b-*} problems=${1##*-}  # 512 responses (GPG's code)
   local gsm8k="$large $flat --gpu-memory-utilization=0.5 --model=Qwen/Qwen2.5-0.5B-Instruct --template=chat-boxed
     --dataset=openai/gsm8k:main:train --eval=openai/gsm8k:main:test --eval-every=29 --max-prompt-tokens=512
-    --max-response-tokens=1024 --lr=2e-6 --prompts-per-step=$prompts --steps=$((7473 / prompts))"  # an epoch; untried
+    --max-response-tokens=1024 --lr=2e-6 --prompts-per-step=$prompts --steps=$((7473/prompts))"  # an epoch; untried
   local math="$gpg --dataset=DigitalLearningGmbH/MATH-lighteval:train --max-prompt-tokens=512 --max-response-tokens=1024
-    --lr=2e-6 --lr-warmup=0.1 --prompts-per-step=$prompts --steps=$((7500 / prompts))"  # an epoch; a threshold: more
-  local sps="$large --model=Qwen/Qwen2.5-Math-${model##*-}B --subset=${problems%k}000 --eval=$aime24,$aime25,$matharena
+    --lr=2e-6 --lr-warmup=0.1 --prompts-per-step=$prompts --steps=$((7500/prompts))"  # an epoch; a threshold: more
+  local sps="$b1 --model=Qwen/Qwen2.5-Math-${model##*-}B --subset=${problems%k}000 --eval=$aime24,$aime25,$matharena
     --eval-samples=128 --eval-temperature=0.7 --eval-every=100 --keep-best"
+  [[ $1 != *-7b-* ]] || sps+=" $b7 --micro-batch-tokens=49152"  # IRL has moments, too
   case $1 in
     *-image-toy) size="$seen $see/image-train.parquet --eval=$see/image-heldout.parquet --steps=60 --eval-every=20" ;;
     *-ground-toy) size="$seen $see/ground-train.parquet --eval=$see/ground-heldout.parquet --reward=$iou" ;;
@@ -120,11 +124,11 @@ size() {  # SCRIPT:METHOD-SIZE
     cwgrpo.py:*-0.5b) size="$gsm8k --group-size=8 --no-format-reward" ;;
     sps.py:*-0.5b) size="$gsm8k --subset=0 --rl-steps=29" ;;  # four rounds
     sspo.py:*-1.5b) size=$sspo ;;
-    sspo.py:*-7b) size="$sspo --model=Qwen/Qwen2.5-Math-7B --alpha=0.15 --gamma=2.2" ;;  # for --clip=entropy
+    sspo.py:*-7b) size="$sspo $b7 --model=Qwen/Qwen2.5-Math-7B --alpha=0.15 --gamma=2.2" ;;  # for --clip=entropy
     cwgrpo.py:sspo-*-1.5b) size="$as_sspo --model=Qwen/Qwen2.5-Math-1.5B" ;;  # sspo.py's defaults
-    cwgrpo.py:sspo-*-7b) size="$as_sspo --model=Qwen/Qwen2.5-Math-7B" ;;
-    cwgrpo.py:*-1.5b) size=$large ;;
-    cwgrpo.py:*-7b) size="$large --model=Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps=150" ;;
+    cwgrpo.py:sspo-*-7b) size="$as_sspo $b7 --model=Qwen/Qwen2.5-Math-7B" ;;
+    cwgrpo.py:*-1.5b) size=$b1 ;;
+    cwgrpo.py:*-7b) size="$b7 --model=Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps=150" ;;
     gpg.py:*-7b) size=$gpg ;;
     *-zero) size="$gpg $as_gpg --dataset=BytedTsinghua-SIA/DAPO-Math-17k --prompts-per-step=144 --steps=1100
       --max-response-tokens=3072" ;;
@@ -135,16 +139,16 @@ size() {  # SCRIPT:METHOD-SIZE
     *-rs3) size="$rs --dataset=knoveleng/open-rs --steps=50" ;;
     *-geoqa) size="$sees --model=Qwen/Qwen2.5-VL-3B-Instruct --template=tools/geoqa.txt --reward=tools/rewards.py:geoqa
       --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502" ;;  # 8,031 / 16
-    *-flower) size="$classes laolao77/ViRFT_CLS_flower_4_shot --steps=204" ;;  # 102 x 4 x 8 epochs / 16
-    *-pets) size="$classes laolao77/ViRFT_CLS_pets37_4shot --steps=222" ;;  # 37 x 4 x 24 / 16
-    *-aircraft) size="$classes laolao77/ViRFT_CLS_fgvc_aircraft_4_shot --steps=200" ;;  # 100 x 4 x 8 / 16
-    *-car) size="$classes laolao77/ViRFT_CLS_car196_4shot --steps=392" ;;  # 196 x 4 x 8 / 16
+    *-flower) size="$classes laolao77/ViRFT_CLS_flower_4_shot --steps=$((102*4*8/16))" ;;  # classes, shots, epochs
+    *-pets) size="$classes laolao77/ViRFT_CLS_pets37_4shot --steps=$((37*4*24/16))" ;;
+    *-aircraft) size="$classes laolao77/ViRFT_CLS_fgvc_aircraft_4_shot --steps=$((100*4*8/16))" ;;
+    *-car) size="$classes laolao77/ViRFT_CLS_car196_4shot --steps=$((196*4*8/16))" ;;
     *-sat) size="$sees --model=Qwen/Qwen2-VL-2B --template=tools/sat.txt --reward=tools/rewards.py:option
       --max-response-tokens=700 --dataset=data/sat.parquet --prompts-per-step=8 --steps=3000" ;;  # about 12,000 x 2 / 8
     *-lisa) size="$sees --reward=$iou --dataset=data/lisa-train.parquet --steps=498" ;;  # 6 epochs, as Visual-RFT's
     sspo.py:*k) size="$sps --dataset=Elliott/Openr1-Math-46k-8192 --max-response-tokens=3072 --lr=5e-7 --steps=700
       --weight-decay=0.1 --adam-betas 0.9 0.95 --prompts-per-step=16 --updates-per-step=1" ;;
-    sps.py:sps-k*k) size="$sps --steps=$((2 * ((${problems%k}000 + 15) / 16)))" ;;  # two epochs
+    sps.py:sps-k*k) size="$sps --steps=$((2*((${problems%k}000+15)/16)))" ;;  # two epochs
     sps.py:*k) size=$sps ;;
   esac
 }
@@ -153,49 +157,46 @@ size() {  # SCRIPT:METHOD-SIZE
 once() (  # FILE COMMAND...: make what is not there, or wait for another run.sh that makes it
   if [ -e "$1" ]; then exit; fi
   exec 9<.
-  flock --nonblock 9 || { echo "another run.sh is setting up: waiting for it"; flock 9; }
+  flock --nonblock 9 || { echo "another run.sh is setting up: waiting"; flock 9; }
   if [ ! -e "$1" ]; then "${@:2}"; touch "$1"; fi
 )
 
 install() {
-  local base package index=https://download.pytorch.org/whl/cpu  # much smaller; tomllib: Python 3.11
-  for base in python3 python3.12 python3.13 python3.11; do "$base" -c 'import tomllib' 2>/dev/null && break; done
-  echo "setting up $venv (once, some minutes)"
-  "$base" -m venv $venv
+  local base package index=https://download.pytorch.org/whl/cpu  # much smaller
+  for base in python3{,.12,.13,.11,.14} "Python 3.11 to 3.14"; do  # bash says that the last is not found
+    [[ $("$base" -V 2>&1) == *\ 3.1[1-4].* ]] && break; done
+  echo "setting up $venv (once, some minutes)"; "$base" -m venv $venv
   if [ $machine = gpu ] ||
     ! "$python" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then index=; fi
-  "$python" -m pip install -q ${index:+--extra-index-url $index} -r requirements-$machine.txt
+  "$python" -m pip install ${index:+--extra-index-url $index} -r requirements-$machine.txt
   for package in torchvision torchaudio torchcodec; do  # builds for another torch break transformers
-    "$python" -c "import $package" 2>/dev/null || "$python" -m pip uninstall -qqy $package
-  done
+    "$python" -c "import $package" 2>/dev/null || "$python" -m pip uninstall -qqy $package; done
 }
 
 setup() {
+  if [ -n "$wrong" ]; then echo "run.sh: $wrong; CPU=1 ./run.sh ... leaves GPUs unused" >&2; exit 1; fi
   once "$venv/ready-$(cksum <requirements-$machine.txt | cut -d' ' -f1)" install
-  if [ $machine = gpu ]; then "$python" tools/launch.py; fi  # says if PyTorch cannot use the GPUs
+  if [[ $machine = gpu && $driver-$word != none-setup ]]; then "$python" tools/launch.py; fi  # can PyTorch use them?
 }
 
 merge() {  # FLAGS...: into `flags`; of a flag that comes twice, or once as --no-flag, the last stays
   seen=" " flags=() values=()
-  for ((i = $#; i > 0; i--)); do
-    values=("${!i}" "${values[@]}")
-    if [[ ${!i} != --* ]]; then continue; fi
+  for ((i=$#; i>0; i--)); do
+    values=("${!i}" "${values[@]}"); [[ ${!i} == --* ]] || continue
     key=${!i#--} key=${key#no-} key=${key%%=*}
-    if [[ $seen != *" $key "* ]]; then flags=("${values[@]}" "${flags[@]}") seen+="$key "; fi
-    values=()
+    if [[ $seen != *" $key "* ]]; then flags=("${values[@]}" "${flags[@]}") seen+="$key "; fi; values=()
   done
 }
 
 start() {  # EXPERIMENT FLAGS...
   if [[ " ${names[*]} " != *" $1 "* ]]; then echo "run.sh: no experiment or command $1: ./run.sh list" >&2; exit 2; fi
-  method "$1"
-  size "$script:$1"
+  method "$1"; size "$script:$1"
   merge $size $own "${@:2}"
   set -- "$1" "${SCRIPT:-$script}" "${flags[@]}"
   if [ -n "${DRY:-}" ]; then printf '%q ' "${@:2}"; echo; exit; fi
   export EXPERIMENT=${SCRIPT:+$(basename "$SCRIPT" .py)-}$1  # a run's folder is named after it
-  if [[ $* == *[\ =]$math_3to5* ]]; then ./run.sh data; fi
   setup
+  if [[ $* == *[\ =]$math_3to5* ]]; then ./run.sh data; fi
   if [[ $* == *[\ =]$see/* ]]; then once $see/model/model.safetensors "$python" tools/toy_images.py; fi
   if [[ $* == *[\ =]tools/smollm/* ]]; then once tools/smollm/model/model.safetensors "$python" tools/smollm.py; fi
   if [[ $1 == *-135m ]]; then export PROCESSES=1; fi  # two would reduce 540 MB of gradients for each micro-batch
@@ -222,8 +223,7 @@ case $word in
   sweep | table) setup; exec "$python" tools/sweep.py "$word" "$@" ;;
   claims) setup; PROCESSES=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" tools/claims.py "$@" ;;
   default) run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)
-    (start sspo-toy --run-dir "$run")
-    if [ -n "${DRY:-}" ]; then exit; fi
+    (start sspo-toy --run-dir "$run"); if [ -n "${DRY:-}" ]; then exit; fi
     "$python" tools/plot.py "$run" -o "$run/curve.png"
     "$python" tools/plot.py "$run" --figure=tokens -o "$run/tokens.html" ;;
   *) start "$word" "$@" ;;

@@ -82,11 +82,14 @@ def executable(file: Path, line: str) -> None:
 
 
 def machine(folder: Path, nvidia_smi: str) -> dict[str, str]:
-    """Make a copy of run.sh beside a finished set-up, and a machine with this nvidia-smi; return the environment."""
+    """Make a copy of run.sh beside a finished set-up, and a machine that has an NVIDIA device, for which /dev/null
+    stands, and this nvidia-smi; return the environment."""
     shutil.copy(ROOT / "run.sh", folder)
+    script = (folder / "run.sh").read_text()
+    (folder / "run.sh").write_text(script.replace("/dev/nvidiactl", "/dev/null"))
     (folder / "tools").mkdir()
     shutil.copy(ROOT / "tools" / "launch.py", folder / "tools")
-    for requirements, venv in {"requirements-cpu.txt": ".venv-cpu", "requirements-gpu.txt": ".venv"}.items():
+    for requirements, venv in {"requirements-cpu.txt": ".venv", "requirements-gpu.txt": ".venv-gpu"}.items():
         shutil.copy(ROOT / requirements, folder)
         (folder / venv / "bin").mkdir(parents=True)
         executable(folder / venv / "bin" / "python", f'exec {shlex.quote(sys.executable)} "$@"')
@@ -95,33 +98,49 @@ def machine(folder: Path, nvidia_smi: str) -> dict[str, str]:
     (folder / "bin").mkdir()
     executable(folder / "bin" / "nvidia-smi", nvidia_smi)
     path = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    return {name: value for name, value in os.environ.items() if name != "CPU"} | path
+    return {name: value for name, value in os.environ.items() if name not in ("CPU", "GPU")} | path
 
 
-def test_gpus_that_pytorch_cannot_use_are_an_error_that_says_what_to_do(tmp_path):
-    environment = machine(tmp_path, "exit 0")
+@pytest.mark.parametrize(
+    ("nvidia_smi", "message"),
+    [
+        ("exit 9", "/dev/null is there, but nvidia-smi does not work"),
+        ("echo 570.86.10", "driver is 570.86.10, not 580 or later"),
+        ("echo 580.65.06", "PyTorch without CUDA"),
+    ],
+)
+def test_gpus_that_cannot_be_used_are_an_error_that_says_why(tmp_path, nvidia_smi, message):
+    """The driver's faults before anything is installed: there a Python stands by that makes no folder."""
+    environment = machine(tmp_path, nvidia_smi)
+    if "PyTorch" not in message:
+        executable(tmp_path / "bin" / "python3", "echo Python 3.12.0")
+        for venv in tmp_path.glob(".venv*"):
+            shutil.rmtree(venv)
     done = subprocess.run([tmp_path / "run.sh", "setup"], env=environment, text=True, stderr=subprocess.PIPE)
     assert done.returncode == 1
-    assert "580 or later" in done.stderr
+    assert message in done.stderr
 
 
 def test_two_first_uses_at_once_set_up_once(tmp_path):
-    """The second, here through a link, waits. No package is installed: the interpreters only take notes."""
-    environment = machine(tmp_path, "exit 0") | {"CPU": "1"}
+    """The second, here through a link, waits. No package is installed: the interpreters, of which one is too new, only
+    take notes. The machine is one without GPUs on which those of another are set up."""
+    environment = machine(tmp_path, "exit 9") | {"GPU": "1"}
     for ready in tmp_path.glob(".venv*/ready-*"):
         ready.unlink()
-    note = f'case "$*" in *" install "*|*venv*) echo "$*" >>{shlex.quote(str(tmp_path / "notes"))}; sleep 1 ;; esac'
-    for python in (tmp_path / "bin" / "python3", *tmp_path.glob(".venv*/bin/python")):
+    notes = shlex.quote(str(tmp_path / "notes"))
+    note = f'case "$*" in -V) echo Python 3.12.0 ;; *" install "* | *venv*) echo "$*" >>{notes}; sleep 1 ;; esac'
+    executable(tmp_path / "bin" / "python3", "echo Python 3.15.0")
+    for python in (tmp_path / "bin" / "python3.12", *tmp_path.glob(".venv*/bin/python")):
         executable(python, note)
     (tmp_path / "bin" / "link").symlink_to(tmp_path / "run.sh")
     starts = [subprocess.Popen([tmp_path / name, "setup"], env=environment) for name in ("run.sh", "bin/link")]
     assert [start.wait() for start in starts] == [0, 0]
-    assert len((tmp_path / "notes").read_text().splitlines()) == 2, "a venv, and pip"
+    assert (tmp_path / "notes").read_text() == "-m venv .venv-gpu\n-m pip install -r requirements-gpu.txt\n"
 
 
 def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
     """The copy of run.sh has no scripts beside it, and a git that only makes the folder it is to clone into."""
-    environment = machine(tmp_path, "exit 0") | {"CPU": "1"}
+    environment = machine(tmp_path, "exit 9") | {"CPU": "1"}
     executable(tmp_path / "bin" / "git", 'mkdir -p "$5/datasets/train/math_lvl3to5_8k"; ls data >>clones')
     needs = {"gpg-image-toy": "toy_images.py", "gpg-135m": "smollm.py", "sspo-clip-cov-7b": "cwgrpo.py"}
     for name, file in needs.items():

@@ -19,11 +19,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 def check_gpus():
     """Exit with a message if PyTorch cannot use a GPU."""
+    if not torch.version.cuda:
+        sys.exit(f"run.sh: this folder has PyTorch without CUDA; delete it, and ./run.sh makes it: {sys.prefix}")
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as reason:
         sys.exit(
-            f"run.sh: nvidia-smi sees GPUs, but PyTorch cannot use them: {reason}\n"
+            f"run.sh: PyTorch cannot use the GPUs: {reason}\n"
             "The driver must be 580 or later, and CUDA_VISIBLE_DEVICES must not hide the GPUs. "
             "CPU=1 ./run.sh ... leaves them unused."
         )
