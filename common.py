@@ -105,7 +105,7 @@ class Args:
     reward: str = "math"  # The last box equals the answer; or FILE.py:FUNCTION, a float of (completion, data row).
     reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of sampler and trainer; weights, logits and gradients' sums are float32. auto (ours): bfloat16 on GPUs only."""
+    """Of sampler and trainer; weights, logits and sums over micro-batches are float32. auto: bfloat16 on GPUs (ours)."""
     temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
     lr_floor: Share = 1.0  # Then it falls along a cosine to this share of --lr. 1: constant.
@@ -507,7 +507,7 @@ class Sampler:
 
     def sample(self, asked, n, temperature, args, top_p=1.0):
         """Sample n responses to each problem, top-k off; return the groups on every rank. A seed hashes --seed, the
-        problem's key and the response's number: samples do not depend on ranks."""
+        problem's key and the response's number: on CPUs samples do not depend on ranks."""
         from vllm import SamplingParams
 
         engines = self.world.size // args.tensor_parallel
