@@ -105,7 +105,7 @@ class Args:
     reward: str = "math"  # The last box equals the answer; or FILE.py:FUNCTION, a float of (completion, data row).
     reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of sampler and trainer; weights, logits and sums over micro-batches are float32. auto: bfloat16 on GPUs (ours)."""
+    """Of sampler and trainer; weights, logits, sums over micro-batches are float32. auto (ours): bfloat16 on GPUs."""
     temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
     lr_floor: Share = 1.0  # Then it falls along a cosine to this share of --lr. 1: constant.
