@@ -78,4 +78,5 @@ if __name__ == "__main__":
             folder = common.model_folder(args)
             common.load_data(args, AutoTokenizer.from_pretrained(folder))
         except Exception:
-            common.report(*sys.exc_info())
+            if common.FIRST:
+                common.report(*sys.exc_info())

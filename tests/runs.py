@@ -35,7 +35,7 @@ def run(script: str, flags: list) -> str:
     sys.argv = [f"{script}.py", *flags]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         module.main(tyro.cli(module.Args, args=flags))
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # whose handler would keep the record, and the lock of its folder
     for child in multiprocessing.active_children():
         child.kill()  # its verifier's processes

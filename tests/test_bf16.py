@@ -42,6 +42,7 @@ def step(update, tiny):
     return ask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delimiter", ["", "token"])
 def test_the_ratio_is_one_while_the_weights_have_not_moved(step, delimiter):
     """Exactly: what GSPO clips at 3e-4 would be noise."""

@@ -19,7 +19,8 @@ def figures(run: Run) -> list:
     return [row[name] for row in run.rows[1:] for name in names]
 
 
-@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [1, 0])
 def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkeypatch):
     """They do what one node's ranks do, though each holds all weights; the other node ends, and the run goes on."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's choice where a node has several ranks

@@ -138,6 +138,7 @@ def test_a_reward_is_tried_before_an_engine_starts(mine, error, tmp_path):
     assert error in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_ends_with_a_killed_run(own, tmp_path):
     """It hangs in C code."""
     pid = tmp_path / "pid"
