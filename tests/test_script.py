@@ -100,6 +100,7 @@ def test_a_checkpoint_is_evaluated_like_the_model_it_was(sspo_run, engine, tmp_p
     assert row["pass@1"]["mean"] == pytest.approx(100 * sspo_run.rows[-1]["eval/heldout/avg@1"])
 
 
+@pytest.mark.slow
 def test_what_is_sampled_does_not_depend_on_ranks(engine, tmp_path):
     flags = [*FLAGS, "--steps", 0, "--eval", TOY / "harder.jsonl", "--eval-samples", 2, "--eval-temperature", 1]
     engine(script="sspo", flags=[*flags, "--run-dir", tmp_path / "two"])
