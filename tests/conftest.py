@@ -146,7 +146,7 @@ def alone() -> common.World:
     return world
 
 
-def make_verifier(workers: int = 2, reward: str = "math", limit: float = 10, sets=()):
+def make_verifier(workers: int = 2, reward: str = "math", limit: float = 60, sets=()):
     """Make a verifier of this many processes, whatever the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda process: range(workers))

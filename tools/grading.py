@@ -10,7 +10,7 @@ import runpy
 import sys
 from contextlib import suppress
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from multiprocessing import forkserver, set_start_method
 from resource import RLIMIT_DATA, setrlimit
 from signal import ITIMER_PROF, SIGKILL, alarm, setitimer
@@ -81,6 +81,7 @@ def spell(text):
     return normalize_latex(text, NormalizationConfig(malformed_operators=True, boxed="none"))
 
 
+@lru_cache(1000)  # the reference of a group is read once, and so are answers that come again
 def read(text):
     """Return the tree that math_verify reads in a spelled answer, with nothing computed: 2+2 stays a sum. What it
     cannot read is nan, which equals nothing."""
@@ -133,13 +134,13 @@ def equal(answer, gold, problem):
     return same(read(answer), read(gold))
 
 
-def judge(completion, gold, problem="", seconds=1.0):
+def judge(completion, gold, problem=""):
     """Return score and verdict of a completion: 1.0 if its last box equals the gold answer, else 0.0. Whatever takes
-    more `seconds` of processor time ends the process, C code and patterns, too: call it where that may be. The rules:
-    docs/evaluation.md."""
+    more than a second of processor time ends the process, C code and patterns, too: call it where that may be.
+    docs/evaluation.md has the rules."""
     import math_verify  # noqa: F401  loaded before the time counts
 
-    setitimer(ITIMER_PROF, seconds)  # the default action of SIGPROF
+    setitimer(ITIMER_PROF, 1.0)  # the default action of SIGPROF
     try:
         answer = (last_boxed(completion) or "").strip()
         if len(answer) > 2000:  # characters
