@@ -204,11 +204,11 @@ start() {  # EXPERIMENT FLAGS...
 }
 
 word=${1:-default}; shift $(($# > 0))
-if [ "$here" != "$PWD" ]; then  # where the user stands is meant: --run-dir, a FILE, FILE:FUNCTION or list of FILEs there
+if [ "$here" != "$PWD" ]; then  # --run-dir, FILE, FILE:FUNCTION and FILEs are where the user stands
   for argument in "$@"; do
-    value=${argument#--*=}
-    if [[ "${before:-}=$argument" == *--run-dir=[!/]* || $value == [!-/0-9]* && -e $here/${value%%[:,]*} ]]; then
-      value=$here/${value//,/,$here/}; fi
+    value=${argument#--*=} flag=${before:-}=$argument
+    if [[ $flag == *--run-dir=[!/]* || $flag != *--@(delimiter=*|track=*|template=+([!./])) &&
+      $value == [!-/0-9]* && -e $here/${value%%[:,]*} ]]; then value=$here/${value//,/,$here/}; fi
     set -- "${@:2}" "${argument%"${argument#--*=}"}$value"; before=${argument##*=*}
   done
 fi

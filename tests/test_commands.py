@@ -29,6 +29,16 @@ def settings(name: str, *flags: str):
     return tyro.cli(importlib.import_module(script.removesuffix(".py")).Args, args=flags)
 
 
+def test_paths_are_where_the_user_stands(tmp_path):
+    """What exists there, and the run's folder, which need not; words that name no file stay."""
+    for name in ("mine.jsonl", "chat", "track"):
+        (tmp_path / name).touch()
+    typed = "--dataset mine.jsonl --run-dir=out/first --delimiter . --template=chat --track track"
+    said = run_sh("grpo-toy", *typed.split(), folder=tmp_path)
+    files = f"--dataset {tmp_path}/mine.jsonl --run-dir={tmp_path}/out/first"
+    assert said.endswith(f" {files} --delimiter . --template=chat --track track \n")
+
+
 @pytest.fixture(scope="module")
 def table() -> dict[str, tuple[str, list[str]]]:
     """Return {METHOD-SIZE: (script, the method's flags)}, which `./run.sh list` prints."""

@@ -11,6 +11,7 @@ import torch
 from conftest import TOY, random_model, refused
 from safetensors.torch import load_file, save_file
 from test_data import load, write
+from test_models import TRAINED, model_of
 from test_policy import CPU, batch_of
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -76,6 +77,22 @@ def test_a_head_of_its_own_is_the_head_whatever_the_config_says(tmp_path, plain_
         for source in (folder, tmp_path / "saved"):
             expected_T = logp_of(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), batch)
             torch.testing.assert_close(policy(micro)[0], expected_T, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_saved_model_computes_what_the_policy_does(tmp_path, plain_python, kind):
+    """By transformers, from the saved folder alone."""
+    args = model_of(tmp_path / "source", kind, TRAINED[kind])
+    world = common.init_world()
+    policy = common.load_policy(tmp_path / "source", args, world)
+    policy.temperature = 1.0
+    for parameter in policy.parameters():
+        parameter.data.mul_(1.1)
+    common.save_model(policy, tmp_path / "saved", tmp_path / "source", torch.float32, world)
+    batch = batch_of(3, prompt=4)
+    logp_T, _ = policy(batch.pack(range(len(batch.rollout_R)), CPU))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    torch.testing.assert_close(logp_T, logp_of(model, batch), atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("ends", [{}, {"temperature": 0.6}, {"eos_token_id": [262, 5]}])
