@@ -19,7 +19,8 @@ def engine(tmp_path_factory) -> Jobs:
     jobs.end()
 
 
-@pytest.mark.parametrize("script", ["sspo", *(pytest.param(each, marks=pytest.mark.slow) for each in list(OWN)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", OWN)
 def test_sampler_and_trainer_agree_through_two_steps(engine, tmp_path, script):
     """A head in bf16, of either, has a gap of 0.0016 or more. The second step samples with weights that have moved."""
     folder = tmp_path / "run"
