@@ -153,11 +153,10 @@ def said(error):
 def report(kind, error, trace):
     """Say in one line what names a flag; show the traceback of everything else."""
     if not said(error).startswith("--"):
-        sys.__excepthook__(kind, error, trace)
-    else:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(30)  # torchrun ends all ranks when one ends: the node's first, which says the same, comes before
-        print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
+        return sys.__excepthook__(kind, error, trace)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(30)  # torchrun ends all ranks when one ends: the node's first, which says the same, comes before
+    print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
 
 
 def longest_sequence(args):
@@ -359,6 +358,7 @@ def load_problems(source, tokenizer, args, flag):
     return problems
 
 
+@cache  # once for all sets
 def use_own_file(tokenizer):
     """Let a tokenizer do what its tokenizer.json says, which transformers 5 replaces for some kinds of models."""
     if Path(tokenizer.name_or_path, "tokenizer.json").exists():
@@ -869,7 +869,7 @@ def config_of(folder):
     if config.tie_word_embeddings:
         weights = [item for file in Path(folder).glob("*.safetensors") for item in load_file(file).items()]
         ends = [weight for name, weight in weights if name.endswith(("lm_head.weight", "embed_tokens.weight"))]
-        config.tie_word_embeddings = len(ends) == 1 or torch.equal(*ends)
+        config.tie_word_embeddings = len(ends) < 2 or torch.equal(*ends)
     return config
 
 
