@@ -194,7 +194,7 @@ def print_summary(name, rows):
         last = mean_over_steps(steps[-10:], "reward")
         print(f"{name}  {'reward':<24} {first:.3f} in the first 5 steps, {last:.3f} in the last 10")
     for key in metrics_of(rows, "eval/"):
-        if "@" in key:
+        if "/avg@" in key or "/pass@" in key:
             at, values = by_step({name: rows}, key)
             print(f"{name}  {key[5:]:<24} {values[0, 0]:.3f} before, {values[0, -1]:.3f} after {at[-1]:g} steps")
     timed = steps[5:] or steps
