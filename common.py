@@ -9,6 +9,7 @@ sharded. Functions have no annotations: args, world, record, policy and batch ar
 import fcntl
 import hashlib
 import importlib.metadata
+import io
 import json
 import logging
 import math
@@ -20,14 +21,14 @@ import subprocess
 import sys
 import time
 from collections import ChainMap, Counter, defaultdict, namedtuple
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from functools import cache
 from itertools import accumulate, compress, count
 from multiprocessing import forkserver, get_context
 from pathlib import Path
-from signal import SIG_IGN, SIGINT, SIGPROF, SIGTERM, SIGUSR1, signal
+from signal import SIG_DFL, SIG_IGN, SIGINT, SIGPROF, SIGTERM, SIGUSR1, signal
 from typing import Literal
 
 import datasets
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+import tyro
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from pebble import ProcessPool
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint
@@ -74,7 +76,9 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
         "user": "{problem}",
     },
 }
-FIRST = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, before `init_world` makes a World of them
+# of torchrun's, before `init_world` makes a World of them
+FIRST = os.environ.get("RANK", "0") == "0"
+LOCAL_RANK = os.environ.get("LOCAL_RANK", "0")
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
 
@@ -150,13 +154,30 @@ def said(error):
     return ": ".join([*reversed(getattr(error, "__notes__", [])), str(error)])
 
 
+def parse(kind, description):
+    """Return the command line as a `kind`, or end with what is wrong with it, said by a node's first rank."""
+    first = LOCAL_RANK == "0"
+    try:
+        with redirect_stderr(sys.stderr if first else io.StringIO()):
+            return tyro.cli(kind, description=description)
+    except SystemExit as end:
+        if end.code and not first:
+            time.sleep(30)  # torchrun ends all ranks when one ends: the first comes before
+        raise
+
+
 def report(kind, error, trace):
-    """Say in one line what names a flag; show the traceback of everything else."""
+    """Say in one line what names a flag, and show the traceback of everything else; then end at once, since vLLM would
+    take the process group down, which waits for kernels that the other ranks may never join."""
     if not said(error).startswith("--"):
-        return sys.__excepthook__(kind, error, trace)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(30)  # torchrun ends all ranks when one ends: the node's first, which says the same, comes before
-    print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
+        sys.__excepthook__(kind, error, trace)
+    elif LOCAL_RANK == "0":
+        print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
+    else:
+        time.sleep(30)  # as in `parse`
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def longest_sequence(args):
@@ -214,7 +235,9 @@ def init_world():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         backends = "cpu:gloo,cuda:nccl"  # the default has none for CPU tensors
-    dist.init_process_group(backends, timeout=timedelta(minutes=30))  # a rank may save a model
+    with naming("between nodes GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface; `ip -br addr` shows it"):
+        dist.init_process_group(backends, timeout=timedelta(minutes=5))
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))  # a rank may save a model
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
         mesh = mesh["shard"]
@@ -1112,7 +1135,9 @@ def save_checkpoint(policy, optimizer, step, position, record):
     state = {"policy": sharded.get_model_state_dict(policy)}
     if optimizer.state:  # else asking for it would make it, as if a step had been taken
         state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)["state"]
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(partial, save_distributed=True))
+    writer = dcp.HuggingFaceStorageWriter(partial, save_distributed=True)
+    writer.per_thread_copy_ahead = 0  # else a GPU's tensors go through pinned buffers, which the host keeps
+    dcp.save(state, storage_writer=writer)
     if world.rank == 0:  # every rank's shards are on the disk
         manifest = {
             "step": step,
@@ -1131,8 +1156,9 @@ def save_checkpoint(policy, optimizer, step, position, record):
 
 def resume(policy, optimizer, record):
     """With --resume load the newest checkpoint; return its step and position in the data, else 0 and 0."""
-    signal(SIGINT, record.interrupt)
-    signal(SIGTERM, record.interrupt)
+    end = SIG_DFL if record.world.rank else record.interrupt  # a Python function would wait for what runs in CUDA
+    signal(SIGINT, end)
+    signal(SIGTERM, end)
     signal(SIGUSR1, record.ask_to_stop)
     if not record.args.resume:
         return 0, 0

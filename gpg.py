@@ -61,7 +61,6 @@ from itertools import chain
 from typing import Literal
 
 import torch
-import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from transformers import AutoTokenizer
@@ -288,4 +287,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, console_outputs=common.FIRST))
+    main(common.parse(Args, __doc__))

@@ -46,7 +46,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from transformers import AutoTokenizer
@@ -357,4 +356,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__, console_outputs=common.FIRST))
+    main(common.parse(Args, __doc__))

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def check_gpus():
@@ -50,12 +51,15 @@ def launch(script, flags):
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"
     words = ["--nproc-per-node", str(ranks), script, *flags]
     print(shlex.join(["torchrun", *words]), flush=True)
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     signal.signal(signal.SIGUSR1, pass_on)
     try:
         torch.distributed.run.main(words)
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
+    except ChildFailedError as error:  # the script has said why, unless it was killed
+        rank, failure = error.get_first_failure()
+        sys.exit(f"run.sh: rank {rank} ended with exit code {failure.exitcode}")
 
 
 if __name__ == "__main__":
