@@ -77,6 +77,6 @@ if __name__ == "__main__":
         try:
             folder = common.model_folder(args)
             common.load_data(args, AutoTokenizer.from_pretrained(folder))
-        except Exception:
+        except Exception as error:
             if common.FIRST:
-                common.report(*sys.exc_info())
+                print(common.said(error))

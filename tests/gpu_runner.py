@@ -1,0 +1,99 @@
+"""What vLLM samples with on GPUs, on a CPU: Model Runner V2 with asynchronous scheduling, its kernels interpreted.
+
+test_gpu_runner.py starts it with TRITON_INTERPRET and VLLM_USE_V2_MODEL_RUNNER. An engine that sleeps has NaN in its
+weights and buffers until they are loaded, as a GPU's memory is lost. It prints what it found.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from triton.backends import backends
+
+import common
+
+
+def sleep(worker, level: int) -> None:
+    """Lose weights and buffers; at level 2 a GPU keeps a copy of the buffers alone."""
+    worker.kept = {name: buffer.clone() for name, buffer in worker.model_runner.model.named_buffers()}
+    for lost in (*worker.model_runner.model.parameters(), *worker.model_runner.model.buffers()):
+        lost.data.fill_(torch.nan)
+
+
+def wake_up(worker, tags: list[str]) -> None:
+    """Give the buffers back, as on a GPU."""
+    if "weights" in tags:
+        for name, buffer in worker.model_runner.model.named_buffers():
+            buffer.data.copy_(worker.kept[name])
+
+
+def likeliest(model: str, group: common.Group) -> list[int]:
+    """Return what transformers' own greedy search finds, as long as the group's response."""
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prompt = torch.tensor([group.problem.prompt_ids])
+    found = lm.generate(prompt, do_sample=False, max_new_tokens=len(group.rollouts[0].ids))
+    return found[0, prompt.shape[1] :].tolist()
+
+
+def main(model: str, folder: str) -> None:
+    """Three times wake, load, sample, and sleep; before the third the weights change."""
+    # vLLM asks for a driver of the device before it takes Triton's kernels
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    checked = CpuPlatform.check_and_update_config
+
+    def schedule_ahead(config) -> None:
+        checked(config)
+        config.scheduler_config.async_scheduling = True  # which this platform turns off
+
+    CpuPlatform.check_and_update_config = staticmethod(schedule_ahead)
+    CPUWorker.sleep = sleep
+    CPUWorker.wake_up = wake_up
+    torch.cuda.empty_cache = lambda: None
+    args = common.Args(model, max_prompt_tokens=32, max_response_tokens=8, run_dir=folder, temperature=1.3)
+    world = common.init_world()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sampler = common.Sampler(model, tokenizer, args, world)
+    sampler.stop = {17, 24}  # the digits 2 and 9, so that of these short responses some stop and some are cut
+    sampler.sleeps = True
+    sampler.sleep()
+    policy = common.load_policy(Path(model), args, world)
+    record = common.Record(args, "checks", world)
+    problems = [common.Problem("", tokenizer.encode("hdx39=?\n" * 3)[: 6 + 3 * n], "0") for n in range(3)]
+    asked = {("a", n): problem for n, problem in enumerate(problems)}
+    config = sampler.llm.llm_engine.vllm_config
+    found = {"runner": config.use_v2_model_runner, "ahead": config.scheduler_config.async_scheduling, "rounds": []}
+    for number in range(3):
+        sampler.load(policy)
+        groups = sampler.sample(asked, 4, args.temperature, args)
+        if number == 0:
+            greedy = sampler.sample(asked, 1, 0.0, args)
+            found["greedy"] = [group.rollouts[0].ids.tolist() for group in greedy]
+            found["likeliest"] = [likeliest(model, group) for group in greedy]
+        sampler.sleep()
+        batch = common.Batch([replace(group, reward_G=torch.zeros(4)) for group in groups])
+        dealt = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
+        logp_T, _ = common.score(policy, batch, dealt, record, "gap")
+        found["rounds"].append(
+            {
+                "gap": (logp_T - batch.sampler_logp_T).abs().max().item(),
+                "ids": [rollout.ids.tolist() for rollout in batch.rollout_R],
+                "cut": [rollout.truncated for rollout in batch.rollout_R],
+            }
+        )
+        if number == 1:
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    mine = parameter.to_local()
+                    mine.mul_(1 + 0.3 * torch.randn_like(mine))
+    found["stop"] = sorted(sampler.stop)
+    print(json.dumps(found))
+
+
+main(*sys.argv[1:])
