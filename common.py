@@ -1007,13 +1007,16 @@ def score(policy, batch, micro_batches, record, phase, entropies=False):
     score_2T = torch.zeros(2, len(batch.response_T))
     with record.phase(phase):
         home = next(policy.parameters()).device  # a reference waits in the host's memory
+        waiting = {}
+        if home != world.device:
+            waiting = {parameter: parameter.detach() for parameter in policy.parameters()}
         policy.to(world.device)
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
             score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
         # FSDP2 reshards when it is moved, even to where it is. Else its root would stay gathered, and the next pass
-        # compute with weights from before the optimiser's step.
-        policy.to(home)
+        # compute with weights from before the optimiser's step. A reference has not changed: its shards are there.
+        policy._apply(lambda x: waiting[x] if x in waiting else x.to(home))
     return world.all_reduce(score_2T)
 
 

@@ -199,9 +199,12 @@ def watched_score(gpu: Gpu):
         weights = list(policy.parameters())
         home = {"cuda"} if weights[0].requires_grad else {"cpu"}
         before = gpu.held()
+        shards = [weight.to_local().untyped_storage()._cdata for weight in weights]
         assert places(weights) == home
         result = score(policy, *rest, **how)
         assert places(policy.parameters()) == home
+        after = [weight.to_local().untyped_storage()._cdata for weight in policy.parameters()]
+        assert shards == after, "weights that did not change were copied"
         assert gpu.held() == before, "something stays gathered, or on the GPU"
         return result
 
