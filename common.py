@@ -123,7 +123,7 @@ class Args:
     keep_best: bool = False  # Keep the model of the highest avg@n, mean over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
     checkpoint_minutes: PositiveFloat = 30  # Also so many minutes after the last one (ours).
-    checkpoints_kept: PositiveInt = 2  # The newest checkpoints that stay.
+    checkpoints_kept: PositiveInt = 2  # The newest of --checkpoint-every that stay.
     resume: bool = False  # Go on from --run-dir's last checkpoint; --steps may grow, at constant lr.
     micro_batch_tokens: PositiveInt = 16384  # Most tokens and patches in a pass: memory, speed.
     activation_checkpointing: bool = False  # Recompute decoder layers: less memory, more time.
@@ -1125,7 +1125,8 @@ def checkpoints_of(folder):
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
-    """Write checkpoints/step-<step>, which is whole once it has this name, if one is due; drop the oldest."""
+    """Write checkpoints/step-<step>, which is whole once it has this name, if one is due. There stay the newest of those
+    of --checkpoint-every, and one that the clock or a file `stop` asked for until the next is written."""
     world = record.world
     if not record.checkpoint_due(step):
         return
@@ -1151,7 +1152,9 @@ def save_checkpoint(policy, optimizer, step, position, record):
         }
         (partial / "manifest.json").write_text(json.dumps(manifest))
         give_name(partial, final)
-        for old in checkpoints_of(final.parent)[: -record.args.checkpoints_kept]:
+        there = checkpoints_of(final.parent)
+        planned = [each for each in there if int(each.name[5:]) % record.args.checkpoint_every == 0]
+        for old in {*there} - {*planned[-record.args.checkpoints_kept :], final}:
             shutil.rmtree(old)
     record.saved = time.time()
     dist.barrier()

@@ -111,9 +111,9 @@ def run(tiny, plain_python, tmp_path):
     return SimpleNamespace(policy=policy, optimizer=torch.optim.AdamW(policy.parameters()), record=record)
 
 
-def save(run, step: int) -> set[str]:
+def save(run, step: int, every: int = 1) -> set[str]:
     """Save a checkpoint; return which there are then."""
-    run.record.args.checkpoint_every = step
+    run.record.args.checkpoint_every = every
     common.save_checkpoint(run.policy, run.optimizer, step, 2, run.record)
     return {path.name for path in (run.record.folder / "checkpoints").iterdir()}
 
@@ -156,6 +156,29 @@ def test_only_older_checkpoints_are_pruned(run, tmp_path):
     assert left == others | {"step-00099", "step-00100"}
     assert go_on(run, checkpoints_kept=1) == (100, 2)
     assert save(run, 101) == others - {"step-00101.partial"} | {"step-00101"}
+
+
+def test_checkpoints_of_the_clock_take_no_place(run, monkeypatch):
+    """300 steps of 37 s: Table 3 of CW-GRPO needs the checkpoints of steps 100, 150 and 200."""
+    now = time.time()
+    monkeypatch.setattr(common.time, "time", lambda: now)
+    run.record.args.checkpoints_kept = 6
+    for step in range(1, 301):
+        now += 37
+        left = save(run, step, every=50)
+    assert left == {f"step-{step:05d}" for step in range(50, 301, 50)}
+
+
+def test_only_the_first_rank_handles_signals(run, monkeypatch):
+    """A function of Python would not run while a rank waits inside CUDA."""
+    handlers = {}
+    monkeypatch.setattr(common, "signal", handlers.__setitem__)
+    for rank in (0, 1):
+        run.record.world = run.record.world._replace(rank=rank)
+        common.resume(run.policy, run.optimizer, run.record)
+        mine = [handlers[each] == run.record.interrupt for each in (signal.SIGINT, signal.SIGTERM)]
+        assert mine == [rank == 0] * 2
+    assert handlers[signal.SIGTERM] == signal.SIG_DFL
 
 
 def evaluate(run, *averages: float) -> bytes:
