@@ -357,7 +357,7 @@ def load_problems(source, tokenizer, args, flag):
             answer = "(graded by --reward)"
             column = ""
             graded_by = (row,)
-            if args.reward == "math":
+            if args.reward.partition(":")[2] in ("", "math_verify"):  # both are graded by answer and text
                 value, column = find(row, args.answer_column, *ANSWER_COLUMNS)
                 answer = reference_answer(value)
                 graded_by = (answer, text)
@@ -1125,8 +1125,8 @@ def checkpoints_of(folder):
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
-    """Write checkpoints/step-<step>, which is whole once it has this name, if one is due. There stay the newest of those
-    of --checkpoint-every, and one that the clock or a file `stop` asked for until the next is written."""
+    """Write checkpoints/step-<step>, which is whole once it has this name, if one is due. The newest ones of
+    --checkpoint-every stay; one that the clock or a file `stop` asked for stays until the next is written."""
     world = record.world
     if not record.checkpoint_due(step):
         return

@@ -51,7 +51,7 @@ def test_grading_without_a_box():
         (r"\boxed{0.3333}", r"\frac13", 0),
     ]
     completions, answers, scores = zip(*cases, strict=True)
-    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:unboxed", 60)
+    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:math_verify", 60)
     assert judged(verifier, completions, answers) == [(score, "graded") for score in scores]
 
 
@@ -62,7 +62,7 @@ def test_protocols_name_what_exists_and_settings_are_theirs():
         assert {protocol.reward} - {"math"} <= vars(rewards).keys()
         assert protocol.template in common.PROMPTS
         unboxed = evaluation.with_changes(protocol, evaluation.Args("", unboxed=True))
-        assert unboxed.reward == ("unboxed" if protocol.reward == "math" else protocol.reward)
+        assert unboxed.reward == ("math_verify" if protocol.reward == "math" else protocol.reward)
     shared = evaluation.settings_of(PROTOCOLS["cwgrpo-7b"], evaluation.Args(""))
     assert common.longest_sequence(shared) == 4096
     args = evaluation.Args("", max_response_tokens=500, max_total_tokens=0, eval_samples=2, eval_temperature=0)
@@ -126,5 +126,5 @@ def test_on_the_embedded_model(engine, tmp_path):
     assert 100 * np.mean(seeds["right"]) / 12 == pytest.approx(seeds["pass@1"]["mean"])
     assert 30 < sps["similarity"]["mean"] < 90 and -0.2 < sps["greedy_logp"]["mean"] < -0.05
     for boxed, unboxed in zip(rows[1::2], ask("own", more=["--unboxed"]), strict=True):
-        assert boxed["texts"] == unboxed["texts"] and unboxed["grading"] == "unboxed"
+        assert boxed["texts"] == unboxed["texts"] and unboxed["grading"] == "math_verify"
         assert 0 < sum(boxed["right"]) <= sum(unboxed["right"]) < unboxed["n"] * unboxed["problems"]

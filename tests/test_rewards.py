@@ -6,8 +6,9 @@ import random
 import images
 import pytest
 import rewards
-from conftest import ROOT, make_verifier
+from conftest import ROOT, TOY, make_verifier
 from seeing import png
+from transformers import AutoTokenizer
 
 import common
 
@@ -34,6 +35,25 @@ def test_answers_in_words(reward, gold, right, wrong):
         assert reward(answered(answer), row(gold)) == 1, answer
     for text in [*map(answered, wrong), gold, f"<answer>{gold}", answered("x") + answered(gold)]:
         assert reward(text, row(gold)) == 0, text
+
+
+def test_the_reward_of_the_papers(tmp_path):
+    """`--reward tools/rewards.py:math_verify`: no box is needed, and what hangs costs its own score alone."""
+    reward = f"{ROOT}/tools/rewards.py:math_verify"
+    file = tmp_path / "problems.jsonl"
+    file.write_text(json.dumps({"problem": "?", "answer": "1024"}))
+    args = common.Args(dataset=str(file), template="plain", reward=reward)
+    [problem] = common.load_problems(str(file), AutoTokenizer.from_pretrained(TOY / "model"), args, "--dataset")
+    completions = [
+        r"so it is $2^{10}$",
+        "It is 1024.",
+        r"\boxed{1025}",
+        "no idea",
+        "$9^{9^{9^{9}}}$",  # takes for ever
+    ]
+    found = make_verifier(2, reward, 10).judge([(text, *problem.graded_by) for text in completions])
+    assert [score for score, _ in found] == [1, 1, 0, 0, 0]
+    assert [verdict for _, verdict in found[:4]] == ["graded"] * 4
 
 
 def pixels(box: tuple) -> set:

@@ -2,7 +2,8 @@
 
 ./run.sh eval MODEL --protocols sspo sps             by some protocols
 ./run.sh eval MODEL --protocols sps --sets DIR/aime24.jsonl                        a set from a file
-./run.sh eval MODEL --protocols gpg-7b --unboxed     graded as GPG and CW-GRPO do: an answer counts without a box, too
+./run.sh eval MODEL --protocols gpg-7b --unboxed     graded by math_verify alone, as GPG's and CW-GRPO's
+                                                      evaluators do: an answer counts without a box, too
 ./run.sh eval runs/RUN                               a run's final model, as the run evaluates while it trains
 ./run.sh eval runs/RUN --sets mine.jsonl             the same on sets of one's own
 ./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint; runs/RUN/best, the best model that --keep-best kept
@@ -92,7 +93,7 @@ class Args:
     seed: int = 1
     """Seeds every sampled token."""
     unboxed: bool = False
-    """Grade as the released evaluators of GPG and CW-GRPO do: an answer counts without a box, too. Not for images."""
+    """Grade by tools/rewards.py:math_verify, as the papers do: an answer counts without a box, too. Not for images."""
     template: str | None = None
     """This and the next five are instead of the protocol's."""
     eval_samples: int | None = None
@@ -147,7 +148,7 @@ def with_changes(protocol, args):
     given = {name: value for name, value in vars(args).items() if value is not None}
     changes = known(Protocol, given)
     if args.unboxed and protocol.reward == "math":
-        changes["reward"] = "unboxed"
+        changes["reward"] = "math_verify"
     return replace(protocol, **changes)
 
 
@@ -161,12 +162,10 @@ def settings_of(protocol, args):
 
 
 def problems_of(sets, settings, tokenizer):
-    """Return {name: problems} of these sets. What is graded without a box is read as what is graded in one."""
+    """Return {name: problems} of these sets."""
     sources = {Path(one).stem: SETS.get(one, one) for one in sets}
     if not sources or len(sources) < len(sets):
         raise SystemExit(f"--sets {' '.join(sets)}: name some, but not two of one name, which would mix")
-    if settings.reward == OURS + "unboxed":
-        settings = replace(settings, reward="math")
     return {name: common.load_problems(source, tokenizer, settings, "--sets") for name, source in sources.items()}
 
 

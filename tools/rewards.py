@@ -1,9 +1,10 @@
 """Rewards of GPG's multimodal runs and of programs: --reward tools/rewards.py:NAME of (completion, row).
 
-`code` is for rows of tests, `unboxed` is what tools/eval.py grades by without a box. For the others the row's
-`solution` is "<answer> … </answer>", as in leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tools/images.py
-prepares has it, too. The format's reward is gpg.py's --format-reward: with it in here `accuracy` and evaluation would
-count format alone as right. docs/gpg.md says what the released rewards do otherwise.
+`code` is for rows of tests. `math_verify` is how the papers reward mathematics: it takes the reference answer in the
+row's place, as common.py's own reward does. For the others the row's `solution` is "<answer> … </answer>", as in
+leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tools/images.py prepares has it, too. The format's reward
+is gpg.py's --format-reward: with it in here `accuracy` and evaluation would count format alone as right. docs/gpg.md
+says what the released rewards do otherwise.
 """
 
 import ast
@@ -105,15 +106,13 @@ def iou(completion, row):
     return shared / (area(*box) + area(*gold) - shared)
 
 
-# ------------------------------------------------------------------------------------------- without a box (eval.py)
-def unboxed(completion, answer, _=""):
-    """Return 1.0 where math_verify alone finds an answer in a completion, as `evaluate.py` of GPG and of CW-GRPO
-    grades, else 0.0. It gives itself 5 seconds for whatever it parses or compares."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+# ----------------------------------------------------------------------------------------------- the papers' reward
+def math_verify(completion, answer, _=""):
+    """Return 1.0 where math_verify alone, with its defaults, finds the answer in a whole completion, with or without a
+    box, else 0.0. It gives itself 5 seconds for whatever it parses or compares."""
+    from math_verify import parse, verify
 
-    how = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    gold = parse(rf"\boxed{{{answer}}}", how)
-    return float(verify(gold, parse(completion, how), float_rounding=5))
+    return float(verify(parse(rf"\boxed{{{answer}}}"), parse(completion)))
 
 
 # --------------------------------------------------------------------------------------------- programs (rows of tests)
