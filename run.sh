@@ -51,9 +51,10 @@ method() {  # METHOD-SIZE: into `script` and `own`, into `group` GPG's responses
     dapo-*) method="$dapo 2048" ;;  # the last 2,048 tokens
     cwgrpo-*) method=cwgrpo.py ;;  # the Gaussian kernel, KL to the initial model
     clip-cov-*) method="cwgrpo.py --reweight=clip-cov --normaliser=token" ;;  # Clip-Cov's mask, the same KL
-    grpo-kl-* | grpo-math | grpo-rs?) method="cwgrpo.py --reweight=none" ;;  # the same KL (GPG: Tables 1, 15, Fig. 3)
+    grpo-kl-* | grpo-math) method="cwgrpo.py --reweight=none" ;;  # the same KL (GPG: Tables 1, 15)
     grpo-toy | grpo-135m | grpo-*b) method=$grpo ;;  # GRPO: a ratio per token (Table 1)
-    grpo-* | gpg-kl-*) method="$row_a --kl-coef=0.04" ;;  # on images: with one update GRPO's gradient; section 3.4
+    grpo-rs?) method="$row_a --normaliser=response --kl-coef=0.04" ;;  # GRPO's gradient, gpg.py's rewards
+    grpo-* | gpg-kl-*) method="$row_a --kl-coef=0.04" ;;  # images: with one update GRPO's gradient; section 3.4
     gpg-a-*) method=$row_a ;;  # row A of Table 15: std of the group, no alpha, no threshold (Tables 11, 13)
     gpg-b-*) method="gpg.py --no-accurate-gradient --beta-th=0" ;;  # row B: no normalisation
     gpg-c-*) method="gpg.py --beta-th=0" ;;  # row C: row B with alpha

@@ -41,7 +41,9 @@ not say, and we chose.
   segment share a ratio, so their gradients see the mean of these factors.
 """
 
+import subprocess
 from itertools import chain
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -60,8 +62,8 @@ class Args(common.Args):
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id, or folder with config.json and *.safetensors (§5.2).
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
-    """Training problems, which ./run.sh data fetches (§5.2): a .jsonl, .json or .parquet file, a `save_to_disk` folder,
-    or a hub id (`id:[name:]split`)."""
+    """Training problems, cloned where they are missing (§5.2): a .jsonl, .json or .parquet file, a `save_to_disk`
+    folder, or a hub id (`id:[name:]split`)."""
     template: str = "qwen-math"
     """plain, qwen-math; in the tokenizer's format: chat, chat-boxed, open-rs; or a text file with {problem} in it."""
     steps: NonNegativeInt = 200  # Rollout steps (ours); 0 only evaluates.
@@ -292,6 +294,9 @@ def main(args: Args) -> None:
     # ---- find whatever can be wrong before an engine starts
     common.validate(args)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
+    if args.dataset == Args.dataset and not Path(args.dataset).exists():
+        with common.naming("--dataset: where there is a network, `./run.sh data` clones it"):
+            subprocess.run([Path(__file__).with_name("run.sh"), "data"], check=True)  # one clones, others wait
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)

@@ -160,6 +160,23 @@ def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
     assert (tmp_path / "clones").read_text() == "understand-r1-zero\n"
 
 
+@pytest.mark.slow
+def test_sspo_fetches_its_data_once(tmp_path):
+    """Two ranks of a node, with a git that only makes the folder, or that has no network."""
+    environment = machine(tmp_path, "exit 9") | {"CPU": "1", "PYTHONPATH": str(ROOT)}
+    (tmp_path / "sspo.py").symlink_to(ROOT / "sspo.py")
+    for git, said in [
+        ("echo no network >&2; exit 128", "where there is a network, `./run.sh data` clones it"),
+        ('mkdir -p "$5/datasets/train/math_lvl3to5_8k"; echo >>clones', "--model nowhere"),
+    ]:
+        executable(tmp_path / "bin" / "git", git)
+        words = [sys.executable, "sspo.py", "--model", "nowhere"]
+        how = {"cwd": tmp_path, "env": environment | {"HF_HUB_OFFLINE": "1"}, "text": True, "stderr": subprocess.PIPE}
+        ranks = [subprocess.Popen(words, **how) for _ in range(2)]
+        assert all(said in rank.communicate()[1].splitlines()[-2] for rank in ranks)
+    assert (tmp_path / "clones").read_text() == "\n"
+
+
 def test_baselines_have_the_recipe_of_what_they_are_compared_with():
     """What one step draws and how it is asked."""
     same = "dataset max_prompt_tokens max_response_tokens prompts_per_step group_size steps lr lr_warmup lr_floor model"
