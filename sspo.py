@@ -69,7 +69,7 @@ class Args(common.Args):
     steps: NonNegativeInt = 200  # Rollout steps (ours); 0 only evaluates.
     prompts_per_step: PositiveInt = 128  # Prompts sampled in a step, or in each of its draws (P; our reading of §5.2).
     group_size: common.AtLeastTwo = 8  # Responses to each prompt (G; §5.2).
-    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted (ours).
+    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out and counted (ours).
     max_response_tokens: PositiveInt = 3000  # A response is cut at this length and scores as it stands (§5.2).
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (verl's default).
     updates_per_step: PositiveInt = 4
@@ -295,8 +295,8 @@ def main(args: Args) -> None:
     common.validate(args)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
     if args.dataset == Args.dataset and not Path(args.dataset).exists():
-        with common.naming("--dataset: where there is a network, `./run.sh data` clones it"):
-            subprocess.run([Path(__file__).with_name("run.sh"), "data"], check=True)  # one clones, others wait
+        with common.naming("--dataset: `./run.sh data` clones it where there is a network"):
+            subprocess.run([Path(__file__).with_name("run.sh"), "data"], check=True)  # others wait
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)

@@ -166,7 +166,7 @@ def test_sspo_fetches_its_data_once(tmp_path):
     environment = machine(tmp_path, "exit 9") | {"CPU": "1", "PYTHONPATH": str(ROOT)}
     (tmp_path / "sspo.py").symlink_to(ROOT / "sspo.py")
     for git, said in [
-        ("echo no network >&2; exit 128", "where there is a network, `./run.sh data` clones it"),
+        ("echo no network >&2; exit 128", "clones it where there is a network"),
         ('mkdir -p "$5/datasets/train/math_lvl3to5_8k"; echo >>clones', "--model nowhere"),
     ]:
         executable(tmp_path / "bin" / "git", git)
