@@ -1067,6 +1067,16 @@ def save_model(policy, folder, source, dtype, world):
     dist.barrier()
 
 
+def finish(policy, source, dtype, record):
+    """Write the trained model, and say what one may type next."""
+    folder = record.folder
+    save_model(policy, folder / "model", source, dtype, record.world)
+    record.say(
+        f"written to {folder}: model, checkpoints, samples, metrics.jsonl. To look at it:\n"
+        f"  ./run.sh plot {folder}\n  ./run.sh plot {folder} --figure tokens\n  tensorboard --logdir {folder}"
+    )
+
+
 def give_name(partial, final):
     """Give a folder that is whole its name. What had the name goes afterwards, so that a kill loses neither."""
     old = final.with_suffix(".old")
@@ -1104,9 +1114,12 @@ def evaluate(held_out, sampler, verifier, record, step):
         metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
         for power in range(1, n.bit_length()):
             metrics[f"eval/{name}/pass@{2**power}"] = pass_at_k(correct_PN, 2**power)
+        accuracies = [f"{metric.rpartition('/')[2]} {value:.3f}" for metric, value in metrics.items() if name in metric]
+        record.say(f"{name} after step {step}: {', '.join(accuracies)}")
         metrics[f"eval/{name}/length"] = drawn["response_length"]
         metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
         record.samples(f"{name}-step{step:05d}", groups)
+    record.lines = 0
     return metrics
 
 
@@ -1166,7 +1179,13 @@ def resume(policy, optimizer, record):
     signal(SIGINT, end)
     signal(SIGTERM, end)
     signal(SIGUSR1, record.ask_to_stop)
-    if not record.args.resume:
+    args = record.args
+    millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
+    record.say(
+        f"{args.model}: {millions:,.1f} million parameters; {record.world.size} ranks, {record.world.device.type}; "
+        f"{args.prompts_per_step} prompts x {args.group_size} responses a step"
+    )
+    if not args.resume:
         return 0, 0
     found = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
     if not found:
@@ -1195,8 +1214,17 @@ MAY_CHANGE = {  # when a run is resumed; --steps, too, where the learning rate i
     "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "max_num_seqs",
     "micro_batch_tokens", "activation_checkpointing", "gpu_memory_utilization", "tensor_parallel", "track",
 }  # fmt: skip
-# in the line of a step
-SHOWN = ("reward", "entropy", "clip_fraction", "response_length", "grad_norm", "irl/loss")
+COLUMNS = {  # in the line of a step, where the script has them
+    "reward": "reward",
+    "response_length": "length",
+    "entropy": "entropy",
+    "clip_fraction": "clip",
+    "grad_norm": "grad norm",
+    "seconds/sample": "sample s",
+    "seconds/update": "update s",
+    "seconds": "step s",
+    "left": "left min",
+}
 
 
 def open_run(folder, args, script, world):
@@ -1243,6 +1271,7 @@ class Record:
         self.best = -math.inf  # sum of avg@n over sets, for --keep-best
         self.gap_limit = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01  # nats
         self.board = None
+        self.lines = 0  # since the heading
         self.start_step()
         if world.rank == 0:
             self.lock = open_run(self.folder, args, script, world)
@@ -1260,6 +1289,7 @@ class Record:
         self.folder = world.decide(self.folder)  # rank 0 has made it
         shared = all(world.all_gather(self.folder.is_dir()))
         need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
+        datasets.disable_progress_bars()
         self.say(f"run folder {self.folder}; next the engine starts")
 
     def interrupt(self, number, _):
@@ -1341,6 +1371,22 @@ class Record:
                 table[vector] = x.split(batch.length_R.tolist())
         datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{name}.parquet")
 
+    def say_step(self, step, metrics):
+        """Say in columns how a step went."""
+        each = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+        own = {"seconds": self.ends[-1] - self.ends[-2], "left": (self.args.steps - step) * each / 60}
+        figures = metrics | own
+        heading = "     step"
+        line = f"{step:>9}"
+        for name, title in COLUMNS.items():
+            if name in figures:
+                heading += f"{title:>10}"
+                line += f"{figures[name]:>10.4g}"
+        if self.lines % 20 == 0:
+            self.say(heading)
+        self.lines += 1
+        self.say(line)
+
     def step(self, step, metrics):
         """Write a step's metrics, with the seconds of its phases, and say how it went."""
         if step:
@@ -1354,12 +1400,8 @@ class Record:
             self.board = self.board or SummaryWriter(self.folder, purge_step=step)
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
-        each = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
-        line = f"step {step}/{self.args.steps}"
-        for name, value in metrics.items():
-            if name in SHOWN or name.startswith(("eval/", "seconds/")):
-                line += f"  {name} {value:,.3f}"
-        self.say(f"{line}  left {(self.args.steps - step) * each / 60:.1f} min")
+        if step:
+            self.say_step(step, metrics)
         if metrics.get("zero_advantage_share") == 1:
             why = "too easy, too hard, wrong --template, --max-response-tokens or --reward; see samples/"
             self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")

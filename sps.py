@@ -421,6 +421,7 @@ def main(args: Args) -> None:
                 drawn = demonstrations(kept, stage, problems, irl_steps * args.irl_batch, seed)
                 parts = [drawn[n : n + args.irl_batch] for n in range(0, len(drawn), args.irl_batch)]
                 metrics.update(learn_irl(policy, [common.Batch(part) for part in parts], record))
+                record.say(f"IRL stage: loss {metrics['irl/loss']:.4f}")
 
         # ---- sync
         with record.phase("sync"):
@@ -438,7 +439,7 @@ def main(args: Args) -> None:
             break
 
     if args.steps:
-        common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
+        common.finish(policy, folder, sampler.dtype, record)
     sampler.close()
 
 

@@ -356,7 +356,7 @@ def main(args: Args) -> None:
             break
 
     if args.steps:
-        common.save_model(policy, record.folder / "model", folder, sampler.dtype, world)
+        common.finish(policy, folder, sampler.dtype, record)
     sampler.close()
 
 

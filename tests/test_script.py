@@ -1,6 +1,7 @@
 """Whole scripts with real vLLM, FSDP and math_verify: two processes for a few steps, then plain evaluation."""
 
 import json
+import re
 import shutil
 
 import plot
@@ -33,6 +34,22 @@ def test_steps_of_sspo(sspo_run):
     steps = steps_of(sspo_run)
     assert steps[0]["ratio_max"] > 1
     assert all(row["segments_per_response"] > 1.5 for row in steps)
+
+
+def test_what_a_run_says(sspo_run):
+    """A line a step in columns under their headings, a line for each set of an evaluation, at the end what comes next.
+    Without bars of libraries, once for all ranks; log.txt has the same behind the time of day."""
+    said = sspo_run.output.replace("\r", "\n").splitlines()
+    steps = [line for line in said if re.match(r" +\d+ {3}", line)]
+    heading = next(line for line in said if line.split()[:2] == ["step", "reward"])
+    assert [int(line.split()[0]) for line in steps] == [1, 2, 3, 4]
+    assert {len(line) for line in steps} == {len(heading)} and len(heading) <= 100
+    accuracies = [line for line in said if "avg@1" in line]
+    assert [line.split(":")[0] for line in accuracies[:2]] == ["heldout after step 0", "harder after step 0"]
+    assert not any("%|" in line for line in said[said.index(heading) :])
+    assert said[-1].split()[:2] == ["tensorboard", "--logdir"]
+    logged = [line[9:] for line in (sspo_run.folder / "log.txt").read_text().splitlines()]
+    assert set(steps) | set(accuracies) <= set(logged)
 
 
 def test_steps_of_gpg(gpg_run):

@@ -42,6 +42,7 @@ def pass_on(number, _):
 def launch(script, flags):
     """Run torchrun in this process; exit with its status, or with 128 and the number of the signal that ended it."""
     if "--help" in flags:
+        print(f"The experiment sets {shlex.join(flags)}\n\nThe defaults below are those of {script} alone.", flush=True)
         os.execv(sys.executable, [sys.executable, script, "--help"])
     ranks = torch.cuda.device_count() or int(os.environ.get("PROCESSES", "2"))
     cores = len(os.sched_getaffinity(0))
