@@ -181,6 +181,20 @@ def test_only_the_first_rank_handles_signals(run, monkeypatch):
     assert handlers[signal.SIGTERM] == signal.SIG_DFL
 
 
+def test_a_tracked_run_goes_on_under_its_id(run, monkeypatch, tmp_path):
+    """With a stand-in for wandb: a resumed run draws on in the same curves, another run in its own."""
+    asked = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **how: asked.append(how)))
+    for folder in (tmp_path, tmp_path, tmp_path / "other"):
+        run.record.lock.close()
+        args = replace(run.record.args, track="toys", resume=True, run_dir=str(folder))
+        run.record = common.Record(args, "sspo", run.record.world)
+    first, again, other = asked
+    assert first == again and first["id"] != other["id"]
+    assert (first["project"], first["name"], first["resume"]) == ("toys", tmp_path.name, "allow")
+    assert first["config"]["seed"] == 1 and first["sync_tensorboard"]
+
+
 def evaluate(run, *averages: float) -> bytes:
     """Let a run compare its model with the best; return the weights of the best then."""
     metrics = {f"eval/{number}/avg@2": average for number, average in enumerate(averages)} | {"reward": 1.0}
