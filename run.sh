@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # ./run.sh                        set up, train SSPO on a toy (minutes on 2 CPU cores), draw two pictures
-# ./run.sh METHOD-SIZE [FLAGS]    set up, run an experiment of the tables; FLAGS go to its script and win. Begin with
+# ./run.sh METHOD-SIZE [FLAGS]    set up, run an experiment of the tables; FLAGS win. Begin with
 #                                 toy, 135m (pretrained, 2 CPU cores) or 0.5b (one GPU); the papers' are for 8 GPUs
-# ./run.sh list|setup|data        every experiment, its script, its method's flags; set up; fetch sspo.py's data
+# ./run.sh list|setup|data        every experiment with its whole command; set up; fetch sspo.py's data
 # ./run.sh test|check|eval|plot|sweep|table|claims [ARGS]    --help explains each
 # CPU=1: without GPUs, in PROCESSES=2. GPU=1: as if GPUs were seen. DRY=1: print the command. SCRIPT=mine.py: a fork.
 set -euo pipefail
@@ -63,12 +63,12 @@ method() {  # METHOD-SIZE: into `script` and `own`, into `group` GPG's responses
     gpg-batch-*) method="gpg.py --norm=batch --no-accurate-gradient --beta-th=0" ;;  # std of the batch (Table 13)
     gpg-g[1-9]*) group=${1#gpg-g} group=${group%%-*} method="$row_a --group-size=$group" ;;  # Table 11
     gpg-*) method=gpg.py ;;  # row D, recommended: alpha, threshold 0.6
-    sps-act-*) method=$act ;;  # with an IRL learning rate at which the stage acts (ours)
+    sps-act-*) method=$act ;;  # an IRL learning rate that acts (ours)
     sps-uniform-*) method="$act --choose=uniform" ;;  # demonstrations drawn at random (section 4.1)
     sps-quantile-*) method="$act --choose=quantile" ;;  # from a step's lower 3/8 (C.1; ours)
     sps-k[1-5]-*) method="$act --demonstrations=${k%%-*} --irl-steps=0 --irl-passes=1" ;;  # K each (Fig. 4)
     sps-grpo-*) method="sps.py --irl-steps=0" ;;  # without IRL stages
-    sps-*) method=sps.py ;;  # as printed: IRL learning rate 5e-10, which hardly moves a weight
+    sps-*) method=sps.py ;;  # as printed: IRL learning rate 5e-10
   esac
   read -r script own <<<"$method"
 }
@@ -189,10 +189,10 @@ merge() {  # FLAGS...: into `flags`; of a flag that comes twice, or once as --no
   done
 }
 
+compose() { method "$1"; size "$script:$1"; merge $size $own "${@:2}"; }  # EXPERIMENT FLAGS...
 start() {  # EXPERIMENT FLAGS...
   if [[ " ${names[*]} " != *" $1 "* ]]; then echo "run.sh: no experiment or command $1: ./run.sh list" >&2; exit 2; fi
-  method "$1"; size "$script:$1"
-  merge $size $own "${@:2}"
+  compose "$@"
   set -- "$1" "${SCRIPT:-$script}" "${flags[@]}"
   if [ -n "${DRY:-}" ]; then printf '%q ' "${@:2}"; echo; exit; fi
   export EXPERIMENT=${SCRIPT:+$(basename "$SCRIPT" .py)-}$1  # a run's folder is named after it
@@ -200,10 +200,9 @@ start() {  # EXPERIMENT FLAGS...
   if [[ $* == *[\ =]$math_3to5* ]]; then ./run.sh data; fi
   if [[ $* == *[\ =]$see/* ]]; then once $see/model/model.safetensors "$python" tools/toy_images.py; fi
   if [[ $* == *[\ =]tools/smollm/* ]]; then once tools/smollm/model/model.safetensors "$python" tools/smollm.py; fi
-  if [[ $1 == *-135m ]]; then export PROCESSES=1; fi  # two would reduce 540 MB of gradients for each micro-batch
+  if [[ $1 == *-135m ]]; then export PROCESSES=1; fi  # two would exchange 540 MB a micro-batch
   exec "$python" tools/launch.py "${@:2}"
 }
-
 word=${1:-default}; shift $(($# > 0))
 if [ "$here" != "$PWD" ]; then  # --run-dir, FILE, FILE:FUNCTION and FILEs are where the user stands
   for argument in "$@"; do
@@ -215,7 +214,7 @@ if [ "$here" != "$PWD" ]; then  # --run-dir, FILE, FILE:FUNCTION and FILEs are w
 fi
 case $word in
   help | -h | --help) sed -nE '2,7s/^# //p; s/^    ([a-z].*)\) method=.*;;  # /  \1  /p' run.sh ;;
-  list) for name in "${names[@]}"; do method "$name"; printf '%s\t%s\t%s\n' "$name" "$script" "$own"; done ;;
+  list) for name in "${names[@]}"; do compose "$name"; printf '%q ' "$name" "$script" "${flags[@]}"; echo; done ;;
   setup) setup ;;
   data) once $math_3to5 git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero ;;
   test) setup; exec "$python" -m pytest "$@" ;;
