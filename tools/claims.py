@@ -19,7 +19,6 @@ of that.
 Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 """
 
-import csv
 import json
 import shutil
 import sys
@@ -27,6 +26,7 @@ import tomllib
 from pathlib import Path
 from typing import Literal
 
+import pandas
 import plot
 import sweep
 import tyro
@@ -68,17 +68,14 @@ def write(folder):
     """Write the csv of a run: what it logged and, at its stops, what `evaluate` found, with 4 significant digits. It
     has all the columns that the claims use; a cell is empty where a step has no such metric."""
     arm = folder.name.rpartition("-seed")[0]
-    file = DATA / f"{folder.name}.csv"
-    partial = file.with_suffix(".partial")
-    with partial.open("w", newline="") as opened:
-        lines = csv.DictWriter(opened, columns_of(arm), extrasaction="ignore", lineterminator="\n")
-        lines.writeheader()
-        for row in plot.read(folder):
-            if row["step"] in STOPS.get(arm, ()):
-                for found in json.loads((folder / f"eval-step{row['step']:g}.json").read_text())["rows"]:
-                    row |= {f"sps/{found['set']}/{name}": found[name]["mean"] for name in SQUEEZED}
-            lines.writerow({metric: f"{value:.4g}" for metric, value in row.items()})
-    partial.rename(file)
+    rows = plot.read(folder)
+    for row in rows:
+        if row["step"] in STOPS.get(arm, ()):
+            for found in json.loads((folder / f"eval-step{row['step']:g}.json").read_text())["rows"]:
+                row |= {f"sps/{found['set']}/{name}": found[name]["mean"] for name in SQUEEZED}
+    partial = DATA / f"{folder.name}.partial"
+    pandas.DataFrame(rows, columns=columns_of(arm)).to_csv(partial, index=False, float_format="%.4g")
+    partial.rename(partial.with_suffix(".csv"))
 
 
 def run(folder):
@@ -103,9 +100,10 @@ def run(folder):
 
 # --------------------------------------------------------------------------------------------------------------- report
 def runs_of(claim):
-    """Return {arm: {seed: rows}} of the csv files that there are."""
+    """Return {arm: {seed: rows}} of the csv files that there are, of a claim's own seeds if it has them."""
     arms = claim["arms"].split()
-    return plot.grouped([file for arm in arms for file in sorted(DATA.glob(f"{arm}-seed*.csv"))])
+    names = [f"{arm}-seed{seed}.csv" for arm in arms for seed in claim.get("seeds", "*")]
+    return plot.grouped([file for name in names for file in sorted(DATA.glob(name))])
 
 
 def page(name):
@@ -152,9 +150,11 @@ def main(
     failed = sweep.run_all(run, missing, jobs or 1)
     for name in claims:
         (DOCS / "tables" / f"{name}.md").write_text(page(name))
-        panels = CLAIMS[name]["panels"].split()
-        if panels:
-            plot.draw_curves(runs_of(CLAIMS[name]), panels, DOCS / f"claims-{name}.png", CLAIMS[name].get("across"))
+    pictures = LISTS["pictures"] | {f"claims-{name}": CLAIMS[name] for name in claims}
+    for name, picture in pictures.items():
+        panels = picture["panels"].split()
+        if panels and f"{name}-".startswith(("claims-", *asked)):
+            plot.draw_curves(runs_of(picture), panels, DOCS / f"{name}.png", picture.get("across", "step"))
     return failed
 
 

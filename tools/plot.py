@@ -12,39 +12,22 @@ where the time went.
 """
 
 import csv
-import itertools
 import json
 import math
 import re
-import statistics
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import matplotlib
-import numpy as np
+import pandas
 import tyro
+from matplotlib.figure import Figure
 from tokens import write_page
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-plt.style.use(Path(__file__).with_suffix(".mplstyle"))
-# What a method is drawn in, in every picture.
-METHODS = """
-grpo=C0 grpo-toy=C0 grpo-hot=C0 grpo-hot-10=C0 grpo-135m=C0 grpo-135m-48=C0 grpo-kl=C0 grpo-kl-toy=C0 grpo-kl-135m=C0
-sspo=C1 sspo-toy=C1 sspo-hot=C1 sspo-hot-10=C1 sspo-135m=C1 sspo-135m-48=C1 gpg=C2 gpg-toy=C2 gpg-135m=C2 gpg-135m-48=C2
-cwgrpo=C3 cwgrpo-toy=C3 cwgrpo-135m=C3 cwgrpo-135m-48=C3 sps=C4 sps-toy=C4 sps-135m=C4 sps-135m-48=C4
-gspo=C5 gspo-toy=C5 gspo-0.2=C6 gspo-0.2-toy=C6 gspo-0.2-hot=C6 dapo=C7 dapo-toy=C7 clip-cov=C8 clip-cov-toy=C8
-sir=C9 sir-toy=C9 sir-hot=C9 sps-grpo=teal sps-grpo-toy=teal sps-grpo-135m=teal sps-grpo-135m-48=teal
-grpo-u1=navy grpo-u2=teal grpo-u8=C8 grpo-tis=black gpg-a=teal gpg-b=C9 gpg-c=gold gpg-batch=C8 gpg-beta0.8=black
-gpg-g2=C9 gpg-g4=black gpg-g16=gold gpg-g16-p32=gold sps-act=magenta sps-uniform=black sps-quantile=gold before=black
-sps-k1=violet sps-k2=orchid sps-k3=magenta sps-k4=purple sps-k5=indigo
-cwgrpo-detached=magenta clip-cov-50=black sspo-alpha0.2=C8 sspo-beta0.7=navy sspo-beta0.9=magenta sspo-gamma1.5=black
-sspo-135m-48-1e-5=black grpo-kl0=navy cwgrpo-kl0=C8 cwgrpo-kl0.04=gold cwgrpo-detached-kl0=violet
-grpo-kl-135m-48=C0 cwgrpo-135m-48-kl0=C8 frontier-grpo=teal frontier-act=magenta frontier-k3=purple
-"""
-COLOURS = dict(pair.split("=") for pair in METHODS.split())
+LOOKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+matplotlib.rcParams.update(LOOKS["style"])
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
@@ -58,20 +41,10 @@ def read(run):
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in map(json.loads, lines)]
 
 
-def values_of(rows, metric):
-    """Return what the rows have of a metric and is finite."""
-    return [row[metric] for row in rows if metric in row and math.isfinite(row[metric])]
-
-
 def mean_over_steps(rows, metric):
     """Return a metric's mean over the steps that logged a finite value; NaN if none did."""
-    values = values_of(rows, metric)
+    values = [row[metric] for row in rows if metric in row and math.isfinite(row[metric])]
     return sum(values) / len(values) if values else math.nan
-
-
-def metrics_of(rows, prefix=""):
-    """Return the metrics that some row has and that begin with the prefix, in order."""
-    return list(dict.fromkeys(key for row in rows for key in row if key.startswith(prefix)))
 
 
 def settings_of(run):
@@ -113,75 +86,86 @@ def all_rows(runs):
 def panels_of(runs, asked):
     """Return the metrics to draw: those that were asked for, or the usual ones. Raises SystemExit for a metric that no
     run logged."""
-    logged = metrics_of(all_rows(runs))
+    logged = dict.fromkeys(metric for row in all_rows(runs) for metric in row)
     unknown = set(asked).difference(logged)
     if unknown:
         raise SystemExit(f"{sorted(unknown)}: not logged; these are: {sorted(logged)}")
-    accuracies = [name for name in logged if re.fullmatch("eval/.*/avg@.*", name)]
-    usual = ("reward", "entropy", "clip_fraction", "response_length", *accuracies)
-    return asked or [name for name in usual if name in logged]
+    usual = "reward|entropy|clip_fraction|response_length|eval/.*/avg@.*"
+    return asked or [name for name in logged if re.fullmatch(usual, name)]
 
 
 # --------------------------------------------------------------------------------------------------------------- curves
-def colours_of(labels):
-    """Return {label: colour}: its method's, if all have one and no two the same."""
-    found = {label: COLOURS.get(label) for label in labels}
-    if len({*found.values()} - {None}) < len(found):
-        return {label: f"C{number}" for number, label in enumerate(found)}
-    return found
+def in_words(metric):
+    """Return what a title or an axis says for a metric."""
+    for pattern, words in LOOKS["words"].items():
+        metric = re.sub(pattern, words, metric)
+    return metric
+
+
+def looks_of(labels):
+    """Return how matplotlib draws each label, and its words: as plot.toml says for an arm or, where a task follows, for
+    a method. If it has nothing for some label, or the same for two, all have colours in turn and their own names."""
+    arms = LOOKS["arms"]
+    looks = [arms.get(label) or arms.get(re.sub("-(toy|135m|hot).*", "", label)) for label in labels]
+    if None in looks or any(looks.count(look) > 1 for look in looks):
+        return [{"label": label, "color": f"C{number}"} for number, label in enumerate(labels)]
+    return looks
 
 
 def by_step(seeds, metric):
-    """Return the steps at which some seed logged a metric, and a row of values for each seed, NaN where it has none."""
-    logged = [{row["step"]: row[metric] for row in rows if metric in row} for rows in seeds.values()]
-    steps = sorted(set().union(*logged))
-    return steps, np.array([[seed.get(step, math.nan) for step in steps] for seed in logged])
+    """Return a table of a metric: a row for each step at which some seed logged it, a column for each seed."""
+    logged = {seed: {row["step"]: row[metric] for row in rows if metric in row} for seed, rows in seeds.items()}
+    return pandas.DataFrame(logged, dtype=float).sort_index()
 
 
-def draw_band(axis, seeds, metric, colour, places, marks):
-    """Draw a metric's mean over seeds and a band or bars of its standard error; a gap where no seed has a finite value.
-    Of fewer than five seeds they are of means of five steps, and thinner. Evaluations are drawn in `marks`, at `places`
-    if there are any, else at their steps."""
-    steps, values = by_step(seeds, metric)
-    dense = len(steps) > 20
-    if dense and len(seeds) < 5:
-        steps = steps[2:-2]
-        values = np.lib.stride_tricks.sliding_window_view(values, 5, 1).mean(2)
-    finite = np.ma.masked_invalid(values)
-    means = finite.mean(0).filled(math.nan)
-    errors = finite.std(0) / np.maximum(1, finite.count(0) - 1) ** 0.5
-    width = len(seeds) ** 0.5 / 2
+def draw_band(axis, seeds, metric, across, number, look):
+    """Draw a metric's mean over seeds: over the mean of another metric or, if there is no such metric, where `number`
+    says. What has been logged at more than 20 steps is a curve of moving means with a band of its standard error, with
+    a gap where no seed has a finite value; an evaluation is a point with a bar. Points over an evaluation have their
+    step."""
+    values = by_step(seeds, metric)
+    places = by_step(seeds, across).mean(axis=1).reindex(values.index, fill_value=number)
+    dense = len(values) > 20
     if dense:
-        axis.plot(steps, means, colour, linewidth=width)
-        axis.fill_between(steps, means - errors, means + errors, color=colour, alpha=0.2, linewidth=0)
-    else:
-        axis.errorbar(places or steps, means, errors, fmt=marks, color=colour, linewidth=width)
+        width = 25 if metric == "clip_fraction" else 9  # Many steps clip nothing.
+        values = values.rolling(width, center=True, min_periods=1).mean()
+    means = values.mean(axis=1)
+    errors = values.sem(axis=1).fillna(0)  # One seed has none.
+    if dense:
+        axis.plot(places, means, **look)
+        axis.fill_between(places, means - errors, means + errors, color=look["color"], alpha=0.2, linewidth=0)
+        return
+    axis.errorbar(places, means, errors, marker="o", **look)
+    if across.startswith("eval/"):
+        sides = ("left", "bottom"), ("right", "top")  # One after the other, since some points are close.
+        for count, (step, place) in enumerate(places.items()):
+            ha, va = sides[count % 2]
+            axis.text(place, means[step], f" {step:g}", ha=ha, va=va, rotation=45, color=look["color"])
 
 
-def draw_curves(runs, panels, path, across=None):
-    """A panel for each metric: mean over the runs of a label and a band of its standard error, by steps, by the mean of
-    another metric of evaluations or, where each label has one evaluation, by its place among the labels. Without a line
-    are all but the first label by another metric, and metrics of SPS's protocol: a stage lies between their steps."""
-    axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.5), squeeze=False)[1][0]
-    colours = colours_of(runs)
-    for axis, metric in zip(axes, panels, strict=True):
-        marks = "o" if metric.startswith("sps/") else "o-"
-        for number, (label, colour) in enumerate(colours.items(), 1):
-            places = None
-            if across:
-                _, values = by_step(runs[label], across)
-                places = [*values.mean(0)] or [number]
-            draw_band(axis, runs[label], metric, colour, places, marks)
-            if places:
-                marks = "o"
-        axis.set(title=metric, xlabel=across or "step")
+def draw_curves(runs, panels, path, across="step"):
+    """A panel for each metric: what the runs of each label logged, by steps, by the mean of another metric or, where
+    `across` is none, by a label's place among the labels."""
+    figure = Figure()
+    looks = looks_of(runs)
+    for place, metric in enumerate(panels, 1):
+        axis = figure.add_subplot(1, len(panels), place)
+        for number, (seeds, look) in enumerate(zip(runs.values(), looks, strict=True), 1):
+            words = f"{look['label']} ({len(seeds)})"
+            draw_band(axis, seeds, metric, across, number, look | {"label": words})
+        axis.set(title=in_words(metric), xlabel=in_words(across))
         if metric in ("clip_fraction", "kl"):  # Methods or steps differ by a factor of a hundred, and some are 0.
-            axis.set_yscale("symlog", linthresh=1e-3)
-            axis.yaxis.set_major_formatter("{x:g}")  # Nothing here reads TeX, since a text may have dollars.
-            axis.yaxis.set_minor_formatter("")
-    handles = [plt.Line2D([], [], color=colour) for colour in colours.values()]
-    axes[0].figure.legend(handles, colours, loc="outside right upper")
-    plt.savefig(path)
+            axis.set_yscale("symlog", linthresh=1e-3, subs=(2, 5))
+            axis.set_ylim(bottom=0)
+            # Nothing here reads TeX, since a text may have dollars.
+            axis.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=5 if len(runs) < 6 else 4,
+        title=LOOKS["note"],
+    )
+    figure.savefig(path)
 
 
 # ---------------------------------------------------------------------------------------------------------- the summary
@@ -193,15 +177,15 @@ def print_summary(name, rows):
         first = mean_over_steps(steps[:5], "reward")
         last = mean_over_steps(steps[-10:], "reward")
         print(f"{name}  {'reward':<24} {first:.3f} in the first 5 steps, {last:.3f} in the last 10")
-    for key in metrics_of(rows, "eval/"):
-        if "/avg@" in key or "/pass@" in key:
-            at, values = by_step({name: rows}, key)
-            print(f"{name}  {key[5:]:<24} {values[0, 0]:.3f} before, {values[0, -1]:.3f} after {at[-1]:g} steps")
-    timed = steps[5:] or steps
-    seconds = {metric: values_of(timed, metric) for metric in metrics_of(timed, "seconds/")}
-    whole = sum(itertools.chain(*seconds.values()))
-    for metric, values in seconds.items():
-        print(f"  {metric[8:]:<12}{statistics.median(values):8.3f} s  {sum(values) / whole:4.0%}")
+    evaluated = pandas.DataFrame(rows).set_index("step").filter(regex="^eval/.*/(avg|pass)@")
+    for metric, column in evaluated.items():
+        values = column.dropna()
+        words = f"{values.iloc[0]:.3f} before, {values.iloc[-1]:.3f} after {values.index[-1]:g} steps"
+        print(f"{name}  {metric[5:]:<24} {words}")
+    seconds = pandas.DataFrame(steps[5:] or steps).filter(regex="^seconds/")
+    if not seconds.empty:
+        share = seconds.sum() / seconds.sum().sum()
+        print(pandas.DataFrame({"median, s": seconds.median(), "share": share}).round(3))
 
 
 @dataclass
@@ -216,6 +200,8 @@ class Args:
     """curves of --panels, or the page of what the loss saw."""
     panels: tuple[str, ...] = ()
     """Metrics, as named in metrics.jsonl."""
+    x: Literal["step", "seconds"] = "step"
+    """What they are drawn over."""
 
 
 def main():
@@ -225,11 +211,12 @@ def main():
         write_page(args.runs, args.out)
     else:
         runs = grouped(args.runs)
-        draw_curves(runs, panels_of(runs, args.panels), args.out)
+        across = "time" if args.x == "seconds" else args.x
+        draw_curves(runs, panels_of(runs, args.panels), args.out, across)
         for label, seeds in runs.items():
             for seed, rows in seeds.items():
                 print_summary(f"{label}, seed {seed}", rows)
-    print(f"{args.figure:<8} {args.out}")
+    print(args.out)
 
 
 if __name__ == "__main__":
