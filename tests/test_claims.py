@@ -1,7 +1,9 @@
 """tools/sweep.py and claims.py: the arms cost the same, arithmetic by hand, what is there is not run again, runs are
-grouped by their settings; docs/tables is what docs/data gives."""
+grouped by their settings; docs/tables is what docs/data gives; pictures are in words and show what was logged."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import claims
@@ -9,6 +11,7 @@ import plot
 import pytest
 import sweep
 from conftest import ROOT
+from matplotlib.figure import Figure
 from test_commands import executable, settings
 
 
@@ -111,3 +114,78 @@ def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch
 def test_the_tables_are_what_the_csv_files_give(name):
     assert list(claims.runs_of(claims.CLAIMS[name])) == claims.CLAIMS[name]["arms"].split()
     assert claims.page(name) == (ROOT / "docs" / "tables" / f"{name}.md").read_text()
+
+
+PICTURES = {name: claim for name, claim in (claims.CLAIMS | claims.LISTS["pictures"]).items() if claim["panels"]}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_has_words_and_each_arm_its_own_look(name):
+    picture = PICTURES[name]
+    arms = picture["arms"].split()
+    looks = plot.looks_of(arms)
+    assert not {look["label"] for look in looks} & {*arms}
+    assert len({(look["color"], look.get("linestyle")) for look in looks}) == len(arms)
+    for metric in [*picture["panels"].split(), picture.get("across", "step")]:
+        assert not re.search("[/_]|avg@", plot.in_words(metric))
+
+
+def test_an_unknown_name_or_one_that_comes_twice_stands_as_it_is():
+    assert [look["label"] for look in plot.looks_of(["sspo-toy", "grpo-135m-48"])] == ["SSPO", "GRPO"]
+    for labels in (["sspo-toy", "mine"], ["sspo-toy lr=1", "sspo-toy lr=2"]):
+        assert [look["label"] for look in plot.looks_of(labels)] == labels
+        assert len({look["color"] for look in plot.looks_of(labels)}) == 2
+
+
+def test_a_curve_is_a_moving_mean_with_its_error_by_hand():
+    """Over the mean of the seconds. A step that a seed has not logged counts for the others."""
+    one = [{"step": n, "time": 10 * n, "reward": n} for n in range(1, 31)]
+    two = [{"step": n, "time": 20 * n, "reward": n + 2} for n in range(1, 31)]
+    del one[29]["reward"]
+    axis = Figure().add_subplot()
+    plot.draw_band(axis, {"1": one, "2": two}, "reward", "time", 1, {"color": "red"})
+    [line], [band] = axis.lines, axis.collections
+    places, means = line.get_data()
+    assert list(places) == [15 * n for n in range(1, 31)]
+    # The first is the mean of 1 to 5 and of 3 to 7, the last that of 26 to 29 and of 28 to 32.
+    assert [means[0], means[14], means[29]] == pytest.approx([4, 16, 28.75])
+    heights = [y for x, y in band.get_paths()[0].vertices if x == 15 * 15]
+    assert [min(heights), max(heights)] == pytest.approx([15, 17])
+
+
+def test_points_over_an_evaluation_have_their_steps():
+    rows = [{"step": n, "eval/a/avg@8": n / 100, "eval/a/pass@8": n / 50} for n in (0, 40, 80)]
+    axis = Figure().add_subplot()
+    plot.draw_band(axis, {"1": rows}, "eval/a/pass@8", "eval/a/avg@8", 1, {"color": "red"})
+    assert [(text.get_position(), text.get_text()) for text in axis.texts] == [
+        ((0, 0), " 0"),
+        ((0.4, 0.8), " 40"),
+        ((0.8, 1.6), " 80"),
+    ]
+
+
+def test_a_picture_is_the_same_twice_and_grows_with_its_seeds(data):
+    def drawn():
+        claims.main(("sspo-toy",), jobs=0)
+        return (data / "sspo-toy.png").read_bytes()
+
+    for name in ("sspo-seed1", "grpo-seed1"):
+        shutil.copy(ROOT / "docs" / "data" / f"{name}.csv", data)
+    first = drawn()
+    assert drawn() == first
+    shutil.copy(ROOT / "docs" / "data" / "sspo-seed2.csv", data)
+    assert drawn() != first
+
+
+def test_a_picture_has_its_own_seeds_alone():
+    runs = claims.runs_of(claims.LISTS["pictures"]["real-rate"])
+    assert [list(seeds) for seeds in runs.values()] == [["1"], ["1"]]
+
+
+def test_plot_draws_over_seconds_if_asked(tmp_path, monkeypatch):
+    run = claims.DATA / "sspo-seed1.csv"
+    flags = ["--panels", "reward", "--x", "seconds", "-o", f"{tmp_path}/asked.png"]
+    monkeypatch.setattr("sys.argv", ["plot.py", str(run), *flags])
+    plot.main()
+    plot.draw_curves(plot.grouped([run]), ["reward"], tmp_path / "drawn.png", "time")
+    assert (tmp_path / "asked.png").read_bytes() == (tmp_path / "drawn.png").read_bytes()

@@ -2,13 +2,15 @@
 
 ./run.sh plot runs/A runs/B -o curve.png
 ./run.sh plot runs/A runs/B --panels reward all_right_share all_wrong_share alpha
+./run.sh plot runs/A runs/B --x seconds                                             not over steps
 ./run.sh plot docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv                     csv files of tools/claims.py, too
 ./run.sh plot runs/A --figure tokens -o tokens.html                                 what the loss saw, a page
 
-Runs NAME-seedS of one script and the same flags, but for seed and folder, share a colour: drawn are their mean and its
-standard error; of fewer than five, means of five steps. The legend has NAME and, where runs of one NAME differ, the
-flags that do. Prints the picture's path and, for each run, the reward and every held-out accuracy before and after, and
-where the time went.
+Runs NAME-seedS of one script and the same flags, but for seed and folder, are one curve: their mean and its standard
+error. What is logged at more than 20 steps is smoothed: a curve shows means of 9 steps, those of clipped tokens of 25.
+plot.toml has metrics in words, and the colours and names of methods. A name that it does not know stands in the legend
+as it is and, where runs of one NAME differ, with the flags that do. Prints the picture's path and, for each run, the
+reward and every held-out accuracy before and after, and where the time went.
 """
 
 import csv
@@ -133,14 +135,29 @@ def draw_band(axis, seeds, metric, across, number, look):
     errors = values.sem(axis=1).fillna(0)  # One seed has none.
     if dense:
         axis.plot(places, means, **look)
-        axis.fill_between(places, means - errors, means + errors, color=look["color"], alpha=0.2, linewidth=0)
+        axis.fill_between(
+            places,
+            means - errors,
+            means + errors,
+            color=look["color"],
+            alpha=0.2,
+            linewidth=0,
+        )
         return
     axis.errorbar(places, means, errors, marker="o", **look)
     if across.startswith("eval/"):
         sides = ("left", "bottom"), ("right", "top")  # One after the other, since some points are close.
         for count, (step, place) in enumerate(places.items()):
             ha, va = sides[count % 2]
-            axis.text(place, means[step], f" {step:g}", ha=ha, va=va, rotation=45, color=look["color"])
+            axis.text(
+                place,
+                means[step],
+                f" {step:g}",
+                ha=ha,
+                va=va,
+                rotation=45,
+                color=look["color"],
+            )
 
 
 def draw_curves(runs, panels, path, across="step"):
@@ -180,8 +197,10 @@ def print_summary(name, rows):
     evaluated = pandas.DataFrame(rows).set_index("step").filter(regex="^eval/.*/(avg|pass)@")
     for metric, column in evaluated.items():
         values = column.dropna()
-        words = f"{values.iloc[0]:.3f} before, {values.iloc[-1]:.3f} after {values.index[-1]:g} steps"
-        print(f"{name}  {metric[5:]:<24} {words}")
+        print(
+            f"{name}  {metric[5:]:<24} {values.iloc[0]:.3f} before, "
+            f"{values.iloc[-1]:.3f} after {values.index[-1]:g} steps"
+        )
     seconds = pandas.DataFrame(steps[5:] or steps).filter(regex="^seconds/")
     if not seconds.empty:
         share = seconds.sum() / seconds.sum().sum()
@@ -216,7 +235,7 @@ def main():
         for label, seeds in runs.items():
             for seed, rows in seeds.items():
                 print_summary(f"{label}, seed {seed}", rows)
-    print(args.out)
+    print(f"{args.figure:<8} {args.out}")
 
 
 if __name__ == "__main__":
