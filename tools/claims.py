@@ -5,13 +5,14 @@
 ./run.sh claims --seeds 1 2          these seeds, but for claims that have their own
 ./run.sh claims --jobs 4             four runs at a time
 ./run.sh claims --jobs 0             no runs: tables and pictures of what there is
+./run.sh claims real --jobs 0        those of docs/real.md, with README's first picture
 
 A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
 several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv when it ends. A run is not
 repeated while its csv is there; one that was cut off goes on from its checkpoint, or begins again if it has none.
 Delete a csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/ has what runs
 printed and wrote but weights; ./run.sh plot draws what is there while they run. A claim's table is
-docs/tables/NAME.md, its picture docs/claims-NAME.png.
+docs/tables/NAME.md, its picture docs/claims-NAME.png; claims.toml lists some more pictures.
 
 On a core of its own a run takes some 3 minutes and 2.5 GiB, with stops up to 8 minutes. One of the claim `real`,
 whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB; one of `systems` a quarter
@@ -66,7 +67,7 @@ def columns_of(arm):
 
 def write(folder):
     """Write the csv of a run: what it logged and, at its stops, what `evaluate` found, with 4 significant digits. It
-    has all the columns that the claims use; a cell is empty where a step has no such metric."""
+    has all the columns that the claims use; a cell is empty where a step has no such metric, or not a finite one."""
     arm = folder.name.rpartition("-seed")[0]
     rows = plot.read(folder)
     for row in rows:
