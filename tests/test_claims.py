@@ -153,15 +153,13 @@ def test_a_curve_is_a_moving_mean_with_its_error_by_hand():
     assert [min(heights), max(heights)] == pytest.approx([15, 17])
 
 
-def test_points_over_an_evaluation_have_their_steps():
-    rows = [{"step": n, "eval/a/avg@8": n / 100, "eval/a/pass@8": n / 50} for n in (0, 40, 80)]
+def test_evaluations_are_points_as_they_are():
+    """However many. Over another evaluation they have their steps."""
+    rows = [{"step": 10 * n, "eval/a/avg@8": n, "eval/a/pass@8": n**3} for n in range(31)]
     axis = Figure().add_subplot()
     plot.draw_band(axis, {"1": rows}, "eval/a/pass@8", "eval/a/avg@8", 1, {"color": "red"})
-    assert [(text.get_position(), text.get_text()) for text in axis.texts] == [
-        ((0, 0), " 0"),
-        ((0.4, 0.8), " 40"),
-        ((0.8, 1.6), " 80"),
-    ]
+    assert [*zip(*axis.lines[0].get_data(), strict=True)] == [(n, n**3) for n in range(31)]
+    assert {text.get_text(): text.get_position() for text in axis.texts} == {f" {10 * n}": (n, n**3) for n in range(31)}
 
 
 def test_a_picture_is_the_same_twice_and_grows_with_its_seeds(data):

@@ -7,7 +7,8 @@
 ./run.sh plot runs/A --figure tokens -o tokens.html                                 what the loss saw, a page
 
 Runs NAME-seedS of one script and the same flags, but for seed and folder, are one curve: their mean and its standard
-error. What is logged at more than 20 steps is smoothed: a curve shows means of 9 steps, those of clipped tokens of 25.
+error. What is logged at more than 20 steps, but for evaluations, is smoothed: a curve shows means of 9 steps, that of
+clipped tokens of 25.
 plot.toml has metrics in words, and the colours and names of methods. A name that it does not know stands in the legend
 as it is and, where runs of one NAME differ, with the flags that do. Prints the picture's path and, for each run, the
 reward and every held-out accuracy before and after, and where the time went.
@@ -108,7 +109,7 @@ def looks_of(labels):
     """Return how matplotlib draws each label, and its words: as plot.toml says for an arm or, where a task follows, for
     a method. If it has nothing for some label, or the same for two, all have colours in turn and their own names."""
     arms = LOOKS["arms"]
-    looks = [arms.get(label) or arms.get(re.sub("-(toy|135m|hot).*", "", label)) for label in labels]
+    looks = [arms.get(label) or arms.get(re.sub("-(toy|hot|135m|0[.]5b|1[.]5b|7b).*", "", label)) for label in labels]
     if None in looks or any(looks.count(look) > 1 for look in looks):
         return [{"label": label, "color": f"C{number}"} for number, label in enumerate(labels)]
     return looks
@@ -122,12 +123,12 @@ def by_step(seeds, metric):
 
 def draw_band(axis, seeds, metric, across, number, look):
     """Draw a metric's mean over seeds: over the mean of another metric or, if there is no such metric, where `number`
-    says. What has been logged at more than 20 steps is a curve of moving means with a band of its standard error, with
+    says. What has been logged at more than 20 steps is a curve of moving means and a band of their standard error, with
     a gap where no seed has a finite value; an evaluation is a point with a bar. Points over an evaluation have their
     step."""
     values = by_step(seeds, metric)
     places = by_step(seeds, across).mean(axis=1).reindex(values.index, fill_value=number)
-    dense = len(values) > 20
+    dense = len(values) > 20 and not metric.startswith("eval/")
     if dense:
         width = 25 if metric == "clip_fraction" else 9  # Many steps clip nothing.
         values = values.rolling(width, center=True, min_periods=1).mean()
@@ -179,7 +180,7 @@ def draw_curves(runs, panels, path, across="step"):
     figure.legend(
         *figure.axes[0].get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=5 if len(runs) < 6 else 4,
+        ncols=5,
         title=LOOKS["note"],
     )
     figure.savefig(path)
