@@ -12,7 +12,8 @@ numbers no equation):
 
 The mean of logp is over the tokens of response i, and the mean of A is over the responses of the group. In the code,
 weight_T is the normaliser 1 / (G |o_i|), averaged over prompts; the paper's w~ comes from `kernel_weights`; factor_T is
-whatever multiplies the advantage, which is the kernel, Clip-Cov's mask, or 1.
+whatever multiplies the advantage: by default k of `effective_kernel`, which stands for w~ and the gradient through it,
+with --detach-kernel w~ itself, or Clip-Cov's mask, or 1.
 
 A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
 responses, _P: prompts, _G: responses to a prompt). `policy_loss` gets a micro-batch's part of it.
@@ -32,13 +33,17 @@ not say, and we chose.
 - The gradient goes through w~, because the paper writes c with log pi_theta and the released code detaches nothing.
   This couples all tokens of a group; `effective_kernel` says how we compute it. --detach-kernel takes w~ as constant
   (ours).
-- sigma is the population std over a group's tokens (our reading), and 1e-8 is added to it. std r is the unbiased one,
-  and 1e-6 is added to it (released code: 1e-4). N does not count padding (the released code counts it).
+- sigma is the population std over a group's tokens, and 1e-8 is added to it, as in the released code. std r is the
+  unbiased one, and 1e-6 is added to it (released code: 1e-4).
+- N does not count padding. The released code counts it, so there the policy term of a group is larger by G times its
+  longest response / its tokens (1.58 in one example), and the KL weighs less beside it. Its GRPO has no such factor, so
+  its CW-GRPO is compared with a baseline whose KL weighs more. Ours have the same KL.
 - Section 2.1 writes GRPO with a ratio and a KL of whole responses, section 2.3 with those of tokens. We take the
   latter.
 - The KL is k3. Its weight beta, 0.04, weight decay 0, AdamW's betas and the gradient norm are TRL's defaults, as in the
   released recipe. That beta is the default of the TRL which the recipe pins, 0.16 or older; newer versions have 0.0.
-- All log-probs are taken at the sampling temperature, 0.7. The released code's ignore it, which shifts c and Table 1.
+- All log-probs are taken at the sampling temperature, 0.7. The released code's ignore it, which shifts c, Table 1 and
+  the entropy of Fig. 1 (0.145 at 0.7 and 0.205 at 1, for the same samples).
 - Table 5 has batch size 12, 4 accumulation steps and 12 generations. We read that as 144 responses a step, 12 prompts x
   12 responses (the released code has 3 x 12 x 4 responses).
 - Table 5 has 100 training steps. Our schedule has 300 (150 for 7B), as in the released code, and the paper's checkpoint
@@ -46,10 +51,14 @@ not say, and we chose.
 - A prompt and its response share 4096 tokens, as in the released code. Table 5 gives 4096 to the response alone.
 - The format reward is 1 if "\\n</think>\\n" occurs in the text exactly once, as in the released code. The paper asks
   for properly matched tags. The released 7B recipe rewards accuracy only, and so does ours.
-- The accuracy reward requires a box and applies rules of ours before math_verify (docs/evaluation.md). The released
-  recipe writes the prompt's box as \\boxed{{}}; ours is \\boxed{}.
+- Longer prompts are left out (ours); the released code cuts them on the left.
+- The paper's accuracy reward is a "verification function implemented in LaTeX", in the released code math_verify. Ours
+  asks for a box and applies rules of its own before math_verify (docs/evaluation.md). --reward
+  tools/rewards.py:math_verify is math_verify alone, on the whole completion. The released recipe writes the prompt's
+  box as \\boxed{{}}; ours is \\boxed{}.
 - A dead group is one whose rewards are all equal. With --kl-coef 0 it goes through no backward pass, but it still
   counts in the denominators.
+- Neither paper nor release has a setting of Clip-Cov; its authors' scripts do.
 - The released code makes one update a step, and so does the kernel here. With --updates-per-step above 1, Clip-Cov
   draws its mask for each update among the update's own tokens, by the log-probs of the policy that the update starts
   from, and the ratio is clipped to [0, 2]. Both are as its authors have them.

@@ -8,7 +8,8 @@ it makes one update per rollout batch. For one prompt it minimises the following
     J_hat = alpha J, alpha = B / (B - M)                                                               (7, 8)
 
 B responses are in the batch. M of them are in groups whose rewards are all equal; such a group is invalid and has no
-gradient. alpha turns the mean over the batch into a mean over the valid groups. While the share of valid groups is
+gradient. alpha turns the mean over the batch into a mean over the valid groups, which the paper calls accurate gradient
+estimation (AGE). While the share of valid groups is
 below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the valid groups (Algorithm 1).
 
 A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
@@ -27,11 +28,17 @@ Where the paper is silent, contradicts itself, or is departed from, we do as fol
 not say, and we chose. docs/gpg.md compares the paper with its released code.
 - We take the expectation of Eq. 5 as the mean over groups. Inside a group, a long response then weighs more than a
   short one.
-- Algorithm 1 and section 2.2 draw until the share of valid groups exceeds beta_th. We stop at equality, as the released
-  code does.
+- Algorithm 1 and section 2.2 draw until the share of valid groups exceeds beta_th. Section 2.2 accumulates the valid
+  groups "into the resampled subsequent batch", so its share may be (carried + new valid) / (carried + P). Ours is that
+  of the released code: all valid groups / P, and we stop at equality, as it does.
 - The update has as many groups as one draw has prompts, P. It takes the valid groups that came first and fills up with
   invalid groups of the last draw, which count in B and M. Valid groups beyond P are dropped and not counted. They are
   not carried over, because the next step's policy did not sample them and GPG has no ratio to correct for that.
+- B.4 rewards an output that is "consistent with the ground truth", and the released code asks math_verify. Ours asks
+  for a box and applies rules of its own before math_verify (docs/evaluation.md). --reward tools/rewards.py:math_verify
+  is math_verify alone, on the whole completion.
+- The released code takes the denominator of Eq. 5 over a device's micro-batch, and alpha of Eq. 7 over a quarter of the
+  step. Both are over the whole step here, as the equations have them.
 - If no group is valid, there is no update, except with a KL. The std is the unbiased one, and 1e-6 is added to it
   (ours).
 - Section 3.4 does not print the weight of its KL; the released recipe inherits 0.04. We read it as row A with a KL: the
@@ -137,7 +144,7 @@ def policy_loss(logp_T, advantage_T, weight_T, alpha, kl_coef=0.0, ref_logp_T=No
     """Return the loss, summed over these tokens, and what it saw of each. The loss is Eq. 8; with ref_logp_T, the
     reference's log-probs, kl_coef times the KL to the reference is added, and the KL of each token is returned (k3,
     nats)."""
-    loss = -alpha * (weight_T * logp_T * advantage_T).sum()  # Eq. 8
+    loss = -alpha * (weight_T * logp_T * advantage_T).sum()  # Eq. 8; Algorithm 1, line 3
     seen = {}
     if ref_logp_T is not None:
         log_ratio_T = ref_logp_T - logp_T
@@ -186,7 +193,7 @@ def learn(policy, reference, optimizer, batch, record):
             optimizer.zero_grad()
             for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device, inputs)
-                logp, entropy = policy(micro)
+                logp, entropy = policy(micro)  # Algorithm 1, line 2
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
@@ -254,7 +261,7 @@ def main(args: Args) -> None:
             position += len(groups)
             reward_PG = torch.stack([group.reward_G for group in drawn])
             valid_P = common.valid(reward_PG)
-            if valid_P.sum().item() / args.prompts_per_step >= args.beta_th:  # Algorithm 1
+            if valid_P.sum().item() / args.prompts_per_step >= args.beta_th:  # Algorithm 1, line 1
                 break
         else:
             record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")

@@ -3,9 +3,10 @@
 SPS alternates RL stages with inverse-RL (IRL) stages on the policy's own rollouts (Algorithm 1). For one prompt, an RL
 stage minimises L, which is GRPO, and an IRL stage minimises L_IRL, which is Eq. 4 without its minus sign:
 
-    L = 1/G sum_i 1/|y_i| sum_t -min(w_it A_i, clip(w_it, 1 - eps, 1 + eps) A_i) + beta KL_it            (Eq. 23)
+    L = 1/G sum_i 1/|y_i| sum_t -min(w_it A_i, clip(w_it, 1 - eps, 1 + eps) A_i) + beta KL_it   (Eq. 23, and a KL)
     A_i = (R_i - mean R) / std R                                                                         (Eq. 25)
-    w = pi / pi_old,   KL = pi_ref / pi - log(pi_ref / pi) - 1
+    w = pi / pi_old                                                                                      (Eq. 24)
+    KL = pi_ref / pi - log(pi_ref / pi) - 1                                                   (beta of Table 2)
     L_IRL = E_{y' ~ Y'} -log pi(y' | x), Y' the demonstrations                                           (Eq. 4)
 
 A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
@@ -20,21 +21,27 @@ Where the paper is silent, contradicts itself, or is departed from, we do as fol
 not say, and we chose.
 - --irl-lr is 5e-10, as printed. An AdamW step of that size is lost in the rounding of any float32 weight of 2**-6 =
   0.016 or more, and a GPU samples in bfloat16, which sees almost none of the other changes. So expect GRPO's results. A
-  run says at its start how few of its weights can move. ./run.sh sps-act-... sets 5e-7, the RL stage's rate (ours).
+  run says at its start how few of its weights can move. The paper means a small rate (sections 5.1 and F.2).
+  ./run.sh sps-act-... sets 5e-7, the RL stage's rate (ours).
 - Eq. 4 as printed maximises the KL to the rollouts. We take its sign for a slip. The rollout distribution is empirical,
   so the KL is the cross-entropy (C.1). We take its mean over the tokens of a batch (ours).
-- An RL stage is one pass over the data (ours). At 3k problems that is 3k x 8 / 128 = 188 steps, which fits the 68
-  minutes of Table 5; at 10k it is 625 of the 700 steps.
+- An RL stage is one pass over the data (ours). At 3k problems that is 3k x 8 / 128 = 188 steps, at 10k 625 of the 700.
+  Section E.2 times the stages "on 3k prompts" and gives IRL 3 % of an "iteration"; 4 x 512 responses are 8.5 % of such
+  a pass's, and only those are trained on.
 - We read "four training steps per iteration" as an IRL stage of 4 steps, each with 512 responses. It may also mean four
   updates on each rollout batch (--updates-per-step 4). A pass over the demonstrations is a third choice (--irl-steps 0
   --irl-passes 1).
 - Algorithm 1 collects rollouts after the update, from the new policy. Sections 4.1 and 5.1 take the rollouts that the
   RL stage generated, and so do we. This needs no second sampling pass, but a demonstration may be as old as the stage.
 - Demonstrations are 3 of each prompt's 8 responses (section 5.1). l2te takes the wrong responses with the lowest mean
-  log-prob of a token. Where these are too few, it fills up with the right ones of the lowest. The paper "preferentially
-  samples" unlikely rollouts and augments each "batch with positive trajectories"; that the choice is deterministic, per
-  prompt and wrong ones first is ours. uniform is what section 4.1 says before L2TE. quantile is C.1: the lowest of a
-  step's responses, 3/8 of them (ours). The log-prob is the sampler's, at sampling time (ours).
+  log-prob of a token. Where these are too few, it fills up with the right ones of the lowest. The paper says of this
+  one choice that it is uniform (section 4.1, before L2TE), that it "preferentially samples" unlikely rollouts and
+  augments each "batch with positive trajectories" (L2TE), that it takes three of eight (5.1), and that it takes "the
+  lower quantile of trajectories in each batch" (C.1, which reads as how L2TE is implemented). These cannot all hold.
+  That ours is deterministic, per prompt and wrong ones first is ours; uniform and quantile, the lowest 3/8 of a step's
+  responses, are the other readings. The log-prob is the sampler's, at sampling time (ours).
+- L2TE's "model likelihood" may be p(y) of Eq. 13, a product. Ours is the mean over tokens, since a sum mostly ranks by
+  length (ours): for responses of 200 to 1,500 tokens 39 % of the demonstrations would be others.
 - 188 x 16 prompts give 9,024 demonstrations, and a stage uses 4 x 512 of them. They are drawn without replacement until
   all are used. More demonstrations of a prompt thus make a larger pool, not a longer stage, so the runs of Fig. 4 take
   whole passes.
@@ -46,9 +53,11 @@ not say, and we chose.
   cosine, top-p 0.9 and top-k 50).
 - eps is 0.2, TRL's default. With one update per rollout batch the ratio is 1 and nothing clips. Eq. 24 writes GRPO's
   ratio for whole responses. Ours is one per token, as in GRPO.
-- The paper rewards by Math-Verify alone. Ours requires a box and applies rules of its own before math_verify
-  (docs/evaluation.md).
-- DAPO here has no filter of overlong responses; sspo.py's docstring says more.
+- The paper rewards by Math-Verify alone. Ours asks for a box and applies rules of its own before math_verify
+  (docs/evaluation.md). --reward tools/rewards.py:math_verify is math_verify alone, on the whole completion.
+- Section 5.1 rewards "without any additional format or length-based rewards", but Table 2 gives DAPO a
+  soft_cache_length of 2048, which is a reward of length. ./run.sh dapo-1.5b-3k has it; the other reading is
+  --overlong-buffer 0. DAPO here has no filter of overlong responses; sspo.py's docstring says more.
 - The std is the unbiased one, and 1e-6 is added to it. A response is cut at 3072 tokens, and prompts have up to 1024
   (ours).
 - The paper reports the best checkpoint within 700 steps (section 5.2) and does not say how often it evaluates. Fig. 2c
@@ -109,10 +118,10 @@ class Args(common.Args):
     irl_lr: NonNegativeFloat = 5e-10
     """AdamW's learning rate in IRL stages (section 5.1)."""
     demonstrations: PositiveInt = 3
-    """Number of responses to each prompt that become demonstrations (section 5.1; Fig. 4 has 1 to 5)."""
+    """Number of responses to each prompt that become demonstrations: the sampling size (sections 5.1, 5.3; Fig. 4)."""
     choose: Literal["l2te", "uniform", "quantile"] = "l2te"
     """Which responses. l2te: wrong and unlikely first (section 4.1). uniform: any (section 4.1).
-    quantile: the least likely of a step's (C.1), as many as l2te has (ours)."""
+    quantile: the least likely of a step's (another reading, of C.1), as many as l2te has (ours)."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
@@ -142,12 +151,12 @@ def policy_loss(logp_T, advantage_T, weight_T, low, high, kl_coef, old_logp_T=No
         old_logp_T = logp_T.detach()
     if ref_logp_T is None:
         ref_logp_T = logp_T.detach()
-    ratio_T = (logp_T - old_logp_T).exp()
+    ratio_T = (logp_T - old_logp_T).exp()  # Eq. 24, of a token
     free_T = ratio_T * advantage_T
     clipped_T = ratio_T.clamp(low, high) * advantage_T
     log_ratio_T = ref_logp_T - logp_T
     kl_T = log_ratio_T.exp() - log_ratio_T - 1  # k3
-    loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_T))).sum()  # Eq. 23
+    loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_T))).sum()  # Eq. 23, and a KL
     return loss, {"ratio_T": ratio_T, "clipped_T": clipped_T < free_T, "kl_T": kl_T}
 
 
@@ -393,7 +402,7 @@ def main(args: Args) -> None:
         record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
 
     for step in range(start + 1, args.steps + 1):
-        # ---- stage 1: sample and verify
+        # ---- Algorithm 1, stage 1: sample and verify
         with record.phase("sample"):
             asked = common.problems_from(problems, args, position)
             groups = sampler.sample(asked, args.group_size, args.temperature, args)
@@ -404,7 +413,7 @@ def main(args: Args) -> None:
         batch = common.Batch(groups)
         kept = record.folder / "demonstrations"
         chosen = {}
-        if irl_steps and world.rank == 0:
+        if irl_steps and world.rank == 0:  # Algorithm 1: collect Y, sample Y'
             chosen = keep_demonstrations(kept, step, batch, problems, args)
 
         # ---- learn
@@ -413,7 +422,7 @@ def main(args: Args) -> None:
         metrics = common.drawn_metrics(groups) | learned
         seen.update(chosen)
 
-        # ---- stage 2: the whole IRL stage belongs to one step, so that no checkpoint lies inside it
+        # ---- Algorithm 1, stage 2: the whole IRL stage belongs to one step, so that no checkpoint lies inside it
         if irl_steps and step % rl_steps == 0:
             with record.phase("irl"):
                 stage = range(step - rl_steps + 1, step + 1)

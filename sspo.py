@@ -34,6 +34,12 @@ not say, and we chose.
 - BPE merges the delimiter into tokens such as ".\\n\\n", so we look for the delimiter in the text. Blank text after a
   delimiter belongs to the segment that the delimiter closed, so no segment is empty. The stop token joins the last
   segment.
+- Section 4.1 cuts at a "line break or double line break"; section 6.2.2 chooses the double one. A period, of which
+  Table 3 also tells, ends a segment wherever it stands, so --delimiter . cuts the number 3.14, too (ours).
+- The paper does not name its verifier. Ours asks for a box and applies rules of its own before math_verify
+  (docs/evaluation.md). --reward tools/rewards.py:math_verify is math_verify alone, on the whole completion.
+- verl bounds the loss of a token with a negative advantage at 3 times the advantage (dual clip). Eq. 1 and Eq. 16 have
+  no such bound, and so neither has ours.
 - A response with A = 0 has no gradient. It is left out of the pass for old log-probs and out of the updates, but it
   still counts in the loss's denominators.
 - The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
@@ -107,8 +113,8 @@ class Args(common.Args):
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG, scale: bool = True):
-    """Return advantage_PG (Eq. 8). The std is unbiased, and 1e-6 is added to it. `scale` False leaves the std out. A
-    dead group, whose rewards are all equal, gets exactly 0."""
+    """Return advantage_PG (Eq. 8). The std is unbiased, and 1e-6 is added to it. `scale` False leaves the std out, as
+    Dr. GRPO does. A dead group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if scale:
         advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 8
@@ -162,8 +168,8 @@ def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
     responses.
     response: 1 / (R |y_i|), which is 1/G and 1/|y_i| of Eq. 16 and the mean over prompts. |y_ij| needs no factor,
     because each token of a segment adds the segment's term once.
-    token: 1 / sum |y_i| (DAPO). This and the first sum to 1.
-    constant: 1 / (R max_length) (Dr. GRPO)."""
+    The other two are no part of SSPO. token: 1 / sum |y_i| (DAPO); this and the first sum to 1. constant:
+    1 / (R max_length) (Dr. GRPO)."""
     weight_R = 1 / (len(length_R) * length_R.double())  # Eq. 16: 1/G 1/|y_i|
     if normaliser == "token":
         weight_R[:] = 1 / length_R.double().sum()
@@ -173,8 +179,8 @@ def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
 
 
 def overlong_penalty(length_R, max_length: int, buffer: int):
-    """Return penalty_R (float64), which DAPO adds to the rewards. It is 0 up to max_length - buffer tokens and falls
-    from there in a straight line to -1 at max_length."""
+    """Return penalty_R (float64), which DAPO, not SSPO, adds to the rewards. It is 0 up to max_length - buffer tokens
+    and falls from there in a straight line to -1 at max_length."""
     return (max_length - buffer - length_R.double()).clamp(max=0) / max(1, buffer)
 
 
