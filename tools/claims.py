@@ -1,4 +1,4 @@
-"""Run the arms of docs/claims.md and docs/real.md, which claims.toml lists, five seeds each; write tables and pictures.
+"""Run the arms of docs/results.md, which claims.toml lists, five seeds each; write tables and pictures.
 
 ./run.sh claims                      all claims
 ./run.sh claims gpg sps-k            some of them: gpg is also gpg-threshold and gpg-groups
@@ -39,7 +39,7 @@ LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 ARMS = LISTS["arms"]
 STOPS = LISTS["stops"]
 CLAIMS = LISTS["claims"]
-LARGE = {"real", "real-kernel", "systems"}  # claims of docs/real.md
+LARGE = {"real", "real-kernel", "systems"}  # claims of the pretrained model
 SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")  # These of `evaluate` become sps/SET/NAME.
 EVAL = (
     "--protocols sps --eval-samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
@@ -117,10 +117,9 @@ def page(name):
         rows.append([f"`{metric}`, {how}", *sweep.cells_of(figure, runs)])
     if claim["paper"]:
         rows.append(claim["paper"].split(" | "))
-    about = "real.md" if name in LARGE else "claims.md"
     return f"""# {name}
 
-[{about}](../{about}) says what these figures are.
+[results.md](../results.md) says what these figures are.
 
 {sweep.markdown(rows)}
 
@@ -136,7 +135,7 @@ def main(
     """Run what claims need, then write their tables and draw their pictures.
 
     Args:
-        names: and NAME-…; none: all but those of docs/real.md, whose model is large
+        names: and NAME-…; none: all but those of the pretrained model, which is large
         jobs: runs at a time; 0: none, only report
     """
     asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - LARGE)
