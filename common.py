@@ -604,7 +604,7 @@ def sampler_gap(logp_T, sampler_logp_T, record):
     mean = gap.mean()
     disagree = f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step"
     # NaN is no gap: updates without a finite gradient are skipped
-    need(not mean > record.gap_limit, disagree + ": see docs/troubleshooting.md")
+    need(not mean > record.gap_limit, disagree + ": see docs/running.md")
     record.gap_limit = math.inf  # what comes later has other causes
     return {"gap_mean": mean, "gap_max": gap.max()}
 

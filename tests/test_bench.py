@@ -13,6 +13,6 @@ def test_a_shapes_weights_are_those_of_the_model():
 
 
 def test_what_fits(capsys):
-    """Training and sampling count; docs/performance.md has the table."""
+    """Training and sampling count; docs/running.md has the table."""
     bench.fit(gib=(24, 80))
     assert "| qwen2.5-7b | no | 4 (trains in 45) |" in capsys.readouterr().out
