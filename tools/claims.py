@@ -5,7 +5,7 @@
 ./run.sh claims --seeds 1 2          these seeds, but for claims that have their own
 ./run.sh claims --jobs 4             four runs at a time
 ./run.sh claims --jobs 0             no runs: tables and pictures of what there is
-./run.sh claims real --jobs 0        those of docs/real.md, with README's first picture
+./run.sh claims real --jobs 0        those of the pretrained model, with README's first picture
 
 A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
 several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv when it ends. A run is not
