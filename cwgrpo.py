@@ -28,8 +28,8 @@ Table 1 is ./run.sh sspo-clip-cov-1.5b.
 
 Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
 not say, and we chose.
-- The paper takes its means "over responses". We read that as the released code does: log-probs over the tokens of the
-  response itself, advantages over the responses of the group.
+- The paper takes its means "over responses". We read that as the released code (github.com/WangCheng0116/CW-GRPO)
+  does: log-probs over the tokens of the response itself, advantages over the responses of the group.
 - The gradient goes through w~, because the paper writes c with log pi_theta and the released code detaches nothing.
   This couples all tokens of a group; `effective_kernel` says how we compute it. --detach-kernel takes w~ as constant
   (ours).

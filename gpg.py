@@ -25,7 +25,7 @@ ours, because B.1 states it for the 7B run on DAPO-Math-17k only. The KL of sect
 (gpg-kl-math); row D with a KL is ./run.sh gpg-math --kl-coef 0.04.
 
 Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
-not say, and we chose. docs/gpg.md compares the paper with its released code.
+not say, and we chose. docs/gpg.md compares the paper with its released code, github.com/AMAP-ML/GPG.
 - We take the expectation of Eq. 5 as the mean over groups. Inside a group, a long response then weighs more than a
   short one.
 - Algorithm 1 and section 2.2 draw until the share of valid groups exceeds beta_th. Section 2.2 accumulates the valid
