@@ -1134,7 +1134,7 @@ def keep_best(policy, source, dtype, metrics, record):
 # --------------------------- checkpoint
 def checkpoints_of(folder):
     """Return the checkpoints in a folder, oldest first; what has a suffix is being written or deleted, or another's."""
-    return sorted(folder.glob("step-?????"))
+    return sorted(folder.glob("step-" + 5 * "[0-9]"))
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
@@ -1400,6 +1400,7 @@ class Record:
             self.board = self.board or SummaryWriter(self.folder, purge_step=step)
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
+            self.board.flush()  # a run may end at once
         if step:
             self.say_step(step, metrics)
         if metrics.get("zero_advantage_share") == 1:

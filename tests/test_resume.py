@@ -148,7 +148,7 @@ def test_only_older_checkpoints_are_pruned(run, tmp_path):
     """What is not named as a checkpoint is another's; one that was being written does not count."""
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
-    others = {"step-00100-copy2", "step-00101.partial"}
+    others = {"step-00100-copy2", "step-00101.partial", "step-other"}
     for name in others:
         (checkpoints / name).mkdir()
     for step in (9, 99, 100):
