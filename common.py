@@ -167,17 +167,12 @@ def parse(kind, description):
 
 
 def report(kind, error, trace):
-    """Say in one line what names a flag, and show the traceback of everything else; then end at once, since vLLM would
-    take the process group down, which waits for kernels that the other ranks may never join."""
+    """Say in one line what names a flag, and show the traceback of everything else."""
     if not said(error).startswith("--"):
-        sys.__excepthook__(kind, error, trace)
-    elif LOCAL_RANK == "0":
-        print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
-    else:
+        return sys.__excepthook__(kind, error, trace)
+    if LOCAL_RANK != "0":
         time.sleep(30)  # as in `parse`
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
 
 
 def longest_sequence(args):
@@ -238,6 +233,15 @@ def init_world():
     with naming("between nodes GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface; `ip -br addr` shows it"):
         dist.init_process_group(backends, timeout=timedelta(minutes=5))
     dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))  # a rank may save a model
+    show = sys.excepthook  # torch has put its own around ours: the rank stands before each line
+
+    def end(*error):
+        show(*error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # vLLM would take the process group down, which waits for kernels that others may never join
+
+    sys.excepthook = end
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
         mesh = mesh["shard"]
@@ -357,7 +361,7 @@ def load_problems(source, tokenizer, args, flag):
             answer = "(graded by --reward)"
             column = ""
             graded_by = (row,)
-            if args.reward.partition(":")[2] in ("", "math_verify"):  # both are graded by answer and text
+            if args.reward == "math" or args.reward.endswith(":math_verify"):
                 value, column = find(row, args.answer_column, *ANSWER_COLUMNS)
                 answer = reference_answer(value)
                 graded_by = (answer, text)
