@@ -34,7 +34,7 @@ def check_alike(mine: dict, theirs: dict) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_gradient_and_metrics(step, script):
     """Ranks, budget and order at once; alone is one process with everything in one micro-batch."""
-    check_alike(step(3, script, 50, reverse=True), step(1, script))
+    check_alike(step(3, script, 50, change="reverse"), step(1, script))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -45,7 +45,7 @@ def test_a_first_step_in_which_sampler_and_trainer_disagree_ends_the_run(step, s
 def test_nodes_and_activation_checkpointing_change_nothing(step):
     """Two nodes replicate; three processes of one node shard."""
     two = step(2, "sspo", args=ONE["sspo"] | {"activation_checkpointing": True})
-    assert two["mesh"] == (2, 1) and step(3, "sspo", 50, reverse=True)["mesh"] == (3,)
+    assert two["mesh"] == (2, 1) and step(3, "sspo", 50, change="reverse")["mesh"] == (3,)
     check_alike(two, step(1, "sspo"))
 
 
@@ -60,7 +60,7 @@ def test_several_updates_and_updates_without_anything_left(step):
 
 def test_segments_that_are_not_trained_are_not_counted(step):
     """Those of the dead group, which have no entropy: the same without it."""
-    metrics, whole = step(1, "sspo", only_valid=True)["metrics"], step(1, "sspo")["metrics"]
+    metrics, whole = step(1, "sspo", change="only valid")["metrics"], step(1, "sspo")["metrics"]
     for name in metrics:
         if name.startswith(("segment", "at_")):
             assert metrics[name] == pytest.approx(whole[name], rel=1e-5), name
@@ -80,7 +80,7 @@ def test_clip_cov_draws_the_same_tokens_on_any_number_of_ranks(step, kl_coef):
 def test_an_update_of_clip_cov_knows_its_own_tokens_only(step):
     """The second of two updates, after one of dead groups: as a step of its groups alone."""
     args, dead = CLIP_COV | {"kl_coef": 0.0}, {"dead": [0, 1, 2]}
-    alone = step(1, "cwgrpo", args=args, only_valid=True, **dead)
+    alone = step(1, "cwgrpo", args=args, change="only valid", **dead)
     two = step(3, "cwgrpo", 60, args | {"updates_per_step": 2}, **dead)
     assert two["metrics"]["optimizer_steps"] == 1
     assert largest_difference(two["gradient"], alone["gradient"]) < 1e-5
@@ -119,7 +119,7 @@ def test_an_irl_step(step):
     """The same on three processes, in small micro-batches, in another order; the demonstrations become likelier."""
     args = {"irl_lr": 1e-3}
     one = step(1, "sps", args=args, irl=1)
-    check_alike(step(3, "sps", 50, args, irl=1, reverse=True), one)
+    check_alike(step(3, "sps", 50, args, irl=1, change="reverse"), one)
     again = step(1, "sps", args=args, irl=5)["metrics"]
     assert again["irl/loss_last"] < again["irl/loss"] - 0.05 < one["metrics"]["irl/loss"] - 0.1
     assert again["irl/probability"] > one["metrics"]["irl/probability"]
@@ -153,7 +153,7 @@ def test_three_scripts_have_the_same_grpo(step, tis_cap):
 def test_gpg_appendix_a(step):
     """Half of the groups invalid, on three ranks: alpha times the mean over all groups is the mean over the valid."""
     dead = {"dead": [0, 1, 4]}
-    true = step(1, "gpg", args={"accurate_gradient": False}, only_valid=True, **dead)  # Eq. 11
+    true = step(1, "gpg", args={"accurate_gradient": False}, change="only valid", **dead)  # Eq. 11
     several = step(3, "gpg", 60, **dead)  # alpha times Eq. 10
     assert several["metrics"]["alpha"] == 2 and true["metrics"]["alpha"] == 1
     assert largest_difference(several["gradient"], true["gradient"]) < 1e-5
@@ -162,6 +162,5 @@ def test_gpg_appendix_a(step):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_update_that_is_not_finite_is_left_out(step, script):
     """One token of one response on one rank: no rank steps."""
-    result = step(3, script, 60, ONE.get(script, {}) | {"tis_cap": 1.2}, poisoned=True)
+    result = step(3, script, 60, ONE.get(script, {}) | {"tis_cap": 1.2}, change="poison")
     assert result["skipped"] == 1 and not any(moved.any() for moved in result["moved"].values())
-    assert not all(gradient.isfinite().all() for gradient in result["gradient"].values())

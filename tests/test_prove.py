@@ -1,0 +1,63 @@
+"""tools/prove.py finds nothing in our scripts, and names what was broken in a copy of one."""
+
+import pytest
+from conftest import ROOT, torchrun
+
+BROKEN = {  # what is replaced, by what, and the lines that fail with a word of what they say
+    "no world.size": ("(loss * world.size)", "loss", {"on 3 ranks": "world.size"}),
+    "a detached ratio": (
+        "(logp_T - old_logp_T).exp()",
+        "(logp_T - old_logp_T).exp().detach()",
+        {"do not change": "ratio is detached"},
+    ),
+    "weights of the micro-batch": (
+        "loss = (weight_T *",
+        "loss = (weight_T / weight_T.sum() *",
+        {
+            "micro-batches": "of a micro-batch",
+            "add up": "weights are of the micro-batch",
+            "ranks": "of a rank's tokens",
+        },
+    ),
+    "a shift": (
+        "policy_loss(logp, **micro",
+        "policy_loss(logp.roll(1), **micro",
+        {"log-probs": "off by one: a token has the log-prob of the one before"},
+    ),
+    "no continue": ("            continue  # nothing to learn", "            pass", {"valid group": "must `continue`"}),
+}
+
+
+def failed(update, script) -> dict:
+    """Return {line: what to look at} of the lines that do not hold."""
+    return {check: look for check, holds, _, look in update(3, str(script), "", table=True) if not holds}
+
+
+@pytest.mark.parametrize(
+    "script", ["sspo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpg", "cwgrpo", "sps"))]
+)
+def test_nothing_fails_in_our_scripts(update, script):
+    assert failed(update, script) == {}
+
+
+FAST = ("no world.size", "a shift")
+
+
+@pytest.mark.parametrize(
+    "fault", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in BROKEN]
+)
+def test_a_fault_is_named(update, fault, tmp_path):
+    old, new, expected = BROKEN[fault]
+    text = (ROOT / "sps.py").read_text()
+    assert old in text
+    copy = tmp_path / f"broken_{[*BROKEN].index(fault)}.py"
+    copy.write_text(text.replace(old, new))
+    found = failed(update, copy)
+    for line, word in expected.items():
+        assert any(line in check and word in look for check, look in found.items()), found
+
+
+@pytest.mark.slow
+def test_the_whole_of_it(tmp_path):
+    output = torchrun("tools/prove.py", "gpg.py", ranks=3, OMP_NUM_THREADS="1")
+    assert "FAIL" not in output and output.count("| ok |") == 13
