@@ -869,13 +869,14 @@ class Policy(torch.nn.Module):
         logp_T = -F.nll_loss(logp_TV, target_T, reduction="none")
         entropy_T = torch.zeros_like(logp_T)
         if entropies:
-            with torch.no_grad():  # last: the recomputation going back stops before it
+            with torch.set_grad_enabled(entropies == "grad"):  # last: the recomputation going back stops before it
                 entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
         return logp_T, entropy_T
 
     def forward(self, micro, entropies=True):
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary, no gradient; or zeros), float32,
-        at the sampling temperature. The backward pass repeats the head's chunks."""
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary; or zeros), float32, at the
+        sampling temperature. The entropy has a gradient with `entropies` "grad"; else a loss that has it raises. The
+        backward pass repeats the head's chunks."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_NH = embeddings(row.pop("input_ids")[0])
@@ -886,7 +887,15 @@ class Policy(torch.nn.Module):
         hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [checkpoint(self._head, *chunk, weight_VH, entropies, use_reentrant=False) for chunk in chunks]
-        return [torch.cat(chunks_T) for chunks_T in zip(*parts, strict=True)]
+        logp_T, entropy_T = map(torch.cat, zip(*parts, strict=True))
+        if entropies != "grad":
+            entropy_T.requires_grad_().register_hook(no_gradient)  # else a bonus for it would do nothing, in silence
+        return logp_T, entropy_T
+
+
+def no_gradient(_):
+    """Stand in for the gradient of an entropy that has none."""
+    raise ValueError("the loss has an entropy without a gradient: policy(micro, entropies='grad')")
 
 
 @cache
@@ -1231,13 +1240,21 @@ COLUMNS = {  # in the line of a step, where the script has them
 }
 
 
-def open_run(folder, args, script, world):
-    """Make the folder and run.json; return a file that is locked until this process ends. Raises ValueError if flags or
-    files do not fit the run, or if it is alive."""
+def code_of(script):
+    """Return a hash of a script and this file."""
+    return hashlib.sha256(Path(script).read_bytes() + Path(__file__).read_bytes()).hexdigest()
+
+
+def open_run(folder, args, world):
+    """Make the folder, run.json and code/1, or /2 if a run goes on with other code; return a file that is locked until
+    this process ends, and of how much code the run is. Raises ValueError if flags or files do not fit the run, or if it
+    is alive."""
     file = folder / "run.json"
-    flags = json.loads(json.dumps({"script": script, **asdict(args)}))
+    flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
+    codes = []
     if args.resume and file.exists():
         before = json.loads(file.read_text())
+        codes = before.get("code", [])
         constant = args.lr_warmup == 0 and args.lr_floor == 1
         for name, old in before["args"].items():
             fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
@@ -1248,10 +1265,18 @@ def open_run(folder, args, script, world):
     with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "stop").unlink(missing_ok=True)  # of a start that was killed before it saw it
+    code = code_of(sys.argv[0])
+    if code not in codes[-1:]:
+        codes.append(code)
+        kept = folder / "code" / f"{len(codes)}"
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.copy(sys.argv[0], kept)
+        shutil.copy(__file__, kept)
     here = shlex.quote(str(Path(__file__).parent))
     info = {
         "command": shlex.join(sys.argv),
         "args": flags,
+        "code": codes,
         "ranks": world.size,
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
         "commit": subprocess.getoutput(f"git -C {here} describe --always --dirty 2>/dev/null"),
@@ -1259,14 +1284,16 @@ def open_run(folder, args, script, world):
     new = file.with_suffix(".new")
     new.write_text(json.dumps(info, indent=2))
     new.rename(file)
-    return lock
+    return lock, len(codes)
 
 
 class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
-    def __init__(self, args, script, world):
-        name = f"{os.environ.get('EXPERIMENT', script)}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    def __init__(self, args, world):
+        name = (
+            f"{os.environ.get('EXPERIMENT', Path(sys.argv[0]).stem)}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        )
         self.args = args
         self.world = world
         self.folder = Path(args.run_dir or f"runs/{name}")
@@ -1278,7 +1305,9 @@ class Record:
         self.lines = 0  # since the heading
         self.start_step()
         if world.rank == 0:
-            self.lock = open_run(self.folder, args, script, world)
+            self.lock, versions = open_run(self.folder, args, world)
+            if versions > 1:
+                self.say(f"this run is of {versions} versions of the code, which code/ has")
             if args.track:
                 import wandb
 

@@ -197,7 +197,7 @@ def learn(policy, reference, optimizer, batch, record):
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()
-                entropy_T[micro.token_T] = entropy.cpu()
+                entropy_T[micro.token_T] = entropy.detach().cpu()
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
@@ -232,7 +232,7 @@ def main(args: Args) -> None:
     problems, held_out = common.load_data(args, tokenizer)
     world = common.init_world()
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
-    record = common.Record(args, "gpg", world)
+    record = common.Record(args, world)
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)

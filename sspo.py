@@ -308,7 +308,7 @@ def main(args: Args) -> None:
     problems, held_out = common.load_data(args, tokenizer)
     world = common.init_world()
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
-    record = common.Record(args, "sspo", world)
+    record = common.Record(args, world)
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)

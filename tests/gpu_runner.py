@@ -64,7 +64,7 @@ def main(model: str, folder: str) -> None:
     sampler.sleeps = True
     sampler.sleep()
     policy = common.load_policy(Path(model), args, world)
-    record = common.Record(args, "checks", world)
+    record = common.Record(args, world)
     problems = [common.Problem("", tokenizer.encode("hdx39=?\n" * 3)[: 6 + 3 * n], "0") for n in range(3)]
     asked = {("a", n): problem for n, problem in enumerate(problems)}
     config = sampler.llm.llm_engine.vllm_config

@@ -231,7 +231,7 @@ def learn(script: str, model: str, ranks: int = 8, local: int = 8, irl: bool = F
     problems = common.load_data(args, tokenizer)[0] if args.image_column else PROBLEMS
     batch = common.Batch(groups(problems))
     with world_of(ranks, local) as world, Gpu() as gpu, watched_score(gpu):
-        record = common.Record(args, script, world)
+        record = common.Record(args, world)
         policy = common.load_policy(Path(model), args, world)
         optimizer = common.adamw(policy, args.lr, args)
         if irl:
@@ -259,7 +259,7 @@ def folders(model: str) -> None:
     source = Path(model)
     args = common.Args(model=model, run_dir=str(folder / "run"), micro_batch_tokens=800)
     with world_of(1, 1) as world, Gpu() as gpu:
-        record = common.Record(args, "sspo", world)
+        record = common.Record(args, world)
         policy = common.load_policy(source, args, world)
         mine, its = (common.adamw(policy, 1e-3, args) for _ in range(2))
         batch = common.Batch(groups(PROBLEMS))

@@ -32,7 +32,7 @@ def same_engine(**settings):
 def run(script: str, flags: list) -> str:
     """Call the script's main as its command line would; return what rank 0 printed."""
     module, flags = importlib.import_module(script), list(map(str, flags))
-    sys.argv = [f"{script}.py", *flags]
+    sys.argv = [module.__file__, *flags]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         module.main(tyro.cli(module.Args, args=flags))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

@@ -37,7 +37,7 @@ def main(args: Args) -> None:
     problems += problems[:2]  # the same prompt twice must not give the same samples
     sampler = common.Sampler(model, tokenizer, args, world)
     policy = common.load_policy(model, args, world)
-    record = common.Record(args, "checks", world)
+    record = common.Record(args, world)
     record.gap_limit = 99  # weights are stale on purpose
     found = {}
 

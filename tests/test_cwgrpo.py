@@ -114,7 +114,7 @@ def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python, t
     args = cwgrpo.Args(model=str(tiny), run_dir=str(tmp_path), kl_coef=0.0, **limits)
     world = common.init_world()
     policy = common.load_policy(tiny, args, world)
-    record = common.Record(args, "cwgrpo", world)
+    record = common.Record(args, world)
     record.gap_limit = math.inf  # the sampler's log-probs are made up
     cwgrpo.learn(policy, None, torch.optim.AdamW(policy.parameters(), lr=0.0), batch, 5, record)
     found = {name: parameter.grad.full_tensor() for name, parameter in policy.named_parameters()}

@@ -51,8 +51,8 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     batch = batch_of(3, prompt=longest)
     micro = batch.pack([10, 3, 7, 0, 1, 2, 4, 5, 6, 8, 9], CPU)
-    logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.token_T, x) for x in policy(micro))
-    assert not entropy_T.requires_grad and logp_T.dtype == torch.float32
+    logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.token_T, x) for x in policy(micro, "grad"))
+    assert logp_T.dtype == torch.float32
 
     logps, entropies = [], []
     for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
@@ -61,13 +61,14 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
         logp_TV = (reference(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
         logps.append(logp_TV.gather(-1, ids[0, len(prompt) :, None])[:, 0])
         entropies.append(-(logp_TV.exp() * logp_TV).sum(-1))
-    expected_T = torch.cat(logps)
-    torch.testing.assert_close(logp_T, expected_T, atol=5e-5, rtol=0)
-    torch.testing.assert_close(entropy_T, torch.cat(entropies), atol=5e-5, rtol=0)
+    expected_2T = torch.stack([torch.cat(logps), torch.cat(entropies)])
+    mine_2T = torch.stack([logp_T, entropy_T])
+    torch.testing.assert_close(mine_2T, expected_2T, atol=5e-5, rtol=0)
+    torch.testing.assert_close(policy(micro)[1], entropy_T[micro.token_T], atol=1e-6, rtol=0)
 
-    weight_T = torch.randn(len(logp_T))
-    (logp_T * weight_T).sum().backward()
-    (expected_T * weight_T).sum().backward()
+    weight_2T = torch.randn(2, len(logp_T))
+    (mine_2T * weight_2T).sum().backward()
+    (expected_2T * weight_2T).sum().backward()
     mine = {name: parameter.grad.full_tensor() for name, parameter in policy.named_parameters()}
     theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert largest_difference(mine, theirs) < 1e-5

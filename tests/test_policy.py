@@ -70,6 +70,14 @@ def test_an_empty_micro_batch_reaches_every_parameter(tiny):
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
+@pytest.mark.parametrize("entropies", [True, False])
+def test_an_entropy_without_a_gradient_cannot_enter_a_loss(tiny, entropies):
+    """It would do nothing, in silence."""
+    logp_T, entropy_T = policy_of(tiny)(batch_of(0).pack([2, 3], CPU), entropies)
+    with pytest.raises(ValueError, match=r"policy\(micro, entropies='grad'\)"):
+        (logp_T - 0.01 * entropy_T).sum().backward()
+
+
 def packed_tokens(batch, row) -> int:
     return batch.pack(row, CPU).row["input_ids"].numel()
 
@@ -121,7 +129,7 @@ def test_pass_at_k():
 def test_sampler_gap(plain_python, tmp_path):
     """It ends the first step that has one, unless it is rounding; later it has other causes."""
     args = common.Args(model="m", run_dir=str(tmp_path), compute_dtype="float32")
-    record = common.Record(args, "gpg", common.init_world())
+    record = common.Record(args, common.init_world())
     logps = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
     with refused(r"^--model m: sampler and trainer disagree by 0\.25 nats"):
         common.sampler_gap(*logps, record)

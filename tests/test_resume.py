@@ -106,7 +106,7 @@ def run(tiny, plain_python, tmp_path):
     limits = {"max_prompt_tokens": 8, "max_response_tokens": 8, "checkpoints_kept": 2}
     args = common.Args(model=str(tiny), run_dir=str(tmp_path), eval="held-out", keep_best=True, **limits)
     policy = common.load_policy(tiny, args, world)
-    record = common.Record(args, "sspo", world)
+    record = common.Record(args, world)
     record.write("metrics.jsonl", "before")
     return SimpleNamespace(policy=policy, optimizer=torch.optim.AdamW(policy.parameters()), record=record)
 
@@ -121,7 +121,7 @@ def save(run, step: int, every: int = 1) -> set[str]:
 def go_on(run, **changes) -> tuple[int, int]:
     """Let another record go on with the run; return its step and position."""
     run.record.lock.close()
-    run.record = common.Record(replace(run.record.args, resume=True, **changes), "sspo", run.record.world)
+    run.record = common.Record(replace(run.record.args, resume=True, **changes), run.record.world)
     return common.resume(run.policy, run.optimizer, run.record)
 
 
@@ -235,7 +235,8 @@ def test_a_refused_flag_is_said_once():
     assert output.count("sspo.py: --template x: legal: plain") == 1, output
 
 
-def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, plain_python):
+def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, plain_python, monkeypatch):
+    monkeypatch.setattr("sys.argv", [cwgrpo.__file__])
     world = common.init_world()
     about = json.loads((cwgrpo_run.folder / "run.json").read_text())["args"]
     about["adam_betas"] = tuple(about["adam_betas"])
@@ -243,7 +244,7 @@ def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, plain_python):
 
     def check(message: str, **changes) -> None:
         with refused(message):
-            common.Record(cwgrpo.Args(**(about | changes)), "cwgrpo", world)
+            common.Record(cwgrpo.Args(**(about | changes)), world)
 
     check(r"^--run-dir .*: holds another run; .*--resume")
     check(r"^--resume: lr has changed .*: 0\.0001, now 0\.5", resume=True, lr=0.5)
@@ -252,22 +253,24 @@ def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, plain_python):
 
 OPEN = """
 import sys, time, common
-record = common.Record(common.Args(run_dir=sys.argv[1]), "sspo", common.init_world())
+sys.argv[0] = common.__file__
+record = common.Record(common.Args(run_dir=sys.argv[1]), common.init_world())
 time.sleep(600)
 """
 
 
-def test_a_run_keeps_others_out_of_its_folder_until_it_is_gone(plain_python, tmp_path):
+def test_a_run_keeps_others_out_of_its_folder_until_it_is_gone(plain_python, monkeypatch, tmp_path):
     """A kill with SIGKILL leaves no lock behind."""
     own = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     first = subprocess.Popen([sys.executable, "-c", OPEN, tmp_path], env=own, stdout=subprocess.PIPE, text=True)
     assert "run folder" in first.stdout.readline()
     about = (tmp_path / "run.json").read_bytes()
+    monkeypatch.setattr("sys.argv", [common.__file__])
     again = common.Args(run_dir=str(tmp_path), resume=True)
     world = common.init_world()
     with refused(f"^--run-dir {tmp_path}: a run that is alive writes there"):
-        common.Record(again, "sspo", world)
+        common.Record(again, world)
     first.kill()
     first.communicate()
     assert (tmp_path / "run.json").read_bytes() == about
-    common.Record(again, "sspo", world)
+    common.Record(again, world)

@@ -52,7 +52,7 @@ def test_metrics_are_those_of_what_the_loss_saw(update, tiny, script):
 def test_the_file_has_what_the_loss_saw_of_each_response(monkeypatch, plain_python, tmp_path):
     """A forker's vector is there, too, and a number that is not finite."""
     monkeypatch.setattr("sys.argv", ["mine.py"])
-    record = common.Record(common.Args(model="m", run_dir=str(tmp_path)), "mine", common.init_world())
+    record = common.Record(common.Args(model="m", run_dir=str(tmp_path)), common.init_world())
     batch = batch_of(0)
     batch.reward_PG = torch.arange(len(batch.rollout_R)).double()
     for group in batch.groups:

@@ -144,7 +144,7 @@ def policy(
     """
     world = common.init_world()
     settings = common.Args(activation_checkpointing=activation_checkpointing, compute_dtype=compute_dtype)
-    record = common.Record(settings, "bench", world)
+    record = common.Record(settings, world)
     with tempfile.TemporaryDirectory() as mine:
         folder = Path(world.all_gather(mine)[0])
         if world.rank == 0:

@@ -44,7 +44,7 @@ class Check:
     def __init__(self, args):
         self.args = args
         self.world = common.init_world()
-        self.record = common.Record(args, "check", self.world)
+        self.record = common.Record(args, self.world)
         self.folder = common.model_folder(args)
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.sampler = common.Sampler(self.folder, self.tokenizer, args, self.world)

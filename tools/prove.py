@@ -154,7 +154,7 @@ def step(
     settings = replace(settings, **fixed | (args or {}))
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     with redirect_stdout(None):
-        record = common.Record(settings, Path(script).stem, world)
+        record = common.Record(settings, world)
     record.gap_limit = gap_limit
     policy = common.load_policy(Path(settings.model), settings, world)
     before = {name: parameter.full_tensor().detach().clone() for name, parameter in policy.named_parameters()}
