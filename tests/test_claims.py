@@ -23,11 +23,15 @@ def data(tmp_path, monkeypatch):
     return tmp_path
 
 
-def logged(folder: Path, rows: list[dict], **flags) -> Path:
-    """Write the folder of a run that logged these rows."""
-    folder.mkdir(parents=True)
+def logged(folder: Path, rows: list[dict], script: Path = ROOT / "sspo.py", **flags) -> Path:
+    """Write the folder of a run of a script that logged these rows."""
+    code = folder / "code" / "1"
+    code.mkdir(parents=True)
+    for file in (script, ROOT / "common.py"):
+        shutil.copy(file, code)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.json").write_text(json.dumps({"args": flags | {"script": "sspo", "run_dir": str(folder)}}))
+    args = flags | {"script": script.stem, "run_dir": str(folder)}
+    (folder / "run.json").write_text(json.dumps({"args": args, "code": [script.read_text()]}))
     return folder
 
 
@@ -62,10 +66,11 @@ def test_runs_are_grouped_by_their_settings(data, capsys):
         file.write('{"step": 2, "rew')
     found = plot.grouped(runs)
     assert {label: list(its) for label, its in found.items()} == {"run lr=1": ["1", "2"], "run lr=2": ["1"]}
+    assert [*plot.grouped([runs[0], logged(data / "other-seed2", rows, seed=2, lr=1)])] == ["run"]
     plot.draw_curves(found, ["reward"], data / "curves.png")
     sweep.table(runs, ("reward, mean",))
     assert "| run lr=1 | 1 2   | 0.1 ± 0      |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="c/run: a second run of run lr=2 with seed 1"):
+    with pytest.raises(SystemExit, match="c/run: a second run of run with seed 1"):
         sweep.table([*runs, logged(data / "d" / "c" / "run", rows, seed=1, lr=2)])
 
 
@@ -73,9 +78,9 @@ def test_a_sweep_runs_what_is_missing(data, monkeypatch):
     """A run that has finished stays; what was cut goes on from its checkpoint, or begins again."""
     asked = []
     monkeypatch.setattr(sweep, "RUNS", data)
-    monkeypatch.setattr(sweep, "launch", lambda words, folder: asked.append(words))
+    monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append(words))
     rows = [{"step": 3, "reward": 1}]
-    runs = [logged(data / f"grpo-toy-lr-1-seed{n}", rows, seed=n) for n in (1, 2, 3)]
+    runs = [logged(data / "lr-1" / f"grpo-toy-seed{n}", rows, seed=n) for n in (1, 2, 3)]
     for run, name in zip(runs, ("model", "checkpoints", "samples"), strict=True):
         (run / name).mkdir()
     command = ["grpo-toy", "--lr", "1"]
@@ -83,6 +88,58 @@ def test_a_sweep_runs_what_is_missing(data, monkeypatch):
     assert not sweep.main() and not any(runs[2].iterdir())
     cut = [*command, "--seed=2", f"--run-dir={runs[1]}", "--resume"]
     assert asked == [cut, [*command, "--seed=3", f"--run-dir={runs[2]}"]]
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """A copy of sspo.py with another sign."""
+    file = tmp_path / "mine.py"
+    file.write_text((ROOT / "sspo.py").read_text().replace("loss = -(weight_T", "# mine\n    loss = (weight_T"))
+    return file
+
+
+def test_a_fork_is_another_method_and_says_how_it_differs(data, fork, capsys):
+    """With its baseline's flags and a copy's folder name; the difference is a file."""
+    rows = [{"step": 1, "reward": 0.5}]
+    runs = [logged(data / "a-seed1", rows, seed=1, lr=2), logged(data / "m" / "a-seed2", rows, fork, seed=2, lr=1)]
+    sweep.table(runs)
+    said = capsys.readouterr().out
+    beside = runs[1] / "code" / "1" / "mine.diff"
+    assert (
+        "| a script=sspo lr=2 | 1" in said
+        and f"a script=mine lr=1: lr=1; mine.py: +2 −1 lines of sspo.py, {beside}" in said
+    )
+    assert "+    # mine\n+    loss = (weight_T" in beside.read_text()
+
+
+def test_runs_of_other_code_are_not_pooled(data, fork):
+    """Unless they are asked for, in table and picture alike."""
+    runs = [logged(data / "a-seed1", [{"step": 1, "reward": 1}], fork, seed=1)]
+    fork.write_text(fork.read_text() + "# changed")
+    runs.append(logged(data / "a-seed2", [{"step": 1, "reward": 2}], fork, seed=2))
+    with pytest.raises(SystemExit, match=f"{runs[0]} and {runs[1]}: .*other code; --mixed"):
+        sweep.table(runs)
+    assert [*plot.grouped(runs, mixed=True)["a"]] == ["1", "2"]
+
+
+def test_a_sweep_runs_anew_what_is_of_other_code(data, monkeypatch, fork):
+    """It is put aside, not deleted; fork and baseline have flags of their own, and their names say only these."""
+    asked = []
+    monkeypatch.setattr(sweep, "RUNS", data)
+    monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append((words[:-2], folder, script)))
+    rows = [{"step": 3, "reward": 1}]
+    baseline = logged(data / "steps-5" / "grpo-toy-seed1", rows, seed=1)
+    mine = logged(data / "steps-5" / "mine-grpo-toy-normaliser-token-seed1", rows, fork, seed=1)
+    for run in (baseline, mine):
+        (run / "model").mkdir()
+    words = ["grpo-toy", f"{fork}:grpo-toy,--normaliser,token", "--seeds", "1", "--steps", "5"]
+    monkeypatch.setattr("sys.argv", ["sweep.py", "sweep", *words])
+    sweep.main()
+    assert asked == []
+    fork.write_text(fork.read_text() + "# changed")
+    sweep.main()
+    assert asked == [(["grpo-toy", "--normaliser", "token", "--steps", "5"], mine, str(fork))]
+    assert len([*mine.parent.glob(f"{mine.name}-*")]) == 1
 
 
 # a run that fails after step 8, and goes on to step 16

@@ -51,34 +51,49 @@ def mean_over_steps(rows, metric):
 
 
 def settings_of(run):
-    """Return what the runs of all seeds share, {flag: value} and the script's name, and this run's seed. A csv, or a
-    folder without run.json, is taken for a run of a script of its name."""
+    """Return what the runs of all seeds share, {flag: value} and the script's name; this run's seed; and the hashes of
+    its code. A csv, or a folder without run.json, is taken for a run of a script of its name."""
     name, _, seed = run.name.removesuffix(".csv").rpartition("-seed")
-    flags = {"script": name or seed, "seed": seed}
+    about = {"args": {"script": name or seed, "seed": seed}}
     file = run / "run.json"
     if file.is_file():
-        flags = json.loads(file.read_text())["args"]
-    return flags | {"seed": 0, "run_dir": "", "resume": False}, str(flags["seed"])
+        about = json.loads(file.read_text())
+    flags = about["args"] | {"seed": 0, "run_dir": "", "resume": False}
+    return flags, str(about["args"]["seed"]), about.get("code")
 
 
-def grouped(runs):
-    """Return {label: {seed: rows}} of run folders and csv files. A label is what a name has before the seed and, where
-    runs of that name were not of one script and the same flags, but for seed and folder, what differs. Raises
-    SystemExit for a seed that comes twice."""
-    settings = {run: settings_of(run) for run in runs}
-    stems = {run: re.sub(r"-seed\d.*", "", run.name) for run in runs}
+def methods_of(runs, mixed=False):
+    """Return {label: {seed: run}} of run folders and csv files: a method is a script and its flags, but for seed and
+    folder. A label is what the name of the first run has before the seed and, where methods have one name, what
+    differs. Raises SystemExit for a seed that comes twice and, unless they may be mixed, for runs of other code."""
+    methods = []
+    for run in runs:
+        flags, seed, code = settings_of(run)
+        its = next((method for method in methods if method["flags"] == flags), None)
+        if not its:
+            its = {"flags": flags, "name": re.sub(r"-seed\d.*", "", run.name), "code": code, "runs": {}}
+            methods.append(its)
+        if seed in its["runs"]:
+            raise SystemExit(f"{run}: a second run of {its['name']} with seed {seed}; name one of them")
+        if code and its["code"] and code != its["code"] and not mixed:
+            first = next(iter(its["runs"].values()))
+            raise SystemExit(f"{first} and {run}: one script and the same flags, but other code; --mixed takes both")
+        its["runs"][seed] = run
     found = {}
-    for run, (flags, seed) in settings.items():
-        rivals = [settings[other][0] for other in runs if stems[other] == stems[run]]
-        label = stems[run]
-        for flag, value in flags.items():
+    for its in methods:
+        label = its["name"]
+        rivals = [other["flags"] for other in methods if other["name"] == its["name"]]
+        for flag, value in its["flags"].items():
             if any(rival.get(flag) != value for rival in rivals):
                 label += f" {flag}={value}"
-        seeds = found.setdefault(label, {})
-        if seed in seeds:
-            raise SystemExit(f"{run}: a second run of {label} with seed {seed}; name one of them")
-        seeds[seed] = read(run)
+        found[label] = its["runs"]
     return found
+
+
+def grouped(runs, mixed=False):
+    """Return {label: {seed: rows}} of `methods_of`."""
+    methods = methods_of(runs, mixed)
+    return {label: {seed: read(run) for seed, run in seeds.items()} for label, seeds in methods.items()}
 
 
 def all_rows(runs):
@@ -214,23 +229,28 @@ class Args:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Run folders, or csv files of tools/claims.py."""
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("curve.png")
-    """The picture."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """The picture; otherwise it goes into the first run's folder."""
     figure: Literal["curves", "tokens"] = "curves"
     """curves of --panels, or the page of what the loss saw."""
     panels: tuple[str, ...] = ()
     """Metrics, as named in metrics.jsonl."""
     x: Literal["step", "seconds"] = "step"
     """What they are drawn over."""
+    mixed: bool = False
+    """Runs of one script and the same flags are a method even if their code differs."""
 
 
 def main():
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    if not args.out:
+        folder = args.runs[0]
+        args.out = (folder if folder.is_dir() else Path()) / f"{args.figure}.png"
     if args.figure == "tokens":
         args.out = args.out.with_suffix(".html")
         write_page(args.runs, args.out)
     else:
-        runs = grouped(args.runs)
+        runs = grouped(args.runs, args.mixed)
         across = "time" if args.x == "seconds" else args.x
         draw_curves(runs, panels_of(runs, args.panels), args.out, across)
         for label, seeds in runs.items():

@@ -3,14 +3,17 @@
 ./run.sh sweep grpo-toy gpg-toy                             seeds 1, 2 and 3 of each, one run after another
 ./run.sh sweep grpo-toy gpg-toy --seeds 1 2 --steps 30      flags that are not its own go to the scripts
 ./run.sh sweep grpo-toy gpg-toy --jobs 2                    two runs at a time
-./run.sh table runs/sweep/grpo-toy-seed* runs/sweep/grpo-toy-lr-1e-4-seed*
+./run.sh sweep grpo-toy mine.py:grpo-toy,--normaliser,token   a fork with a flag of its own beside its baseline
+./run.sh table runs/sweep/grpo-toy-seed* runs/sweep/lr-1e-4/grpo-toy-seed*
 
-A run goes to runs/sweep/EXPERIMENT-FLAGS-seedS, and what it prints to output.txt there. The same command again runs
-what is missing: a run that has finished stays, one that was cut off goes on from its last checkpoint, or begins again
-if it has none. Ctrl-C ends all runs. On CPUs, with several at a time, a run is one process with its share of the cores;
-on GPUs a run takes all that it sees, so that --jobs stays 1 there. SCRIPT=mine.py tries a fork.
+A run goes to runs/sweep/FLAGS-OF-ALL/EXPERIMENT-OWN-FLAGS-seedS, and what it prints to output.txt there. The same
+command again runs what is missing: a run that has finished stays, one that was cut off goes on from its last
+checkpoint, or begins again if it has none. What is of other code, script or common.py, is put aside and run anew.
+Ctrl-C ends all runs. On CPUs, with several at a time, a run is one process with its share of the cores; on GPUs a run
+takes all that it sees, so that --jobs stays 1 there.
 """
 
+import difflib
 import fcntl
 import itertools
 import math
@@ -38,13 +41,15 @@ CLEAR = 3.7
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
-def launch(words, folder):
-    """Let run.sh do something, and add what it prints to a file of a folder. Raises CalledProcessError."""
+def launch(words, folder, script=""):
+    """Let run.sh do something, a fork in a script's place, and add what it prints to a file of a folder. Raises
+    CalledProcessError."""
+    own = os.environ | {"SCRIPT": script}
     with open(folder / "output.txt", "a") as output:
-        subprocess.run(["./run.sh", *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=True)
+        subprocess.run(["./run.sh", *words], cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT, check=True)
 
 
-def go_on(words, seed, folder):
+def go_on(words, seed, folder, script=""):
     """Run an experiment with its flags in a folder, from its last checkpoint or its beginning. Raises BlockingIOError
     if it would begin where a run is alive."""
     words = [*words, f"--seed={seed}", f"--run-dir={folder}"]
@@ -56,7 +61,28 @@ def go_on(words, seed, folder):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)
         folder.mkdir()
-    launch(words, folder)
+    launch(words, folder, script)
+
+
+def code_of(folder):
+    """Return the scripts that a run kept, oldest first; beside each lies its common.py."""
+    return sorted(file for file in folder.glob("code/*/*.py") if file.name != "common.py")
+
+
+def current(folder, script=""):
+    """Say whether a run is of the code that there is now."""
+    kept = [*folder.glob("code/*/*.py")]
+    now = {file.name: ROOT / (script if file.name == Path(script).name else file.name) for file in kept}
+    return kept != [] and all(file.read_bytes() == now[file.name].read_bytes() for file in kept)
+
+
+def put_aside(folder):
+    """Give the folder of a run of other code another name. Raises BlockingIOError if the run is alive."""
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    aside = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder.rename(aside)
+    print(f"{folder} was of other code: now {aside}", flush=True)
 
 
 def run_all(run, folders, jobs):
@@ -146,6 +172,35 @@ def cells_of(figure, methods, errors=False):
     return cells
 
 
+SCRIPTS = ("sspo.py", "gpg.py", "cwgrpo.py", "sps.py")
+
+
+def changes_of(file):
+    """Return how a script that a run kept differs from the one it was copied from, the closest of ours, and write the
+    difference to a file beside it."""
+    text = file.read_text().splitlines(keepends=True)
+    found = {}
+    for parent in SCRIPTS:
+        lines = (ROOT / parent).read_text().splitlines(keepends=True)
+        found[parent] = [*difflib.unified_diff(lines, text, parent, file.name, n=2)]
+    parent = min(found, key=lambda name: len(found[name]))
+    changes = "".join(found[parent])
+    beside = file.with_suffix(".diff")
+    beside.write_text(changes)
+    added, taken = (len(re.findall(rf"^\{sign}(?!\{sign})", changes, re.MULTILINE)) for sign in "+-")
+    return f"{file.name}: +{added} −{taken} lines of {parent}, {beside}"
+
+
+def apart(run, first):
+    """Return what sets the method of a run apart from that of another: flags that both scripts have, and the script."""
+    flags, usual = plot.settings_of(run)[0], plot.settings_of(first)[0]
+    words = [f"{name}={value}" for name, value in flags.items() if value != usual.get(name, value)]
+    for file in code_of(run)[-1:]:
+        if file.name not in SCRIPTS and flags["script"] != usual["script"]:
+            words.append(changes_of(file))
+    return "; ".join(words)
+
+
 def markdown(rows):
     """Return rows of cells, the head first, as a table."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
@@ -153,15 +208,17 @@ def markdown(rows):
     return "\n".join(lines)
 
 
-def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = ()):
-    """Print a row for each method: runs of one script and the same flags, but for seed and folder.
+def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = (), mixed: bool = False):
+    """Print a row for each method: runs of one script and the same flags, but for seed and folder; then what sets it
+    apart from the first.
 
     Args:
         runs: run folders or csv files; the first one's method is the one that differences are taken to
         figures: each a metric and of which steps it is the mean, such as "entropy, mean" or "reward, steps 1–30";
             none: the reward of the last ten steps and held-out accuracies after the last
+        mixed: runs of one script and the same flags are a method even if their code differs
     """
-    methods = plot.grouped(runs)
+    methods = plot.grouped(runs, mixed)
     metrics = plot.panels_of(methods, [figure.split(", ")[0] for figure in figures])
     if not figures:
         last = max(row["step"] for row in plot.all_rows(methods))
@@ -175,6 +232,9 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         "\nmean ± standard error over seeds; in brackets the difference to the first method, seed by seed; bold: five "
         f"seeds or more, and at least {CLEAR} standard errors from 0"
     )
+    first, *others = [next(iter(seeds.values())) for seeds in plot.methods_of(runs, mixed).values()]
+    for label, run in zip([*methods][1:], others, strict=True):
+        print(f"{label}: {apart(run, first)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- sweep
@@ -183,11 +243,16 @@ class Args:
     """What to run. Other flags go to the scripts."""
 
     experiments: tyro.conf.Positional[tuple[str, ...]]
-    """As ./run.sh list prints them."""
+    """As ./run.sh list prints them; SCRIPT.py:EXPERIMENT for a fork. Flags of its own follow: ,--flag,value."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seed 1 of all experiments comes first."""
     jobs: int = 1
     """Runs at a time."""
+
+
+def name_of(words):
+    """Return words as a part of a folder's name."""
+    return "-".join(word.removeprefix("--") for word in words if word).replace("/", "-")
 
 
 def finished(folder):
@@ -205,14 +270,18 @@ def main():
     if args.jobs > 1:
         os.environ.setdefault("PROCESSES", "1")
         os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() // args.jobs or 1))
-    fork = Path(os.environ.get("SCRIPT", "")).stem
     runs = {}
     for seed, experiment in itertools.product(args.seeds, args.experiments):
-        words = [experiment, *flags]
-        name = "-".join(word.removeprefix("--") for word in (fork, *words)).lstrip("-").replace("/", "-")
-        runs[RUNS / f"{name}-seed{seed}"] = (words, seed)
+        script, colon, own = experiment.rpartition(".py:")
+        script = f"{script}.py" if colon else os.environ.get("SCRIPT", "")
+        words = own.split(",")
+        folder = RUNS / name_of(flags) / f"{name_of([Path(script).stem, *words])}-seed{seed}"
+        runs[folder] = ([*words, *flags], seed, folder, script)
+    for folder, (*_, script) in runs.items():
+        if (folder / "run.json").exists() and not current(folder, script):
+            put_aside(folder)
     missing = [folder for folder in runs if not finished(folder)]
-    failed = run_all(lambda folder: go_on(*runs[folder], folder), missing, args.jobs)
+    failed = run_all(lambda folder: go_on(*runs[folder]), missing, args.jobs)
     done = [folder for folder in runs if finished(folder)]
     if done:
         table(done)
