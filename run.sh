@@ -3,12 +3,12 @@
 # ./run.sh METHOD-SIZE [FLAGS]    set up, run an experiment of the tables; FLAGS win. Begin with
 #                                 toy, 135m (pretrained, 2 CPU cores) or 0.5b (one GPU); the papers' are for 8 GPUs
 # ./run.sh list|setup|data        every experiment with its whole command; set up; fetch sspo.py's data
-# ./run.sh test|check|eval|plot|sweep|table|claims [ARGS]    --help explains each
+# ./run.sh test|check|prove|eval|plot|why|sweep|table|claims [ARGS]    --help explains each
 # CPU=1: without GPUs, in PROCESSES=2. GPU=1: as if GPUs were seen. DRY=1: print the command. SCRIPT=mine.py: a fork.
 set -euo pipefail
 here=$PWD machine=cpu venv=.venv wrong=
 cd "$(dirname "$(readlink -f "$0")")"
-if [ "${1:-}" = test ]; then CPU=1; fi  # the tests are exact in float32
+if [[ ${1:-} = @(test|prove) ]]; then CPU=1; fi  # exact in float32
 driver=$(nvidia-smi --id=0 --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=none
 case ${CPU:+cpu}${GPU:+gpu}$driver in
   cpu*) export CUDA_VISIBLE_DEVICES= ;;
@@ -83,7 +83,7 @@ iou=tools/rewards.py:iou flat="--temperature=1 --lr-warmup=0 --lr-floor=1 --weig
 toy="--model=tools/toy/model --template=plain --dataset=tools/toy/train.jsonl --eval-samples=8 --eval-temperature=1
   --eval=tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32
   --max-response-tokens=96 --lr=2e-4 --steps=120"
-if [ $machine = gpu ]; then toy+=" --gpu-memory-utilization=0.1"; fi  # more only costs time
+if [ $machine = gpu ]; then toy+=" --gpu-memory-utilization=0.1"; fi
 seen="$toy --model=$see/model --image-column=image --dataset"
 smollm="$flat --model=tools/smollm/model --template=tools/smollm.txt --dataset=tools/smollm/train.jsonl --eval-samples=8
   --eval-temperature=1 --eval=tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-every=100 --group-size=8
@@ -139,7 +139,7 @@ size() {  # SCRIPT:METHOD-SIZE
     *-rs1) size="$rs --dataset=knoveleng/open-s1 --steps=100" ;;
     *-rs3) size="$rs --dataset=knoveleng/open-rs --steps=50" ;;
     *-geoqa) size="$sees --model=Qwen/Qwen2.5-VL-3B-Instruct --template=tools/geoqa.txt --reward=tools/rewards.py:geoqa
-      --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502" ;;  # 8,031 / 16
+      --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502" ;;
     *-flower) size="$classes laolao77/ViRFT_CLS_flower_4_shot --steps=$((102*4*8/16))" ;;  # classes, shots, epochs
     *-pets) size="$classes laolao77/ViRFT_CLS_pets37_4shot --steps=$((37*4*24/16))" ;;
     *-aircraft) size="$classes laolao77/ViRFT_CLS_fgvc_aircraft_4_shot --steps=$((100*4*8/16))" ;;
@@ -207,7 +207,7 @@ word=${1:-default}; shift $(($# > 0))
 if [ "$here" != "$PWD" ]; then  # --run-dir, FILE, FILE:FUNCTION and FILEs are where the user stands
   for argument in "$@"; do
     value=${argument#--*=} flag=${before:-}=$argument
-    if [[ $flag == *--run-dir=[!/]* || $flag != *--@(delimiter=*|track=*|template=+([!./])) &&
+    if [[ $flag == *@(--run-dir|-o|--out)=[!/]* || $flag != *--@(delimiter=*|track=*|template=+([!./])) &&
       $value == [!-/0-9]* && -e $here/${value%%[:,]*} ]]; then value=$here/${value//,/,$here/}; fi
     set -- "${@:2}" "${argument%"${argument#--*=}"}$value"; before=${argument##*=*}
   done
@@ -219,12 +219,12 @@ case $word in
   data) once $math_3to5 git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero ;;
   test) setup; exec "$python" -m pytest "$@" ;;
   eval | check) setup; exec "$python" tools/launch.py "tools/$word.py" "$@" ;;
-  plot) setup; exec "$python" tools/plot.py "$@" ;;
+  prove) setup; PROCESSES=3 OMP_NUM_THREADS=1 exec "$python" tools/launch.py tools/prove.py "$@" ;;
+  plot | why) setup; exec "$python" "tools/$word.py" "$@" ;;
   sweep | table) setup; exec "$python" tools/sweep.py "$word" "$@" ;;
   claims) setup; PROCESSES=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" tools/claims.py "$@" ;;
   default) run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)
     (start sspo-toy --run-dir "$run"); if [ -n "${DRY:-}" ]; then exit; fi
-    "$python" tools/plot.py "$run" -o "$run/curve.png"
-    "$python" tools/plot.py "$run" --figure=tokens -o "$run/tokens.html" ;;
+    "$python" tools/plot.py "$run"; "$python" tools/plot.py "$run" --figure=tokens ;;
   *) start "$word" "$@" ;;
 esac

@@ -30,7 +30,7 @@ def logged(folder: Path, rows: list[dict], script: Path = ROOT / "sspo.py", **fl
     for file in (script, ROOT / "common.py"):
         shutil.copy(file, code)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = flags | {"script": script.stem, "run_dir": str(folder)}
+    args = {"script": script.stem} | flags | {"run_dir": str(folder)}
     (folder / "run.json").write_text(json.dumps({"args": args, "code": [script.read_text()]}))
     return folder
 

@@ -1,13 +1,13 @@
 """Draw what one or more runs logged.
 
-./run.sh plot runs/A runs/B -o curve.png
+./run.sh plot runs/A runs/B -o curve.png                                           without -o in the first run's folder
 ./run.sh plot runs/A runs/B --panels reward all_right_share all_wrong_share alpha
 ./run.sh plot runs/A runs/B --x seconds                                             not over steps
 ./run.sh plot docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv                     csv files of tools/claims.py, too
-./run.sh plot runs/A --figure tokens -o tokens.html                                 what the loss saw, a page
+./run.sh plot runs/A --figure tokens                                                what the loss saw, a page
 
 Runs NAME-seedS of one script and the same flags, but for seed and folder, are one curve: their mean and its standard
-error. What is logged at more than 20 steps, but for evaluations, is smoothed: a curve shows means of 9 steps, that of
+error; those of other code are refused. What is logged at more than 20 steps, but for evaluations, is smoothed: a curve shows means of 9 steps, that of
 clipped tokens of 25.
 plot.toml has metrics in words, and the colours and names of methods. A name that it does not know stands in the legend
 as it is and, where runs of one NAME differ, with the flags that do. Prints the picture's path and, for each run, the
@@ -230,7 +230,7 @@ class Args:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Run folders, or csv files of tools/claims.py."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """The picture; otherwise it goes into the first run's folder."""
+    """The picture; otherwise it goes in the first run's folder."""
     figure: Literal["curves", "tokens"] = "curves"
     """curves of --panels, or the page of what the loss saw."""
     panels: tuple[str, ...] = ()
