@@ -100,6 +100,7 @@ class Args:
     eval: str = ""  # Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation.
     problem_column: str = ""  # In sets that have it; else problem, question or prompt.
     answer_column: str = ""  # In sets that have it; else answer, ground_truth, final_answer, solution or reward_model.
+    chat_template_kwargs: str = "{}"  # JSON for the tokenizer's chat template: '{"enable_thinking": false}'.
     image_column: str = ""  # Image in front of a problem, in all sets; for Qwen2-VL and Qwen2.5-VL. Empty: none.
     max_pixels: PositiveInt = 401408  # Larger images are shrunk (GPG's released scripts).
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
@@ -191,6 +192,8 @@ def validate(args):
     sys.excepthook = report
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
+    with naming("--chat-template-kwargs"):
+        json.loads(args.chat_template_kwargs)
     if args.keep_best or not args.steps:
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
 
@@ -294,7 +297,7 @@ def read_json(path):
         return json.loads(text)
     rows = []
     for line in filter(str.strip, text.split("\n")):
-        with naming(f"row {len(rows)}"):
+        with naming(f"row {len(rows) + 1}"):
             rows.append(json.loads(line))
     return rows
 
@@ -340,7 +343,7 @@ def load_problems(source, tokenizer, args, flag):
     left_out = Counter()
     texts = set()
     row = {}
-    for number, row in enumerate(read_table(source, flag)):
+    for number, row in enumerate(read_table(source, flag), 1):
         origin = f"{flag} {source}, row {number}"
         with naming(origin):
             for column in filter(None, (args.problem_column, args.answer_column, args.image_column)):
@@ -358,14 +361,15 @@ def load_problems(source, tokenizer, args, flag):
             image = vision.picture_of(row, source, tokenizer, args)
             if image:
                 turns[-1]["content"] = image.text + turns[-1]["content"]
-            answer = "(graded by --reward)"
-            column = ""
+            value, column = find(row, args.answer_column, *ANSWER_COLUMNS)
             graded_by = (row,)
-            if args.reward == "math" or args.reward.endswith(":math_verify"):
-                value, column = find(row, args.answer_column, *ANSWER_COLUMNS)
+            if args.reward == "math" or args.reward.endswith(":math_verify"):  # both are graded by answer and text
                 answer = reference_answer(value)
                 graded_by = (answer, text)
-            prompt_ids = prompt_of(turns, args.template, tokenizer)
+            else:
+                answer = str(value) or "(graded by --reward)"
+                column = ""
+            prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs)
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
@@ -377,7 +381,10 @@ def load_problems(source, tokenizer, args, flag):
     if found[False] and found[True]:
         left_out["no answer"] += len(found[True])  # the others are worked solutions
     left = f"left out: {dict(left_out)}"
-    need(problems, f"{flag} {source}: no usable row; {left}; --answer-column names one of {list(row)}")
+    need(
+        problems,
+        f"{flag} {source}: no usable row; {left}; --answer-column names one of {list(row)}; --max-prompt-tokens",
+    )
     if FIRST:
         first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
         shown = f"the first prompt: {first!r}, its answer: {problems[0].answer!r}"
@@ -403,8 +410,9 @@ def turns_of(value):
     return turns
 
 
-def prompt_of(turns, template, tokenizer):
-    """Return the prompt's ids. Raises ValueError for turns that a template has no place for or does not show."""
+def prompt_of(turns, template, tokenizer, options="{}"):
+    """Return the prompt's ids; `options` is JSON for a chat template. Raises ValueError for turns that a template has no
+    place for or does not show."""
     form = prompt_format(template)
     *before, last = turns
     problem = last["content"]
@@ -416,7 +424,8 @@ def prompt_of(turns, template, tokenizer):
     if "system" in form and turns[0]["role"] != "system":
         before.insert(0, {"role": "system", "content": form["system"]})
     asked = {"role": "user", "content": form["user"].replace("{problem}", problem)}
-    text = tokenizer.apply_chat_template([*before, asked], tokenize=False, add_generation_prompt=True)
+    options = {"tokenize": False, "add_generation_prompt": True} | json.loads(options)
+    text = tokenizer.apply_chat_template([*before, asked], **options)
     shown = all(turn["content"].strip() in text for turn in [*before, asked])
     need(shown, "the tokenizer's chat template does not show every turn")
     return tokenizer.encode(text, add_special_tokens=False)
@@ -616,7 +625,7 @@ def sampler_gap(logp_T, sampler_logp_T, record):
 # ----------------------------- verifier
 class Verifier:
     """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. Raises
-    ValueError where a reward raises for an empty completion of a set's first row."""
+    ValueError where a reward raises for a row among a set's first 1,000, with an empty completion or its own answer."""
 
     def __init__(self, args, world, sets=()):
         self.world = world
@@ -633,8 +642,14 @@ class Verifier:
             context=get_context("forkserver"),
         )
         for problems in filter(None, sets):
-            [(_, verdict)] = self.judge([("", *problems[0].graded_by)])
-            need(verdict in VERDICTS[:2], f"--reward: {problems[0].origin}, an empty completion: {verdict}")
+            cases = [("", problems[0])]
+            if self.reward != "math":
+                cases = [(text, one) for one in problems[:1000] for text in ("", rf"\boxed{{{one.answer}}}")]
+            graded = self.judge([(text, *one.graded_by) for text, one in cases])
+            for (text, one), (score, verdict) in zip(cases, graded, strict=True):
+                need(score is not None, f"--reward: {one.origin}, completion {text[:500]!r}: {verdict}")
+            if FIRST and len(cases) > 1 and len({score for score, _ in graded}) == 1:
+                print(f"--reward: {score:g} for all of {len(cases)}, empty completions and rows' own answers in a box")
 
     def judge(self, cases):
         """Return score and verdict of each case, on every rank: a completion and what it is graded by."""

@@ -107,7 +107,7 @@ def test_a_fork_is_another_method_and_says_how_it_differs(data, fork, capsys):
     beside = runs[1] / "code" / "1" / "mine.diff"
     assert (
         "| a script=sspo lr=2 | 1" in said
-        and f"a script=mine lr=1: lr=1; mine.py: +2 −1 lines of sspo.py, {beside}" in said
+        and f"a script=mine lr=1: mine.py: +2 −1 lines of sspo.py, {beside}; lr=1" in said
     )
     assert "+    # mine\n+    loss = (weight_T" in beside.read_text()
 

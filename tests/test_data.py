@@ -119,12 +119,12 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"text": "1", "answer": "2"}, r", row 1: .*--problem-column .*\['text', 'answer'\]"),
-        ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, ", row 1: 'content'$"),
-        ({"problem": "1?", "answer": {"is": 1}}, ", row 1: no answer: "),
+        ({"text": "1", "answer": "2"}, r", row 2: .*--problem-column .*\['text', 'answer'\]"),
+        ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, ", row 2: 'content'$"),
+        ({"problem": "1?", "answer": {"is": 1}}, ", row 2: no answer: "),
         ({"problem": "1?", "answer": "byte 255"}, ": cannot be read as .*invalid start byte"),
-        (["1?", "1"], r", row 1: no problem in .*; --problem-column names one of \['1\?', '1'\]"),
-        ({"answer": "lines"}, ": cannot be read as .*row 2: Unterminated"),
+        (["1?", "1"], r", row 2: no problem in .*; --problem-column names one of \['1\?', '1'\]"),
+        ({"answer": "lines"}, ": cannot be read as .*row 3: Unterminated"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import rewards
 import torch
-from conftest import ROOT, TOY, judged, make_verifier
+from conftest import ROOT, TOY, judged, make_verifier, refused
 
 import common
 
@@ -128,3 +128,15 @@ def test_on_the_embedded_model(engine, tmp_path):
     for boxed, unboxed in zip(rows[1::2], ask("own", more=["--unboxed"]), strict=True):
         assert boxed["texts"] == unboxed["texts"] and unboxed["grading"] == "math_verify"
         assert 0 < sum(boxed["right"]) <= sum(unboxed["right"]) < unboxed["n"] * unboxed["problems"]
+
+
+def test_where_nothing_can_run_a_table_stays(tmp_path, plain_python, monkeypatch):
+    """The flag is named: no prompt is short enough."""
+    out = tmp_path / "eval.json"
+    out.write_text("full")
+    args = evaluation.Args(str(TOY / "model"), sets=(str(TOY / "harder.jsonl"),), template="plain", out=str(out))
+    args.max_prompt_tokens = 2
+    args.max_response_tokens = 64
+    with refused(r"^--sets .*'prompt too long': 100.*--max-prompt-tokens"):
+        evaluation.main(args)
+    assert out.read_text() == "full"

@@ -171,13 +171,25 @@ def test_a_rows_turns_are_asked_whole(chat, tmp_path):
         "[user]3+3?[assistant]"
     )
     assert chat.decode(common.prompt_of([last], "chat-boxed", chat)).startswith("[user]3+3?\nPlease reason")
-    with refused("row 0: --template plain is for rows of one turn"):
+    with refused("row 1: --template plain is for rows of one turn"):
         load(file, chat)
-    with refused("row 0: the last turn is not the user's"):
+    with refused("row 1: the last turn is not the user's"):
         load(write(tmp_path / "a.jsonl", {"prompt": example, "answer": "2"}), chat)
     parts = [{"type": "text", "text": "1?"}]
-    with refused("row 0", AttributeError):
+    with refused("row 1", AttributeError):
         load(write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": parts}], "answer": "2"}), chat)
+
+
+def test_options_of_a_chat_format_are_passed_on(chat, tmp_path):
+    """As TRL and verl have them; what is no JSON is refused by its flag."""
+    chat.chat_template = TURNS + "{% if not enable_thinking %}<no thoughts>{% endif %}"
+    file = write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"})
+    for options, end in (('{"enable_thinking": false}', "<no thoughts>"), ('{"enable_thinking": true}', "]")):
+        args = common.Args(template="chat", chat_template_kwargs=options)
+        (problem,) = common.load_problems(file, chat, args, "--dataset")
+        assert chat.decode(problem.prompt_ids).endswith(end)
+    with refused("^--chat-template-kwargs: Expecting"):
+        common.validate(common.Args(chat_template_kwargs="no JSON"))
 
 
 def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
@@ -186,7 +198,7 @@ def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
     with refused("does not show every turn"):
         common.prompt_of(common.turns_of("1?"), "open-rs", chat)
     chat.chat_template = TURNS.replace("turn.content", "turn.content | upper")
-    with refused("row 0: the tokenizer's chat template does not show every turn"):
+    with refused("row 1: the tokenizer's chat template does not show every turn"):
         file = write(tmp_path / "a.jsonl", {"problem": "one?", "answer": "4"})
         common.load_problems(file, chat, common.Args(template="chat"), "--dataset")
 
@@ -196,10 +208,10 @@ def test_columns_of_bytes_are_text(tokenizer, tmp_path):
     (problem,) = load(tmp_path / "a.parquet", tokenizer)
     assert problem.answer == "4, 5"
     datasets.Dataset.from_list([{"problem": "1?", "answer": b"\xff"}]).to_parquet(tmp_path / "b.parquet")
-    with refused("row 0: .*invalid start byte"):
+    with refused("row 1: .*invalid start byte"):
         load(tmp_path / "b.parquet", tokenizer)
     datasets.Dataset.from_list([{"problem": b"1?", "answer": "4"}]).to_parquet(tmp_path / "c.parquet")
-    with refused("row 0: ", TypeError):
+    with refused("row 1: ", TypeError):
         load(tmp_path / "c.parquet", tokenizer)
 
 

@@ -83,7 +83,7 @@ def test_an_image_is_a_file_below_the_data_sets_folder(seeing, tmp_path):
     for path in ("images/a.png", str(images / "a.png")):
         assert load(rows_with(tmp_path, path), seeing)[0].image.data == png(16, 16)
     for path in ("../outside.png", str(tmp_path / "outside.png"), "link.png", "/dev/zero"):
-        with refused(r"^--dataset .*, row 0: .* is not below the data's folder"):
+        with refused(r"^--dataset .*, row 1: .* is not below the data's folder"):
             load(rows_with(tmp_path, path), seeing)
 
 
@@ -93,7 +93,7 @@ def test_images_are_of_five_kinds(seeing, tmp_path):
         file = io.BytesIO()
         Image.new("RGB", (16, 16)).save(file, kind)
         images.append(file.getvalue())
-    with refused(r"row 5: cannot identify image file"):
+    with refused(r"row 6: cannot identify image file"):
         load(write_rows(tmp_path, *images), seeing)
 
 
@@ -108,7 +108,7 @@ def test_no_row_is_fetched_from_the_network(seeing, tmp_path):
     pyarrow.parquet.write_table(table, file)
     (problem,) = load(file, seeing, reward="mine.py:score", image_column="")  # which is given every column
     assert problem.graded_by[0]["image"] == image
-    with refused(r"row 0: .*No such file or directory"):
+    with refused(r"row 1: .*No such file or directory"):
         load(file, seeing)
     server.setblocking(False)
     with pytest.raises(BlockingIOError):  # nobody has called

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,8 @@ import csv, os, sys, time
 import common, helper
 
 def score(completion, row):
-    exec(completion)
+    if "boxed" not in completion:
+        exec(completion)
     return helper.ONE
 """
 
@@ -126,6 +128,7 @@ def test_a_mistake_in_a_reward_ends_the_run(own, tmp_path):
     "mine, error",
     [
         (None, "No such file"),
+        ("def g(completion, row): pass\nimport math", "mine.py:FUNCTION, it has g"),
         ("def f(completion, row): return row['grade']", "KeyError: 'grade'"),
         ("def f(completion, row): return float('nan')", "nan is not a finite number"),
     ],
@@ -136,6 +139,20 @@ def test_a_reward_is_tried_before_an_engine_starts(mine, error, tmp_path):
     with refused(r"^--reward.*--dataset a.jsonl, row 7, .*completion") as caught:
         make_verifier(1, f"{tmp_path}/mine.py:f", 1, [[], [PROBLEM]])
     assert error in str(caught.value)
+
+
+def test_a_reward_is_tried_on_every_row_with_its_own_answer(tmp_path, capsys):
+    """Among a set's first 1,000: the eighth raises; where all score the same, it is said."""
+    own = tmp_path / "mine.py"
+    own.write_text("def f(completion, row): return 1 / row['n'] if completion else 1.0")
+    problems = [replace(PROBLEM, answer="4", graded_by=({"n": (7 - n) or 1},), origin=f"row {n + 1}") for n in range(9)]
+    make_verifier(1, f"{own}:f", 5, [problems])
+    assert "--reward" not in capsys.readouterr().out
+    make_verifier(1, f"{own}:f", 5, [problems[6:7]])
+    assert "--reward: 1 for all of 2, empty" in capsys.readouterr().out
+    problems[7].graded_by = ({"n": 0},)
+    with refused(r"^--reward: row 8, completion '..boxed{4}': Traceback"):
+        make_verifier(1, f"{own}:f", 5, [problems])
 
 
 @pytest.mark.slow

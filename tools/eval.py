@@ -54,6 +54,7 @@ class Protocol:
     reward: str = "math"  # Else a function of tools/rewards.py or, of a run's own, FILE.py:FUNCTION.
     max_prompt_tokens: int = 1024
     image_column: str = ""
+    chat_template_kwargs: str = "{}"
     by_question: bool = False  # Its average is over questions, not over sets.
 
 
@@ -94,8 +95,12 @@ class Args:
     """Seeds every sampled token."""
     unboxed: bool = False
     """Grade by tools/rewards.py:math_verify, as the papers do: an answer counts without a box, too. Not for images."""
+    reward: str | None = None
+    """This and the next seven are instead of the protocol's. FILE.py:FUNCTION, of (completion, data row)."""
     template: str | None = None
-    """This and the next five are instead of the protocol's."""
+    """A prompt of common.py, or a file."""
+    chat_template_kwargs: str | None = None
+    """JSON for the tokenizer's chat template."""
     eval_samples: int | None = None
     """Completions of a problem."""
     eval_temperature: float | None = None
@@ -329,15 +334,19 @@ def table_of(name, protocol, rows):
 
 
 def main(args):
+    sys.excepthook = common.report
     world = common.init_world()
     asked = {name: PROTOCOLS[name] for name in args.protocols} or {"own": own(args)}
     jobs = []
     for name, protocol in asked.items():
         protocol = with_changes(protocol, args)
         settings = settings_of(protocol, args)
-        folder = common.model_folder(settings)
+        folder = common.model_folder(replace(settings, max_prompt_tokens=1))  # whose context must hold what there is
         tokenizer = AutoTokenizer.from_pretrained(folder)
         data = problems_of(protocol.sets, settings, tokenizer)
+        longest = max(len(problem.prompt_ids) for problems in data.values() for problem in problems)
+        settings = replace(settings, max_prompt_tokens=longest)
+        common.model_folder(settings)
         jobs.append((name, protocol, settings, data, common.Verifier(settings, world, data.values())))
     widest = max((settings for _, _, settings, *_ in jobs), key=common.longest_sequence)  # All share an engine.
     sampler = common.Sampler(folder, tokenizer, widest, world)

@@ -15,6 +15,7 @@ from multiprocessing import forkserver, set_start_method
 from resource import RLIMIT_DATA, setrlimit
 from signal import ITIMER_PROF, SIGKILL, alarm, setitimer
 from traceback import format_exc
+from types import FunctionType
 
 from sympy import Eq, Rel, count_ops, nan, sympify
 
@@ -165,10 +166,16 @@ def end_with_parent():
 
 @cache
 def reward_function(reward):
-    """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
-    path, _, name = reward.rpartition(":")
+    """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE; or what is
+    wrong with the name."""
+    path, _, name = reward.partition(".py:")
+    path = path.removesuffix(".py") + ".py"
     sys.path.append(os.path.dirname(path))  # last: it shadows nothing
-    return runpy.run_path(path)[name]
+    found = runpy.run_path(path)
+    if name in found:
+        return found[name]
+    names = [name for name, value in found.items() if isinstance(value, FunctionType)]
+    return f"{path}:FUNCTION, it has {', '.join(names) or 'none'}"
 
 
 def begin(reward):
@@ -189,7 +196,10 @@ def grade(reward, completion, *graded_by):
     try:
         if reward == "math":
             return judge(completion, *graded_by)
-        score = float(reward_function(reward)(completion, *graded_by))
+        function = reward_function(reward)
+        if isinstance(function, str):
+            return None, function
+        score = float(function(completion, *graded_by))
         if not math.isfinite(score):
             raise ValueError(f"{score} is not a finite number")
         return score, "graded"

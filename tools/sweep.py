@@ -196,8 +196,8 @@ def apart(run, first):
     flags, usual = plot.settings_of(run)[0], plot.settings_of(first)[0]
     words = [f"{name}={value}" for name, value in flags.items() if value != usual.get(name, value)]
     for file in code_of(run)[-1:]:
-        if file.name not in SCRIPTS and flags["script"] != usual["script"]:
-            words.append(changes_of(file))
+        if flags["script"] != usual["script"]:
+            words[0] = file.name if file.name in SCRIPTS else changes_of(file)  # the script is the first
     return "; ".join(words)
 
 

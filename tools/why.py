@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from plot import mean_over_steps, read, values_of
+from plot import mean_over_steps, read
 
 
 class Run:
@@ -149,8 +149,8 @@ def example(its, shows):
             if not found:
                 problem = head
             elif shows(its, float(found[2]), int(found[3]), text):
-                return f"\n    {file}, {problem.strip('= ')}, {head[3:]}: {text.strip()[:200]!r}"
-    return ""
+                return f"    {file}, {problem.strip('= ')}, {head[3:]}: {text.strip()[:200]!r}"
+    return "    no response in samples/ shows it"
 
 
 def main():
@@ -160,12 +160,12 @@ def main():
         figure = rule.figure(its)
         if figure >= rule.least:
             troubles += 1
-            print(
-                f"{rule.trouble}: {figure:.3g}\n    change: {rule.change}{example(its, rule.shows) if rule.shows else ''}"
-            )
+            print(f"{rule.trouble}: {figure:.3g}\n    change: {rule.change}")
+            if rule.shows:
+                print(example(its, rule.shows))
     reward = f"reward {mean_over_steps(its.steps[:5], 'reward'):.3f} in the first five of {len(its.steps)} steps"
     print(
-        f"{troubles} troubles; {reward}, {its.late('reward'):.3f} in the last ten. docs/troubleshooting.md has others"
+        f"{troubles} troubles; {reward}, {its.late('reward'):.3f} in the last ten. docs/running.md has others"
     )
 
 
