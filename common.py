@@ -411,8 +411,8 @@ def turns_of(value):
 
 
 def prompt_of(turns, template, tokenizer, options="{}"):
-    """Return the prompt's ids; `options` is JSON for a chat template. Raises ValueError for turns that a template has no
-    place for or does not show."""
+    """Return the prompt's ids; `options` is JSON for a chat template. Raises ValueError for turns that a template has
+    no place for or does not show."""
     form = prompt_format(template)
     *before, last = turns
     problem = last["content"]
