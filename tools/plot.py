@@ -7,8 +7,8 @@
 ./run.sh plot runs/A --figure tokens                                                what the loss saw, a page
 
 Runs NAME-seedS of one script and the same flags, but for seed and folder, are one curve: their mean and its standard
-error; those of other code are refused. What is logged at more than 20 steps, but for evaluations, is smoothed: a curve shows means of 9 steps, that of
-clipped tokens of 25.
+error; runs of other code are refused. What is logged at more than 20 steps, but for evaluations, is smoothed: a curve
+shows means of 9 steps, that of clipped tokens of 25.
 plot.toml has metrics in words, and the colours and names of methods. A name that it does not know stands in the legend
 as it is and, where runs of one NAME differ, with the flags that do. Prints the picture's path and, for each run, the
 reward and every held-out accuracy before and after, and where the time went.

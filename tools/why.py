@@ -37,7 +37,7 @@ class Run:
     def seconds(self, phase):
         """Return a phase's share of the time."""
         every = sum(value for row in self.steps for name, value in row.items() if name.startswith("seconds/"))
-        return sum(values_of(self.steps, f"seconds/{phase}")) / every
+        return sum(row.get(f"seconds/{phase}", 0) for row in self.steps) / every
 
     def still(self):
         """Return 1 where several updates move no ratio and the reward does not rise."""
@@ -45,14 +45,14 @@ class Run:
 
     def at_bound(self):
         """Return the share of steps whose gradient was scaled down."""
-        norms = values_of(self.steps, "grad_norm")
+        norms = [row["grad_norm"] for row in self.steps if "grad_norm" in row]
         return sum(norm > self.args["max_grad_norm"] for norm in norms) / max(1, len(norms))
 
     def apart(self):
         """Return by how much held-out accuracy fell while the reward rose."""
         fell = [0.0]
         for name in self.evaluated[-1] if self.evaluated else ():
-            values = values_of(self.evaluated, name)
+            values = [row[name] for row in self.evaluated if name in row]
             if "/avg@" in name and self.rise("reward") > 0.05:
                 fell.append(values[0] - values[-1])
         return max(fell)
@@ -164,9 +164,7 @@ def main():
             if rule.shows:
                 print(example(its, rule.shows))
     reward = f"reward {mean_over_steps(its.steps[:5], 'reward'):.3f} in the first five of {len(its.steps)} steps"
-    print(
-        f"{troubles} troubles; {reward}, {its.late('reward'):.3f} in the last ten. docs/running.md has others"
-    )
+    print(f"{troubles} troubles; {reward}, {its.late('reward'):.3f} in the last ten. docs/running.md has others")
 
 
 if __name__ == "__main__":
