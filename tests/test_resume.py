@@ -251,6 +251,23 @@ def test_the_run_folder_and_the_flags_are_checked(cwgrpo_run, plain_python, monk
     check("^--resume: steps has changed .*: 4, now 9", resume=True, steps=9)  # the cosine would bend
 
 
+def test_a_run_keeps_the_code_that_it_ran(plain_python, monkeypatch, tmp_path, capsys):
+    """It is named after the file that runs, and says where it goes on with other code."""
+    script = tmp_path / "mine.py"
+    monkeypatch.setattr("sys.argv", [str(script)])
+    args = common.Args(run_dir=str(tmp_path / "run"))
+    world = common.init_world()
+    for text in ("first", "first", "second"):
+        script.write_text(text)
+        common.Record(args, world).lock.close()
+        args = replace(args, resume=True)
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["args"]["script"] == "mine" and len({*about["code"]}) == 2
+    kept = [(tmp_path / "run" / "code" / version / "mine.py").read_text() for version in ("1", "2")]
+    assert kept == ["first", "second"] and (tmp_path / "run" / "code" / "2" / "common.py").exists()
+    assert capsys.readouterr().out.count("this run is of 2 versions of the code") == 1
+
+
 OPEN = """
 import sys, time, common
 sys.argv[0] = common.__file__
