@@ -17,7 +17,6 @@ import os
 import random
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections import ChainMap, Counter, defaultdict, namedtuple
@@ -646,10 +645,11 @@ class Verifier:
             if self.reward != "math":
                 cases = [(text, one) for one in problems[:1000] for text in ("", rf"\boxed{{{one.answer}}}")]
             graded = self.judge([(text, *one.graded_by) for text, one in cases])
-            for (text, one), (score, verdict) in zip(cases, graded, strict=True):
-                need(score is not None, f"--reward: {one.origin}, completion {text[:500]!r}: {verdict}")
-            if FIRST and len(cases) > 1 and len({score for score, _ in graded}) == 1:
-                print(f"--reward: {score:g} for all of {len(cases)}, empty completions and rows' own answers in a box")
+            for (text, one), (_, verdict) in zip(cases, graded, strict=True):
+                need(verdict in VERDICTS[:2], f"--reward: {one.origin}, completion {text[:500]!r}: {verdict}")
+            scores = {score for score, _ in graded}
+            if FIRST and len(cases) > 1 and len(scores) == 1:
+                print(f"--reward: {scores} for all of {len(cases)}, empty completions and rows' own answers in a box")
 
     def judge(self, cases):
         """Return score and verdict of each case, on every rank: a completion and what it is graded by."""
@@ -1262,8 +1262,7 @@ def code_of(script):
 
 def open_run(folder, args, world):
     """Make the folder, run.json and code/1, or /2 if a run goes on with other code; return a file that is locked until
-    this process ends, and of how much code the run is. Raises ValueError if flags or files do not fit the run, or if it
-    is alive."""
+    this process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
     codes = []
@@ -1283,23 +1282,23 @@ def open_run(folder, args, world):
     code = code_of(sys.argv[0])
     if code not in codes[-1:]:
         codes.append(code)
+        if len(codes) > 1:
+            print("the code has changed since the run was started: code/ has what ran")
         kept = folder / "code" / f"{len(codes)}"
         kept.mkdir(parents=True, exist_ok=True)
         shutil.copy(sys.argv[0], kept)
         shutil.copy(__file__, kept)
-    here = shlex.quote(str(Path(__file__).parent))
     info = {
         "command": shlex.join(sys.argv),
         "args": flags,
         "code": codes,
         "ranks": world.size,
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
-        "commit": subprocess.getoutput(f"git -C {here} describe --always --dirty 2>/dev/null"),
     }
     new = file.with_suffix(".new")
     new.write_text(json.dumps(info, indent=2))
     new.rename(file)
-    return lock, len(codes)
+    return lock
 
 
 class Record:
@@ -1320,9 +1319,7 @@ class Record:
         self.lines = 0  # since the heading
         self.start_step()
         if world.rank == 0:
-            self.lock, versions = open_run(self.folder, args, world)
-            if versions > 1:
-                self.say(f"this run is of {versions} versions of the code, which code/ has")
+            self.lock = open_run(self.folder, args, world)
             if args.track:
                 import wandb
 

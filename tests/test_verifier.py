@@ -149,7 +149,7 @@ def test_a_reward_is_tried_on_every_row_with_its_own_answer(tmp_path, capsys):
     make_verifier(1, f"{own}:f", 5, [problems])
     assert "--reward" not in capsys.readouterr().out
     make_verifier(1, f"{own}:f", 5, [problems[6:7]])
-    assert "--reward: 1 for all of 2, empty" in capsys.readouterr().out
+    assert "--reward: {1.0} for all of 2, empty" in capsys.readouterr().out
     problems[7].graded_by = ({"n": 0},)
     with refused(r"^--reward: row 8, completion '.*boxed.4}': Traceback"):
         make_verifier(1, f"{own}:f", 5, [problems])
