@@ -191,8 +191,6 @@ def validate(args):
     sys.excepthook = report
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
-    with naming("--chat-template-kwargs"):
-        json.loads(args.chat_template_kwargs)
     if args.keep_best or not args.steps:
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
 
@@ -1255,11 +1253,6 @@ COLUMNS = {  # in the line of a step, where the script has them
 }
 
 
-def code_of(script):
-    """Return a hash of a script and this file."""
-    return hashlib.sha256(Path(script).read_bytes() + Path(__file__).read_bytes()).hexdigest()
-
-
 def open_run(folder, args, world):
     """Make the folder, run.json and code/1, or /2 if a run goes on with other code; return a file that is locked until
     this process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
@@ -1279,7 +1272,7 @@ def open_run(folder, args, world):
     with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "stop").unlink(missing_ok=True)  # of a start that was killed before it saw it
-    code = code_of(sys.argv[0])
+    code = hashlib.sha256(Path(sys.argv[0]).read_bytes() + Path(__file__).read_bytes()).hexdigest()
     if code not in codes[-1:]:
         codes.append(code)
         if len(codes) > 1:
@@ -1398,7 +1391,10 @@ class Record:
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def training(self, step, batch, seen):
-        """Where an evaluation was, write the responses, and as .parquet what the loss saw: the *_T of `seen`."""
+        """Where an evaluation was, write the responses, and as .parquet what the loss saw: the *_T of `seen`. Where the
+        rewards of no group differ, write the responses to a file of the last such step."""
+        if all(len(group.reward_G.unique()) == 1 for group in batch.groups):
+            self.samples("no-difference", batch.groups)
         if self.world.rank or "seconds/evaluate" not in self.metrics:
             return
         name = f"train-step{step:05d}"
@@ -1449,6 +1445,8 @@ class Record:
         if step:
             self.say_step(step, metrics)
         if metrics.get("zero_advantage_share") == 1:
-            why = "too easy, too hard, wrong --template, --max-response-tokens or --reward; see samples/"
+            why = (
+                "too easy, too hard, wrong --template, --max-response-tokens or --reward; see samples/no-difference.txt"
+            )
             self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
         self.start_step()

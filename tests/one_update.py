@@ -28,7 +28,7 @@ def update(script, model="", budget=5000, args=None, dead=(), table=False, chang
     }
     if irl:
         options |= {"function": "learn_irl", "batches": irl}
-    args = {"lr": 1.0, "max_response_tokens": 100, "micro_batch_tokens": budget} | args
+    args = {"lr": 1.0, "subset": 0, "max_response_tokens": 100, "micro_batch_tokens": budget} | args
     options |= {"args": args, "dead": dead, "prompts": 6, "change": changes.get(change, list)}
     made, _ = prove.step(world, path, ["--model", model], **options)
     return vars(made) | {"gradient": made.gradients[-1] if made.gradients else {}}

@@ -181,15 +181,15 @@ def test_a_rows_turns_are_asked_whole(chat, tmp_path):
 
 
 def test_options_of_a_chat_format_are_passed_on(chat, tmp_path):
-    """As TRL and verl have them; what is no JSON is refused by its flag."""
+    """As TRL and verl have them."""
     chat.chat_template = TURNS + "{% if not enable_thinking %}<no thoughts>{% endif %}"
     file = write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"})
     for options, end in (('{"enable_thinking": false}', "<no thoughts>"), ('{"enable_thinking": true}', "]")):
         args = common.Args(template="chat", chat_template_kwargs=options)
         (problem,) = common.load_problems(file, chat, args, "--dataset")
         assert chat.decode(problem.prompt_ids).endswith(end)
-    with refused("^--chat-template-kwargs: Expecting"):
-        common.validate(common.Args(chat_template_kwargs="no JSON"))
+    with refused("Expecting value"):
+        common.load_problems(file, chat, common.Args(template="chat", chat_template_kwargs="no JSON"), "--dataset")
 
 
 def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):

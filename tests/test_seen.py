@@ -51,7 +51,7 @@ def test_metrics_are_those_of_what_the_loss_saw(update, tiny, script):
 
 def test_the_file_has_what_the_loss_saw_of_each_response(monkeypatch, plain_python, tmp_path):
     """A forker's vector is there, too, and a number that is not finite."""
-    monkeypatch.setattr("sys.argv", ["mine.py"])
+    monkeypatch.setattr("sys.argv", [common.__file__])
     record = common.Record(common.Args(model="m", run_dir=str(tmp_path)), common.init_world())
     batch = batch_of(0)
     batch.reward_PG = torch.arange(len(batch.rollout_R)).double()
@@ -61,6 +61,7 @@ def test_the_file_has_what_the_loss_saw_of_each_response(monkeypatch, plain_pyth
     mine_T[7] = math.nan
     record.metrics["seconds/evaluate"] = 1
     record.training(7, batch, {"mine_T": mine_T, "alpha": 1.0})
+    assert (tmp_path / "samples" / "no-difference.txt").exists(), "all rewards are 0"
     table = pandas.read_parquet(tmp_path / "samples" / "train-step00007.parquet")
     assert table["group"].tolist() == batch.group_R and table["reward"].tolist() == batch.reward_PG.tolist()
     for row, rollout in zip(table.to_dict("records"), batch.rollout_R, strict=True):
