@@ -55,7 +55,7 @@ FAST = ("no world.size", "a shift")
 )
 def test_a_fault_is_named(update, fault, tmp_path):
     old, new, expected = BROKEN[fault]
-    text = (ROOT / "sps.py").read_text()
+    text = (ROOT / ("gpg.py" if "continue" in fault else "sps.py")).read_text()  # without a KL; with a ratio
     assert old in text
     copy = tmp_path / f"broken_{[*BROKEN].index(fault)}.py"
     copy.write_text(text.replace(old, new))

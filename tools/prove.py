@@ -245,14 +245,18 @@ def examine(world, **job):
         if name.endswith("_T") and torch.is_tensor(x):
             inputs[name] = torch.cat([part[name] for part in parts])[order_T]
     mine_T = next(iter(inputs.values()))
-    logp_T, plain = reinforce(its.policy, its.batch, token_T, inputs, world)
-
-    off = (mine_T - logp_T[token_T]).abs().max().item()
-    look = "they are not of the response's tokens"
-    for place, by in (("before", 1), ("after", -1)):
-        if (mine_T - logp_T[token_T].roll(by)).abs().median() < NATS:
-            look = f"a shift is off by one: a token has the log-prob of the one {place} it"
-    yield "2 log-probs that the loss takes", off < NATS, f"off by {off:.2g} nats at most", look
+    if made.gradients:  # else the policy is in the middle of a pass
+        logp_T, plain = reinforce(its.policy, its.batch, token_T, inputs, world)
+        off = (mine_T - logp_T[token_T]).abs().max().item()
+        look = "they are not of the response's tokens"
+        for place, by in (("before", 1), ("after", -1)):
+            if (mine_T - logp_T[token_T].roll(by)).abs().median() < NATS:
+                look = f"a shift is off by one: a token has the log-prob of the one {place} it"
+        yield "2 log-probs that the loss takes", off < NATS, f"off by {off:.2g} nats at most", look
+        mine = torch.cat([gradient.flatten() for gradient in made.gradients[0].values()])
+        cosine = torch.cosine_similarity(mine, plain, 0).item()
+        figure = f"cosine {cosine:.3f}, {mine.norm() / plain.norm():.3f} times as long"
+        yield "3 gradient beside REINFORCE's", cosine > 0, figure, "the loss has the wrong sign"
 
     loss, seen = policy_loss(**inputs)
     off = (seen.get("ratio_T", torch.ones(1)) - 1).abs().max().item()
@@ -262,12 +266,6 @@ def examine(world, **job):
     off = abs(sum(losses) - loss.item())
     look = "policy_loss is no sum over tokens, or its weights are of the micro-batch"
     yield "2 losses of micro-batches add up to the update's", off < 1e-5, f"off by {off:.2g}", look
-
-    if made.gradients:
-        mine = torch.cat([gradient.flatten() for gradient in made.gradients[0].values()])
-        cosine = torch.cosine_similarity(mine, plain, 0).item()
-        figure = f"cosine {cosine:.3f}, {mine.norm() / plain.norm():.3f} times as long"
-        yield "3 gradient beside REINFORCE's", cosine > 0, figure, "the loss has the wrong sign"
 
     trained = (slope(policy_loss, inputs) != 0).sum().item()
     look = "log-prob or ratio is detached in policy_loss"
