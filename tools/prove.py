@@ -142,10 +142,8 @@ def step(
     gap_limit=math.inf,
 ):
     """Let a script's function make a step of fixed rollouts, after a change of the groups; return all that is to be
-    seen of it. `args` are fields of Args. The sampler's log-probs are made up, so that no gap is too large.
-
-    The optimiser is SGD, whose step is as exact as its gradient. AdamW's first step is the gradient's sign, and so it
-    makes a step of the whole learning rate out of the rounding of a gradient near 0."""
+    seen of it. `args` are fields of Args. No gap to the sampler, whose log-probs are made up, is too large. SGD's step
+    is as exact as its gradient; AdamW's first makes the whole rate of the rounding of a gradient near 0."""
     sys.path.insert(0, str(Path(script).parent))
     sys.argv[0] = str(script)
     module = importlib.import_module(Path(script).stem)
@@ -347,7 +345,12 @@ def runs(script, flags):
     look = "no `sampler_gap` in the metrics, or no `sampler.load` after `learn`"
     return [
         ("6 trainer and sampler agree", gap < NATS, f"off by {gap:.2g} nats at most", look),
-        ("6 resumed after a kill", whole == cut, f"same weights: {whole == cut}", "a step keeps something in memory"),
+        (
+            "6 resumed from the first checkpoint",
+            whole == cut,
+            f"same weights: {whole == cut}",
+            "a step keeps something in memory",
+        ),
     ]
 
 
@@ -362,6 +365,8 @@ def show(lines):
 
 def main():
     script, *flags = sys.argv[1:]
+    if script == "--help":
+        sys.exit(__doc__)
     transformers.utils.logging.disable_progress_bar()
     world = common.init_world()
     if world.rank:

@@ -154,6 +154,8 @@ def example(its, shows):
 
 
 def main():
+    if sys.argv[-1] == "--help":
+        sys.exit(__doc__)
     its = Run(Path(sys.argv[-1]))
     troubles = 0
     for rule in RULES:
