@@ -191,6 +191,11 @@ def moments_of(optimizer) -> list[torch.Tensor]:
     return [x for state in optimizer.state.values() for x in state.values()]
 
 
+def shards_of(policy):
+    """Return where this rank's shares of the weights lie."""
+    return [weight.to_local().untyped_storage()._cdata for weight in policy.parameters()]
+
+
 def watched_score(gpu: Gpu):
     """Let `common.score` check that a reference waits on the host, and that nothing stays on the GPU."""
     score = common.score
@@ -199,19 +204,18 @@ def watched_score(gpu: Gpu):
         weights = list(policy.parameters())
         home = {"cuda"} if weights[0].requires_grad else {"cpu"}
         before = gpu.held()
-        shards = [weight.to_local().untyped_storage()._cdata for weight in weights]
+        shards = shards_of(policy)
         assert places(weights) == home
         result = score(policy, *rest, **how)
         assert places(policy.parameters()) == home
-        after = [weight.to_local().untyped_storage()._cdata for weight in policy.parameters()]
-        assert shards == after, "weights that did not change were copied"
+        assert shards == shards_of(policy), "weights that did not change were copied"
         assert gpu.held() == before, "something stays gathered, or on the GPU"
         return result
 
     return mock.patch.object(common, "score", watched)
 
 
-def groups(problems: list[common.Problem]) -> list[common.Group]:
+def groups(problems):
     """Return four responses of 1 to 29 tokens to each problem; half are right."""
     rng = np.random.default_rng(7)
     found = []
@@ -223,7 +227,7 @@ def groups(problems: list[common.Problem]) -> list[common.Group]:
     return found
 
 
-def learn(script: str, model: str, ranks: int = 8, local: int = 8, irl: bool = False, **flags) -> None:
+def learn(script, model, ranks=8, local=8, irl=False, **flags):
     """Make a script's step on a model's real weights, and check what lies where."""
     module = importlib.import_module(script)
     args = module.Args(model=model, run_dir=tempfile.mkdtemp(), micro_batch_tokens=800, template="plain", **flags)
@@ -253,7 +257,7 @@ def learn(script: str, model: str, ranks: int = 8, local: int = 8, irl: bool = F
         assert gpu.held() == sum(storage.nbytes() for storage in storages), "a share of the policy, and nothing else"
 
 
-def folders(model: str) -> None:
+def folders(model):
     """Write a checkpoint, resume from it and save the model, and check what comes of it."""
     folder = Path(tempfile.mkdtemp())
     source = Path(model)
