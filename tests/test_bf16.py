@@ -37,8 +37,8 @@ def test_sampler_and_trainer_agree_through_two_steps(engine, tmp_path, script):
 def step(update, tiny):
     """step(ranks, script, budget, ...): one update in bf16, as in test_invariance.py."""
 
-    def ask(ranks: int, script: str, budget: int = 5000, reverse: bool = False, **args) -> dict:
-        return update(ranks, script, tiny, budget=budget, reverse=reverse, args=BF16 | args)
+    def ask(ranks: int, script: str, budget: int = 5000, change: str = "", **args) -> dict:
+        return update(ranks, script, tiny, budget=budget, change=change, args=BF16 | args)
 
     return ask
 
@@ -58,7 +58,7 @@ def test_the_gradient_on_more_ranks_and_in_small_micro_batches(step, script):
     the two layers, and twice as many going back: some 100. If all went the same way they would add up to 0.2. If there
     were fewer than one, nothing would be in bf16."""
     own = {"updates_per_step": 1} if script == "sspo" else {}
-    one, three = step(1, script, **own), step(3, script, 50, reverse=True, **own)
+    one, three = step(1, script, **own), step(3, script, 50, change="reverse", **own)
     exact = step(1, script, **own, compute_dtype="float32")
     assert largest_difference(three["gradient"], one["gradient"]) < 100 * 2**-9
     assert 2**-9 < largest_difference(one["gradient"], exact["gradient"]) < 100 * 2**-9

@@ -102,6 +102,7 @@ def test_an_average_is_over_sets_or_over_questions():
     assert evaluation.average({"a": "10"}, rows, by_question=False) == "-"
 
 
+@pytest.mark.slow
 def test_on_the_embedded_model(engine, tmp_path):
     """A set of the papers and one of one's own: greedy, with seeds, with SPS's measures; on two processes. What is
     sampled depends on a set's own name and problem numbers. The model boxes its answers, so that what is right in a box

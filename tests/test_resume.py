@@ -47,10 +47,8 @@ def check_resumed(engine, script: str, folder: Path, checkpoint: str, run) -> No
     assert "--resume" in about["command"]
 
 
-SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in faults.WAYS if how != "SIGKILL of torchrun"]
-
-
-@pytest.mark.parametrize("how", ["SIGKILL of torchrun", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", faults.WAYS)
 def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
     """A real start and a real kill, after which nothing stays alive."""
     folder = tmp_path / "run"
