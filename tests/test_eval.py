@@ -41,6 +41,7 @@ def test_measures_of_sps():
     assert evaluation.greedy_logp(groups) == pytest.approx((-0.5 - 0.3) / 2)
 
 
+@pytest.mark.slow
 def test_grading_without_a_box():
     """What docs/evaluation.md says that math_verify finds."""
     cases = [

@@ -79,6 +79,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 def test_an_id_is_fetched_once_or_refused_by_its_flag(tmp_path, monkeypatch):
     """By two ranks with one cache, from a hub with a model and a data set."""
     hub = Hub(tmp_path)

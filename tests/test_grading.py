@@ -237,6 +237,7 @@ def labelled(verifier, name: str, completions: list, label: str = "label") -> li
     return [number for number, row in enumerate(data) if scores[number] != row[label]]
 
 
+@pytest.mark.slow
 @needs_data
 def test_labels_of_gsm8k(verifier):
     texts = [row["model_output"] for row in rows("verifier/verify_gsm8k_openai.jsonl")]
@@ -251,6 +252,7 @@ def test_labels_of_qwen(verifier):
     assert labelled(verifier, "verify_qwen_math_cot100", texts) == [524]
 
 
+@pytest.mark.slow
 @needs_data
 def test_labels_of_expression_pairs(verifier):
     """Pairs of math_verify's and NeMo-Skills' own tests, where a third of the answers is not even a formula. The three

@@ -68,7 +68,7 @@ def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
     )
 
 
-@pytest.mark.parametrize("script", ["gpg", "cwgrpo", "sps"])
+@pytest.mark.parametrize("script", [pytest.param("gpg", marks=pytest.mark.slow), "cwgrpo", "sps"])
 def test_stopped_and_resumed(script, engine, request, tmp_path):
     """By a file `stop` or a SIGUSR1, after the first checkpoint. sps.py is stopped in its second stage, whose
     demonstrations are then of both runs."""

@@ -185,7 +185,9 @@ def begin(reward):
     setrlimit(RLIMIT_DATA, (4 << 30, 4 << 30))
     set_start_method("fork", force=True)  # of a reward's own processes: others would import the script anew
     alarm(60)
-    if reward != "math":
+    if reward == "math":
+        equal("(3,4]", spell(r"3 < x \le 4"), "")  # a parser's first use takes half a second, which no answer has
+    else:
         with suppress(BaseException):  # `grade` raises it again
             reward_function(reward)
     alarm(0)
