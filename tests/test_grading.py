@@ -193,7 +193,7 @@ def test_no_pattern_is_slow():
         spelled = spell(text)
         re.sub(NAME, "", spelled)
         re.fullmatch(WORDS, spelled)
-        assert time.process_time() - started < 0.5, text
+        assert time.process_time() - started < 5, text  # backtracking takes minutes
 
 
 @needs_data
