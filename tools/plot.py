@@ -18,6 +18,7 @@ import csv
 import json
 import math
 import re
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +187,10 @@ def draw_curves(runs, panels, path, across="step"):
         for number, (seeds, look) in enumerate(zip(runs.values(), looks, strict=True), 1):
             words = f"{look['label']} ({len(seeds)})"
             draw_band(axis, seeds, metric, across, number, look | {"label": words})
-        axis.set(title=in_words(metric), xlabel=in_words(across))
+        title = in_words(metric)
+        if len(panels) > 4:
+            title = textwrap.fill(title, 16)
+        axis.set(title=title, xlabel=in_words(across))
         if metric in ("clip_fraction", "kl"):  # Methods or steps differ by a factor of a hundred, and some are 0.
             axis.set_yscale("symlog", linthresh=1e-3, subs=(2, 5))
             axis.set_ylim(bottom=0)
