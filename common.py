@@ -1137,13 +1137,14 @@ def evaluate(held_out, sampler, verifier, record, step):
         groups = [next(graded) for _ in problems]
         drawn = drawn_metrics(groups)
         correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
-        metrics[f"eval/{name}/avg@{n}"] = drawn["reward"]
+        found = {f"avg@{n}": drawn["reward"]}
         for power in range(1, n.bit_length()):
-            metrics[f"eval/{name}/pass@{2**power}"] = pass_at_k(correct_PN, 2**power)
-        accuracies = [f"{metric.rpartition('/')[2]} {value:.3f}" for metric, value in metrics.items() if name in metric]
-        record.say(f"{name} after step {step}: {', '.join(accuracies)}")
-        metrics[f"eval/{name}/length"] = drawn["response_length"]
-        metrics[f"eval/{name}/truncated_share"] = drawn["truncated_share"]
+            found[f"pass@{2**power}"] = pass_at_k(correct_PN, 2**power)
+        record.say(f"{name} after step {step}: " + ", ".join(f"{what} {value:.3f}" for what, value in found.items()))
+        found["length"] = drawn["response_length"]
+        found["truncated_share"] = drawn["truncated_share"]
+        for what, value in found.items():
+            metrics[f"eval/{name}/{what}"] = value
         record.samples(f"{name}-step{step:05d}", groups)
     record.lines = 0
     return metrics
@@ -1393,7 +1394,7 @@ class Record:
     def training(self, step, batch, seen):
         """Where an evaluation was, write the responses, and as .parquet what the loss saw: the *_T of `seen`. Where the
         rewards of no group differ, write the responses to a file of the last such step."""
-        if all(len(group.reward_G.unique()) == 1 for group in batch.groups):
+        if not any(valid(group.reward_G[None]) for group in batch.groups):
             self.samples("no-difference", batch.groups)
         if self.world.rank or "seconds/evaluate" not in self.metrics:
             return

@@ -139,7 +139,7 @@ size() {  # SCRIPT:METHOD-SIZE
     *-rs1) size="$rs --dataset=knoveleng/open-s1 --steps=100" ;;
     *-rs3) size="$rs --dataset=knoveleng/open-rs --steps=50" ;;
     *-geoqa) size="$sees --model=Qwen/Qwen2.5-VL-3B-Instruct --template=tools/geoqa.txt --reward=tools/rewards.py:geoqa
-      --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502" ;;
+      --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502" ;;  # 8,031 / 16
     *-flower) size="$classes laolao77/ViRFT_CLS_flower_4_shot --steps=$((102*4*8/16))" ;;  # classes, shots, epochs
     *-pets) size="$classes laolao77/ViRFT_CLS_pets37_4shot --steps=$((37*4*24/16))" ;;
     *-aircraft) size="$classes laolao77/ViRFT_CLS_fgvc_aircraft_4_shot --steps=$((100*4*8/16))" ;;

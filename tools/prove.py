@@ -128,6 +128,12 @@ def watched(module, policy):
         handle.remove()
 
 
+def lines_of(error, module):
+    """Return the lines of a module through which an error came, the innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame.lineno for frame in frames if frame.filename == module.__file__]
+
+
 def step(
     world,
     script,
@@ -181,10 +187,7 @@ def step(
                 made.metrics, made.seen = made.metrics
             made.moved = {name: p.full_tensor().detach() - before[name] for name, p in policy.named_parameters()}
         except Exception as error:
-            lines = [
-                frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__
-            ]
-            made.said = f"{type(error).__name__}: {common.said(error)} (line {lines[-1:]})"
+            made.said = f"{type(error).__name__}: {common.said(error)} (line {lines_of(error, module)[-1:]})"
     made.metrics |= {"optimizer_steps": len(happens.gradients), "grad_norm": sum(record.norms["grad_norm"])}
     made.metrics = {name: float(value) for name, value in made.metrics.items()}
     made.gradients = happens.gradients
