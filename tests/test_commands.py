@@ -180,6 +180,14 @@ def test_sspo_fetches_its_data_once(tmp_path):
     assert (tmp_path / "clones").read_text() == "\n"
 
 
+@pytest.mark.parametrize("name", ["grpo-rs1", "grpo-rs3"])
+def test_grpo_of_open_rs_has_the_rewards_of_gpg(name):
+    """Fig. 3 and Table 3 of GPG compare two methods, not two format rewards."""
+    ours = settings(name)
+    assert isinstance(ours, importlib.import_module("gpg").Args) and ours.format_reward
+    assert (ours.norm, ours.normaliser, ours.kl_coef, ours.beta_th) == ("group", "response", 0.04, 0)
+
+
 def test_baselines_have_the_recipe_of_what_they_are_compared_with():
     """What one step draws and how it is asked."""
     same = "dataset max_prompt_tokens max_response_tokens prompts_per_step group_size steps lr lr_warmup lr_floor model"
