@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import io
 import json
-import logging
 import math
 import os
 import random
@@ -23,7 +22,6 @@ from collections import ChainMap, Counter, defaultdict, namedtuple
 from contextlib import chdir, contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
-from functools import cache
 from itertools import accumulate, compress, count
 from multiprocessing import forkserver, get_context
 from pathlib import Path
@@ -41,7 +39,6 @@ import tyro
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from pebble import ProcessPool
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint
-from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -50,8 +47,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedTokenizerFast
 
-from tools import vision
-from tools.grading import begin, end_with_parent, grade, judge, last_boxed  # noqa: F401
+from tools import rows, vision
+from tools.grading import VERDICTS, begin, end_with_parent, grade, judge, last_boxed  # noqa: F401
 
 # ---------------------------- arguments
 PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat format
@@ -77,7 +74,6 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
 }
 # of torchrun's, before `init_world` makes a World of them
 FIRST = os.environ.get("RANK", "0") == "0"
-LOCAL_RANK = os.environ.get("LOCAL_RANK", "0")
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
 
@@ -98,7 +94,7 @@ class Args:
 
     eval: str = ""  # Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation.
     problem_column: str = ""  # In sets that have it; else problem, question or prompt.
-    answer_column: str = ""  # In sets that have it; else answer, ground_truth, final_answer, solution or reward_model.
+    answer_column: str = ""  # In sets that have it; else answer, ground_truth, final_answer, reward_model, solution.
     chat_template_kwargs: str = "{}"  # JSON for the tokenizer's chat template: '{"enable_thinking": false}'.
     image_column: str = ""  # Image in front of a problem, in all sets; for Qwen2-VL and Qwen2.5-VL. Empty: none.
     max_pixels: PositiveInt = 401408  # Larger images are shrunk (GPG's released scripts).
@@ -155,13 +151,12 @@ def said(error):
 
 
 def parse(kind, description):
-    """Return the command line as a `kind`, or end with what is wrong with it, said by a node's first rank."""
-    first = LOCAL_RANK == "0"
+    """Return the command line as a `kind`, or end with what is wrong with it, said by the first rank."""
     try:
-        with redirect_stderr(sys.stderr if first else io.StringIO()):
+        with redirect_stderr(sys.stderr if FIRST else io.StringIO()):
             return tyro.cli(kind, description=description)
     except SystemExit as end:
-        if end.code and not first:
+        if end.code and not FIRST:
             time.sleep(30)  # torchrun ends all ranks when one ends: the first comes before
         raise
 
@@ -170,7 +165,7 @@ def report(kind, error, trace):
     """Say in one line what names a flag, and show the traceback of everything else."""
     if not said(error).startswith("--"):
         return sys.__excepthook__(kind, error, trace)
-    if LOCAL_RANK != "0":
+    if not FIRST:
         time.sleep(30)  # as in `parse`
     print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
 
@@ -249,15 +244,6 @@ def init_world():
 
 
 # --------------------------------- data
-PROBLEM_COLUMNS = ("problem", "question", "prompt")
-ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "solution", "reward_model")
-DAPO_BEGINS = (  # what DAPO-Math-17k puts around each problem
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
-)
-DAPO_ENDS = '\n\nRemember to put your answer on its own line after "Answer:".'
-
-
 @dataclass
 class Problem:
     """A problem: its text, its prompt's token ids and its reference answer. `graded_by` is what a completion of it is
@@ -282,72 +268,29 @@ def load_data(args, tokenizer):
         return [], held_out
     problems = load_problems(args.dataset, tokenizer, args, "--dataset")
     if args.subset:
-        rng = random.Random(seed_of(args.seed, "subset"))
-        problems = rng.sample(problems, args.subset)  # ValueError if there are fewer
+        # ValueError if there are fewer
+        problems = random.Random(seed_of(args.seed, "subset")).sample(problems, args.subset)
     return problems, held_out
-
-
-def read_json(path):
-    """Return a file's rows as they stand there, where `datasets` would give all rows the same keys and kinds."""
-    text = Path(path).read_text(encoding="utf-8-sig")
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    rows = []
-    for line in filter(str.strip, text.split("\n")):
-        with naming(f"row {len(rows) + 1}"):
-            rows.append(json.loads(line))
-    return rows
-
-
-def read_table(source, flag):
-    """Return an iterable of a source's rows, as Python values. Raises ValueError naming flag and source."""
-    path, _, split = source.partition(":")
-    if Path(source).exists():
-        path, split = source, ""
-    kinds = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split; ./run.sh data: sspo.py's"
-    with naming(f"{flag} {source}: cannot be read as one of {kinds}"):
-        if path.endswith((".json", ".jsonl")):
-            return read_json(path)
-        if path.endswith(".parquet"):
-            table = datasets.Dataset.from_parquet(path)
-        elif Path(path).is_dir():
-            table = datasets.load_from_disk(path)
-        else:
-            configuration, _, split = split.rpartition(":")
-            table = datasets.load_dataset(path, configuration or None)
-        if isinstance(table, dict):
-            if len(table) == 1:
-                split = split or next(iter(table))
-            need(split in table, f"name one of its splits: {list(table)}")
-            table = table[split]
-    batches = table.with_format("arrow").iter(1000)  # decoding might fetch what a row names
-    return (row for batch in batches for row in batch.to_pylist())
-
-
-def find(row, *names):
-    """Return what a row has in the first of these columns that it has, and the column's name; else "" and None."""
-    for name in names:
-        if name in row:
-            return row[name], name
-    return "", None
 
 
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems and print what was left out. Raises ValueError naming flag, source and row."""
     use_own_file(tokenizer)
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    found = {False: [], True: []}  # True: the answer is a `solution` without a box
+    problems = []
     left_out = Counter()
     texts = set()
     row = {}
-    for number, row in enumerate(read_table(source, flag), 1):
+    with naming(f"{flag} {source}: cannot be read as one of {rows.KINDS}; ./run.sh data: sspo.py's"):
+        table = rows.read_table(source)
+    for number, row in enumerate(table, 1):
         origin = f"{flag} {source}, row {number}"
         with naming(origin):
             for column in filter(None, (args.problem_column, args.answer_column, args.image_column)):
                 need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
-            turns = turns_of(find(row, args.problem_column, *PROBLEM_COLUMNS)[0])
+            turns = rows.turns_of(row, args.problem_column)
             text = "\n\n".join(turn["content"] for turn in turns)
-            need(text.strip(), f"no problem in {PROBLEM_COLUMNS}; --problem-column names one of {list(row)}")
+            need(text.strip(), f"no problem in {rows.PROBLEM_COLUMNS}; --problem-column names one of {list(row)}")
             if any(token in text for token in control):
                 left_out["spells a special token"] += 1
                 continue
@@ -358,25 +301,19 @@ def load_problems(source, tokenizer, args, flag):
             image = vision.picture_of(row, source, tokenizer, args)
             if image:
                 turns[-1]["content"] = image.text + turns[-1]["content"]
-            value, column = find(row, args.answer_column, *ANSWER_COLUMNS)
-            graded_by = (row,)
             if args.reward == "math" or args.reward.endswith(":math_verify"):  # both are graded by answer and text
-                answer = reference_answer(value)
+                answer = rows.reference_of(row, args.answer_column)
                 graded_by = (answer, text)
             else:
-                answer = str(value) or "(graded by --reward)"
-                column = ""
+                answer = str(rows.answer_of(row, args.answer_column)) or "(graded by --reward)"
+                graded_by = (row,)
             prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs)
         if not answer:
             left_out["no answer"] += 1
         elif len(prompt_ids) > args.max_prompt_tokens:
             left_out["prompt too long"] += 1
         else:
-            bare = column == "solution" and last_boxed(str(value)) is None
-            found[bare].append(Problem(text, prompt_ids, answer, graded_by, image, origin))
-    problems = found[False] or found[True]
-    if found[False] and found[True]:
-        left_out["no answer"] += len(found[True])  # the others are worked solutions
+            problems.append(Problem(text, prompt_ids, answer, graded_by, image, origin))
     left = f"left out: {dict(left_out)}"
     need(
         problems,
@@ -384,27 +321,17 @@ def load_problems(source, tokenizer, args, flag):
     )
     if FIRST:
         first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
-        shown = f"the first prompt: {first!r}, its answer: {problems[0].answer!r}"
-        print(f"{flag} {source}: {len(problems)} problems; {left}; {shown}")
+        print(
+            f"{flag} {source}: {len(problems)} problems; {left}; the first prompt: {first!r}, its answer: "
+            f"{problems[0].answer!r}"
+        )
     return problems
 
 
-@cache  # once for all sets
 def use_own_file(tokenizer):
     """Let a tokenizer do what its tokenizer.json says, which transformers 5 replaces for some kinds of models."""
     if Path(tokenizer.name_or_path, "tokenizer.json").exists():
         tokenizer._tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.name_or_path)._tokenizer
-
-
-def turns_of(value):
-    """Return a problem's turns, without DAPO's instruction; a text is a turn of the user."""
-    if not isinstance(value, list):
-        value = [{"role": "user", "content": value or ""}]
-    turns = []
-    for turn in value:
-        text = turn["content"].removeprefix(DAPO_BEGINS).removesuffix(DAPO_ENDS)
-        turns.append(turn | {"content": text})
-    return turns
 
 
 def prompt_of(turns, template, tokenizer, options="{}"):
@@ -426,22 +353,6 @@ def prompt_of(turns, template, tokenizer, options="{}"):
     shown = all(turn["content"].strip() in text for turn in [*before, asked])
     need(shown, "the tokenizer's chat template does not show every turn")
     return tokenizer.encode(text, add_special_tokens=False)
-
-
-def reference_answer(value):
-    """Return the bare reference: out of a list or a worked solution's last box. Raises ValueError for an object."""
-    if isinstance(value, dict):
-        value = value.get("ground_truth", value)  # a `reward_model`
-    if isinstance(value, bytes):
-        value = value.decode()
-    if isinstance(value, list):
-        value = ", ".join(map(reference_answer, value))
-    need(not isinstance(value, dict), f"no answer: {value}")
-    if value is None or value != value:  # NaN is what pandas has for None
-        return ""
-    text = str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
-    boxed = last_boxed(text)
-    return text if boxed is None else boxed.strip()
 
 
 def seed_of(*parts):
@@ -498,18 +409,20 @@ class Sampler:
 
     def __init__(self, folder, tokenizer, args, world):
         os.environ.update(VLLM | os.environ)
-        logging.getLogger("vllm").setLevel("ERROR")  # for what its imports log
         self.sleeps = cuda = world.device.type == "cuda"
-        torch._dynamo.config.disable = not cuda  # else vLLM compiles for seconds before the first token
+        # else vLLM compiles for seconds before the first token
+        torch._dynamo.config.disable = not cuda
         from vllm import LLM
 
         self.world = world
         self.dtype = compute_dtype(args, world)
         self.tokenizer = tokenizer
-        self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}  # vLLM adds the model's
+        # vLLM adds the model's own
+        self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}
         config = config_of(folder)
         sees = hasattr(config, "vision_config")
-        self.level = 1 if sees else 2  # of sleep; at 2 vLLM 0.32 loses zeros behind the positions of an image
+        # of sleep; at 2 vLLM 0.32 loses zeros behind the positions of an image
+        self.level = 1 if sees else 2
         lm = empty_model(config)
         self.expected = {name for name, _ in lm.named_parameters()}
 
@@ -612,9 +525,11 @@ def sampler_gap(logp_T, sampler_logp_T, record):
     if the mean is not rounding in the first step of a process."""
     gap = (logp_T - sampler_logp_T).double().abs().numpy()
     mean = gap.mean()
-    disagree = f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step"
-    # NaN is no gap: updates without a finite gradient are skipped
-    need(not mean > record.gap_limit, disagree + ": see docs/running.md")
+    need(
+        not mean > record.gap_limit,  # NaN is no gap: updates without a finite gradient are skipped
+        f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step: see "
+        "docs/running.md",
+    )
     record.gap_limit = math.inf  # what comes later has other causes
     return {"gap_mean": mean, "gap_max": gap.max()}
 
@@ -698,9 +613,6 @@ def mean_by(x, number):
     counts = torch.bincount(number)
     sums = x.new_zeros(len(counts)).index_add(0, number, x)
     return sums / counts.clamp(min=1)
-
-
-VERDICTS = ("graded", "no_answer", "too_long", "timeout", "error", "crash")
 
 
 def drawn_metrics(groups):
@@ -911,15 +823,9 @@ def no_gradient(_):
     raise ValueError("the loss has an entropy without a gradient: policy(micro, entropies='grad')")
 
 
-@cache
 def config_of(folder):
-    """Return what a model's config.json says, but for a tied head where the files have another; no code is run."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if config.tie_word_embeddings:
-        weights = [item for file in Path(folder).glob("*.safetensors") for item in load_file(file).items()]
-        ends = [weight for name, weight in weights if name.endswith(("lm_head.weight", "embed_tokens.weight"))]
-        config.tie_word_embeddings = len(ends) < 2 or torch.equal(*ends)
-    return config
+    """Return what a model's config.json says; no code is run."""
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def model_class(config):
@@ -945,7 +851,8 @@ def model_folder(args):
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         if not folder.is_dir():
             patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-            folder = Path(snapshot_download(args.model, allow_patterns=patterns))  # a node's other ranks wait for one
+            # a node's other ranks wait for one
+            folder = Path(snapshot_download(args.model, allow_patterns=patterns))
         transformers.utils.logging.disable_progress_bar()
         need([*folder.glob("tokenizer*")], "it has no files of a tokenizer")
         text = config_of(folder).get_text_config()
@@ -963,6 +870,8 @@ def read_weights(folder):
     config = config_of(folder)
     lm, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **AS_OURS)
     unlike = [name for names in info.values() for name in names]
+    if config.tie_word_embeddings and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
+        unlike.append("lm_head.weight: tie_word_embeddings must be false")  # transformers has not tied it, we would
     need(not unlike, f"--model {folder}: its files and its config.json differ in weights such as {unlike[:2]}")
     return Policy(lm, 1.0).state_dict()
 
@@ -977,7 +886,8 @@ def load_policy(folder, args, world):
         for unit in units:
             unit.training = True  # else it is not recomputed; dropout is inside of it
     dtype = compute_dtype(args, world)
-    if dtype == torch.bfloat16:  # the head's product, the only one in float32, as TF32, which holds bf16 exactly
+    if dtype == torch.bfloat16:
+        # the head's product, the only one in float32, as TF32, which holds bf16 exactly
         torch.set_float32_matmul_precision("high")
     # lm_head stays in the root's unit: else it would be gathered for each chunk, and ranks have other numbers of them
     for module in (*units, policy):
@@ -994,8 +904,7 @@ def load_policy(folder, args, world):
 
 def adamw(policy, lr, args):
     """Return an AdamW of the policy's parameters."""
-    settings = {"betas": args.adam_betas, "weight_decay": args.weight_decay, "fused": True}
-    return torch.optim.AdamW(policy.parameters(), lr, **settings)
+    return torch.optim.AdamW(policy.parameters(), lr, args.adam_betas, weight_decay=args.weight_decay, fused=True)
 
 
 def set_lr(optimizer, args, step):
@@ -1006,13 +915,6 @@ def set_lr(optimizer, args, step):
     warm_up = args.lr_warmup * args.steps
     schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup
     schedule(optimizer, warm_up, args.steps + 1, last_epoch=step - 1, min_lr_rate=args.lr_floor)
-
-
-def passes(policy, micro_batches):
-    """Yield an update's micro-batches. Each node adds up its gradients; the last backward pass adds those of all."""
-    for number, responses in enumerate(micro_batches, 1):
-        policy.set_requires_all_reduce(number == len(micro_batches))
-        yield responses
 
 
 def clip_and_step(policy, optimizer, record, name="grad_norm"):
@@ -1033,15 +935,13 @@ def score(policy, batch, micro_batches, record, phase, entropies=False):
     score_2T = torch.zeros(2, len(batch.response_T))
     with record.phase(phase):
         home = next(policy.parameters()).device  # a reference waits in the host's memory
-        waiting = {}
-        if home != world.device:
-            waiting = {parameter: parameter.detach() for parameter in policy.parameters()}
+        waiting = {parameter: parameter.detach() for parameter in policy.parameters()}
         policy.to(world.device)
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
             score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
         # FSDP2 reshards when it is moved, even to where it is. Else its root would stay gathered, and the next pass
-        # compute with weights from before the optimiser's step. A reference has not changed: its shards are there.
+        # compute with weights from before the optimiser's step. The weights have not changed: their shards are there.
         policy._apply(lambda x: waiting[x] if x in waiting else x.to(home))
     return world.all_reduce(score_2T)
 
@@ -1087,8 +987,6 @@ def save_model(policy, folder, source, dtype, world):
         generation["eos_token_id"] = sorted(stop)
         file.write_text(json.dumps(generation, indent=2))
         save_torch_state_dict(weights, partial)
-        for file in partial.glob("*.safetensors"):
-            shutil.copymode(about, file)  # else only its owner may read it
         give_name(partial, folder)
     dist.barrier()
 
@@ -1142,7 +1040,6 @@ def evaluate(held_out, sampler, verifier, record, step):
             found[f"pass@{2**power}"] = pass_at_k(correct_PN, 2**power)
         record.say(f"{name} after step {step}: " + ", ".join(f"{what} {value:.3f}" for what, value in found.items()))
         found["length"] = drawn["response_length"]
-        found["truncated_share"] = drawn["truncated_share"]
         for what, value in found.items():
             metrics[f"eval/{name}/{what}"] = value
         record.samples(f"{name}-step{step:05d}", groups)
@@ -1180,7 +1077,8 @@ def save_checkpoint(policy, optimizer, step, position, record):
     if optimizer.state:  # else asking for it would make it, as if a step had been taken
         state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)["state"]
     writer = dcp.HuggingFaceStorageWriter(partial, save_distributed=True)
-    writer.per_thread_copy_ahead = 0  # else a GPU's tensors go through pinned buffers, which the host keeps
+    # else a GPU's tensors go through pinned buffers, which the host keeps
+    writer.per_thread_copy_ahead = 0
     dcp.save(state, storage_writer=writer)
     if world.rank == 0:  # every rank's shards are on the disk
         manifest = {
@@ -1202,7 +1100,8 @@ def save_checkpoint(policy, optimizer, step, position, record):
 
 def resume(policy, optimizer, record):
     """With --resume load the newest checkpoint; return its step and position in the data, else 0 and 0."""
-    end = SIG_DFL if record.world.rank else record.interrupt  # a Python function would wait for what runs in CUDA
+    # a Python function would wait for what runs in CUDA
+    end = SIG_DFL if record.world.rank else record.interrupt
     signal(SIGINT, end)
     signal(SIGTERM, end)
     signal(SIGUSR1, record.ask_to_stop)
@@ -1286,7 +1185,6 @@ def open_run(folder, args, world):
         "command": shlex.join(sys.argv),
         "args": flags,
         "code": codes,
-        "ranks": world.size,
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
     }
     new = file.with_suffix(".new")
@@ -1394,7 +1292,7 @@ class Record:
     def training(self, step, batch, seen):
         """Where an evaluation was, write the responses, and as .parquet what the loss saw: the *_T of `seen`. Where the
         rewards of no group differ, write the responses to a file of the last such step."""
-        if not any(valid(group.reward_G[None]) for group in batch.groups):
+        if not valid(batch.reward_PG).any():
             self.samples("no-difference", batch.groups)
         if self.world.rank or "seconds/evaluate" not in self.metrics:
             return
@@ -1446,8 +1344,8 @@ class Record:
         if step:
             self.say_step(step, metrics)
         if metrics.get("zero_advantage_share") == 1:
-            why = (
-                "too easy, too hard, wrong --template, --max-response-tokens or --reward; see samples/no-difference.txt"
+            self.say(
+                f"no group whose rewards differ (mean {metrics['reward']:g}): too easy, too hard, wrong --template, "
+                "--max-response-tokens or --reward; see samples/no-difference.txt"
             )
-            self.say(f"no group whose rewards differ (mean {metrics['reward']:g}): {why}")
         self.start_step()

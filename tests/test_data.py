@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 import common
 import cwgrpo
+from tools.rows import DAPO_BEGINS, DAPO_ENDS
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
     def row(problem, solution):
         return {"prompt": [{"content": problem, "role": "user"}], "reward_model": solution, "index": "x"}
 
-    first = row(common.DAPO_BEGINS + "1+1=?" + common.DAPO_ENDS, {"ground_truth": "2", "style": "rule"})
+    first = row(DAPO_BEGINS + "1+1=?" + DAPO_ENDS, {"ground_truth": "2", "style": "rule"})
     second = row("1+2=?", {"ground_truth": "3"})
     source = write(tmp_path / "a.jsonl", first, second, first, row("3?", None))
     assert [(p.text, p.answer) for p in load(source, tokenizer)] == [("1+1=?", "2"), ("1+2=?", "3")]
@@ -124,7 +125,7 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
         ({"problem": "1?", "answer": {"is": 1}}, ", row 2: no answer: "),
         ({"problem": "1?", "answer": "byte 255"}, ": cannot be read as .*invalid start byte"),
         (["1?", "1"], r", row 2: no problem in .*; --problem-column names one of \['1\?', '1'\]"),
-        ({"answer": "lines"}, ": cannot be read as .*row 3: Unterminated"),
+        ({"answer": "lines"}, ": cannot be read as .* line 3"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
@@ -205,5 +206,5 @@ def test_flags_that_cannot_work(plain_python, monkeypatch, settings, message):
 
 def test_a_template_of_ones_own(tokenizer, tmp_path):
     (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
-    ids = common.prompt_of(common.turns_of("P {x}"), str(tmp_path / "mine.txt"), tokenizer)
+    ids = common.prompt_of([{"role": "user", "content": "P {x}"}], str(tmp_path / "mine.txt"), tokenizer)
     assert tokenizer.decode(ids) == "{a} Q: P {x}\nA:"

@@ -11,8 +11,9 @@ import time
 import pytest
 from conftest import ROOT, grades, judged, make_verifier
 
-from common import last_boxed, reference_answer
+from common import last_boxed
 from tools.grading import NAME, WORDS, spell
+from tools.rows import bare
 
 SHARED = ROOT.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real answers to grade")
@@ -221,7 +222,7 @@ def test_public_pairs(verifier):
 @one_in
 def test_references_grade_themselves(verifier, share):
     """Also as a model may write them; two are empty, which the loader leaves out and counts."""
-    golds = [reference_answer(row["answer"]) for path in SHARED.glob("*.jsonl") for row in rows(path.name)]
+    golds = [bare(row["answer"]) for path in SHARED.glob("*.jsonl") for row in rows(path.name)]
     assert golds.count("") == 2
     sample = [gold for gold in golds if gold][::share]
     for written in ("{}", r"\, {}\,.", "${}$"):

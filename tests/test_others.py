@@ -2,7 +2,6 @@
 something else."""
 
 import json
-import os
 import shutil
 
 import datasets
@@ -59,24 +58,18 @@ def logp_of(model, batch):
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
-def test_a_head_of_its_own_is_the_head_whatever_the_config_says(tmp_path, plain_python):
-    """config.json ties it to the embedding. The saved folder, too, computes what was trained."""
+def test_a_head_that_the_config_ties_is_refused(tmp_path, plain_python):
+    """The sampler would have the embedding in its place; one that is the embedding may be there."""
     folder = random_model(tmp_path / "model", tied=True)
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    head = weights["model.embed_tokens.weight"].clone()
-    batch = batch_of(3, prompt=4)
-    micro = batch.pack(range(len(batch.rollout_R)), CPU)
-    world = common.init_world()
-    for other in (head, head + 0.1 * torch.randn(head.shape)):
-        save_file(weights | {"lm_head.weight": other}, file, metadata={"format": "pt"})
-        common.config_of.cache_clear()
-        policy = common.load_policy(folder, common.Args(str(folder)), world)
-        assert (policy.lm_head is None) == torch.equal(head, other)
-        common.save_model(policy, tmp_path / "saved", folder, torch.float32, world)
-        for source in (folder, tmp_path / "saved"):
-            expected_T = logp_of(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), batch)
-            torch.testing.assert_close(policy(micro)[0], expected_T, atol=5e-5, rtol=0)
+    weights = load_file(folder / "model.safetensors")
+    for more, fits in ((0, True), (1, False)):
+        head = {"lm_head.weight": weights["model.embed_tokens.weight"] + more}
+        save_file(weights | head, folder / "model.safetensors", metadata={"format": "pt"})
+        if fits:
+            assert "lm_head.weight" not in common.read_weights(folder)
+        else:
+            with refused("lm_head.weight: tie_word_embeddings must be false"):
+                common.read_weights(folder)
 
 
 @pytest.mark.parametrize("kind", TRAINED)
@@ -111,9 +104,6 @@ def test_a_saved_model_ends_where_training_stopped(model, plain_python, ends):
     common.save_model(common.load_policy(model, common.Args(str(model)), world), folder, model, torch.float32, world)
     assert {*GenerationConfig.from_pretrained(folder).eos_token_id} == {200, 262, *ends.get("eos_token_id", ())}
     assert json.loads((folder / "generation_config.json").read_text()).get("temperature") == ends.get("temperature")
-    umask = os.umask(0)
-    os.umask(umask)
-    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
 
 
 def test_a_model_without_a_tokenizer_is_refused(model):
@@ -152,7 +142,7 @@ def test_a_begin_token_stands_once_before_a_text(model, tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text(BEGIN + "{problem}\n", encoding="utf-8-sig")  # a BOM is no part of it
     (problem,) = load(write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"}), tokenizer)
-    turns = common.turns_of("1?")
+    turns = [{"role": "user", "content": "1?"}]
     asked = [problem.prompt_ids, *(common.prompt_of(turns, template, tokenizer) for template in (str(file), "chat"))]
     assert [tokenizer.decode(ids) for ids in asked] == [BEGIN + "1?\n", BEGIN + "1?\n", BEGIN + "[user]1?[assistant]"]
 
@@ -196,33 +186,27 @@ def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
     """It would make one prompt of all rows; or lose the system's turn."""
     chat.chat_template = TURNS.replace("turn.content", "turn.content if turn.role == 'user' else ''")
     with refused("does not show every turn"):
-        common.prompt_of(common.turns_of("1?"), "open-rs", chat)
+        common.prompt_of([{"role": "user", "content": "1?"}], "open-rs", chat)
     chat.chat_template = TURNS.replace("turn.content", "turn.content | upper")
     with refused("row 1: the tokenizer's chat template does not show every turn"):
         file = write(tmp_path / "a.jsonl", {"problem": "one?", "answer": "4"})
         common.load_problems(file, chat, common.Args(template="chat"), "--dataset")
 
 
-def test_columns_of_bytes_are_text(tokenizer, tmp_path):
-    datasets.Dataset.from_list([{"problem": "1?", "answer": [b"4", b"5"]}]).to_parquet(tmp_path / "a.parquet")
-    (problem,) = load(tmp_path / "a.parquet", tokenizer)
-    assert problem.answer == "4, 5"
-    datasets.Dataset.from_list([{"problem": "1?", "answer": b"\xff"}]).to_parquet(tmp_path / "b.parquet")
-    with refused("row 1: .*invalid start byte"):
-        load(tmp_path / "b.parquet", tokenizer)
-    datasets.Dataset.from_list([{"problem": b"1?", "answer": "4"}]).to_parquet(tmp_path / "c.parquet")
-    with refused("row 1: ", TypeError):
-        load(tmp_path / "c.parquet", tokenizer)
+def test_columns_of_bytes_are_refused(tokenizer, tmp_path):
+    for name, row in (("answer", {"problem": "1?", "answer": [b"4", b"5"]}), ("problem", {"problem": b"1?"})):
+        datasets.Dataset.from_list([row]).to_parquet(tmp_path / f"{name}.parquet")
+        with refused("row 1: ", Exception):
+            load(tmp_path / f"{name}.parquet", tokenizer)
 
 
-def test_solutions_without_any_box_are_answers(tokenizer, tmp_path, capsys):
-    """As they stand; the line of the data shows the first."""
-    rows = [{"problem": f"{n}?", "solution": n} for n in range(2)]
-    assert [problem.answer for problem in load(write(tmp_path / "a.jsonl", *rows), tokenizer)] == ["0", "1"]
-    assert "its answer: '0'" in capsys.readouterr().out
-    rows.append({"problem": "2?", "solution": "so \\boxed{2}"})
-    assert [problem.answer for problem in load(write(tmp_path / "a.jsonl", *rows), tokenizer)] == ["2"]
-    assert "left out: {'no answer': 2}" in capsys.readouterr().out
+def test_a_solution_without_a_box_is_no_answer(tokenizer, tmp_path, capsys):
+    """Unless its column is named: a worked solution is a text that no response repeats."""
+    file = write(tmp_path / "a.jsonl", *({"problem": f"{n}?", "solution": n} for n in range(2)))
+    with refused("no usable row; left out: {'no answer': 2}; --answer-column names one of"):
+        load(file, tokenizer)
+    data = common.load_problems(file, tokenizer, common.Args(template="plain", answer_column="solution"), "--dataset")
+    assert [problem.answer for problem in data] == ["0", "1"]
 
 
 def test_a_path_may_have_a_colon(tokenizer, tmp_path):

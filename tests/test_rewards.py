@@ -11,6 +11,7 @@ from seeing import png
 from transformers import AutoTokenizer
 
 import common
+from tools import rows
 
 
 def row(solution: str) -> dict:
@@ -98,7 +99,7 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["images.py", "lisa", str(folder)])
     images.main()
-    [found] = common.read_table("data/lisa-train.parquet", "--dataset")
+    [found] = rows.read_table("data/lisa-train.parquet")
     assert "instruction: one Output the thinking process" in found["problem"]
     assert rewards.box_of(found["solution"]) == (100, 100, 450, 500)
 

@@ -19,6 +19,8 @@ from types import FunctionType
 
 from sympy import Eq, Rel, count_ops, nan, sympify
 
+# of a completion; a process that is ended leaves `timeout` or `crash`
+VERDICTS = ("graded", "no_answer", "too_long", "timeout", "error", "crash")
 logging.getLogger("math_verify").setLevel("ERROR")  # it warns of timeouts that are ours
 
 

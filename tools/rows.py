@@ -1,0 +1,104 @@
+"""Other people's data: the files, splits and layouts in which problems come to `load_problems` of common.py."""
+
+import json
+import re
+from pathlib import Path
+
+import datasets
+
+from tools.grading import last_boxed
+
+KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split"
+PROBLEM_COLUMNS = ("problem", "question", "prompt")
+ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "reward_model")
+DAPO_BEGINS = (  # what DAPO-Math-17k puts around each problem
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+DAPO_ENDS = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+
+def read_json(path):
+    """Return a file's rows as they stand there, where `datasets` would give all rows the same keys and kinds. They are
+    one list, or stand one after another; an error names its line."""
+    text = Path(path).read_text(encoding="utf-8-sig")
+    blank = re.compile(r"\s*")
+    rows = []
+    at = blank.match(text).end()
+    while at < len(text):
+        row, end = json.JSONDecoder().raw_decode(text, at)
+        rows.append(row)
+        at = blank.match(text, end).end()
+    if len(rows) == 1 and isinstance(rows[0], list):
+        return rows[0]
+    return rows
+
+
+def read_table(source):
+    """Return an iterable of a source's rows, as Python values. Raises ValueError for a split that has to be named."""
+    path, _, split = source.partition(":")
+    if Path(source).exists():
+        path, split = source, ""
+    if path.endswith((".json", ".jsonl")):
+        return read_json(path)
+    if path.endswith(".parquet"):
+        table = datasets.Dataset.from_parquet(path)
+    elif Path(path).is_dir():
+        table = datasets.load_from_disk(path)
+    else:
+        configuration, _, split = split.rpartition(":")
+        table = datasets.load_dataset(path, configuration or None)
+    if isinstance(table, dict):
+        if len(table) == 1:
+            split = split or next(iter(table))
+        if split not in table:
+            raise ValueError(f"name one of its splits: {list(table)}")
+        table = table[split]
+    batches = table.with_format("arrow").iter(1000)  # decoding might fetch what a row names
+    return (row for batch in batches for row in batch.to_pylist())
+
+
+def first_of(row, *columns):
+    """Return what a row has in the first of these columns that it has, else an empty text."""
+    return next((row[column] for column in columns if column in row), "")
+
+
+def turns_of(row, column=""):
+    """Return the turns of a row's problem, without DAPO's instruction; a text is a turn of the user."""
+    value = first_of(row, column, *PROBLEM_COLUMNS)
+    if not isinstance(value, list):
+        value = [{"role": "user", "content": value or ""}]
+    turns = []
+    for turn in value:
+        text = turn["content"].removeprefix(DAPO_BEGINS).removesuffix(DAPO_ENDS)
+        turns.append(turn | {"content": text})
+    return turns
+
+
+def answer_of(row, column=""):
+    """Return what a row has for an answer, as it stands."""
+    return first_of(row, column, *ANSWER_COLUMNS, "solution")
+
+
+def reference_of(row, column=""):
+    """Return a row's bare reference, empty where there is none. Of a `solution` it is the last box, unless `column`
+    names it: without a box it would be a text that no response repeats. Raises ValueError for an object."""
+    value = answer_of(row, column)
+    if column not in row and not any(name in row for name in ANSWER_COLUMNS):
+        value = last_boxed(str(value))
+    return bare(value)
+
+
+def bare(value):
+    """Return the text of an answer: out of a list or a last box."""
+    if isinstance(value, dict):
+        value = value.get("ground_truth", value)  # a `reward_model`
+    if isinstance(value, list):
+        value = ", ".join(map(bare, value))
+    if isinstance(value, dict | bytes):
+        raise ValueError(f"no answer: {value}")
+    if value is None or value != value:  # NaN is what pandas has for None
+        return ""
+    text = str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
+    boxed = last_boxed(text)
+    return text if boxed is None else boxed.strip()
