@@ -4,6 +4,7 @@ grouped by their settings; docs/tables is what docs/data gives; pictures are in 
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import claims
@@ -160,11 +161,19 @@ def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch
     claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end", "seeds": (6,)}
     monkeypatch.setattr(claims, "CLAIMS", {"real": claim})
     executable(data / "run.sh", 'exec python3 script.py "$@"')
-    (data / "script.py").write_text(CUT_OFF)
+    script = data / "script.py"
+    script.touch()
+    identity = ["-c", "user.name=a", "-c", "user.email=b"]
+    for words in (["init"], ["add", "."], [*identity, "commit", "-m", "message"]):
+        subprocess.run(["git", *words], cwd=data, check=True)
+    script.write_text(CUT_OFF)
+    file = data / "grpo-135m-48-seed6.csv"
     for failed in (1, 0, 0):
         assert claims.main(("real",)) == failed
-        assert (data / "grpo-135m-48-seed6.csv").exists() != failed
-    assert [row["reward"] for row in plot.read(data / "grpo-135m-48-seed6.csv")] == [8, 16]
+        assert file.exists() != failed
+    about = "# commit: [0-9a-f]{7,}-dirty\n# CPU: .* AVX-512\n# date: .*\n# command: .*grpo-135m .* --seed=6\nstep,"
+    assert re.match(about, file.read_text())
+    assert [row["reward"] for row in plot.read(file)] == [8, 16]
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)

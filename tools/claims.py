@@ -8,8 +8,9 @@
 ./run.sh claims real --jobs 0        those of the pretrained model, with README's first picture
 
 A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
-several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv when it ends. A run is not
-repeated while its csv is there; one that was cut off goes on from its checkpoint, or begins again if it has none.
+several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv when it ends, below its
+commit, CPU, date and command. A run is not repeated while its csv is there; one that was cut off goes on from its
+checkpoint, or begins again if it has none.
 Delete a csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/ has what runs
 printed and wrote but weights; ./run.sh plot draws what is there while they run. A claim's table is
 docs/tables/NAME.md, its picture docs/claims-NAME.png; claims.toml lists some more pictures.
@@ -22,7 +23,9 @@ Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
 
 import json
 import shutil
+import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Literal
@@ -65,9 +68,27 @@ def columns_of(arm):
     return list(dict.fromkeys(columns))
 
 
-def write(folder):
-    """Write the csv of a run: what it logged and, at its stops, what `evaluate` found, with 4 significant digits. It
-    has all the columns that the claims use; a cell is empty where a step has no such metric, or not a finite one."""
+def origin(command):
+    """Return comment lines that say where a run's figures come from. A commit is -dirty if other files than those of
+    docs/, where csv files go, differ from it."""
+    git = {"cwd": sweep.ROOT, "capture_output": True, "text": True}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **git).stdout.strip()
+    if subprocess.run(["git", "status", "--porcelain", "-uno", "--", ".", ":!docs"], **git).stdout:
+        commit += "-dirty"
+    cpu = Path("/proc/cpuinfo").read_text()
+    name = cpu.partition("model name\t: ")[2].partition("\n")[0]
+    avx512 = "with" if "avx512f" in cpu else "without"
+    return f"""# commit: {commit}
+# CPU: {name} {avx512} AVX-512
+# date: {time.strftime("%Y-%m-%d")}
+# command: {command}
+"""
+
+
+def write(folder, about):
+    """Write the csv of a run, below the lines `about` it: what it logged and, at its stops, what `evaluate` found, with
+    4 significant digits. It has all the columns that the claims use; a cell is empty where a step has no such metric,
+    or not a finite one."""
     arm = folder.name.rpartition("-seed")[0]
     rows = plot.read(folder)
     for row in rows:
@@ -75,7 +96,8 @@ def write(folder):
             for found in json.loads((folder / f"eval-step{row['step']:g}.json").read_text())["rows"]:
                 row |= {f"sps/{found['set']}/{name}": found[name]["mean"] for name in SQUEEZED}
     partial = DATA / f"{folder.name}.partial"
-    pandas.DataFrame(rows, columns=columns_of(arm)).to_csv(partial, index=False, float_format="%.4g")
+    table = pandas.DataFrame(rows, columns=columns_of(arm))
+    partial.write_text(about + table.to_csv(index=False, float_format="%.4g"))
     partial.rename(partial.with_suffix(".csv"))
 
 
@@ -86,6 +108,7 @@ def run(folder):
     stops = STOPS.get(arm, ())
     experiment, *flags = ARMS[arm].split()
     words = [experiment, "--eval-every=60", "--checkpoint-every=1000", *flags]
+    about = origin(f"./run.sh {' '.join(words)} --seed={seed}")  # Of the code that begins: a commit may come meanwhile.
     if stops:
         shutil.rmtree(folder, ignore_errors=True)
     for step in (*LISTS["ends"].get(arm, ()), *stops):
@@ -94,7 +117,7 @@ def run(folder):
             evaluate(folder, step, seed)
     if not stops:
         sweep.go_on(words, seed, folder)
-    write(folder)
+    write(folder, about)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
 

@@ -39,7 +39,7 @@ def read(run):
     """Return {metric: value} of each step of a run folder, or of a csv that tools/claims.py wrote; NaN for what was not
     finite."""
     if run.suffix == ".csv":
-        rows = csv.DictReader(run.read_text().splitlines())
+        rows = csv.DictReader(line for line in run.read_text().splitlines() if not line.startswith("#"))
         return [{key: float(cell) for key, cell in row.items() if cell} for row in rows]
     *lines, _ = (run / "metrics.jsonl").read_text().split("\n")  # Of the line that is being written there may be half.
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in map(json.loads, lines)]
