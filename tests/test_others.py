@@ -2,7 +2,6 @@
 something else."""
 
 import json
-import os
 import shutil
 
 import datasets
@@ -11,10 +10,8 @@ import torch
 from conftest import TOY, random_model, refused
 from safetensors.torch import load_file, save_file
 from test_data import load, write
-from test_models import TRAINED, model_of
-from test_policy import CPU, batch_of
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 
@@ -47,57 +44,27 @@ def edit(file, change):
     file.write_text(json.dumps(about))
 
 
-def logp_of(model, batch):
-    """Return the log-prob of each response token by transformers' model."""
-    logps = []
-    for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
-        prompt = batch.groups[p].problem.prompt_ids
-        ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
-        logp_V = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        logps.append(logp_V.gather(-1, ids[0, len(prompt) :, None])[:, 0])
-    return torch.cat(logps)
-
-
 # ----------------------------------------------------------------------------------------------------------- the model
 def test_a_head_of_its_own_is_the_head_whatever_the_config_says(tmp_path, plain_python):
-    """config.json ties it to the embedding. The saved folder, too, computes what was trained."""
+    """config.json ties it to the embedding. The saved folder has what was trained, too."""
     folder = random_model(tmp_path / "model", tied=True)
     file = folder / "model.safetensors"
     weights = load_file(file)
     head = weights["model.embed_tokens.weight"].clone()
-    batch = batch_of(3, prompt=4)
-    micro = batch.pack(range(len(batch.rollout_R)), CPU)
     world = common.init_world()
-    for other in (head, head + 0.1 * torch.randn(head.shape)):
+    for other in (head, head + 1):
         save_file(weights | {"lm_head.weight": other}, file, metadata={"format": "pt"})
         common.config_of.cache_clear()
         policy = common.load_policy(folder, common.Args(str(folder)), world)
         assert (policy.lm_head is None) == torch.equal(head, other)
         common.save_model(policy, tmp_path / "saved", folder, torch.float32, world)
         for source in (folder, tmp_path / "saved"):
-            expected_T = logp_of(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), batch)
-            torch.testing.assert_close(policy(micro)[0], expected_T, atol=5e-5, rtol=0)
+            assert torch.equal(AutoModelForCausalLM.from_pretrained(source).lm_head.weight, other)
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_a_saved_model_computes_what_the_policy_does(tmp_path, plain_python, kind):
-    """By transformers, from the saved folder alone."""
-    args = model_of(tmp_path / "source", kind, TRAINED[kind])
-    world = common.init_world()
-    policy = common.load_policy(tmp_path / "source", args, world)
-    policy.temperature = 1.0
-    for parameter in policy.parameters():
-        parameter.data.mul_(1.1)
-    common.save_model(policy, tmp_path / "saved", tmp_path / "source", torch.float32, world)
-    batch = batch_of(3, prompt=4)
-    logp_T, _ = policy(batch.pack(range(len(batch.rollout_R)), CPU))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    torch.testing.assert_close(logp_T, logp_of(model, batch), atol=5e-5, rtol=0)
-
-
-@pytest.mark.parametrize("ends", [{}, {"temperature": 0.6}, {"eos_token_id": [262, 5]}])
-def test_a_saved_model_ends_where_training_stopped(model, plain_python, ends):
-    """At <|im_end|>, too, which only the vocabulary has; also with a setting that transformers would not save."""
+def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
+    """It ends where training stopped, at <|im_end|>, too, which only the vocabulary has; it keeps a setting that
+    transformers would not save, and others than its owner may read it."""
 
     def rename(about):
         vocabulary = about["model"]["vocab"]
@@ -105,22 +72,21 @@ def test_a_saved_model_ends_where_training_stopped(model, plain_python, ends):
         vocabulary["<|im_end|>"] = vocabulary.pop(word)
 
     edit(model / "tokenizer.json", rename)
-    (model / "generation_config.json").write_text(json.dumps(ends))
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [262, 5]}')
+    saved = model.with_name("saved")
     world = common.init_world()
-    folder = model.with_name("saved")
-    common.save_model(common.load_policy(model, common.Args(str(model)), world), folder, model, torch.float32, world)
-    assert {*GenerationConfig.from_pretrained(folder).eos_token_id} == {200, 262, *ends.get("eos_token_id", ())}
-    assert json.loads((folder / "generation_config.json").read_text()).get("temperature") == ends.get("temperature")
-    umask = os.umask(0)
-    os.umask(umask)
-    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
-
-
-def test_a_model_without_a_tokenizer_is_refused(model):
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    with refused("^--model .*: it has no files of a tokenizer"):
-        common.model_folder(common.Args(str(model)))
+    common.save_model(common.load_policy(model, common.Args(str(model)), world), saved, model, torch.bfloat16, world)
+    for file in model.iterdir():
+        if file.name not in ("config.json", "generation_config.json", "model.safetensors"):
+            assert file.read_bytes() == (saved / file.name).read_bytes(), file
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (model, saved))
+    assert after == before | {"dtype": "bfloat16"} != before
+    ends = json.loads((saved / "generation_config.json").read_text())
+    assert ends == {"temperature": 0.6, "eos_token_id": [5, 200, 262]}
+    weights = load_file(model / "model.safetensors")
+    for name, weight in load_file(saved / "model.safetensors").items():
+        assert torch.equal(weight, weights[name].bfloat16()), name
+    assert len({file.stat().st_mode for file in saved.iterdir()}) == 1
 
 
 # ------------------------------------------------------------------------------------------------------- the tokenizer
@@ -175,9 +141,6 @@ def test_a_rows_turns_are_asked_whole(chat, tmp_path):
         load(file, chat)
     with refused("row 1: the last turn is not the user's"):
         load(write(tmp_path / "a.jsonl", {"prompt": example, "answer": "2"}), chat)
-    parts = [{"type": "text", "text": "1?"}]
-    with refused("row 1", AttributeError):
-        load(write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": parts}], "answer": "2"}), chat)
 
 
 def test_options_of_a_chat_format_are_passed_on(chat, tmp_path):
@@ -188,31 +151,20 @@ def test_options_of_a_chat_format_are_passed_on(chat, tmp_path):
         args = common.Args(template="chat", chat_template_kwargs=options)
         (problem,) = common.load_problems(file, chat, args, "--dataset")
         assert chat.decode(problem.prompt_ids).endswith(end)
-    with refused("Expecting value"):
-        common.load_problems(file, chat, common.Args(template="chat", chat_template_kwargs="no JSON"), "--dataset")
 
 
 def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
-    """It would make one prompt of all rows; or lose the system's turn."""
+    """Or loses the system's turn."""
     chat.chat_template = TURNS.replace("turn.content", "turn.content if turn.role == 'user' else ''")
-    with refused("does not show every turn"):
-        common.prompt_of(common.turns_of("1?"), "open-rs", chat)
-    chat.chat_template = TURNS.replace("turn.content", "turn.content | upper")
+    file = write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"})
     with refused("row 1: the tokenizer's chat template does not show every turn"):
-        file = write(tmp_path / "a.jsonl", {"problem": "one?", "answer": "4"})
-        common.load_problems(file, chat, common.Args(template="chat"), "--dataset")
+        common.load_problems(file, chat, common.Args(template="open-rs"), "--dataset")
 
 
-def test_columns_of_bytes_are_text(tokenizer, tmp_path):
+def test_an_answer_of_bytes_is_text(tokenizer, tmp_path):
     datasets.Dataset.from_list([{"problem": "1?", "answer": [b"4", b"5"]}]).to_parquet(tmp_path / "a.parquet")
     (problem,) = load(tmp_path / "a.parquet", tokenizer)
     assert problem.answer == "4, 5"
-    datasets.Dataset.from_list([{"problem": "1?", "answer": b"\xff"}]).to_parquet(tmp_path / "b.parquet")
-    with refused("row 1: .*invalid start byte"):
-        load(tmp_path / "b.parquet", tokenizer)
-    datasets.Dataset.from_list([{"problem": b"1?", "answer": "4"}]).to_parquet(tmp_path / "c.parquet")
-    with refused("row 1: ", TypeError):
-        load(tmp_path / "c.parquet", tokenizer)
 
 
 def test_solutions_without_any_box_are_answers(tokenizer, tmp_path, capsys):
@@ -223,14 +175,3 @@ def test_solutions_without_any_box_are_answers(tokenizer, tmp_path, capsys):
     rows.append({"problem": "2?", "solution": "so \\boxed{2}"})
     assert [problem.answer for problem in load(write(tmp_path / "a.jsonl", *rows), tokenizer)] == ["2"]
     assert "left out: {'no answer': 2}" in capsys.readouterr().out
-
-
-def test_a_path_may_have_a_colon(tokenizer, tmp_path):
-    folder = tmp_path / "2026-11-25T10:00"
-    folder.mkdir()
-    assert load(write(folder / "a.jsonl", {"problem": "1?", "answer": "4"}), tokenizer)
-
-
-def test_rewards_that_differ_by_rounding_are_equal():
-    reward_PG = torch.tensor([[0.1 + 0.2, 0.3], [0.0, 1.0]], dtype=torch.float64)
-    assert common.valid(reward_PG).tolist() == [False, True]
