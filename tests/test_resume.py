@@ -68,8 +68,7 @@ def test_stopped_and_resumed(script, engine, request, tmp_path):
     folder = tmp_path / "run"
     result = engine.start(script=script, flags=flags_of(script, folder))
     wait_for(folder / "checkpoints" / "step-00002", engine.running, engine.output)
-    for process in engine.processes:
-        process.send_signal(signal.SIGUSR1)
+    faults.send([process.pid for process in engine.processes], signal.SIGUSR1)
     assert "a stop file: ending with a checkpoint" in engine.result(result) and not (folder / "stop").exists()
     assert rows(folder)[-1]["step"] == 3
     spoil_metrics(folder, 3)
