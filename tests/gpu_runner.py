@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from triton.backends import backends
 
 import common
@@ -29,14 +29,6 @@ def wake_up(worker, tags: list[str]) -> None:
     if "weights" in tags:
         for name, buffer in worker.model_runner.model.named_buffers():
             buffer.data.copy_(worker.kept[name])
-
-
-def likeliest(model: str, group: common.Group) -> list[int]:
-    """Return what transformers' own greedy search finds, as long as the group's response."""
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    prompt = torch.tensor([group.problem.prompt_ids])
-    found = lm.generate(prompt, do_sample=False, max_new_tokens=len(group.rollouts[0].ids))
-    return found[0, prompt.shape[1] :].tolist()
 
 
 def main(model: str, folder: str) -> None:
@@ -72,10 +64,6 @@ def main(model: str, folder: str) -> None:
     for number in range(3):
         sampler.load(policy)
         groups = sampler.sample(asked, 4, args.temperature, args)
-        if number == 0:
-            greedy = sampler.sample(asked, 1, 0.0, args)
-            found["greedy"] = [group.rollouts[0].ids.tolist() for group in greedy]
-            found["likeliest"] = [likeliest(model, group) for group in greedy]
         sampler.sleep()
         batch = common.Batch([replace(group, reward_G=torch.zeros(4)) for group in groups])
         dealt = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)

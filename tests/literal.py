@@ -1,4 +1,5 @@
-"""Losses of the papers as slow loops over single numbers in float64, random numbers for them, and their slopes.
+"""Losses of the papers as slow loops over single numbers in float64, random numbers for them, and a check
+of losses and gradients against them.
 
 logp[p][i][t] is the log-prob of token t of response i to prompt p, and reward[p][i] is that response's reward.
 """
@@ -7,6 +8,7 @@ import math
 import random
 from collections.abc import Callable
 
+import pytest
 import torch
 
 
@@ -99,14 +101,22 @@ def flat(nested) -> torch.Tensor:
     return torch.tensor([x for row in nested for response in row for x in response], dtype=torch.float64)
 
 
-def numbers(logp) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return length_R and response_T."""
+def numbers(logp, reward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return reward_PG, length_R and response_T."""
     length_R = torch.tensor([len(response) for row in logp for response in row])
-    return length_R, torch.arange(len(length_R)).repeat_interleave(length_R)
+    response_T = torch.arange(len(length_R)).repeat_interleave(length_R)
+    return torch.tensor(reward, dtype=torch.float64), length_R, response_T
 
 
-def check_gradient(found: torch.Tensor, value: Callable, logp, step: float = 1e-6) -> None:
-    """Check a gradient against the central differences of value() in each number of the nested lists logp."""
+def check(loss_of: Callable, value: Callable, logp, trained: Callable | None = None, step: float = 1e-6) -> None:
+    """Check loss_of(logp_T) against value(), which reads the nested lists logp, and its gradient against the central
+    differences in each of their numbers. Where another loss is `trained`, its gradient is checked."""
+    logp_T = flat(logp).requires_grad_()
+    loss = loss_of(logp_T)
+    assert loss.item() == pytest.approx(value(), abs=1e-12)
+    if trained:
+        loss = trained(logp_T)
+    (gradient_T,) = torch.autograd.grad(loss, logp_T)
     slopes = []
     for response in (response for row in logp for response in row):
         for t, kept in enumerate(list(response)):
@@ -115,4 +125,4 @@ def check_gradient(found: torch.Tensor, value: Callable, logp, step: float = 1e-
             response[t] = kept - step
             slopes.append((above - value()) / (2 * step))
             response[t] = kept
-    torch.testing.assert_close(found, torch.tensor(slopes, dtype=torch.float64), atol=1e-8, rtol=1e-6)
+    torch.testing.assert_close(gradient_T, torch.tensor(slopes, dtype=torch.float64), atol=1e-8, rtol=1e-6)

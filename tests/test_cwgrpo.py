@@ -5,12 +5,11 @@ import math
 import random
 
 import literal
-import numpy as np
+import prove
 import pytest
 import torch
+from conftest import ROOT
 from literal import flat
-from test_invariance import largest_difference
-from test_policy import group_of
 
 import common
 import cwgrpo
@@ -51,14 +50,13 @@ def literal_loss(logp, old, ref, reward, beta, kernel="printed", constant=None):
     return literal.grpo(logp, old, advantage, LOW, HIGH, ref, beta, weight)
 
 
-def ours(logp, old, ref, reward, beta, kernel="printed"):
-    """The loss that is logged, its KL, the share of clipped tokens, and the gradient with respect to logp of what is
-    trained."""
-    length_R, response_T = literal.numbers(logp)
+def ours(logp, old, ref, reward, beta, kernel):
+    """Return the loss that is logged and, with the printed kernel, that which is trained, as functions of logp_T."""
+    reward_PG, length_R, response_T = literal.numbers(logp, reward)
     group_T = response_T // len(logp[0])
-    advantage_T = cwgrpo.advantages(torch.tensor(reward, dtype=torch.float64)).flatten()[response_T]
+    advantage_T = cwgrpo.advantages(reward_PG).flatten()[response_T]
     weight_T = cwgrpo.token_weights(length_R)
-    fixed = {
+    inputs = {
         "old_logp_T": flat(old),
         "ref_logp_T": flat(ref),
         "advantage_T": advantage_T,
@@ -67,18 +65,16 @@ def ours(logp, old, ref, reward, beta, kernel="printed"):
         "high": HIGH,
         "kl_coef": beta,
     }
-    factor_T = w_T = torch.ones_like(advantage_T)
-    if kernel != "none":
-        c_T = cwgrpo.covariance(flat(old), advantage_T, response_T, group_T)
-        factor_T = w_T = cwgrpo.kernel_weights(c_T, group_T)
-    if kernel == "printed":
-        factor_T = cwgrpo.effective_kernel(flat(old), advantage_T, weight_T, response_T, group_T)
-    leaf = flat(logp).requires_grad_()
-    trained, _ = cwgrpo.policy_loss(leaf, factor_T=factor_T, **fixed)
-    trained.backward()
-    loss, seen = cwgrpo.policy_loss(flat(logp), factor_T=w_T, **fixed)
-    clipped = seen["clipped_T"].double().mean().item()
-    return loss.item(), (weight_T * seen["kl_T"]).sum().item(), clipped, leaf.grad
+
+    def of(factor_T):
+        return lambda logp_T: cwgrpo.policy_loss(logp_T, factor_T=factor_T, **inputs)[0]
+
+    if kernel == "none":
+        return of(torch.ones_like(advantage_T)), None
+    w_T = cwgrpo.kernel_weights(cwgrpo.covariance(flat(old), advantage_T, response_T, group_T), group_T)
+    if kernel == "detached":
+        return of(w_T), None
+    return of(w_T), of(cwgrpo.effective_kernel(flat(old), advantage_T, weight_T, response_T, group_T))
 
 
 @pytest.mark.parametrize("kernel", ["printed", "detached", "none"])
@@ -90,44 +86,26 @@ def test_loss_and_gradient_equal_section_2_3(seed, kernel):
     logp, old, ref, reward = literal.draw(seed, 1 + seed % 3, 3 + seed % 2, 1 if seed == 4 else 9, 2 + seed % 2, 0.6)
     if kernel != "none":
         old = copy.deepcopy(logp)
-    rest = (old, ref, reward, [0.04, 0.0][seed == 3])
+    rest = (old, ref, reward, [0.04, 0.0][seed == 3], kernel)
     constant = old if kernel == "detached" else None
-    loss, found, clipped, gradient = ours(logp, *rest, kernel)
-    assert loss == pytest.approx(literal_loss(logp, *rest, kernel, constant), abs=1e-12)
-    kl = literal_loss(logp, old, ref, [[0.0] * len(row) for row in logp], 1.0, "none")
-    assert found == pytest.approx(kl, abs=1e-12)
-    literal.check_gradient(gradient, lambda: literal_loss(logp, *rest, kernel, constant), logp)
-    _, response_T = literal.numbers(logp)
-    advantage_T = torch.tensor(list(map(literal.advantages, reward))).flatten()[response_T]
-    above_T = flat(logp) - flat(old) > math.log(HIGH)
-    assert clipped == (above_T & (advantage_T > 0)).double().mean()
+    logged, trained = ours(logp, *rest)
+    literal.check(logged, lambda: literal_loss(logp, *rest, constant), logp, trained)
 
 
-def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python, tmp_path):
-    """A step's gradient with truncated importance sampling is that of the whole loss in one row, by autograd."""
-    rng = np.random.default_rng(0)
-    groups = [group_of([1, 2], [rng.integers(0, 263, length) for length in (1, 9, 5)]) for _ in range(2)]
-    batch = common.Batch(groups)
-    batch.reward_PG = torch.tensor([[1.0, 0, 0], [1.0, 1, 0]]).double()
-    batch.sampler_logp_T += torch.from_numpy(rng.normal(-5.6, 0.5, len(batch.response_T)))
-    limits = {"tis_cap": 1.2, "max_grad_norm": 1e9, "micro_batch_tokens": 24}
-    args = cwgrpo.Args(model=str(tiny), run_dir=str(tmp_path), kl_coef=0.0, **limits)
-    world = common.init_world()
-    policy = common.load_policy(tiny, args, world)
-    record = common.Record(args, world)
-    record.gap_limit = math.inf  # the sampler's log-probs are made up
-    cwgrpo.learn(policy, None, torch.optim.AdamW(policy.parameters(), lr=0.0), batch, 5, record)
-    found = {name: parameter.grad.full_tensor() for name, parameter in policy.named_parameters()}
-    policy.zero_grad()
-    logp_T, _ = policy(batch.pack(list(range(6)), world.device))
+def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python):
+    """Of truncated importance sampling, too: by autograd of the policy term in one row."""
+    args = {"tis_cap": 1.2, "kl_coef": 0.0}
+    made, its = prove.step(common.init_world(), ROOT / "cwgrpo.py", ["--model", tiny], args)
+    seen, batch = made.seen, its.batch
     advantage_T = cwgrpo.advantages(batch.reward_PG).flatten()[batch.response_T]
-    group_T = batch.response_T // 3
-    w_T = cwgrpo.kernel_weights(cwgrpo.covariance(logp_T, advantage_T, batch.response_T, group_T), group_T)
-    truncated_T = (logp_T.detach() - batch.sampler_logp_T).exp().clamp(max=1.2)
-    ratio_T = (logp_T - logp_T.detach()).exp()
-    (-cwgrpo.token_weights(batch.length_R) * truncated_T * ratio_T * w_T * advantage_T).sum().backward()
-    expected = {name: parameter.grad.full_tensor() for name, parameter in policy.named_parameters()}
-    assert largest_difference(found, expected) < 1e-4
+    group_T = batch.response_T // 4
+    leaf_T = seen["old_logp_T"].double().requires_grad_()
+    w_T = cwgrpo.kernel_weights(cwgrpo.covariance(leaf_T, advantage_T, batch.response_T, group_T), group_T)
+    truncated_T = (leaf_T.detach() - batch.sampler_logp_T).exp().clamp(max=1.2)
+    ratio_T = (leaf_T - leaf_T.detach()).exp()
+    (seen["weight_T"] * truncated_T * ratio_T * w_T * advantage_T).sum().backward()
+    found_T = seen["weight_T"] * seen["advantage_T"] * seen["factor_T"]
+    torch.testing.assert_close(found_T, leaf_T.grad.float(), atol=1e-7, rtol=1e-4)
 
 
 def test_clip_cov_masks_candidates_only():
@@ -151,19 +129,12 @@ def test_clip_cov_masks_candidates_only():
 
 
 def test_covariance_summary():
-    """Table 1's bins, rank by rank: the token of rank n of N lies at 100 n / N percent."""
-    rng = random.Random(1)
-    c = sorted((rng.gauss(0, 1) ** 3 for _ in range(30000)), key=abs, reverse=True)
-    bins = {}
-    for sign, of_sign in (("positive", [x for x in c if x > 0]), ("negative", [x for x in c if x < 0])):
-        for rank, x in enumerate(of_sign):
-            share = next(share for share in (0.01, 1, 20, 40, 100) if rank < math.ceil(len(of_sign) * share / 100))
-            bins.setdefault(f"covariance/{sign}@{share}%", []).append(x)
-    expected = {key: sum(values) / len(values) for key, values in bins.items()}
-    for share in (0.01, 0.1, 1, 5, 10, 20, 40, 60, 80):
-        top = c[: math.ceil(len(c) * share / 100)]
-        expected[f"covariance/cumulative@{share}%"] = sum(map(abs, top)) / sum(map(abs, c))
-    assert cwgrpo.covariance_summary(torch.tensor(c[::-1], dtype=torch.float64)) == pytest.approx(expected)
+    """Of 200 tokens, half of them positive, the 1 % of a sign is one token and its 20 % are twenty."""
+    c = [sign * size for size in range(1, 101) for sign in (1, -1)]
+    found = cwgrpo.covariance_summary(torch.tensor(c))
+    assert found["covariance/positive@0.01%"] == 100 and found["covariance/negative@20%"] == -90  # -99 to -81
+    assert "covariance/positive@1%" not in found, "that token is in the band before"
+    assert found["covariance/cumulative@20%"] == pytest.approx(sum(range(81, 101)) / sum(range(1, 101)))
     assert cwgrpo.covariance_summary(torch.zeros(4)) == {}
 
 

@@ -58,15 +58,17 @@ def test_formats_and_aliases(tokenizer, tmp_path):
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(tmp_path / "a.parquet")
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    write(tmp_path / "a.jsonl", *rows)
+    write(tmp_path / "10:00.jsonl", *rows)
     table.save_to_disk(tmp_path / "folder")
     datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "splits")
-    for name in ("a.jsonl", "a.json", "a.parquet", "folder", "splits:train"):
+    for name in ("10:00.jsonl", "a.json", "a.parquet", "folder", "splits:train"):
         data = load(tmp_path / name, tokenizer)
         assert [(p.text, p.answer) for p in data] == [("1+1=?", "2"), ("1+2=?", "3")], name
         assert tokenizer.decode(data[0].prompt_ids) == "1+1=?\n"
     with refused(r"^--dataset \S+splits: .*name one of its splits.*\['train', 'test'\]"):
         load(tmp_path / "splits", tokenizer)
+    with refused(r"^--dataset \S+nowhere.parquet: cannot be read"):
+        load(tmp_path / "nowhere.parquet", tokenizer)
 
 
 def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
@@ -121,10 +123,8 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
     "row, message",
     [
         ({"text": "1", "answer": "2"}, r", row 2: .*--problem-column .*\['text', 'answer'\]"),
-        ({"problem": [{"from": "human", "value": "1?"}], "answer": "1"}, ", row 2: 'content'$"),
         ({"problem": "1?", "answer": {"is": 1}}, ", row 2: no answer: "),
         ({"problem": "1?", "answer": "byte 255"}, ": cannot be read as .*invalid start byte"),
-        (["1?", "1"], r", row 2: no problem in .*; --problem-column names one of \['1\?', '1'\]"),
         ({"answer": "lines"}, ": cannot be read as .* line 3"),
     ],
 )
@@ -134,11 +134,6 @@ def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
     Path(source).write_bytes(text)
     with refused(rf"^--dataset \S+a\.jsonl{message}.*$", Exception):
         load(source, tokenizer)
-
-
-def test_sources_that_cannot_be_read(tokenizer, tmp_path):
-    with refused(r"^--dataset \S+b.parquet: cannot be read"):
-        load(tmp_path / "b.parquet", tokenizer)
 
 
 def test_columns_of_ones_own(tokenizer, tmp_path):
@@ -172,8 +167,6 @@ def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
     half = drawn(100)
     assert half == drawn(100) != drawn(100, seed=2) and len(set(half)) == 100
     assert drawn(0) == list(range(200))
-    with refused("[Ss]ample larger than population"):
-        drawn(201)
 
 
 def test_order_of_the_data():
@@ -195,16 +188,9 @@ def test_order_of_the_data():
         ({"template": "LICENSE"}, "--template LICENSE: legal: plain, qwen-math, .*or a text file with {problem}"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
         ({"reweight": "kernel", "updates_per_step": 2}, "--updates-per-step: 1, or another --reweight than kernel"),
-        ({"clip_cov_low": 6.0}, "--clip-cov-low: at most --clip-cov-high"),
     ],
 )
 def test_flags_that_cannot_work(plain_python, monkeypatch, settings, message):
     monkeypatch.chdir(ROOT)
     with refused(message):
         cwgrpo.main(cwgrpo.Args(max_response_tokens=4000, **settings))
-
-
-def test_a_template_of_ones_own(tokenizer, tmp_path):
-    (tmp_path / "mine.txt").write_text("{a} Q: {problem}\nA:")
-    ids = common.prompt_of([{"role": "user", "content": "P {x}"}], str(tmp_path / "mine.txt"), tokenizer)
-    assert tokenizer.decode(ids) == "{a} Q: P {x}\nA:"

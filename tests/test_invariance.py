@@ -37,11 +37,6 @@ def test_gradient_and_metrics(step, script):
     check_alike(step(3, script, 50, change="reverse"), step(1, script))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_first_step_in_which_sampler_and_trainer_disagree_ends_the_run(step, script):
-    assert ": sampler and trainer disagree by " in step(1, script, gap_limit=0.01)["said"]
-
-
 def test_nodes_and_activation_checkpointing_change_nothing(step):
     """Two nodes replicate; three processes of one node shard."""
     two = step(2, "sspo", args=ONE["sspo"] | {"activation_checkpointing": True})
@@ -69,10 +64,9 @@ def test_segments_that_are_not_trained_are_not_counted(step):
 CLIP_COV = {"reweight": "clip-cov", "clip_cov_share": 0.2, "clip_cov_low": -5.0, "normaliser": "token"}
 
 
-@pytest.mark.parametrize("kl_coef", [0.04, 0.0])
-def test_clip_cov_draws_the_same_tokens_on_any_number_of_ranks(step, kl_coef):
+def test_clip_cov_draws_the_same_tokens_on_any_number_of_ranks(step):
     """Means, candidates and the draw span the whole update."""
-    one, three = (step(ranks, "cwgrpo", 60, CLIP_COV | {"kl_coef": kl_coef}) for ranks in (1, 3))
+    one, three = (step(ranks, "cwgrpo", 60, CLIP_COV) for ranks in (1, 3))
     assert 0.1 < one["metrics"]["weight_removed"] < 0.3  # a fifth of all tokens
     check_alike(three, one)
 
@@ -125,10 +119,9 @@ def test_an_irl_step(step):
     assert again["irl/probability"] > one["metrics"]["irl/probability"]
 
 
-@pytest.mark.parametrize("tis_cap", [0.0, 1.2])
-def test_several_updates_of_sps_are_those_of_sspo(step, tis_cap):
+def test_several_updates_of_sps_are_those_of_sspo(step):
     """With one token per segment and without KL, so that ratios and clips of later updates count."""
-    shared = {"updates_per_step": 3, "tis_cap": tis_cap}
+    shared = {"updates_per_step": 3, "tis_cap": 1.2}
     ours = step(2, "sps", 60, shared | {"kl_coef": 0.0})
     theirs = step(1, "sspo", args=shared | {"clip": "fixed", "delimiter": "token"})
     assert ours["metrics"]["optimizer_steps"] == 3 and theirs["metrics"]["clip_fraction"] > 0
@@ -159,8 +152,7 @@ def test_gpg_appendix_a(step):
     assert largest_difference(several["gradient"], true["gradient"]) < 1e-5
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_an_update_that_is_not_finite_is_left_out(step, script):
+def test_an_update_that_is_not_finite_is_left_out(step):
     """One token of one response on one rank: no rank steps."""
-    result = step(3, script, 60, ONE.get(script, {}) | {"tis_cap": 1.2}, change="poison")
+    result = step(3, "sspo", 60, ONE["sspo"] | {"tis_cap": 1.2}, change="poison")
     assert result["skipped"] == 1 and not any(moved.any() for moved in result["moved"].values())

@@ -10,10 +10,8 @@ import torch
 from conftest import TOY, random_model, refused
 from safetensors.torch import load_file, save_file
 from test_data import load, write
-from test_models import TRAINED, model_of
-from test_policy import CPU, batch_of
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 import common
 
@@ -46,17 +44,6 @@ def edit(file, change):
     file.write_text(json.dumps(about))
 
 
-def logp_of(model, batch):
-    """Return the log-prob of each response token by transformers' model."""
-    logps = []
-    for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
-        prompt = batch.groups[p].problem.prompt_ids
-        ids = torch.tensor([[*prompt, *rollout.ids.tolist()]])
-        logp_V = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        logps.append(logp_V.gather(-1, ids[0, len(prompt) :, None])[:, 0])
-    return torch.cat(logps)
-
-
 # ----------------------------------------------------------------------------------------------------------- the model
 def test_a_head_that_the_config_ties_is_refused(tmp_path, plain_python):
     """The sampler would have the embedding in its place; one that is the embedding may be there."""
@@ -72,25 +59,9 @@ def test_a_head_that_the_config_ties_is_refused(tmp_path, plain_python):
                 common.read_weights(folder)
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_a_saved_model_computes_what_the_policy_does(tmp_path, plain_python, kind):
-    """By transformers, from the saved folder alone."""
-    args = model_of(tmp_path / "source", kind, TRAINED[kind])
-    world = common.init_world()
-    policy = common.load_policy(tmp_path / "source", args, world)
-    policy.temperature = 1.0
-    for parameter in policy.parameters():
-        parameter.data.mul_(1.1)
-    common.save_model(policy, tmp_path / "saved", tmp_path / "source", torch.float32, world)
-    batch = batch_of(3, prompt=4)
-    logp_T, _ = policy(batch.pack(range(len(batch.rollout_R)), CPU))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    torch.testing.assert_close(logp_T, logp_of(model, batch), atol=5e-5, rtol=0)
-
-
-@pytest.mark.parametrize("ends", [{}, {"temperature": 0.6}, {"eos_token_id": [262, 5]}])
-def test_a_saved_model_ends_where_training_stopped(model, plain_python, ends):
-    """At <|im_end|>, too, which only the vocabulary has; also with a setting that transformers would not save."""
+def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
+    """It ends where training stopped, at <|im_end|>, too, which only the vocabulary has; it keeps a setting that
+    transformers would not save."""
 
     def rename(about):
         vocabulary = about["model"]["vocab"]
@@ -98,19 +69,20 @@ def test_a_saved_model_ends_where_training_stopped(model, plain_python, ends):
         vocabulary["<|im_end|>"] = vocabulary.pop(word)
 
     edit(model / "tokenizer.json", rename)
-    (model / "generation_config.json").write_text(json.dumps(ends))
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [262, 5]}')
+    saved = model.with_name("saved")
     world = common.init_world()
-    folder = model.with_name("saved")
-    common.save_model(common.load_policy(model, common.Args(str(model)), world), folder, model, torch.float32, world)
-    assert {*GenerationConfig.from_pretrained(folder).eos_token_id} == {200, 262, *ends.get("eos_token_id", ())}
-    assert json.loads((folder / "generation_config.json").read_text()).get("temperature") == ends.get("temperature")
-
-
-def test_a_model_without_a_tokenizer_is_refused(model):
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    with refused("^--model .*: it has no files of a tokenizer"):
-        common.model_folder(common.Args(str(model)))
+    common.save_model(common.load_policy(model, common.Args(str(model)), world), saved, model, torch.bfloat16, world)
+    for file in model.iterdir():
+        if file.name not in ("config.json", "generation_config.json", "model.safetensors"):
+            assert file.read_bytes() == (saved / file.name).read_bytes(), file
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (model, saved))
+    assert after == before | {"dtype": "bfloat16"} != before
+    ends = json.loads((saved / "generation_config.json").read_text())
+    assert ends == {"temperature": 0.6, "eos_token_id": [5, 200, 262]}
+    weights = load_file(model / "model.safetensors")
+    for name, weight in load_file(saved / "model.safetensors").items():
+        assert torch.equal(weight, weights[name].bfloat16()), name
 
 
 # ------------------------------------------------------------------------------------------------------- the tokenizer
@@ -165,9 +137,6 @@ def test_a_rows_turns_are_asked_whole(chat, tmp_path):
         load(file, chat)
     with refused("row 1: the last turn is not the user's"):
         load(write(tmp_path / "a.jsonl", {"prompt": example, "answer": "2"}), chat)
-    parts = [{"type": "text", "text": "1?"}]
-    with refused("row 1", AttributeError):
-        load(write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": parts}], "answer": "2"}), chat)
 
 
 def test_options_of_a_chat_format_are_passed_on(chat, tmp_path):
@@ -178,19 +147,14 @@ def test_options_of_a_chat_format_are_passed_on(chat, tmp_path):
         args = common.Args(template="chat", chat_template_kwargs=options)
         (problem,) = common.load_problems(file, chat, args, "--dataset")
         assert chat.decode(problem.prompt_ids).endswith(end)
-    with refused("Expecting value"):
-        common.load_problems(file, chat, common.Args(template="chat", chat_template_kwargs="no JSON"), "--dataset")
 
 
 def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
-    """It would make one prompt of all rows; or lose the system's turn."""
+    """Or loses the system's turn."""
     chat.chat_template = TURNS.replace("turn.content", "turn.content if turn.role == 'user' else ''")
-    with refused("does not show every turn"):
-        common.prompt_of([{"role": "user", "content": "1?"}], "open-rs", chat)
-    chat.chat_template = TURNS.replace("turn.content", "turn.content | upper")
+    file = write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"})
     with refused("row 1: the tokenizer's chat template does not show every turn"):
-        file = write(tmp_path / "a.jsonl", {"problem": "one?", "answer": "4"})
-        common.load_problems(file, chat, common.Args(template="chat"), "--dataset")
+        common.load_problems(file, chat, common.Args(template="open-rs"), "--dataset")
 
 
 def test_columns_of_bytes_are_refused(tokenizer, tmp_path):
@@ -207,14 +171,3 @@ def test_a_solution_without_a_box_is_no_answer(tokenizer, tmp_path, capsys):
         load(file, tokenizer)
     data = common.load_problems(file, tokenizer, common.Args(template="plain", answer_column="solution"), "--dataset")
     assert [problem.answer for problem in data] == ["0", "1"]
-
-
-def test_a_path_may_have_a_colon(tokenizer, tmp_path):
-    folder = tmp_path / "2026-11-25T10:00"
-    folder.mkdir()
-    assert load(write(folder / "a.jsonl", {"problem": "1?", "answer": "4"}), tokenizer)
-
-
-def test_rewards_that_differ_by_rounding_are_equal():
-    reward_PG = torch.tensor([[0.1 + 0.2, 0.3], [0.0, 1.0]], dtype=torch.float64)
-    assert common.valid(reward_PG).tolist() == [False, True]

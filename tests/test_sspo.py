@@ -53,58 +53,62 @@ def draw(seed, **options):
 
 
 def ours(logp, old, reward, entropy, segment, fixed=None):
-    """The script's functions on the same numbers; returns loss, gradient and what the loss saw."""
-    length_R, response_T = literal.numbers(logp)
+    """Return the script's loss of these numbers as a function of logp_T."""
+    reward_PG, length_R, response_T = literal.numbers(logp, reward)
     segment_T = flat(segment).long() + 10 * response_T
-    advantage_T = sspo.advantages(torch.tensor(reward).double()).flatten()[response_T]
     low_S, high_S = sspo.clip_bounds(sspo.segment_mean(flat(entropy), segment_T), ALPHA, BETA, GAMMA)
     if fixed:
         low_S, high_S = torch.full_like(low_S, 1 - fixed), torch.full_like(high_S, 1 + fixed)
-    leaf = flat(logp).requires_grad_()
-    weight_T = sspo.token_weights(length_R)
-    loss, seen = sspo.policy_loss(leaf, flat(old), advantage_T, segment_T, low_S, high_S, weight_T)
-    loss.backward()
-    return loss.item(), leaf.grad, seen
+    inputs = {
+        "old_logp_T": flat(old),
+        "advantage_T": sspo.advantages(reward_PG).flatten()[response_T],
+        "segment_T": segment_T,
+        "low_S": low_S,
+        "high_S": high_S,
+        "weight_T": sspo.token_weights(length_R),
+    }
+    return lambda logp_T: sspo.policy_loss(logp_T, **inputs)[0]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_loss_and_gradient_equal_eq_16(seed):
     numbers = draw(seed, prompts=1 + seed % 3, group=2 + seed % 4, longest=1 if seed == 5 else 9, by=0.5)
-    loss, gradient, _ = ours(*numbers)
-    assert loss == pytest.approx(literal_loss(*numbers), abs=1e-12)
-    literal.check_gradient(gradient, lambda: literal_loss(*numbers), numbers[0])
-
-
-def test_clip_summary():
-    """Of 201 segments the percentiles are every second."""
-    rng = random.Random(1)
-    entropies = sorted(rng.uniform(0, 1.2) for _ in range(201))
-    found = sspo.clip_summary(torch.tensor(entropies, dtype=torch.float64), ALPHA, BETA, GAMMA)
-    expected = {f"segment_entropy/p{percent}": entropies[2 * percent] for percent in (5, 25, 50, 75, 95, 99)}
-    expected["at_gamma_share"] = sum(bounds(h)[1] == GAMMA for h in entropies) / 201
-    expected["at_beta_share"] = sum(bounds(h)[0] == BETA for h in entropies) / 201
-    assert found == pytest.approx(expected, abs=1e-12)
+    literal.check(ours(*numbers), lambda: literal_loss(*numbers), numbers[0])
 
 
 def test_one_segment_is_gspo():
     """Eqs. 4 to 6: GRPO's loss of one ratio a response."""
     logp, old, reward, entropy, segment = draw(3)
     whole = [[[0] * len(response) for response in row] for row in segment]
-    loss, *_ = ours(logp, old, reward, entropy, whole, fixed=0.2)
 
     def mean(nested):
         return [[[sum(response) / len(response)] for response in row] for row in nested]
 
-    expected = literal.grpo(mean(logp), mean(old), list(map(literal.advantages, reward)), 0.8, 1.2)
-    assert loss == pytest.approx(expected, abs=1e-12)
+    advantage = list(map(literal.advantages, reward))
+    literal.check(
+        ours(logp, old, reward, entropy, whole, fixed=0.2),
+        lambda: literal.grpo(mean(logp), mean(old), advantage, 0.8, 1.2),
+        logp,
+    )
 
 
 def test_one_token_per_segment_is_grpo():
+    """Eqs. 1 to 3."""
     logp, old, reward, entropy, _ = draw(4)
     tokens = [[list(range(len(response))) for response in row] for row in logp]
-    loss, *_ = ours(logp, old, reward, entropy, tokens, fixed=0.2)
-    expected = literal.grpo(logp, old, list(map(literal.advantages, reward)), 0.8, 1.2)  # Eqs. 1 to 3
-    assert loss == pytest.approx(expected, abs=1e-12)
+    advantage = list(map(literal.advantages, reward))
+    literal.check(
+        ours(logp, old, reward, entropy, tokens, fixed=0.2),
+        lambda: literal.grpo(logp, old, advantage, 0.8, 1.2),
+        logp,
+    )
+
+
+def test_clip_summary():
+    """The shares of three segments at the caps: 1 - h at beta up to 0.2, 1 + alpha + h at gamma from 0.65."""
+    found = sspo.clip_summary(torch.tensor([0.1, 0.5, 0.7]), ALPHA, BETA, GAMMA)
+    assert (found["at_beta_share"], found["at_gamma_share"]) == pytest.approx((1 / 3, 1 / 3))
+    assert found["segment_entropy/p50"] == 0.5
 
 
 def test_dapo():
