@@ -172,6 +172,3 @@ def test_solutions_without_any_box_are_answers(tokenizer, tmp_path, capsys):
     rows = [{"problem": f"{n}?", "solution": n} for n in range(2)]
     assert [problem.answer for problem in load(write(tmp_path / "a.jsonl", *rows), tokenizer)] == ["0", "1"]
     assert "its answer: '0'" in capsys.readouterr().out
-    rows.append({"problem": "2?", "solution": "so \\boxed{2}"})
-    assert [problem.answer for problem in load(write(tmp_path / "a.jsonl", *rows), tokenizer)] == ["2"]
-    assert "left out: {'no answer': 2}" in capsys.readouterr().out
