@@ -40,7 +40,7 @@ def policy_of(folder) -> common.Policy:
 def test_gradients_repeat_bit_for_bit_with_two_threads(tmp_path):
     """A prompt's last token predicts the first of each response, and its keys serve all of them: many gradients in one
     place, whose order must not be left to threads. Smaller sums than these would be left to one thread."""
-    policy = policy_of(random_model(tmp_path, hidden_size=512, num_attention_heads=8))
+    policy = policy_of(random_model(tmp_path, hidden_size=512, num_hidden_layers=1, num_attention_heads=8))
     rng = np.random.default_rng(0)
     group = group_of(rng.integers(0, 64, 40).tolist(), rng.integers(0, 64, (64, 20)))
     micro = common.Batch([group]).pack(rng.permutation(64).tolist(), CPU)
