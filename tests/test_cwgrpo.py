@@ -109,23 +109,23 @@ def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python):
 
 
 def test_clip_cov_masks_candidates_only():
+    """Of 3,000 tokens that many by chance; where the ratio is 3 PPO clips A > 0."""
     rng = random.Random(1)
     logp_T = torch.tensor([rng.uniform(-6, 0) for _ in range(3000)], dtype=torch.float64)
     advantage_T = torch.tensor([rng.choice([-1.0, 1.0, 0.0]) for _ in range(3000)], dtype=torch.float64)
 
-    def dropped(share, seed=0, old_T=logp_T, low=1.0, high=5.0):
+    def masked(share, ratio=1, seed=0):
         generator = torch.Generator().manual_seed(seed)
-        keep_T = cwgrpo.clip_cov_mask(logp_T, old_T, advantage_T, LOW, HIGH, share, low, high, generator)
-        return set(torch.nonzero(keep_T == 0)[:, 0].tolist())
+        old_T = logp_T - math.log(ratio)
+        return cwgrpo.clip_cov_mask(logp_T, old_T, advantage_T, LOW, HIGH, share, 1.0, 5.0, generator) == 0
 
-    mean_a, mean_l = advantage_T.mean().item(), logp_T.mean().item()
-    pairs = zip(advantage_T.tolist(), logp_T.tolist(), strict=True)
-    candidates = {t for t, (a, x) in enumerate(pairs) if 1 < (a - mean_a) * (x - mean_l) < 5}
-    for share, count in ((2e-4, 1), (0.01, 30), (1.0, len(candidates))):
-        assert len(dropped(share)) == count and dropped(share) <= candidates
-    assert dropped(0.01) == dropped(0.01) != dropped(0.01, seed=1)
-    left = dropped(1.0, old_T=logp_T - math.log(3))  # ratio 3: PPO clips where A > 0, so A < 0 and A = 0 are left
-    assert left == {t for t in candidates if advantage_T[t] <= 0} != set()
+    covariance_T = (advantage_T - advantage_T.mean()) * (logp_T - logp_T.mean())
+    candidate_T = (covariance_T > 1) & (covariance_T < 5)
+    assert torch.equal(masked(1.0), candidate_T)
+    assert torch.equal(masked(1.0, ratio=3), candidate_T & (advantage_T <= 0))
+    some_T = masked(0.01)
+    assert some_T.sum() == 30 and not (some_T & ~candidate_T).any() and masked(2e-4).sum() == 1
+    assert torch.equal(some_T, masked(0.01)) and not torch.equal(some_T, masked(0.01, seed=1))
 
 
 def test_covariance_summary():

@@ -124,14 +124,12 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
     [
         ({"text": "1", "answer": "2"}, r", row 2: .*--problem-column .*\['text', 'answer'\]"),
         ({"problem": "1?", "answer": {"is": 1}}, ", row 2: no answer: "),
-        ({"problem": "1?", "answer": "byte 255"}, ": cannot be read as .*invalid start byte"),
         ({"answer": "lines"}, ": cannot be read as .* line 3"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
     source = write(tmp_path / "a.jsonl", {"problem": "0?", "answer": "1"}, row)
-    text = Path(source).read_bytes().replace(b"byte 255", b"\xff").replace(b"lines", b'"}\n{')
-    Path(source).write_bytes(text)
+    Path(source).write_text(Path(source).read_text().replace("lines", '"}\n{'))
     with refused(rf"^--dataset \S+a\.jsonl{message}.*$", Exception):
         load(source, tokenizer)
 

@@ -120,13 +120,6 @@ def test_a_checkpoint_of_other_parameters_is_refused(run):
         go_on(run)
 
 
-def test_a_hostile_table_of_contents_is_not_read(run, tmp_path):
-    """PyTorch's own format of distributed checkpoints has a pickled `.metadata`."""
-    save(run, 1)
-    (tmp_path / "checkpoints" / "step-00001" / ".metadata").write_bytes(b"no pickle")
-    assert go_on(run) == (1, 2)
-
-
 def test_only_older_checkpoints_are_pruned(run, tmp_path):
     """What is not named as a checkpoint is another's; one that was being written does not count."""
     checkpoints = tmp_path / "checkpoints"

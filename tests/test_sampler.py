@@ -12,7 +12,6 @@ def found(engine, tmp_path_factory):
 
 def test_logp_of_sampler_and_trainer_agree(found):
     assert found["gap after the first sync"] < 1e-4
-    assert found["gap after an unchanged sync"] < 1e-4
     assert found["gap with stale weights"] > 1e-2  # the check itself can fail
     assert found["gap after a changed sync"] < 1e-4
     assert found["samples changed"]
