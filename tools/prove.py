@@ -60,8 +60,8 @@ def alone(world):
 
 
 def fixed_groups(settings, tokenizer, dead):
-    """Return groups of four random responses to the first problems, the first of one token. Rewards of a group differ,
-    but for the dead ones."""
+    """Return groups of four responses to the first problems: one of a single token, two with blank lines. Rewards of a
+    group differ, but for the dead ones."""
     problems, _ = common.load_data(settings, tokenizer)
     groups = []
     for p, problem in enumerate(problems[: settings.prompts_per_step]):
@@ -288,7 +288,8 @@ def main():
     world = common.init_world()
     lines = steps(world, *load(script, flags))
     if world.rank:
-        return not list(lines)
+        list(lines)  # rank 0 shows them
+        return False
     print("| check | | figure |\n|---|---|---|")
     with ThreadPoolExecutor(1) as beside:
         last = beside.submit(runs, script, flags)

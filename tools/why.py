@@ -96,8 +96,8 @@ def of_updates(rows, steps, args):
 
 
 def example(folder, shows):
-    """Return where the newest response stands that shows a trouble, and how it begins."""
-    for file in sorted(folder.glob("samples/train-*.txt"), reverse=True):
+    """Return where a response stands that shows a trouble, and how it begins: of the newest training step, if any."""
+    for file in sorted(folder.glob("samples/*.txt"), reverse=True):
         for problem in file.read_text().split("\n==== ")[1:]:
             about, *responses = problem.split("\n-- ")
             for response in responses:
