@@ -210,7 +210,7 @@ def examine(made, policy_loss):
     cosine = torch.cosine_similarity(mine, others, 0).item()
     yield "3 gradient beside REINFORCE's", cosine > 0, f"cosine {cosine:.3f}", "the loss has the wrong sign"
 
-    names = [name for name, x in inputs.items() if name.endswith("_T") and torch.is_tensor(x)]
+    names = [name for name in inputs if name.endswith("_T") and name != "logp_T"]
     before_T = slope(policy_loss, inputs)
     idle = []
     for name in names:
@@ -244,9 +244,7 @@ def steps(world, module, settings):
     dead = step(single, module, settings, module.learn, dead=range(settings.prompts_per_step))
     unusual = [name for name, value in dead.metrics.items() if not math.isfinite(value)]
     idle = dead.steps and not any(gradient.any() for gradient in dead.gradient.values())
-    look = "a mean or std of nothing"
-    if idle:
-        look = "an update without micro-batches must `continue`: after gradients of 0 AdamW moves the weights"
+    look = "an update without micro-batches must `continue`: after gradients of 0 AdamW moves the weights"
     figure = dead.said or f"{dead.steps} optimiser steps; metrics that are not finite: {unusual or 'none'}"
     yield "5 a step without a valid group", not (dead.said or unusual or idle), figure, look
 
