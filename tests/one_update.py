@@ -16,7 +16,7 @@ import common
 world = common.init_world()
 
 
-def update(script, model, budget=5000, args=None, dead=(), table=False, change="", function="learn"):
+def update(script, model, budget, args, dead, table=False, change="", function="learn"):
     """Train one step of six prompts by four responses at a learning rate of 1, or two steps of an IRL stage."""
     module, settings = prove.load(Path(ROOT, script).with_suffix(".py"), ["--model", model])
     if table:
@@ -26,9 +26,8 @@ def update(script, model, budget=5000, args=None, dead=(), table=False, change="
         "poison": poison,
         "only valid": lambda groups: [group for p, group in enumerate(groups) if p not in dead],
     }
-    args = {"lr": 1.0, "prompts_per_step": 6, "max_response_tokens": 100, "micro_batch_tokens": budget} | args
-    learn = getattr(module, function)
-    made = prove.step(world, module, replace(settings, **args), learn, dead, changes.get(change, list))
+    settings = replace(settings, **{"lr": 1.0, "prompts_per_step": 6, "micro_batch_tokens": budget} | args)
+    made = prove.step(world, module, settings, getattr(module, function), dead, changes.get(change, list))
     metrics = {name: float(value) for name, value in made.metrics.items()}
     return {"gradient": made.gradient, "metrics": metrics, "seen": made.seen, "mesh": world.mesh.shape}
 

@@ -1,7 +1,7 @@
 """tools/prove.py finds nothing in our scripts, and names what was broken in a copy of one."""
 
 import pytest
-from conftest import ROOT, TOY, torchrun
+from conftest import ROOT, torchrun
 
 BROKEN = {  # what is replaced, by what, and the lines that fail with a word of what they say
     "no world.size": ("(loss * world.size)", "loss", {"on 3 ranks": "world.size"}),
@@ -35,7 +35,7 @@ BROKEN = {  # what is replaced, by what, and the lines that fail with a word of 
 
 def failed(update, script) -> dict:
     """Return {line: its figure, and what to look at} of the lines that do not hold."""
-    table = update(3, str(script), TOY / "model", table=True)
+    table = update(3, str(script), "tools/toy/model", table=True)
     return {check: f"{figure}: {look}" for check, holds, figure, look in table if not holds}
 
 
