@@ -1,9 +1,10 @@
 """Run scripts' functions on fixed rollouts by tools/prove.py, one job after another: for the fixture `update`.
 
 A job is such as {"script": "sspo", "model": "tools/toy/model", "budget": 60, "dead": [2], "args": {}}; its result holds
-gradient, weights, metrics and what the loss saw. "prove": true asks for the lines of the table instead.
+gradient, metrics and what the loss saw. "table": true asks for the lines of the table instead.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +14,22 @@ from jobs import ROOT, serve
 import common
 
 world = common.init_world()
-alone = prove.alone(world)
 
 
-def update(script, model="", budget=5000, args=None, dead=(), table=False, change="", irl=0, **options):
-    """Train one step of six prompts by four responses at a learning rate of 1, or that many steps of an IRL stage."""
-    path = Path(ROOT, script).with_suffix(".py")
+def update(script, model, budget, args, dead, table=False, change="", function="learn"):
+    """Train one step of six prompts by four responses at a learning rate of 1, or two steps of an IRL stage."""
+    module, settings = prove.load(Path(ROOT, script).with_suffix(".py"), ["--model", model])
     if table:
-        return [*prove.steps(world, path)]
+        return [*prove.steps(world, module, settings)]
     changes = {
         "reverse": prove.reverse,
         "poison": poison,
         "only valid": lambda groups: [group for p, group in enumerate(groups) if p not in dead],
     }
-    if irl:
-        options |= {"function": "learn_irl", "batches": irl}
-    args = {"lr": 1.0, "subset": 0, "max_response_tokens": 100, "micro_batch_tokens": budget} | args
-    options |= {"args": args, "dead": dead, "prompts": 6, "change": changes.get(change, list)}
-    made, _ = prove.step(world, path, ["--model", model], **options)
-    return vars(made) | {"gradient": made.gradients[-1] if made.gradients else {}}
+    settings = replace(settings, **{"lr": 1.0, "prompts_per_step": 6, "micro_batch_tokens": budget} | args)
+    made = prove.step(world, module, settings, getattr(module, function), dead, changes.get(change, list))
+    metrics = {name: float(value) for name, value in made.metrics.items()}
+    return {"gradient": made.gradient, "metrics": metrics, "seen": made.seen, "mesh": world.mesh.shape}
 
 
 def poison(groups):

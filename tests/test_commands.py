@@ -112,13 +112,13 @@ def machine(folder: Path, nvidia_smi: str) -> dict[str, str]:
     [
         ("exit 9", "/dev/null is there, but nvidia-smi does not work"),
         ("echo 570.86.10", "driver is 570.86.10, not 580 or later"),
-        ("echo 580.65.06", "PyTorch without CUDA"),
+        ("echo 580.65.06", "Torch not compiled with CUDA"),
     ],
 )
 def test_gpus_that_cannot_be_used_are_an_error_that_says_why(tmp_path, nvidia_smi, message):
     """The driver's faults before anything is installed: there a Python stands by that makes no folder."""
     environment = machine(tmp_path, nvidia_smi)
-    if "PyTorch" not in message:
+    if "Torch" not in message:
         executable(tmp_path / "bin" / "python3", "echo Python 3.12.0")
         for venv in tmp_path.glob(".venv*"):
             shutil.rmtree(venv)

@@ -13,8 +13,6 @@ WELL = {
     "optimizer_steps": 4,
     "responses_drawn": 8,
     "truncated_share": 0.1,
-    "seconds/sample": 2,
-    "seconds/update": 2,
     "eval/a/avg@1": 0.5,
 } | {f"verifier/{verdict}": 0 for verdict in ("no_answer", "timeout", "crash", "error")}
 SAMPLES = """
@@ -55,13 +53,11 @@ def said(tmp_path, capsys, monkeypatch, first=None, last=None) -> str:
         ({}, {"all_wrong_share": 1}, ["too hard", "--group-size", "response 1"]),
         ({}, {"all_right_share": 0.9}, ["too easy: 0.9", "--temperature 1", "response 0"]),
         ({}, {"gap_mean": 0.05}, ["sampler and trainer: 0.05", "./run.sh check"]),
-        ({}, {"skipped_updates": 1}, ["without a finite gradient: 1", "--lr"]),
-        ({"ratio_max": 1.002}, {"ratio_max": 1.002}, ["move no ratio", "--lr ten times"]),
-        ({"entropy": 0.3}, {"entropy": 0.01}, ["entropy gone", ": 0.29", "--clip-high"]),
+        ({"ratio_max": 1.002}, {"ratio_max": 1.002}, ["move no ratio; the largest: 1", "--lr ten times"]),
+        ({"entropy": 0.3}, {"entropy": 0.01}, ["entropy gone", ": 0.01", "--clip-high"]),
         ({}, {"clip_fraction": 0.4}, ["clipped: 0.4"]),
-        ({"grad_norm": 3}, {"grad_norm": 2}, ["at its bound: 1", "--max-grad-norm"]),
-        ({"reward": 0.2, "eval/a/avg@1": 0.6}, {}, ["held-out accuracy", ": 0.1", "--keep-best"]),
-        ({}, {"seconds/sample": 20}, ["sampling takes: 0.8", "--max-num-seqs"]),
+        ({"grad_norm": 3}, {"grad_norm": 2}, ["at its bound", ": 2", "--max-grad-norm"]),
+        ({"reward": 0.2, "eval/a/avg@1": 0.6}, {}, ["fall of eval/a/avg@1", ": 0.1", "--keep-best"]),
     ],
 )
 def test_a_trouble_is_said(tmp_path, capsys, monkeypatch, first, last, words):

@@ -1,7 +1,7 @@
 """Start a script with a rank for each GPU, or with CPU processes that share the cores: tools/launch.py SCRIPT [FLAGS].
 
-Without a script it only checks that PyTorch can use the GPUs: an old driver would show as CPU ranks. A signal that ends
-torchrun leaves no traceback of torchrun's, since the script has said what there is to say.
+Without a script it only lets PyTorch use the GPUs: an old driver would show as CPU ranks. A signal that ends torchrun
+leaves no traceback of torchrun's, since the script has said what there is to say.
 """
 
 import logging
@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -18,33 +17,17 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
-def check_gpus():
-    """Exit with a message if PyTorch cannot use a GPU."""
-    if not torch.version.cuda:
-        sys.exit(f"run.sh: this folder has PyTorch without CUDA; delete it, and ./run.sh makes it: {sys.prefix}")
-    try:
-        torch.cuda.init()
-    except (AssertionError, RuntimeError) as reason:
-        sys.exit(
-            f"run.sh: PyTorch cannot use the GPUs: {reason}\n"
-            "The driver must be 580 or later, and CUDA_VISIBLE_DEVICES must not hide the GPUs. "
-            "CPU=1 ./run.sh ... leaves them unused."
-        )
-
-
 def pass_on(number, _):
     """Send a signal to the ranks: at SIGUSR1, with which SLURM warns, they end with a checkpoint."""
     for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.kill(int(rank), number)
+        os.kill(int(rank), number)
 
 
 def launch(script, flags):
     """Run torchrun in this process; exit with its status, or with 128 and the number of the signal that ended it."""
-    if "--help" in flags:
-        print(f"The experiment sets {shlex.join(flags)}\n\nThe defaults below are those of {script} alone.", flush=True)
-        os.execv(sys.executable, [sys.executable, script, "--help"])
     ranks = torch.cuda.device_count() or int(os.environ.get("PROCESSES", "2"))
+    if "--help" in flags:
+        ranks = 1  # or each would print it
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(-(-cores // ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -67,4 +50,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         launch(sys.argv[1], sys.argv[2:])
     else:
-        check_gpus()
+        torch.cuda.init()
