@@ -35,7 +35,7 @@ def read(value, source):
         value = value["bytes"] or value["path"]
     if isinstance(value, bytes):
         return value
-    folder = Path(source if Path(source).exists() else source.partition(":")[0]).resolve()
+    folder = Path(source.partition(":")[0]).resolve()
     if folder.is_file():
         folder = folder.parent
     file = (folder / value).resolve()
