@@ -35,25 +35,6 @@ def test_nothing_is_imported_from_the_folder_where_a_run_is_started(sspo_run):
     assert not (away / "mark").exists()
 
 
-def test_what_a_run_leaves_is_no_pickle(sspo_run, sps_run):
-    """Tensors and text: files that other kinds of reading would be needed for are not there."""
-    found = {file.suffix for run in (sspo_run, sps_run) for file in run.folder.rglob("*") if file.is_file()}
-    readable = {
-        ".json",
-        ".jsonl",
-        ".parquet",
-        ".txt",
-        ".jinja",
-        ".safetensors",
-        ".py",
-        "",
-    }  # `lock` is empty; code/ is kept to be read
-    # TensorBoard's events, which nothing here reads, end in a number
-    assert {suffix for suffix in found - readable if not suffix[1:].isdigit()} == {".pt"}
-    for file in (sps_run.folder / "demonstrations").iterdir():
-        torch.load(file, weights_only=True)
-
-
 def test_a_hostile_file_of_demonstrations_is_refused(tmp_path):
     torch.save([Hostile()], tmp_path / "step-00001.pt")
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):

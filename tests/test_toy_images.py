@@ -30,8 +30,8 @@ def right_answer(text: str, squares: list[tuple]) -> str:
 
 def test_images_hold_the_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(toy_images, "FILES", [(name, 30, kinds) for name, _, kinds in toy_images.FILES])
-    toy_images.write_problems(tmp_path, seed=1)
+    toy_images.write_problems(tmp_path)
     for name in ("image-train", "image-heldout", "ground-train", "ground-heldout"):
         for row in datasets.Dataset.from_parquet(str(tmp_path / f"{name}.parquet")):
             squares = squares_seen(row["image"])
-            assert len(squares) == 3 and row["answer"] == right_answer(row["problem"], squares)
+            assert len(squares) == 3 and row["solution"] == right_answer(row["problem"], squares)

@@ -42,14 +42,10 @@ def latex(answer):
 
 
 def geoqa(completion, row):
-    """Return 1.0 where the answer equals the reference as a string or in mathematics, units left aside, else 0.0. Like
-    common.judge it ends the process for an answer that takes more than a second of processor time."""
-    answer = inside(completion)
-    gold = reference(row)
-    if answer == gold:
-        return 1.0
-    boxed = rf"\boxed{{{latex(answer)}}}"
-    return common.judge(boxed, latex(gold))[0]
+    """Return 1.0 where the answer equals the reference, units left aside, else 0.0. Like common.judge it ends the
+    process for an answer that takes more than a second of processor time."""
+    boxed = rf"\boxed{{{latex(inside(completion))}}}"
+    return common.judge(boxed, latex(reference(row)))[0]
 
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)
