@@ -70,7 +70,7 @@ def option(completion, row):
 # ------------------------------------------------------------------------------------------------------ LISA (Table 8)
 def corners(text):
     """Return the corners [[left, top], [right, bottom]] of a text's only box, in thousandths of the image's sides; none
-    where it has no box or several."""
+    where it does not name two points."""
     found = CORNER.findall(text.replace(" ", ""))
     return np.array(found if len(found) == 2 else [], int)
 
@@ -109,8 +109,6 @@ try:
 except Exception:
     pass
 """
-
-
 BOUNDED = 'timeout --foreground --signal=KILL 5 "$0" -I -; kill -KILL 0'  # 0: this shell and all that it has started
 
 
