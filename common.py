@@ -298,7 +298,7 @@ def load_problems(source, tokenizer, args, flag):
                 left_out["repeated"] += 1  # verl's layout: DAPO has each a hundred times
                 continue
             texts.add(text)
-            image = vision.picture_of(row, source, tokenizer, args)
+            image = vision.picture_of(row, tokenizer, args)
             if image:
                 turns[-1]["content"] = image.text + turns[-1]["content"]
             if args.reward == "math" or args.reward.endswith(":math_verify"):  # both are graded by answer and text

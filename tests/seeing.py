@@ -9,13 +9,7 @@ import datasets
 import numpy as np
 import torch
 from PIL import Image
-from transformers import (
-    AutoTokenizer,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 import common
 
@@ -39,13 +33,12 @@ def random_seeing_model(folder: Path, kind: str, tied: bool) -> Path:
     vision = {"depth": 3, "num_heads": 3, "patch_size": PATCH, "temporal_patch_size": 2, "spatial_merge_size": 2}
     if kind == "qwen2_vl":
         vision |= {"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2}
-        config, model = Qwen2VLConfig, Qwen2VLForConditionalGeneration
     else:  # windows of 2 x 2 tokens, but in the last block
         vision |= {"hidden_size": 48, "out_hidden_size": 64, "intermediate_size": 96}
         vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [2]}
-        config, model = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     torch.manual_seed(0)
-    model = model(config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ids))
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied, **ids)
+    model = AutoModelForImageTextToText.from_config(config)
     for parameter in model.parameters():  # far from what an untaught model says of any image
         if parameter.ndim > 1:
             parameter.data *= 3

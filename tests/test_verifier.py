@@ -128,7 +128,7 @@ def test_a_mistake_in_a_reward_ends_the_run(own, tmp_path):
     "mine, error",
     [
         (None, "No such file"),
-        ("def g(completion, row): pass\nimport math", "mine.py:FUNCTION, it has g"),
+        ("def g(completion, row): pass\nimport math", "'f' is none of its functions"),
         ("def f(completion, row): return row['grade']", "KeyError: 'grade'"),
         ("def f(completion, row): return float('nan')", "nan is not a finite number"),
     ],
@@ -146,8 +146,6 @@ def test_a_reward_is_tried_on_every_row_with_its_own_answer(tmp_path, capsys):
     own = tmp_path / "mine.py"
     own.write_text("def f(completion, row): return 1 / row['n'] if completion else 1.0")
     problems = [replace(PROBLEM, answer="4", graded_by=({"n": (7 - n) or 1},), origin=f"row {n + 1}") for n in range(9)]
-    make_verifier(1, f"{own}:f", 5, [problems])
-    assert "--reward" not in capsys.readouterr().out
     make_verifier(1, f"{own}:f", 5, [problems[6:7]])
     assert "--reward: {1.0} for all of 2, empty" in capsys.readouterr().out
     problems[7].graded_by = ({"n": 0},)

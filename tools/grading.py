@@ -15,7 +15,6 @@ from multiprocessing import forkserver, set_start_method
 from resource import RLIMIT_DATA, setrlimit
 from signal import ITIMER_PROF, SIGKILL, alarm, setitimer
 from traceback import format_exc
-from types import FunctionType
 
 from sympy import Eq, Rel, count_ops, nan, sympify
 
@@ -27,12 +26,11 @@ logging.getLogger("math_verify").setLevel("ERROR")  # it warns of timeouts that 
 def last_boxed(text):
     """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
     _, box, inside = text.replace("\\boxed {", "\\boxed{").rpartition("\\boxed{")
-    shown = inside.replace(r"\\", "  ").replace(r"\{", "  ").replace(r"\}", "  ")
     depth = 1
-    for end, character in enumerate(shown if box else ""):
-        depth += {"{": 1, "}": -1}.get(character, 0)
+    for found in re.finditer(r"\\.|[{}]", inside if box else ""):  # \{ is no brace
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
         if depth == 0:
-            return inside[:end]
+            return inside[: found.start()]
     return None
 
 
@@ -168,16 +166,13 @@ def end_with_parent():
 
 @cache
 def reward_function(reward):
-    """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE; or what is
-    wrong with the name."""
-    path, _, name = reward.partition(".py:")
-    path = path.removesuffix(".py") + ".py"
+    """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
+    path, _, name = reward.partition(":")
     sys.path.append(os.path.dirname(path))  # last: it shadows nothing
     found = runpy.run_path(path)
-    if name in found:
-        return found[name]
-    names = [name for name, value in found.items() if isinstance(value, FunctionType)]
-    return f"{path}:FUNCTION, it has {', '.join(names) or 'none'}"
+    if name not in found:
+        raise NameError(f"{path}:FUNCTION: {name!r} is none of its functions")
+    return found[name]
 
 
 def begin(reward):
@@ -200,10 +195,7 @@ def grade(reward, completion, *graded_by):
     try:
         if reward == "math":
             return judge(completion, *graded_by)
-        function = reward_function(reward)
-        if isinstance(function, str):
-            return None, function
-        score = float(function(completion, *graded_by))
+        score = float(reward_function(reward)(completion, *graded_by))
         if not math.isfinite(score):
             raise ValueError(f"{score} is not a finite number")
         return score, "graded"

@@ -1,15 +1,14 @@
-"""Prepare the image sets of GPG's Tables 5 to 8 as data/NAME.parquet, with the columns image, problem and solution.
+"""Prepare an image set of GPG's Tables 5 to 8 as data/NAME.parquet, with the columns image, problem and solution.
 
 tools/images.py geoqa PROMPTS.jsonl FOLDER        R1-V's 754 test questions, the images that they name in FOLDER
 tools/images.py sat SAT_train.parquet             of array/SAT: the first 15,000 rows, those with one image
-tools/images.py cvbench nyu-visionx/CV-Bench      cvbench-count, -relation, -depth, -distance
-tools/images.py lisa FOLDER                       ReasonSeg's train, val or test: lisa-train, lisa-val, lisa-test
-tools/images.py flower LIST.pth NAMES.txt FOLDER  the test images that Visual-RFT lists; also pets, aircraft, car
+tools/images.py cvbench-count nyu-visionx/CV-Bench     a task of it; also cvbench-relation, -depth, -distance
+tools/images.py lisa-train FOLDER                 ReasonSeg's train, val or test; also lisa-val, lisa-test
+tools/images.py flower LIST.pth NAMES.txt FOLDER  the images of FOLDER that Visual-RFT lists; also pets, aircraft, car
 
 The training sets of Tables 5 and 6 are read from the hub as they are. docs/gpg.md says what of this could be checked.
 """
 
-import functools
 import io
 import json
 import sys
@@ -33,46 +32,40 @@ KINDS = {  # what an image of a set contains, and what is asked for
 
 def row(image, problem, solution):
     """Return a row as the hub's training sets have it."""
-    return {
-        "image": {"bytes": image, "path": None},
-        "problem": problem,
-        "solution": f"<answer> {solution} </answer>",
-    }
+    return {"image": image, "problem": problem, "solution": f"<answer> {solution} </answer>"}
 
 
-def geoqa(prompts, folder):
-    """Yield (set, row) of R1-V's questions; image_path is under the folder."""
-    for line in Path(prompts).read_text(encoding="utf-8").splitlines():
-        question = json.loads(line)
+def geoqa(_, prompts, folder):
+    """Yield rows of R1-V's questions; image_path is under the folder."""
+    for question in datasets.Dataset.from_json(prompts):
         image = Path(folder, question["image_path"]).read_bytes()
-        yield "geoqa", row(image, question["question"], question["ground_truth"])
+        yield row(image, question["question"], question["ground_truth"])
 
 
-def sat(file, count=15_000):
-    """Yield (set, row) of SAT's first rows that have one image; options in a seeded order, asked as CV-Bench asks."""
-    rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
-    for number, one in enumerate(rows.take(count)):
+def sat(_, file):
+    """Yield SAT's first rows that have one image; options in a seeded order, asked as CV-Bench asks."""
+    rows = datasets.load_dataset("parquet", data_files=file, split="train", streaming=True)
+    for number, one in enumerate(rows.take(15_000)):
         if len(one["image_bytes"]) == 1:
             words = np.random.default_rng(number).permutation(one["answers"]).tolist()
             options = [f"({letter}) {word}" for letter, word in zip(LETTERS, words, strict=False)]
             problem = "\n".join([f"{one['question']} Select from the following choices.", *options])
             solution = options[words.index(one["correct_answer"])]
-            yield "sat", row(one["image_bytes"][0], problem, solution)
+            yield row(one["image_bytes"][0], problem, solution)
 
 
-def cvbench(source):
-    """Yield (set, row) of CV-Bench's test split, a set for each task; a solution is "(C)" and that choice's words."""
-    rows = datasets.load_dataset(source, split="test")
-    for one in rows.cast_column("image", datasets.Image(decode=False)):
-        words = one["choices"][LETTERS.index(one["answer"].strip("()"))]
-        solution = f"{one['answer']} {words}"
-        yield f"cvbench-{one['task'].lower()}", row(one["image"]["bytes"], one["prompt"], solution)
+def cvbench(name, source):
+    """Yield rows of a task of CV-Bench's test split; a solution is "(C)" and that choice's words."""
+    rows = datasets.load_dataset(source, split="test").cast_column("image", datasets.Image(decode=False))
+    for one in rows:
+        if name == f"cvbench-{one['task'].lower()}":
+            words = one["choices"][LETTERS.index(one["answer"].strip("()"))]
+            yield row(one["image"]["bytes"], one["prompt"], f"{one['answer']} {words}")
 
 
-def lisa(folder):
-    """Yield (set, row) of ReasonSeg's images, each with a .json beside it: the box around all polygons of the target,
-    in thousandths; of the training set every wording of a question, else the first."""
-    split = Path(folder).name
+def lisa(name, folder):
+    """Yield rows of ReasonSeg's images, each with a .json beside it: the box around all polygons of the target, in
+    thousandths; of the training set every wording of a question, else the first."""
     for file in sorted(Path(folder).glob("*.json")):
         about = json.loads(file.read_text(encoding="utf-8", errors="replace"))
         image = file.with_suffix(".jpg").read_bytes()
@@ -81,7 +74,7 @@ def lisa(folder):
         corners = [np.floor(points.min(0)), np.ceil(points.max(0))]
         left, top, right, bottom = np.concatenate(corners).clip(0, 1000).astype(int)
         texts = about["text"]
-        if split != "train":
+        if name != "lisa-train":
             texts = texts[:1]
         for text in texts:
             problem = (
@@ -89,44 +82,35 @@ def lisa(folder):
                 'process in <think> </think> and your grouding box. Following "<think> thinking process </think>\n'
                 '<answer>(x1,y1),(x2,y2)</answer>)" format.'
             )
-            yield f"lisa-{split}", row(image, problem, f"({left},{top}),({right},{bottom})")
+            yield row(image, problem, f"({left},{top}),({right},{bottom})")
 
 
-def classes(kind, listed, names, folder):
-    """Yield (set, row) of a list of {path: {"label": number}}, the names of the classes, a line each, and the folder
-    with the images, found by the last part of their paths."""
-    what, asked = KINDS[kind]
+def classes(name, listed, names, folder):
+    """Yield rows of a list of {path: {"label": number}}, the names of the classes, a line each, and the folder with the
+    images, of which the last part of a path is the name."""
+    what, asked = KINDS[name]
     problem = (
         f"This is an image containing {what}. Please identify the {asked} based on the image.\nOutput the thinking "
         "process in <think> </think> and final answer in <answer> </answer> tags.The output answer format should be as "
         "follows:\n<think> ... </think> <answer>species name</answer>\nPlease strictly follow the format."
     )
     name_of = Path(names).read_text(encoding="utf-8").splitlines()
-    found = list(Path(folder).rglob("*.*"))
-    files = {file.name: file for file in found}
-    if len(files) < len(found):
-        raise ValueError(f"{folder}: several files of one name; name the folder of the test images alone")
     for one in torch.load(listed, weights_only=True):
         for path, about in one.items():
-            image = files[Path(path).name].read_bytes()
-            yield kind, row(image, problem, name_of[int(about["label"])].strip())
+            image = Path(folder, Path(path).name).read_bytes()
+            yield row(image, problem, name_of[int(about["label"])].strip())
 
 
-def main():
-    makers = {"geoqa": geoqa, "sat": sat, "cvbench": cvbench, "lisa": lisa}
-    for kind in KINDS:
-        makers[kind] = functools.partial(classes, kind)
-    kind, *sources = sys.argv[1:] or [""]
-    if kind not in makers:
-        raise SystemExit(__doc__)
-    sets = {}
-    for name, one in makers[kind](*sources):
-        sets.setdefault(name, []).append(one)
+MAKERS = {"geoqa": geoqa, "sat": sat, "cvbench": cvbench, "lisa": lisa}
+
+
+def main(name, *sources):
+    make = MAKERS.get(name.partition("-")[0], classes)
+    rows = list(make(name, *sources))
     Path("data").mkdir(exist_ok=True)
-    for name, rows in sets.items():
-        datasets.Dataset.from_list(rows, COLUMNS).to_parquet(f"data/{name}.parquet")
-        print(f"data/{name}.parquet: {len(rows)} rows")
+    datasets.Dataset.from_list(rows, COLUMNS).to_parquet(f"data/{name}.parquet")
+    print(f"data/{name}.parquet: {len(rows)} rows")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -8,19 +8,18 @@ says what the released rewards do otherwise.
 """
 
 import ast
-import os
 import re
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+
+import numpy as np
 
 import common
 
 UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")  # GEOQA's 3cm, 5cm^2^ and 9米
-BOX = re.compile(r"\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)\s*,\s*\(\s*(\d{1,4})\s*,\s*(\d{1,4})\s*\)")
+CORNER = re.compile(r"\((\d{1,4}),(\d{1,4})\)")
 
 
 def inside(text):
@@ -43,67 +42,53 @@ def latex(answer):
 
 
 def geoqa(completion, row):
-    """Return 1.0 where the answer equals the reference as a string or in mathematics, units left aside, else 0.0. Like
-    common.judge it ends the process for an answer that takes more than a second of processor time."""
-    answer = inside(completion)
-    gold = reference(row)
-    if answer == gold:
-        return 1.0
-    boxed = rf"\boxed{{{latex(answer)}}}"
-    return common.judge(boxed, latex(gold))[0]
+    """Return 1.0 where the answer equals the reference, units left aside, else 0.0. Like common.judge it ends the
+    process for an answer that takes more than a second of processor time."""
+    boxed = rf"\boxed{{{latex(inside(completion))}}}"
+    return common.judge(boxed, latex(reference(row)))[0]
 
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)
-def squeezed(name):
-    """Return a class name as it is compared."""
-    return name.replace(" ", "").replace("_", "").lower()
+def squeezed(text):
+    """Return a text's letters and digits, in lower case."""
+    return re.sub(r"[\W_]", "", text).lower()
 
 
 def class_name(completion, row):
-    """Return 1.0 where the answer is the name of the class, case, spaces and underscores left aside, else 0.0."""
+    """Return 1.0 where the answer is the name of the class, letters and digits in any case, else 0.0."""
     return float(squeezed(inside(completion)) == squeezed(reference(row)))
-
-
-def words_of(text):
-    """Return the words of a text in lower case, letters and digits only."""
-    return re.findall(r"\w+", text.lower())
 
 
 def option(completion, row):
     """Return 1.0 where the answer is the letter, the words or both of a solution such as "(B) left", else 0.0."""
     solution = reference(row)
     letter, _, words = solution.partition(" ")
-    answer = words_of(inside(completion))
-    right = map(words_of, (letter, words, solution))
-    return float(answer != [] and answer in right)
+    answer = squeezed(inside(completion))
+    return float(answer != "" and answer in map(squeezed, (letter, words, solution)))
 
 
 # ------------------------------------------------------------------------------------------------------ LISA (Table 8)
-def box_of(text):
-    """Return (x1, y1, x2, y2), thousandths of the image's sides, of a text's only box; empty where it has none, several
-    or one that is inside out or leaves the image."""
-    boxes = BOX.findall(text)
-    if len(boxes) != 1:
-        return ()
-    left, top, right, bottom = map(int, boxes[0])
-    valid = left < right <= 1000 and top < bottom <= 1000
-    return (left, top, right, bottom) if valid else ()
+def corners(text):
+    """Return the corners [[left, top], [right, bottom]] of a text's only box, in thousandths of the image's sides; none
+    where it does not name two points."""
+    found = CORNER.findall(text.replace(" ", ""))
+    return np.array(found if len(found) == 2 else [], int)
 
 
-def area(left, top, right, bottom):
-    """Return the area of a box, 0 of one that is inside out."""
-    return max(0, right - left) * max(0, bottom - top)
+def overlap(box, other):
+    """Return the area that two boxes share; 0 if one is inside out."""
+    sides = np.minimum(box[1], other[1]) - np.maximum(box[0], other[0])
+    return sides.clip(0).prod()
 
 
 def iou(completion, row):
     """Return intersection over union of the answer's box and the reference's (B.4); 0 without either box."""
-    box = box_of(inside(completion))
-    gold = box_of(reference(row))
-    if not (box and gold):
+    box = corners(inside(completion))
+    gold = corners(reference(row))
+    if not (box.size and gold.size):
         return 0.0
-    lefts, tops, rights, bottoms = zip(box, gold, strict=True)
-    shared = area(max(lefts), max(tops), min(rights), min(bottoms))
-    return shared / (area(*box) + area(*gold) - shared)
+    shared = overlap(box, gold)
+    return shared / (overlap(box, box) + overlap(gold, gold) - shared)
 
 
 # ----------------------------------------------------------------------------------------------- the papers' reward
@@ -124,45 +109,37 @@ try:
 except Exception:
     pass
 """
+BOUNDED = 'timeout --foreground --signal=KILL 5 "$0" -I -; kill -KILL 0'  # 0: this shell and all that it has started
 
 
 def output_of(source):
-    """Return what a Python program prints, in a folder and a session of its own, until it is killed after 5 seconds
-    with whatever it has started. The command `timeout` does so where this process is killed itself."""
-    command = ["timeout", "--signal=KILL", "5", sys.executable, "-I", "-"]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        subprocess.Popen(
-            command,
+    """Return what a Python program prints within 5 seconds, in a folder and a session of its own. The shell ends what
+    the program has started, also where this process is killed itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = subprocess.run(
+            ["sh", "-c", BOUNDED, sys.executable],
             cwd=folder,
-            stdin=subprocess.PIPE,
+            input=source,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-        ) as program,
-    ):
-        try:
-            output, _ = program.communicate(source, timeout=5)
-        except subprocess.TimeoutExpired as late:  # also where a child of it lives on and could print
-            output = late.stdout or b""
-        finally:
-            with suppress(ProcessLookupError):  # nothing is left
-                os.killpg(program.pid, signal.SIGKILL)
-    return output
+            text=True,
+            errors="replace",
+        )
+    return program.stdout
 
 
 def code(completion, row):
-    """Return the share of the asserts of the row's `tests`, a string or a list, which pass after the last ```python
-    block in a bare interpreter within 5 seconds; what it has started ends with it. This limits time and memory and is
-    no sandbox; a container without network and with nothing of yours in it would be one."""
-    tests = row["tests"] if isinstance(row["tests"], str) else "\n".join(row["tests"])
+    """Return the share of the asserts of the row's list `tests` which pass after the last ```python block in a bare
+    interpreter within 5 seconds; what it has started ends with it. This limits time and memory and is no sandbox; a
+    container without network and with nothing of yours in it would be one."""
     program = BLOCK.findall(completion)[-1:]
     marks = []
-    for statement in ast.parse(tests).body:
+    for statement in ast.parse("\n".join(row["tests"])).body:
         text = ast.unparse(statement)
         if isinstance(statement, ast.Assert):
             marks.append(secrets.token_hex())  # which the block cannot know
             text = PASSES.format(check=text, mark=marks[-1])
         program.append(text)
-    output = output_of("\n".join(program).encode(errors="replace"))
-    return sum(mark.encode() in output for mark in marks) / len(marks)
+    output = output_of("\n".join(program))
+    return sum(mark in output for mark in marks) / len(marks)

@@ -11,7 +11,7 @@ step, innermost first: letter, operation, result, and a blank line after each st
 
     \\boxed{35}
 
-What a letter stands for is not in the problem. The seed says it, and eight of the 26 letters stand for another
+What a letter stands for is not in the problem: it was drawn once, and eight of the 26 letters stand for another
 operation where the number is 65 or more. The teacher knows a step's operation with probability 0.2 and else guesses,
 + most often. A model that imitates it carries out operations well and chooses them badly: greedy decoding takes + for
 every letter, yet on 99 of 100 problems one of 64 samples is right. So reinforcement learning has something to teach and
@@ -20,21 +20,19 @@ something to lose, and longer problems show whether what it teaches holds there.
     python tools/toy.py    # writes tools/toy/: model (bf16), train.jsonl, heldout.jsonl, harder.jsonl
 
 `train` and `heldout` have 2 or 3 letters, `harder` 4 or 5; 1 to 5 were taught. No problem of the three files was used
-to teach. The same seed gives the same problems; the weights also depend on the order of floating-point sums, so on the
-machine and its number of threads.
+to teach. The problems are always the same; the weights depend on the order of floating-point sums, so on the machine
+and its number of threads.
 """
 
-import json
 import random
-from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from string import ascii_lowercase
 
 import torch
 import tyro
+from problems import draw_files, fresh, write_rows
 from tokenizers.pre_tokenizers import ByteLevel
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
@@ -61,16 +59,18 @@ def operate(operation, number):
     return 10 * tens + {"+": (ones + 3) % 10, "*": 3 * ones % 10, "~": 9 - ones}[operation]
 
 
-def meanings(seed):
-    """Return the two operations of each letter: for numbers under HIGH, and from HIGH on."""
-    rng = random.Random(seed)
+def meanings(rng):
+    """Return the operations of the letters: for numbers under HIGH, and from HIGH on."""
     operations = rng.sample(OPERATIONS, counts=MEANT, k=len(ascii_lowercase))
     usual = dict(zip(ascii_lowercase, operations, strict=True))
     high = usual.copy()
     for letter in rng.sample(ascii_lowercase, EXCEPTIONS):
         others = [operation for operation in OPERATIONS[1:] if operation != usual[letter]]
         high[letter] = rng.choice(others)
-    return {letter: (usual[letter], high[letter]) for letter in ascii_lowercase}
+    return usual, high
+
+
+MEANINGS = meanings(random.Random(1))
 
 
 def question(letters, number):
@@ -78,19 +78,19 @@ def question(letters, number):
     return f"{letters[::-1]}{number}=?"
 
 
-def answer(meaning, letters, number):
+def answer(letters, number):
     """Return the two digits of the result."""
     for letter in letters:
-        number = operate(meaning[letter][number >= HIGH], number)
+        number = operate(MEANINGS[number >= HIGH][letter], number)
     return f"{number:02d}"
 
 
-def teach(rng, meaning, letters, number):
+def teach(rng, letters, number):
     """Return the teacher's response: a step for each letter, blank lines between them, then the boxed result."""
     text = ""
     for letter in letters:
         known = rng.random() < KNOWN
-        operation = meaning[letter][number >= HIGH] if known else rng.choices(OPERATIONS, GUESSED)[0]
+        operation = MEANINGS[number >= HIGH][letter] if known else rng.choices(OPERATIONS, GUESSED)[0]
         number = operate(operation, number)
         if rng.random() < STEP_ERROR:
             number = number - number % 10 + rng.randrange(10)
@@ -105,33 +105,11 @@ def ask(rng, lengths):
     return letters, rng.randint(10, 99)
 
 
-def fresh(ask, rng, kinds, taken):
-    """Yield problems ask(rng, kinds) that are not in `taken`, without end."""
-    while True:
-        problem = ask(rng, kinds)
-        if problem not in taken:
-            yield problem
-
-
-def draw_files(files, ask, seed, taken):
-    """Yield name and problems of each of these files, (name, count, kinds), and add the problems to `taken`: none comes
-    twice."""
-    for number, (name, count, kinds) in enumerate(files):
-        problems = []
-        for problem in islice(fresh(ask, random.Random(seed * 1000 + number), kinds, taken), count):
-            taken.add(problem)
-            problems.append(problem)
-        yield name, problems
-
-
-def write_problems(folder, seed):
-    """Write train, heldout and harder as JSON lines; return the problems of all of them."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_problems(folder):
+    """Write train, heldout and harder; return the problems of all of them."""
     taken = set()
-    meaning = meanings(seed)
-    for name, problems in draw_files(FILES, ask, seed, taken):
-        rows = [{"problem": question(*problem), "answer": answer(meaning, *problem)} for problem in problems]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, problems in draw_files(FILES, map(random.Random, count(1000)), ask, taken):
+        write_rows(folder / f"{name}.jsonl", [(question(*problem), answer(*problem)) for problem in problems])
     return taken
 
 
@@ -175,34 +153,30 @@ def make_model(tokenizer):
 
 def lay_out(tokenizer, prompts, responses):
     """Return a model's inputs: a prompt and a response in each row, and labels, -100 wherever there is no response."""
-    ids = []
-    labels = []
-    for prompt, response in zip(tokenizer(prompts)["input_ids"], tokenizer(responses)["input_ids"], strict=True):
-        ids.append(torch.tensor(prompt + response))
-        labels.append(torch.tensor([-100] * len(prompt) + response))
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-    }
+    inputs = tokenizer(prompts, responses, padding=True, return_token_type_ids=True, return_tensors="pt")
+    responds = inputs.pop("token_type_ids") == 1
+    inputs["labels"] = inputs["input_ids"].where(responds, -100)
+    return inputs
 
 
-def lessons(rng, tokenizer, meaning, taken, batch):
-    """Return a model's inputs: fresh problems, none of them in `taken`, and the teacher's responses."""
-    prompts = []
-    responses = []
-    for letters, number in islice(fresh(ask, rng, TAUGHT_LETTERS, taken), batch):
-        prompts.append(question(letters, number) + "\n")
-        responses.append(teach(rng, meaning, letters, number) + END)
-    return lay_out(tokenizer, prompts, responses)
+def lessons(rng, tokenizer, taken):
+    """Yield a model's inputs: fresh problems, none of them in `taken`, and the teacher's responses."""
+    problems = fresh(ask, rng, TAUGHT_LETTERS, taken)
+    while True:
+        prompts = []
+        responses = []
+        for letters, number in islice(problems, BATCH):
+            prompts.append(question(letters, number) + "\n")
+            responses.append(teach(rng, letters, number) + END)
+        yield lay_out(tokenizer, prompts, responses)
 
 
-def teach_model(model, batch, steps, peak_lr=3e-3):
-    """Fit the model by cross-entropy to what `batch()` returns at each step; print the loss (nats per response
-    token)."""
+def teach_model(model, batches, steps, peak_lr=3e-3):
+    """Fit the model by cross-entropy to a batch at each step; print the loss (nats per response token)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=steps, pct_start=0.1)
-    for step in range(steps):
-        loss = model(**batch(), use_cache=False).loss
+    for step, batch in enumerate(islice(batches, steps)):
+        loss = model(**batch, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -212,14 +186,13 @@ def teach_model(model, batch, steps, peak_lr=3e-3):
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
 
 
-def main(out: Path = FOLDER, seed: int = 1):
+def main(out: Path = FOLDER):
     """Make the problem files and the model."""
-    taken = write_problems(out, seed)
-    torch.manual_seed(seed)
+    taken = write_problems(out)
+    torch.manual_seed(1)
     tokenizer = make_tokenizer(out / "model")
     model = make_model(tokenizer)
-    lesson = partial(lessons, random.Random(seed), tokenizer, meanings(seed), taken, BATCH)
-    teach_model(model, lesson, steps=500)
+    teach_model(model, lessons(random.Random(1), tokenizer, taken), steps=500)
     model.to(torch.bfloat16).save_pretrained(out / "model")
 
 

@@ -23,19 +23,16 @@ three at random, and each edge lies up to 2 pixels too far to the right or below
 teach is to trust what is seen.
 
     python tools/toy_images.py      # writes tools/toy-images/: model (bf16), image-train, image-heldout, ground-train,
-                                    # ground-heldout (.parquet files of image, problem, answer, solution)
+                                    # ground-heldout (.parquet files of image, problem, solution)
 
 The background has less red to the right and less green below, which tells every patch where it lies. No problem of the
-files was used to teach. The same seed gives the same problems; the weights also depend on the order of floating-point
-sums, so on the machine and its number of threads.
+files was used to teach. The problems are always the same; the weights depend on the order of floating-point sums, so on
+the machine and its number of threads.
 """
 
-import io
 import json
 import random
-import re
-from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +41,8 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
-from toy import BATCH, END, draw_files, fresh, lay_out, make_tokenizer, teach_model
+from problems import draw_files, fresh
+from toy import BATCH, END, lay_out, make_tokenizer, teach_model
 from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 FOLDER = Path(__file__).parent / "toy-images"
@@ -71,13 +69,9 @@ FILES = (
     ("image-train", 4096, ABOUT_COLOURS),
     ("ground-train", 4096, ABOUT_PLACES),
 )
+WORDS = "rightmost leftmost squares colour square yellow green where blue many what are how red the is"
+SPECIAL = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 SHAPE = json.loads(Path(__file__).with_suffix(".json").read_text())  # of the model, and of its image processor
-SPECIAL = {
-    "vision_start_token_id": "<|vision_start|>",
-    "image_token_id": "<|image_pad|>",
-    "vision_end_token_id": "<|vision_end|>",
-    "video_token_id": "<|video_pad|>",
-}
 
 
 class Problem(NamedTuple):
@@ -110,135 +104,104 @@ def ask(rng, kinds):
             top = row + rng.randint(1, CELL - side)
             colours += (rng.choice(list(COLOURS)),)
             boxes += ((left, top, left + side, top + side),)
-        if kind == "count":
-            asked = rng.choice(colours if rng.random() < 0.75 else list(COLOURS))
-            return Problem(colours, boxes, kind, asked)
-        if kind != "where":
+        if kind in ("left", "right"):
             return Problem(colours, boxes, kind, "")
-        once = [colour for colour in COLOURS if colours.count(colour) == 1]
-        if once:
-            return Problem(colours, boxes, kind, rng.choice(once))
+        asked = [colour for colour in COLOURS if colours.count(colour) == 1]
+        if kind == "count":
+            asked = colours if rng.random() < 0.75 else list(COLOURS)
+        if asked:
+            return Problem(colours, boxes, kind, rng.choice(asked))
 
 
 def paint(problem):
     """Return the image, whose background has less red to the right and less green below."""
     pixels = np.full((SIZE, SIZE, 3), 255, np.uint8)
-    pixels[..., 0] -= 3 * np.arange(SIZE, dtype=np.uint8)
-    pixels[..., 1] -= 3 * np.arange(SIZE, dtype=np.uint8)[:, None]
-    for colour, (left, top, right, bottom) in zip(problem.colours, problem.boxes, strict=True):
-        pixels[top:bottom, left:right] = COLOURS[colour]
-    return Image.fromarray(pixels)
-
-
-def in_thousandths(box):
-    """Return a box as Qwen2-VL writes it, in thousandths of the image."""
-    left, top, right, bottom = (round(1000 * pixel / SIZE) for pixel in box)
-    return f"({left},{top}),({right},{bottom})"
+    darker = 3 * np.arange(SIZE, dtype=np.uint8)
+    pixels[..., 0] -= darker
+    pixels[..., 1] -= darker[:, None]
+    image = Image.fromarray(pixels)
+    for colour, box in zip(problem.colours, problem.boxes, strict=True):
+        image.paste(COLOURS[colour], box)
+    return image
 
 
 def answer(problem):
-    """Return the answer, without \\boxed{} or <answer> around it."""
-    match problem.kind:
-        case "count":
-            return str(problem.colours.count(problem.colour))
-        case "where":
-            return in_thousandths(problem.boxes[problem.colours.index(problem.colour)])
-        case "left":
-            return problem.colours[0]
-        case "right":
-            return problem.colours[-1]
+    """Return the answer; a box as Qwen2-VL writes it, in thousandths of the image."""
+    colours, boxes, kind, colour = problem
+    if kind == "count":
+        return str(colours.count(colour))
+    if kind == "where":
+        box = boxes[colours.index(colour)]
+        return "({},{}),({},{})".format(*(round(1000 * pixel / SIZE) for pixel in box))
+    return colours[0] if kind == "left" else colours[-1]
 
 
-def right(problem):
+def respond(problem):
     """Return the right response: a box, or the colours with a blank line after each and then the boxed result."""
     if problem.kind == "where":
         return f"<answer>{answer(problem)}</answer>"
     return "\n\n".join([*problem.colours, f"\\boxed{{{answer(problem)}}}"])
 
 
-def teach(rng, problem):
-    """Return the teacher's response, of the same form."""
+def misread(rng, problem):
+    """Return a problem as the teacher sees it."""
     if problem.kind == "where":
         asked = [problem.boxes[problem.colours.index(problem.colour)]]
         pointed = rng.choice(asked if rng.random() < POINTED else problem.boxes)
         off = rng.choices(range(len(OFF)), OFF, k=4)
         edges = [min(edge + more, SIZE) for edge, more in zip(pointed, off, strict=True)]
-        return f"<answer>{in_thousandths(edges)}</answer>"
-    said = ()
+        return problem._replace(boxes=[edges] * 3)
+    seen = []
     for colour in problem.colours:
         guess = rng.choices(list(COLOURS), GUESSED)[0]
-        said += (colour if rng.random() < KNOWN else guess,)
-    return right(problem._replace(colours=said))
+        seen.append(colour if rng.random() < KNOWN else guess)
+    return problem._replace(colours=seen)
 
 
-def row_of(problem):
-    """Return the row of a problem, whose `solution` is for the rewards of tools/rewards.py."""
-    encoded = io.BytesIO()
-    paint(problem).save(encoded, "PNG")
-    return {
-        "image": {"bytes": encoded.getvalue(), "path": None},
-        "problem": problem.text,
-        "answer": answer(problem),
-        "solution": f"<answer>{answer(problem)}</answer>",
-    }
-
-
-def write_problems(folder, seed):
+def write_problems(folder):
     """Write the four files; return the problems that are in them."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = set()
-    for name, problems in draw_files(FILES, ask, seed, taken):
-        table = datasets.Dataset.from_list([row_of(problem) for problem in problems])
-        table.cast_column("image", datasets.Image()).to_parquet(folder / f"{name}.parquet")
+    for name, problems in draw_files(FILES, map(random.Random, count(1000)), ask, taken):
+        rows = [{"image": paint(each), "problem": each.text, "solution": answer(each)} for each in problems]
+        datasets.Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
     return taken
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
 def make_processors(folder):
     """Save the tokenizer and the settings by which images become patches; return both."""
-    words = set(re.findall("[a-z]+", " ".join([*QUESTIONS.values(), *COLOURS])))
-    words = sorted(words, key=lambda word: (-len(word), word))  # The merges of a short one may break a longer one.
-    spelled = ("\\boxed", *(f"Ġ{word}" for word in words), *words, "<answer", "answer")
-    tokenizer = make_tokenizer(folder, spelled, extra_special_tokens=[*SPECIAL.values()])
+    # The merges of a short word may break a longer one, which comes first.
+    spaced = f" {WORDS}".replace(" ", " Ġ").split()
+    spelled = ["\\boxed", *spaced, *WORDS.split(), "<answer", "answer"]
+    tokenizer = make_tokenizer(folder, spelled, extra_special_tokens=SPECIAL)
     (folder / "preprocessor_config.json").write_text(json.dumps(SHAPE["processor"], indent=2))
     return tokenizer, AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
-def make_model(tokenizer):
-    """Return the untaught model in float32: 2 layers of 64 that see, 3 of 128 that read and write, tied embeddings. At
-    these widths it learns to see sooner from larger initial weights than the usual 0.02."""
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
-    text = SHAPE["text"] | {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    config = Qwen2VLConfig(text_config=text, vision_config=SHAPE["vision"], tie_word_embeddings=True, **ids)
-    return Qwen2VLForConditionalGeneration(config)
+def lessons(rng, tokenizer, processor, taken, see):
+    """Yield a model's inputs: an image, a fresh question and the response to what the teacher sees in each row."""
+    start, image, end, _ = SPECIAL
+    seen = f"{start}{image * (SIZE // CELL) ** 2}{end}"
+    while True:
+        problems = [*islice(fresh(ask, rng, TAUGHT, taken), BATCH)]
+        prompts = [f"{seen}{problem.text}\n" for problem in problems]
+        inputs = lay_out(tokenizer, prompts, [respond(see(problem)) + END for problem in problems])
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == SHAPE["model"]["image_token_id"]).int()
+        yield inputs | processor(images=[paint(problem) for problem in problems], return_tensors="pt")
 
 
-def lessons(rng, tokenizer, processor, taken, respond=right):
-    """Return the model's inputs: an image, a fresh question and a response in each row."""
-    start, image, end, _ = SPECIAL.values()
-    problems = [*islice(fresh(ask, rng, TAUGHT, taken), BATCH)]
-    prompts = [f"{start}{image * (SIZE // CELL) ** 2}{end}{problem.text}\n" for problem in problems]
-    inputs = lay_out(tokenizer, prompts, [respond(problem) + END for problem in problems])
-    patches = processor(images=[paint(problem) for problem in problems], return_tensors="pt")
-    where = inputs["input_ids"] == tokenizer.convert_tokens_to_ids(image)
-    return inputs | {"mm_token_type_ids": where.int(), **patches}
-
-
-def main(out: Path = FOLDER, seed: int = 1):
+def main(out: Path = FOLDER):
     """Make the problem files and the model."""
-    taken = write_problems(out, seed)
-    torch.manual_seed(seed)
+    taken = write_problems(out)
+    torch.manual_seed(1)
     tokenizer, processor = make_processors(out / "model")
-    model = make_model(tokenizer)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(**SHAPE["model"]))
     print(f"making {out}, once, some three minutes")
-    rng = random.Random(seed)
-    lesson = partial(lessons, rng, tokenizer, processor, taken)
-    teach_model(model, lesson, steps=400)
-    teach_model(model, partial(lesson, partial(teach, rng)), steps=100, peak_lr=1e-3)
+    rng = random.Random(1)
+    teach_model(model, lessons(rng, tokenizer, processor, taken, lambda problem: problem), steps=400)
+    spoilt = lessons(rng, tokenizer, processor, taken, lambda problem: misread(rng, problem))
+    teach_model(model, spoilt, steps=100, peak_lr=1e-3)
     model.to(torch.bfloat16).save_pretrained(out / "model")
 
 

@@ -6,7 +6,6 @@ common.py calls this where --image-column names a column; the models are Qwen2-V
 import io
 import math
 from functools import cache, lru_cache
-from pathlib import Path
 
 import torch
 from PIL import Image, ImageOps
@@ -21,27 +20,12 @@ def processor_of(folder, max_pixels):
     return processor, AutoConfig.from_pretrained(folder, trust_remote_code=False).image_token_id
 
 
-def picture_of(row, source, tokenizer, args):
-    """Take the image of --image-column out of a row and return it, or None where there is none."""
+def picture_of(row, tokenizer, args):
+    """Take the image of --image-column out of a row and return it, or None where there is none. It lies in the data set
+    itself: a path, which might lead anywhere, is not followed."""
     value = row.pop(args.image_column, None)
     if value:
-        return Picture(read(value, source), tokenizer.name_or_path, args.max_pixels)
-
-
-def read(value, source):
-    """Return an image's bytes: a value of a data set is these, or a path below the set's folder. Raises ValueError for
-    a path that leads elsewhere."""
-    if isinstance(value, dict):
-        value = value["bytes"] or value["path"]
-    if isinstance(value, bytes):
-        return value
-    folder = Path(source if Path(source).exists() else source.partition(":")[0]).resolve()
-    if folder.is_file():
-        folder = folder.parent
-    file = (folder / value).resolve()
-    if not file.is_relative_to(folder):
-        raise ValueError(f"{file} is not below the data's folder")
-    return file.read_bytes()
+        return Picture(value["bytes"], tokenizer.name_or_path, args.max_pixels)
 
 
 class Picture:
