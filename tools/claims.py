@@ -46,7 +46,7 @@ CLAIMS = LISTS["claims"]
 LARGE = {"real", "real-kernel", "systems"}  # claims of the pretrained model
 SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")  # These of `evaluate` become sps/SET/NAME.
 EVAL = (
-    "--protocols sps --eval-samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
+    "--protocol sps --eval-samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
     "--max-prompt-tokens 32 --max-response-tokens 96"
 )
 
@@ -86,37 +86,35 @@ def origin(command):
 
 
 def write(folder, about):
-    """Write the csv of a run, below the lines `about` it: what it logged and, at its stops, what `evaluate` found, with
-    4 significant digits. It has all the columns that the claims use; a cell is empty where a step has no such metric,
-    or not a finite one."""
+    """Write the csv of a run, below the lines `about` it: what it logged and what `evaluate` found, with 4 significant
+    digits. It has all the columns that the claims use; a cell is empty where a step has no such metric, or not a finite
+    one."""
     arm = folder.name.rpartition("-seed")[0]
     rows = plot.read(folder)
     for row in rows:
-        if row["step"] in STOPS.get(arm, ()):
-            for found in json.loads((folder / f"eval-step{row['step']:g}.json").read_text())["rows"]:
+        file = folder / f"eval-step{row['step']:g}.json"
+        if file.exists():
+            for found in json.loads(file.read_text())["rows"]:
                 row |= {f"sps/{found['set']}/{name}": found[name]["mean"] for name in SQUEEZED}
-    partial = DATA / f"{folder.name}.partial"
     table = pandas.DataFrame(rows, columns=columns_of(arm))
-    partial.write_text(about + table.to_csv(index=False, float_format="%.4g"))
-    partial.rename(partial.with_suffix(".csv"))
+    (DATA / f"{folder.name}.csv").write_text(about + table.to_csv(index=False, float_format="%.4g"))
 
 
 def run(folder):
     """Run ARM-seedS from its last checkpoint or its beginning, write its csv, delete its weights. What has stops begins
     again."""
     arm, _, seed = folder.name.rpartition("-seed")
-    stops = STOPS.get(arm, ())
     experiment, *flags = ARMS[arm].split()
     words = [experiment, "--eval-every=60", "--checkpoint-every=1000", *flags]
     about = origin(f"./run.sh {' '.join(words)} --seed={seed}")  # Of the code that begins: a commit may come meanwhile.
-    if stops:
+    if arm in STOPS:
         shutil.rmtree(folder, ignore_errors=True)
-    for step in (*LISTS["ends"].get(arm, ()), *stops):
-        sweep.go_on([*words, f"--steps={step}"], seed, folder)
-        if step in stops:
-            evaluate(folder, step, seed)
-    if not stops:
+    else:
         sweep.go_on(words, seed, folder)
+    for step in STOPS.get(arm, ()):
+        sweep.go_on([*words, f"--steps={step}"], seed, folder)
+        if any(metric.startswith("sps/") for metric in columns_of(arm)):
+            evaluate(folder, step, seed)
     write(folder, about)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
@@ -140,11 +138,14 @@ def page(name):
         rows.append([f"`{metric}`, {how}", *sweep.cells_of(figure, runs)])
     if claim["paper"]:
         rows.append(claim["paper"].split(" | "))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    table = "\n".join(lines)
     return f"""# {name}
 
 [results.md](../results.md) says what these figures are.
 
-{sweep.markdown(rows)}
+{table}
 
 Bold: five seeds or more, and at least {sweep.CLEAR} standard errors.
 """
