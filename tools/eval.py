@@ -20,7 +20,7 @@ import sys
 import tomllib
 from collections import Counter
 from dataclasses import replace
-from itertools import compress, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,12 +42,10 @@ class Protocol(common.Args):
     """How to evaluate: flags of the scripts, and these. eval.toml has the papers'."""
 
     sets: tuple[str, ...] = ()  # Names of eval.toml, files, hub ids. NAME.jsonl stands beside papers' figures of NAME.
-    seeds: int = 1  # So many times --eval-samples completions, from --seed on.
     top_p: float = 1.0
     ks: tuple[int, ...] = (1,)  # It reports these pass@k, k at most all completions; without one the mean IoU.
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
     by_question: bool = False  # Its average is over questions, not over sets.
-    texts: bool = False  # Write every completion to the JSON file, too.
     gpu_memory_utilization: float = 0.9
 
 
@@ -133,23 +131,14 @@ def weights_of(path, folder, config, dtype):
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
-def summary(correct_SPN, ks):
-    """Return pass@k of seeds x problems x samples in percent: its mean over seeds, with two spreads.
-
-    over_problems is sqrt(p (1 - p) / (problems - 1)), which GPG's Table 16 matches; one problem has none. over_seeds is
-    the standard deviation of the seeds' figures; one seed has none.
-    """
-    problems = correct_SPN.shape[1]
+def summary(correct_PN, ks):
+    """Return pass@k of problems x samples in percent. Its spread over problems is sqrt(p (1 - p) / (problems - 1)),
+    which GPG's Table 16 matches."""
+    others = max(1, len(correct_PN) - 1)
     found = {}
     for k in ks:
-        by_seed = [common.pass_at_k(correct_PN, k) for correct_PN in correct_SPN]
-        p = float(np.mean(by_seed))
-        figure = {"mean": 100 * p}
-        if problems > 1:
-            figure["over_problems"] = 100 * (p * (1 - p) / (problems - 1)) ** 0.5
-        if len(by_seed) > 1:
-            figure["over_seeds"] = 100 * float(np.std(by_seed, ddof=1))
-        found[f"pass@{k}"] = figure
+        p = common.pass_at_k(correct_PN, k)
+        found[f"pass@{k}"] = {"mean": 100 * p, "spread": 100 * (p * (1 - p) / others) ** 0.5}
     return found
 
 
@@ -170,30 +159,22 @@ def similarity(groups):
     return 100 * float(np.mean(per_group))
 
 
-def greedy_logp(groups):
-    """Return the mean log-prob of a token in nats, averaged over each greedy answer and then over the answers. Table
-    6 of SPS has such a figure; which mean to take is our choice."""
-    return float(np.mean([group.rollouts[0].logp.mean(dtype=np.float64) for group in groups]))
-
-
-def row_of(label, protocol, groups, greedy):
-    """Return the figures of a set. `groups` are its graded completions, all of one seed before those of the next;
-    `greedy` are its greedy answers, if there are any."""
-    correct_SPN = torch.stack([group.correct_G for group in groups]).unflatten(0, (protocol.seeds, -1))
+def row_of(label, protocol, groups):
+    """Return the figures of a set from its graded completions."""
+    n = protocol.eval_samples
+    correct_PN = torch.stack([group.correct_G for group in groups])
     row = {
         "set": label,
-        "problems": correct_SPN.shape[1],
-        "n": protocol.eval_samples * protocol.seeds,
-        "right": (correct_SPN >= 1).sum((0, 2)).tolist(),
+        "problems": len(groups),
+        "n": n,
+        "right": (correct_PN >= 1).sum(1).tolist(),
         **common.drawn_metrics(groups),
+        **summary(correct_PN, sorted({min(k, n) for k in protocol.ks})),
     }
-    row |= summary(correct_SPN, sorted({min(k, protocol.eval_samples) for k in protocol.ks}))
     if not protocol.ks:
-        row["mIoU"] = {"mean": 100 * correct_SPN.mean().item()}
-    if protocol.eval_samples > 1:
+        row["mIoU"] = {"mean": 100 * correct_PN.mean().item()}
+    if n > 1:
         row["similarity"] = {"mean": similarity(groups)}
-    if greedy:
-        row["greedy_logp"] = {"mean": greedy_logp(greedy)}
     return row
 
 
@@ -201,34 +182,30 @@ def evaluate(protocol, data, verifier, sampler):
     """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
     waits only once for the longest responses."""
     asked = {("eval", label, p): problem for label, problems in data.items() for p, problem in enumerate(problems)}
-    groups = []
-    for seed in range(protocol.seed, protocol.seed + protocol.seeds):
-        settings = replace(protocol, seed=seed)
-        groups += sampler.sample(asked, protocol.eval_samples, protocol.eval_temperature, settings, protocol.top_p)
-    common.verify(verifier, groups)
-    greedy = []
+    sampled = sampler.sample(asked, protocol.eval_samples, protocol.eval_temperature, protocol, protocol.top_p)
+    common.verify(verifier, sampled)
     if protocol.greedy_logp:
-        greedy = sampler.sample(asked, 1, 0.0, protocol)
+        greedy = iter(sampler.sample(asked, 1, 0.0, protocol))
+    graded = iter(sampled)
     rows = []
-    for label in data:
-        chosen = [of == label for _, of, _ in asked]
-        its = [*compress(groups, chosen * protocol.seeds)]
-        row = row_of(label, protocol, its, [*compress(greedy, chosen)])
-        if protocol.texts:
-            row["texts"] = [(group.problem.text, [each.text for each in group.rollouts]) for group in its]
+    for label, problems in data.items():
+        row = row_of(label, protocol, [next(graded) for _ in problems])
+        if protocol.greedy_logp:
+            # of a token, averaged over each answer and then over the answers: our choice, for Table 6 of SPS
+            logps = [next(greedy).rollouts[0].logp.mean(dtype=np.float64) for _ in problems]
+            row["greedy_logp"] = {"mean": float(np.mean(logps))}
         rows.append(row)
     return rows
 
 
 # --------------------------------------------------------------------------------------------------------------- table
 def reported(name):
-    """Return what papers report by a protocol: {label: {set: figure}}."""
+    """Return what papers report by a protocol: {label: {set: figure}}, where a figure may be a dash."""
     found = {}
     for line in PAPERS.get(name, "").strip().splitlines():
         sets = PROTOCOLS[name]["sets"]
         *figures, label = line.split(maxsplit=len(sets))
-        pairs = zip(sets, figures, strict=True)
-        found[label] = {name: figure for name, figure in pairs if figure != "-"}
+        found[label] = dict(zip(sets, figures, strict=True))
     return found
 
 
@@ -238,11 +215,11 @@ def table_of(name, protocol, rows):
     problems = {row["set"]: row["problems"] for row in rows}
     lines = {}
     for label, figure in rows[0].items():
-        if isinstance(figure, dict):  # a mean, perhaps with spreads
+        if isinstance(figure, dict):  # a mean, perhaps with a spread
             lines[label] = {row["set"]: " ±".join(f"{x:.4g}" for x in row[label].values()) for row in rows}
     lines |= reported(name)
     for line in lines.values():
-        if line.keys() == problems.keys():
+        if line.keys() == problems.keys() and "-" not in line.values():
             means = [float(re.split("[ /]", line[label])[0]) for label in problems]
             weights = [*problems.values()] if protocol.by_question else None
             line["average"] = f"{np.average(means, weights=weights):.4g}"
@@ -262,7 +239,6 @@ def main():
     data = problems_of(protocol, tokenizer)
     longest = max(len(problem.prompt_ids) for problems in data.values() for problem in problems)
     protocol = replace(protocol, max_prompt_tokens=longest)
-    common.model_folder(protocol)
     verifier = common.Verifier(protocol, world, data.values())
     sampler = common.Sampler(folder, tokenizer, protocol, world)
     sampler.load(weights_of(path, folder, common.config_of(folder), sampler.dtype))
@@ -270,7 +246,6 @@ def main():
     sampler.close()
     if world.rank == 0:
         print(f"\n{table_of(args.protocol, protocol, rows).to_string()}")
-        print("the first ± is over problems, a second one over seeds")
         out = Path(args.out or (run or Path("runs")) / f"eval-{path.name}.json")
         out.parent.mkdir(exist_ok=True)
         out.write_text(json.dumps({"command": sys.argv, "rows": rows}) + "\n")

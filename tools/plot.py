@@ -54,12 +54,11 @@ def mean_over_steps(rows, metric):
 
 def settings_of(run):
     """Return what the runs of all seeds share, {flag: value} and the script's name; this run's seed; and the hashes of
-    its code. A csv, or a folder without run.json, is taken for a run of a script of its name."""
-    name, _, seed = run.name.removesuffix(".csv").rpartition("-seed")
-    about = {"args": {"script": name or seed, "seed": seed}}
-    file = run / "run.json"
-    if file.is_file():
-        about = json.loads(file.read_text())
+    its code. A csv is taken for a run of a script of its name."""
+    if run.suffix == ".csv":
+        name, seed = run.stem.rsplit("-seed", 1)
+        return {"script": name}, seed, None
+    about = json.loads((run / "run.json").read_text())
     flags = about["args"] | {"seed": 0, "run_dir": "", "resume": False}
     return flags, str(about["args"]["seed"]), about.get("code")
 

@@ -35,6 +35,7 @@ from plot import mean_over_steps
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "sweep"
+SCRIPTS = ("sspo.py", "gpg.py", "cwgrpo.py", "sps.py")
 # A difference is clear from so many standard errors on. Of all differences in docs/tables with five seeds,
 # Benjamini-Hochberg at 5 % keeps these (p = 0.02 or less), as computed on 2026-11-25.
 CLEAR = 3.7
@@ -59,17 +60,6 @@ def put_aside(folder):
     print(f"{folder} begins anew; what was there is {aside}", flush=True)
 
 
-def go_on(words, seed, folder, script=""):
-    """Run an experiment with its flags in a folder, from its last checkpoint or its beginning."""
-    words = [*words, f"--seed={seed}", f"--run-dir={folder}"]
-    if (folder / "checkpoints").exists():
-        words.append("--resume")
-    elif folder.exists():
-        put_aside(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    launch(words, folder, script)
-
-
 def code_of(folder):
     """Return the scripts that a run kept, oldest first; beside each lies its common.py."""
     return sorted(file for file in folder.glob("code/*/*.py") if file.name != "common.py")
@@ -77,9 +67,22 @@ def code_of(folder):
 
 def current(folder, script=""):
     """Say whether a run is of the code that there is now."""
-    kept = [*folder.glob("code/*/*.py")]
-    now = {file.name: ROOT / (script if file.name == Path(script).name else file.name) for file in kept}
-    return kept != [] and all(file.read_bytes() == now[file.name].read_bytes() for file in kept)
+    scripts = [script] if script else SCRIPTS
+    now = {(ROOT / name).read_bytes() for name in ("common.py", *scripts)}
+    kept = {file.read_bytes() for file in folder.glob("code/*/*.py")}
+    return len(kept) > 0 and kept <= now
+
+
+def go_on(words, seed, folder, script=""):
+    """Run an experiment with its flags in a folder: from its last checkpoint or, if it has none or is of other code,
+    from its beginning."""
+    words = [*words, f"--seed={seed}", f"--run-dir={folder}"]
+    if (folder / "checkpoints").exists() and current(folder, script):
+        words.append("--resume")
+    elif folder.exists():
+        put_aside(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    launch(words, folder, script)
 
 
 def run_all(run, folders, jobs):
@@ -162,26 +165,24 @@ def cells_of(figure, methods):
             cells.append(f"{statistics.fmean(each):.3g} ({with_error(apart, '+')})")
         else:
             cells.append(with_error(each))
-        first = first or values
+        if len(cells) == 1:
+            first = values
     return cells
-
-
-SCRIPTS = ("sspo.py", "gpg.py", "cwgrpo.py", "sps.py")
 
 
 def changes_of(file):
     """Return how a fork that a run kept differs from the script it was copied from, the closest of ours, and write the
     difference to a file beside it."""
     text = file.read_text().splitlines(keepends=True)
-    found = {}
+    diffs = []
     for parent in SCRIPTS:
         lines = (ROOT / parent).read_text().splitlines(keepends=True)
-        found[parent] = [*difflib.unified_diff(lines, text, parent, file.name, n=2)]
-    parent = min(found, key=lambda name: len(found[name]))
+        diffs.append([*difflib.unified_diff(lines, text, parent, file.name, n=2)])
+    closest = min(diffs, key=len)
     beside = file.with_suffix(".diff")
-    beside.write_text("".join(found[parent]))
-    signs = Counter(line[0] for line in found[parent][2:])  # behind the two files' names
-    return f"{file.name}: +{signs['+']} −{signs['-']} lines of {parent}, {beside}"
+    beside.write_text("".join(closest))
+    signs = Counter(line[0] for line in closest[2:])  # behind the two files' names
+    return f"{file.name}: +{signs['+']} −{signs['-']} lines, {beside}"
 
 
 def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = (), mixed: bool = False):
@@ -252,12 +253,9 @@ def main():
         words = own.split(",")
         folder = RUNS / name_of(flags) / f"{name_of([Path(script).stem, *words])}-seed{seed}"
         runs[folder] = ([*words, *flags], seed, folder, script)
-    for folder, (*_, script) in runs.items():
-        if (folder / "run.json").exists() and not current(folder, script):
-            put_aside(folder)
-    missing = [folder for folder in runs if not finished(folder)]
+    missing = [folder for folder, (*_, script) in runs.items() if not (finished(folder) and current(folder, script))]
     failed = run_all(lambda folder: go_on(*runs[folder]), missing, args.jobs)
-    done = [folder for folder in runs if finished(folder)]
+    done = [*filter(finished, runs)]
     if done:
         table(done)
     return failed
