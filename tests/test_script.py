@@ -126,7 +126,6 @@ def test_what_is_sampled_does_not_depend_on_ranks(engine, tmp_path):
     assert one == two
 
 
-def test_plot_draws_several_runs(sspo_run, gpg_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["plot.py", str(sspo_run.folder), str(gpg_run.folder), "-o", f"{tmp_path}/c.png"])
-    plot.main()
+def test_plot_draws_several_runs(sspo_run, gpg_run, tmp_path):
+    plot.main((sspo_run.folder, gpg_run.folder), tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"

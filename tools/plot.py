@@ -20,7 +20,6 @@ import re
 import textwrap
 import tomllib
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
@@ -200,40 +199,36 @@ def draw_curves(runs, panels, path, across="step"):
     figure.savefig(path)
 
 
-# ------------------------------------------------------------------------------------------------------- what to draw
-@dataclass
-class Args:
-    """What to draw."""
+def main(
+    runs: tyro.conf.Positional[tuple[Path, ...]],
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None,
+    figure: Literal["curves", "tokens"] = "curves",
+    panels: tuple[str, ...] = (),
+    x: Literal["step", "seconds"] = "step",
+    mixed: bool = False,
+):
+    """Draw what one or more runs logged.
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders, or csv files of tools/claims.py."""
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """The picture; otherwise it goes in the first run's folder."""
-    figure: Literal["curves", "tokens"] = "curves"
-    """curves of --panels, or the page of what the loss saw."""
-    panels: tuple[str, ...] = ()
-    """Metrics, as named in metrics.jsonl."""
-    x: Literal["step", "seconds"] = "step"
-    """What they are drawn over."""
-    mixed: bool = False
-    """Runs of one script and the same flags are a method even if their code differs."""
-
-
-def main():
-    args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    out = args.out
+    Args:
+        runs: run folders, or csv files of tools/claims.py
+        out: the picture; otherwise it goes in the first run's folder
+        figure: curves of --panels, or the page of what the loss saw
+        panels: metrics, as named in metrics.jsonl
+        x: what they are drawn over
+        mixed: runs of one script and the same flags are a method even if their code differs
+    """
     if not out:
-        folder = args.runs[0]
-        out = (folder if folder.is_dir() else Path()) / f"{args.figure}.png"
-    if args.figure == "tokens":
+        folder = runs[0] if runs[0].is_dir() else Path()
+        out = folder / f"{figure}.png"
+    if figure == "tokens":
         out = out.with_suffix(".html")
-        write_page(args.runs, out)
+        write_page(runs, out)
     else:
-        runs = grouped(args.runs, args.mixed)
-        across = "time" if args.x == "seconds" else args.x
-        draw_curves(runs, args.panels or usual_panels(runs), out, across)
-    print(f"{args.figure:<8} {out}")
+        methods = grouped(runs, mixed)
+        across = "time" if x == "seconds" else x
+        draw_curves(methods, panels or usual_panels(methods), out, across)
+    print(f"{figure:<8} {out}")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)
