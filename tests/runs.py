@@ -34,7 +34,10 @@ def run(script: str, flags: list) -> str:
     module, flags = importlib.import_module(script), list(map(str, flags))
     sys.argv = [module.__file__, *flags]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
-        module.main(tyro.cli(module.Args, args=flags))
+        if script == "eval":
+            module.main()
+        else:
+            module.main(tyro.cli(module.Args, args=flags))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # whose handler would keep the record, and the lock of its folder
     for child in multiprocessing.active_children():

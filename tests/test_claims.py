@@ -1,5 +1,5 @@
-"""tools/sweep.py and claims.py: the arms cost the same, arithmetic by hand, what is there is not run again, runs are
-grouped by their settings; docs/tables is what docs/data gives; pictures are in words and show what was logged."""
+"""tools/sweep.py, claims.py, plot.py: the arms cost the same, arithmetic by hand, what is there is not run again, runs
+are grouped by their settings; docs/tables is what docs/data gives."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import pytest
 import sweep
 from conftest import ROOT
 from matplotlib.figure import Figure
-from test_commands import executable, settings
+from test_commands import settings
 
 
 @pytest.fixture
@@ -56,39 +56,19 @@ def test_mean_error_and_paired_difference_by_hand():
     assert sweep.cells_of("reward, end", runs) == ["0.3 ± 0.071", "0.66 (**+0.36 ± 0.024**)"]
     runs["b"][5] = [{"kl": 7}]
     assert sweep.cells_of("reward, end", runs) == ["0.3 ± 0.071", "–"]
-    assert sweep.with_error([0.1, 0.1, 0.1, -0.1, 0.1], "+") == "+0.06 ± 0.04", "bold takes more errors"
 
 
 def test_runs_are_grouped_by_their_settings(data, capsys):
     """Not by their names. Half a line is no line; what was not finite counts in no mean."""
     rows = [{"step": 0, "reward": None}, {"step": 1, "reward": 0.1}]
-    runs = [logged(data / n / "run", rows, seed=seed, lr=lr) for n, seed, lr in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2))]
+    runs = [logged(data / name / "run", rows, seed=seed, lr=lr) for name, seed, lr in ("a11", "b21", "c12")]
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
-    found = plot.grouped(runs)
-    assert {label: list(its) for label, its in found.items()} == {"run lr=1": ["1", "2"], "run lr=2": ["1"]}
-    assert [*plot.grouped([runs[0], logged(data / "other-seed2", rows, seed=2, lr=1)])] == ["run"]
-    plot.draw_curves(found, ["reward"], data / "curves.png")
     sweep.table(runs, ("reward, mean",))
-    assert "| run lr=1 | 1 2   | 0.1 ± 0      |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="c/run: a second run of run with seed 1"):
-        sweep.table([*runs, logged(data / "d" / "c" / "run", rows, seed=1, lr=2)])
-
-
-def test_a_sweep_runs_what_is_missing(data, monkeypatch):
-    """A run that has finished stays; what was cut goes on from its checkpoint, or begins again."""
-    asked = []
-    monkeypatch.setattr(sweep, "RUNS", data)
-    monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append(words))
-    rows = [{"step": 3, "reward": 1}]
-    runs = [logged(data / "lr-1" / f"grpo-toy-seed{n}", rows, seed=n) for n in (1, 2, 3)]
-    for run, name in zip(runs, ("model", "checkpoints", "samples"), strict=True):
-        (run / name).mkdir()
-    command = ["grpo-toy", "--lr", "1"]
-    monkeypatch.setattr("sys.argv", ["sweep.py", "sweep", *command])
-    assert not sweep.main() and not any(runs[2].iterdir())
-    cut = [*command, "--seed=2", f"--run-dir={runs[1]}", "--resume"]
-    assert asked == [cut, [*command, "--seed=3", f"--run-dir={runs[2]}"]]
+    said = capsys.readouterr().out
+    assert re.search(r"run +1 2 +0.1 ± 0\nrun lr=2 +1 +0.1\n", said)
+    with pytest.raises(SystemExit, match=f"{runs[2]} and "):
+        sweep.table([*runs, logged(data / "d" / "run", rows, seed="1", lr="2")])
 
 
 @pytest.fixture
@@ -104,12 +84,9 @@ def test_a_fork_is_another_method_and_says_how_it_differs(data, fork, capsys):
     rows = [{"step": 1, "reward": 0.5}]
     runs = [logged(data / "a-seed1", rows, seed=1, lr=2), logged(data / "m" / "a-seed2", rows, fork, seed=2, lr=1)]
     sweep.table(runs)
-    said = capsys.readouterr().out
     beside = runs[1] / "code" / "1" / "mine.diff"
-    assert (
-        "| a script=sspo lr=2 | 1" in said
-        and f"a script=mine lr=1: mine.py: +2 −1 lines of sspo.py, {beside}; lr=1" in said
-    )
+    said = capsys.readouterr().out
+    assert f"\na script=mine lr=1: script=mine lr=1\nmine.py: +2 −1 lines, {beside}\n" in said
     assert "+    # mine\n+    loss = (weight_T" in beside.read_text()
 
 
@@ -123,50 +100,51 @@ def test_runs_of_other_code_are_not_pooled(data, fork):
     assert [*plot.grouped(runs, mixed=True)["a"]] == ["1", "2"]
 
 
-def test_a_sweep_runs_anew_what_is_of_other_code(data, monkeypatch, fork):
-    """It is put aside, not deleted; fork and baseline have flags of their own, and their names say only these."""
+def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
+    """A run that has finished stays; what was cut off goes on from its checkpoint, or begins anew. So does a run of
+    other code, which is put aside. Fork and baseline have flags of their own, and their names say only these."""
     asked = []
     monkeypatch.setattr(sweep, "RUNS", data)
-    monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append((words[:-2], folder, script)))
+    monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append((words, script)))
     rows = [{"step": 3, "reward": 1}]
-    baseline = logged(data / "steps-5" / "grpo-toy-seed1", rows, seed=1)
-    mine = logged(data / "steps-5" / "mine-grpo-toy-normaliser-token-seed1", rows, fork, seed=1)
-    for run in (baseline, mine):
-        (run / "model").mkdir()
-    words = ["grpo-toy", f"{fork}:grpo-toy,--normaliser,token", "--seeds", "1", "--steps", "5"]
+    runs = []
+    for seed, kept in enumerate(("model", "checkpoints", "samples"), 1):
+        runs.append(logged(data / "steps-5" / f"grpo-toy-seed{seed}", rows, seed=seed))
+        (runs[-1] / kept).mkdir()
+        mine = logged(data / "steps-5" / f"mine-grpo-toy-lr-1-seed{seed}", rows, fork, seed=seed)
+        (mine / "model").mkdir()
+    words = ["grpo-toy", f"{fork}:grpo-toy,--lr,1", "--steps", "5"]
     monkeypatch.setattr("sys.argv", ["sweep.py", "sweep", *words])
-    sweep.main()
-    assert asked == []
+    assert not sweep.main() and not any(runs[2].iterdir())
+    cut = ["grpo-toy", "--steps", "5", "--seed=2", f"--run-dir={runs[1]}", "--resume"]
+    assert asked == [(cut, ""), (["grpo-toy", "--steps", "5", "--seed=3", f"--run-dir={runs[2]}"], "")]
     fork.write_text(fork.read_text() + "# changed")
     sweep.main()
-    assert asked == [(["grpo-toy", "--normaliser", "token", "--steps", "5"], mine, str(fork))]
-    assert len([*mine.parent.glob(f"{mine.name}-*")]) == 1
-
-
-# a run that fails after step 8, and goes on to step 16
-CUT_OFF = """
-import sys
-from pathlib import Path
-folder = Path(sys.argv[-1 - ("--resume" in sys.argv)].removeprefix("--run-dir="))
-(folder / "checkpoints").mkdir(parents=True, exist_ok="--resume" in sys.argv)
-step = 16 if "--resume" in sys.argv else 8
-with (folder / "metrics.jsonl").open("a") as file:
-    file.write('{"step": %d, "reward": %d}\\n' % (step, step))
-sys.exit(step == 8)
-"""
+    assert (["grpo-toy", "--lr", "1", "--steps", "5", "--seed=3", f"--run-dir={mine}"], str(fork)) in asked
+    assert len([*(data / "steps-5" / "aside").glob("mine-*/metrics.jsonl")]) == 3
 
 
 def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch):
+    """Below the lines that say where it comes from. It fails after step 8, and goes on to step 16."""
+
+    def launch(words, folder, script):
+        step = 16 if "--resume" in words else 8
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": {step}, "reward": {step}}}\n')
+        if step == 8:
+            raise OSError("killed")
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    monkeypatch.setattr(sweep, "current", lambda folder, script: True)
     monkeypatch.setattr(sweep, "ROOT", data)
     claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end", "seeds": (6,)}
     monkeypatch.setattr(claims, "CLAIMS", {"real": claim})
-    executable(data / "run.sh", 'exec python3 script.py "$@"')
-    script = data / "script.py"
-    script.touch()
-    identity = ["-c", "user.name=a", "-c", "user.email=b"]
-    for words in (["init"], ["add", "."], [*identity, "commit", "-m", "message"]):
-        subprocess.run(["git", *words], cwd=data, check=True)
-    script.write_text(CUT_OFF)
+    monkeypatch.setattr(claims, "LISTS", {"pictures": {}})
+    (data / "changed.py").touch()
+    commit = "git init -q && git add . && git -c user.name=a -c user.email=b commit -qm a"
+    subprocess.run(commit, shell=True, cwd=data, check=True)
+    (data / "changed.py").write_text("1")
     file = data / "grpo-135m-48-seed6.csv"
     for failed in (1, 0, 0):
         assert claims.main(("real",)) == failed
@@ -182,74 +160,14 @@ def test_the_tables_are_what_the_csv_files_give(name):
     assert claims.page(name) == (ROOT / "docs" / "tables" / f"{name}.md").read_text()
 
 
-PICTURES = {name: claim for name, claim in (claims.CLAIMS | claims.LISTS["pictures"]).items() if claim["panels"]}
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_words_and_each_arm_its_own_look(name):
-    picture = PICTURES[name]
-    arms = picture["arms"].split()
-    looks = plot.looks_of(arms)
-    assert not {look["label"] for look in looks} & {*arms}
-    assert len({(look["color"], look.get("linestyle")) for look in looks}) == len(arms)
-    for metric in [*picture["panels"].split(), picture.get("across", "step")]:
-        assert not re.search("[/_]|avg@", plot.in_words(metric))
-
-
-def test_an_unknown_name_or_one_that_comes_twice_stands_as_it_is():
-    assert [look["label"] for look in plot.looks_of(["sspo-toy", "grpo-135m-48"])] == ["SSPO", "GRPO"]
-    for labels in (["sspo-toy", "mine"], ["sspo-toy lr=1", "sspo-toy lr=2"]):
-        assert [look["label"] for look in plot.looks_of(labels)] == labels
-        assert len({look["color"] for look in plot.looks_of(labels)}) == 2
-
-
 def test_a_curve_is_a_moving_mean_with_its_error_by_hand():
-    """Over the mean of the seconds. A step that a seed has not logged counts for the others."""
-    one = [{"step": n, "time": 10 * n, "reward": n} for n in range(1, 31)]
-    two = [{"step": n, "time": 20 * n, "reward": n + 2} for n in range(1, 31)]
-    del one[29]["reward"]
+    """A step that a seed has not logged counts for the others."""
+    one = [{"step": n, "reward": n} for n in range(1, 30)]
+    two = [{"step": n, "reward": n + 2} for n in range(1, 31)]
     axis = Figure().add_subplot()
-    plot.draw_band(axis, {"1": one, "2": two}, "reward", "time", 1, {"color": "red"})
-    [line], [band] = axis.lines, axis.collections
-    places, means = line.get_data()
-    assert list(places) == [15 * n for n in range(1, 31)]
+    plot.draw_band(axis, {"1": one, "2": two}, "reward", "step", 1, {"color": "red"})
+    means = axis.lines[0].get_ydata()
     # The first is the mean of 1 to 5 and of 3 to 7, the last that of 26 to 29 and of 28 to 32.
     assert [means[0], means[14], means[29]] == pytest.approx([4, 16, 28.75])
-    heights = [y for x, y in band.get_paths()[0].vertices if x == 15 * 15]
+    heights = [y for x, y in axis.collections[0].get_paths()[0].vertices if x == 15]
     assert [min(heights), max(heights)] == pytest.approx([15, 17])
-
-
-def test_evaluations_are_points_as_they_are():
-    """However many. Over another evaluation they have their steps."""
-    rows = [{"step": 10 * n, "eval/a/avg@8": n, "eval/a/pass@8": n**3} for n in range(31)]
-    axis = Figure().add_subplot()
-    plot.draw_band(axis, {"1": rows}, "eval/a/pass@8", "eval/a/avg@8", 1, {"color": "red"})
-    assert [*zip(*axis.lines[0].get_data(), strict=True)] == [(n, n**3) for n in range(31)]
-    assert {text.get_text(): text.get_position() for text in axis.texts} == {f" {10 * n}": (n, n**3) for n in range(31)}
-
-
-def test_a_picture_is_the_same_twice_and_grows_with_its_seeds(data):
-    def drawn():
-        claims.main(("sspo-toy",), jobs=0)
-        return (data / "sspo-toy.png").read_bytes()
-
-    for name in ("sspo-seed1", "grpo-seed1"):
-        shutil.copy(ROOT / "docs" / "data" / f"{name}.csv", data)
-    first = drawn()
-    assert drawn() == first
-    shutil.copy(ROOT / "docs" / "data" / "sspo-seed2.csv", data)
-    assert drawn() != first
-
-
-def test_a_picture_has_its_own_seeds_alone():
-    runs = claims.runs_of(claims.LISTS["pictures"]["real-rate"])
-    assert [list(seeds) for seeds in runs.values()] == [["1"], ["1"]]
-
-
-def test_plot_draws_over_seconds_if_asked(tmp_path, monkeypatch):
-    run = claims.DATA / "sspo-seed1.csv"
-    flags = ["--panels", "reward", "--x", "seconds", "-o", f"{tmp_path}/asked.png"]
-    monkeypatch.setattr("sys.argv", ["plot.py", str(run), *flags])
-    plot.main()
-    plot.draw_curves(plot.grouped([run]), ["reward"], tmp_path / "drawn.png", "time")
-    assert (tmp_path / "asked.png").read_bytes() == (tmp_path / "drawn.png").read_bytes()

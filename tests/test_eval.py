@@ -2,143 +2,112 @@
 
 import json
 import math
-from pathlib import Path
 
 import eval as evaluation
 import numpy as np
 import pytest
 import rewards
 import torch
-from conftest import ROOT, TOY, judged, make_verifier, refused
+from conftest import ROOT, TOY, refused
 
 import common
 
-PROTOCOLS = evaluation.PROTOCOLS
-
 
 def test_summary():
-    """Two seeds, three problems, four samples."""
-    first = [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
-    second = [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
-    found = evaluation.summary(torch.tensor([first, second], dtype=torch.float64), (1, 2))
-    p = (1.25 + 1.5) / 6
-    expected = {"mean": 100 * p, "over_problems": 100 * math.sqrt(p * (1 - p) / 2)}
-    expected["over_seeds"] = 100 * (1.5 - 1.25) / 3 / math.sqrt(2)
-    assert found["pass@1"] == pytest.approx(expected)
-    two = ((1 - 3 / 6) + 1 + (1 - 1 / 6) + 1) / 6  # 1 - C(wrong, 2) / C(4, 2)
-    assert found["pass@2"]["mean"] == pytest.approx(100 * two)
-    assert found["predicted@2"]["mean"] == pytest.approx(100 * (p + (1 - p) * p))
+    """Three problems, four samples."""
+    found = evaluation.summary(torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]), (1, 2))
+    assert found["pass@1"] == pytest.approx({"mean": 50, "spread": 100 * math.sqrt(0.5 * 0.5 / 2)})
+    assert found["pass@2"]["mean"] == pytest.approx(100 * ((1 - 1 / 6) + 1) / 3)  # 1 - C(wrong, 2) / C(4, 2)
 
 
 def test_measures_of_sps():
-    """Similarity: the cosine between counts of bigrams, pair by pair; log-probs: over tokens, then over answers."""
-    a, b = np.array([1, 2, 3]), np.array([4, 5, 6])
-    assert evaluation.similarity([[a, a], [a, b]]) == pytest.approx(50)
-    longer = np.array([1, 2, 3, 2, 3])  # of its bigrams one stands twice: cosine 4 / sqrt(3 * 7)
-    assert evaluation.similarity([[a, longer, b]]) == pytest.approx(100 * 4 / math.sqrt(21) / 3)
-    answers = [common.Rollout(None, np.array(logp), "", False) for logp in ([-0.5], [-0.1, -0.2, -0.6])]
-    groups = [common.Group(None, [answer]) for answer in answers]
-    assert evaluation.greedy_logp(groups) == pytest.approx((-0.5 - 0.3) / 2)
+    """Similarity is the cosine between counts of bigrams, pair by pair."""
+
+    def similarity(*responses):
+        return evaluation.similarity(
+            [common.Group(None, [common.Rollout(np.array(ids), None, "", False) for ids in responses])]
+        )
+
+    assert similarity([1, 2, 3], [1, 2, 3]) == pytest.approx(100)
+    # of the second's bigrams one stands twice: cosine 4 / sqrt(3 * 7)
+    assert similarity([1, 2, 3], [1, 2, 3, 2, 3], [4, 5, 6]) == pytest.approx(100 * 4 / math.sqrt(21) / 3)
 
 
-@pytest.mark.slow
-def test_grading_without_a_box():
-    """What docs/evaluation.md says that math_verify finds."""
-    cases = [
-        ("The answer is 4.", "4", 1),
-        ("3 + 4 = 7, then we take 11 and", "11", 1),
-        (r"first \boxed{5}, and after a correction \boxed{6}", "6", 0),
-        (r"\boxed{0.333333}", r"\frac13", 1),  # five decimals
-        (r"\boxed{0.3333}", r"\frac13", 0),
-    ]
-    completions, answers, scores = zip(*cases, strict=True)
-    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:math_verify", 60)
-    assert judged(verifier, completions, answers) == [(score, "graded") for score in scores]
-
-
-def test_protocols_name_what_exists_and_settings_are_theirs():
-    """Sets, prompts, rewards; without a box the rewards of images stay; the command line wins."""
-    for protocol in PROTOCOLS.values():
-        assert set(protocol.sets) <= evaluation.SETS.keys()
-        assert {protocol.reward} - {"math"} <= vars(rewards).keys()
-        assert protocol.template in common.PROMPTS
-        unboxed = evaluation.with_changes(protocol, evaluation.Args("", unboxed=True))
-        assert unboxed.reward == ("math_verify" if protocol.reward == "math" else protocol.reward)
-    shared = evaluation.settings_of(PROTOCOLS["cwgrpo-7b"], evaluation.Args(""))
-    assert common.longest_sequence(shared) == 4096
-    args = evaluation.Args("", max_response_tokens=500, max_total_tokens=0, eval_samples=2, eval_temperature=0)
-    changed = evaluation.with_changes(PROTOCOLS["gpg-16"], args)
-    assert (changed.max_response_tokens, changed.max_total_tokens, changed.eval_temperature) == (500, 0, 0)
-    assert changed.eval_samples == 2
-
-
-def test_where_figures_go(tmp_path):
-    """A run's checkpoints and models stay as they are, and so does a model of no run."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").touch()
-    for model, name in {"": "eval", "best": "eval-best", "checkpoints/step-00100": "eval-step-00100"}.items():
-        assert evaluation.place(tmp_path / "run" / model) == tmp_path / "run" / f"{name}.json"
-    assert evaluation.place(Path("Qwen/small")) == Path("runs/eval-small.json")
+def test_protocols_name_what_exists():
+    """Sets, prompts, rewards; the papers' figures are of their sets."""
+    for name in evaluation.PROTOCOLS:
+        protocol = evaluation.protocol_of(name, None)
+        common.validate(protocol)
+        assert {*protocol.sets} <= evaluation.SETS.keys()
+        assert hasattr(rewards, protocol.reward.removeprefix("tools/rewards.py:")) or protocol.reward == "math"
+        assert evaluation.reported(name)
 
 
 def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
-    """By its reward, on its sets or others; flags win."""
+    """With its reward, on its sets; so are its other models."""
     flags = {"template": "mine.txt", "reward": "mine.py:score", "image_column": "picture", "eval_samples": 8}
     flags |= {"eval_temperature": 0.7, "max_prompt_tokens": 5, "max_response_tokens": 7, "max_total_tokens": 9}
-    (tmp_path / "run.json").write_text(json.dumps({"args": flags | {"eval": "a,b", "model": "m", "seed": 4}}))
-    args = evaluation.Args(str(tmp_path), max_prompt_tokens=6)
-    assert evaluation.own(args).sets == ("a", "b")
-    args.sets = ("mine.jsonl",)
-    protocol = evaluation.with_changes(evaluation.own(args), args)
-    assert (protocol.sets, protocol.ks) == (("mine.jsonl",), (1, 8))
-    settings = vars(evaluation.settings_of(protocol, args))
-    assert {name: settings[name] for name in flags} == flags | {"max_prompt_tokens": 6}
+    (tmp_path / "run.json").write_text(json.dumps({"args": flags | {"eval": "a,b", "script": "mine", "alpha": 4}}))
+    for path in (tmp_path, tmp_path / "best", tmp_path / "checkpoints" / "step-00100"):
+        found = vars(evaluation.protocol_of("", evaluation.run_of(path)))
+        assert found | flags == found
+        assert (found["sets"], found["ks"]) == (("a", "b"), (1, 8))
 
 
 def test_an_average_is_over_sets_or_over_questions():
     """There is none where a row lacks a set."""
-    rows = [{"set": "a", "problems": 3}, {"set": "b", "problems": 1}]
-    assert evaluation.average({"a": "10/2", "b": 20}, rows, by_question=False) == "15"
-    assert evaluation.average({"a": "10/2", "b": 20}, rows, by_question=True) == "12.5"
-    assert evaluation.average({"a": "10"}, rows, by_question=False) == "-"
+    sizes = {"aime24": 1, "amc23": 1, "math500": 1, "minerva": 2}
+    rows = [{"set": name, "problems": n, "pass@1": {"mean": 10.0 * n}} for name, n in sizes.items()]
+
+    def averages(rows, by_question):
+        table = evaluation.table_of("gpg-16", evaluation.Protocol(by_question=by_question), rows)
+        return table.loc[["pass@1", "GPG-Zero-7B, Table 16, pass@1/std"], "average"].tolist()
+
+    assert averages(rows, False) == ["12.5", "58.75"]
+    assert averages(rows, True) == ["14", "54.48"]
+    assert averages(rows[:2], True) == ["10", "-"]
 
 
 @pytest.mark.slow
 def test_on_the_embedded_model(engine, tmp_path):
-    """A set of the papers and one of one's own: greedy, with seeds, with SPS's measures; on two processes. What is
-    sampled depends on a set's own name and problem numbers. The model boxes its answers, so that what is right in a box
-    is right without."""
+    """A set of the papers and one of one's own, with SPS's measures; on two processes. What is sampled depends on a
+    set's own name and problem numbers. The model boxes its answers, so that what is right in a box is right without."""
     lines = (TOY / "heldout.jsonl").read_text().splitlines(keepends=True)
     for name, its in {"aime24": lines[:40], "own": lines[40:70]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(its))
 
-    def ask(*sets, more=()):
-        files = [tmp_path / f"{name}.jsonl" for name in sets]
-        flags = [TOY / "model", "--protocols", "sspo", "gpg-16", "sps", "--eval-samples", 3, "--sets", *files, *more]
-        flags += ["--template", "plain", "--max-prompt-tokens", 32, "--max-response-tokens", 96]
-        engine(script="eval", flags=[*flags, "--texts", "--out", tmp_path / "eval.json"])
+    def ask(*words):
+        flags = [TOY / "model", "--protocol", "sps", "--eval-samples", 4, "--template", "plain"]
+        flags += ["--max-response-tokens", 96, "--out", tmp_path / "eval.json", "--sets", *words]
+        engine(script="eval", flags=flags)
         return json.loads((tmp_path / "eval.json").read_text())["rows"]
 
-    rows = ask("aime24", "own")
-    greedy, seeds, sps = rows[::2]
-    assert (sps["protocol"], sps["set"]) == ("sps", "aime24")
-    assert greedy["similarity"]["mean"] == pytest.approx(100)
-    assert 5 < seeds["pass@1"]["mean"] < seeds["pass@3"]["mean"] <= 100
-    assert seeds["pass@1"]["over_seeds"] > 0, "the seeds sampled the same"
-    assert 100 * np.mean(seeds["right"]) / 12 == pytest.approx(seeds["pass@1"]["mean"])
-    assert 30 < sps["similarity"]["mean"] < 90 and -0.2 < sps["greedy_logp"]["mean"] < -0.05
-    for boxed, unboxed in zip(rows[1::2], ask("own", more=["--unboxed"]), strict=True):
-        assert boxed["texts"] == unboxed["texts"] and unboxed["grading"] == "math_verify"
-        assert 0 < sum(boxed["right"]) <= sum(unboxed["right"]) < unboxed["n"] * unboxed["problems"]
+    papers, boxed = ask(tmp_path / "aime24.jsonl", tmp_path / "own.jsonl")
+    assert papers["set"] == "aime24"
+    assert 5 < papers["pass@1"]["mean"] < papers["pass@4"]["mean"] <= 100
+    assert 100 * np.mean(papers["right"]) / 4 == pytest.approx(papers["pass@1"]["mean"])
+    assert 30 < papers["similarity"]["mean"] < 90 and -0.2 < papers["greedy_logp"]["mean"] < -0.05
+    [unboxed] = ask(tmp_path / "own.jsonl", "--reward", f"{ROOT}/tools/rewards.py:math_verify")
+    assert boxed["response_length"] == unboxed["response_length"]
+    assert 0 < sum(boxed["right"]) <= sum(unboxed["right"]) < 4 * 30
 
 
 def test_where_nothing_can_run_a_table_stays(tmp_path, plain_python, monkeypatch):
     """The flag is named: no prompt is short enough."""
     out = tmp_path / "eval.json"
     out.write_text("full")
-    args = evaluation.Args(str(TOY / "model"), sets=(str(TOY / "harder.jsonl"),), template="plain", out=str(out))
-    args.max_prompt_tokens = 2
-    args.max_response_tokens = 64
+    words = [
+        TOY / "model",
+        "--sets",
+        TOY / "harder.jsonl",
+        "--template",
+        "plain",
+        "--max-prompt-tokens",
+        2,
+        "--out",
+        out,
+    ]
+    monkeypatch.setattr("sys.argv", ["eval.py", *map(str, words), "--max-response-tokens", "64"])
     with refused(r"^--sets .*'prompt too long': 100.*--max-prompt-tokens"):
-        evaluation.main(args)
+        evaluation.main()
     assert out.read_text() == "full"

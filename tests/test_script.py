@@ -87,14 +87,12 @@ def test_a_saved_model_is_what_was_evaluated(sspo_run, engine, tmp_path):
 def test_a_checkpoint_is_evaluated_like_the_model_it_was(sspo_run, engine, tmp_path):
     shutil.copytree(sspo_run.folder, tmp_path / "run")
     kept = tmp_path / "run" / "checkpoints" / "step-00004"
-    flags = [kept, "--protocols", "sspo", "--sets", TOY / "heldout.jsonl", "--template", "plain"]
+    flags = [kept, "--protocol", "sspo", "--sets", TOY / "heldout.jsonl", "--template", "plain"]
     engine(script="eval", flags=[*flags, "--max-prompt-tokens", 32, "--max-response-tokens", 64])
     (row,) = json.loads((tmp_path / "run" / "eval-step-00004.json").read_text())["rows"]
     assert row["pass@1"]["mean"] == pytest.approx(100 * sspo_run.rows[-1]["eval/heldout/avg@1"])
 
 
-def test_plot_draws_several_runs(sspo_run, gpg_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["plot.py", str(sspo_run.folder), str(gpg_run.folder), "-o", f"{tmp_path}/c.png"])
-    plot.main()
+def test_plot_draws_several_runs(sspo_run, gpg_run, tmp_path):
+    plot.main((sspo_run.folder, gpg_run.folder), tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
-    assert "after 4 steps" in capsys.readouterr().out

@@ -26,9 +26,8 @@ def test_the_page_is_one_harmless_file(tmp_path, monkeypatch):
     hostile = about | {"ids": list(range(len(HOSTILE))), "reward": 0.0, "ratio_T": [0.8, None, 1.0, 1.0], "group": 0}
     right = hostile | {"reward": 1.0}
     pandas.DataFrame([hostile, right]).to_parquet(tmp_path / "samples" / "train-step00020.parquet")
-    monkeypatch.setattr("sys.argv", ["plot.py", str(tmp_path), "--figure", "tokens", "-o", str(tmp_path / "a.html")])
-    plot.main()
-    text = (tmp_path / "a.html").read_text()
+    plot.main((tmp_path,), figure="tokens")
+    text = (tmp_path / "tokens.html").read_text()
     [data] = re.findall('id="data">(.*?)</script>', text)
     assert "<" not in data
     assert not re.search("http:|https:|@import|url[(]|src=|innerHTML", text.replace(data, ""))

@@ -1,16 +1,16 @@
-"""Run the arms of docs/results.md, which claims.toml lists, five seeds each; write tables and pictures.
+"""Run the arms of docs/results.md, which claims.toml lists, five seeds each; write all tables and pictures.
 
-./run.sh claims                      all claims
+./run.sh claims                      all claims, but for those of the pretrained model
 ./run.sh claims gpg sps-k            some of them: gpg is also gpg-threshold and gpg-groups
 ./run.sh claims --seeds 1 2          these seeds, but for claims that have their own
 ./run.sh claims --jobs 4             four runs at a time
 ./run.sh claims --jobs 0             no runs: tables and pictures of what there is
-./run.sh claims real --jobs 0        those of the pretrained model, with README's first picture
+./run.sh claims real                 those of the pretrained model
 
 A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
 several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv when it ends, below its
 commit, CPU, date and command. A run is not repeated while its csv is there; one that was cut off goes on from its
-checkpoint, or begins again if it has none.
+checkpoint, or begins again if it has none or if the code has changed.
 Delete a csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/ has what runs
 printed and wrote but weights; ./run.sh plot draws what is there while they run. A claim's table is
 docs/tables/NAME.md, its picture docs/claims-NAME.png; claims.toml lists some more pictures.
@@ -45,7 +45,7 @@ CLAIMS = LISTS["claims"]
 LARGE = {"real", "real-kernel", "systems"}  # claims of the pretrained model
 SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")  # These of `evaluate` become sps/SET/NAME.
 EVAL = (
-    "--protocols sps --eval-samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
+    "--protocol sps --eval-samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
     "--max-prompt-tokens 32 --max-response-tokens 96"
 )
 
@@ -86,37 +86,35 @@ def origin(command):
 
 
 def write(folder, about):
-    """Write the csv of a run, below the lines `about` it: what it logged and, at its stops, what `evaluate` found, with
-    4 significant digits. It has all the columns that the claims use; a cell is empty where a step has no such metric,
-    or not a finite one."""
+    """Write the csv of a run, below the lines `about` it: what it logged and what `evaluate` found, with 4 significant
+    digits. It has all the columns that the claims use; a cell is empty where a step has no such metric, or not a finite
+    one."""
     arm = folder.name.rpartition("-seed")[0]
     rows = plot.read(folder)
     for row in rows:
-        if row["step"] in STOPS.get(arm, ()):
-            for found in json.loads((folder / f"eval-step{row['step']:g}.json").read_text())["rows"]:
+        file = folder / f"eval-step{row['step']:g}.json"
+        if file.exists():
+            for found in json.loads(file.read_text())["rows"]:
                 row |= {f"sps/{found['set']}/{name}": found[name]["mean"] for name in SQUEEZED}
-    partial = DATA / f"{folder.name}.partial"
     table = pandas.DataFrame(rows, columns=columns_of(arm))
-    partial.write_text(about + table.to_csv(index=False, float_format="%.4g"))
-    partial.rename(partial.with_suffix(".csv"))
+    (DATA / f"{folder.name}.csv").write_text(about + table.to_csv(index=False, float_format="%.4g"))
 
 
 def run(folder):
     """Run ARM-seedS from its last checkpoint or its beginning, write its csv, delete its weights. What has stops begins
     again."""
     arm, _, seed = folder.name.rpartition("-seed")
-    stops = STOPS.get(arm, ())
     experiment, *flags = ARMS[arm].split()
     words = [experiment, "--eval-every=60", "--checkpoint-every=1000", *flags]
     about = origin(f"./run.sh {' '.join(words)} --seed={seed}")  # Of the code that begins: a commit may come meanwhile.
-    if stops:
+    if arm in STOPS:
         shutil.rmtree(folder, ignore_errors=True)
-    for step in (*LISTS["ends"].get(arm, ()), *stops):
-        sweep.go_on([*words, f"--steps={step}"], seed, folder)
-        if step in stops:
-            evaluate(folder, step, seed)
-    if not stops:
+    else:
         sweep.go_on(words, seed, folder)
+    for step in STOPS.get(arm, ()):
+        sweep.go_on([*words, f"--steps={step}"], seed, folder)
+        if any(metric.startswith("sps/") for metric in columns_of(arm)):
+            evaluate(folder, step, seed)
     write(folder, about)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
@@ -140,11 +138,14 @@ def page(name):
         rows.append([f"`{metric}`, {how}", *sweep.cells_of(figure, runs)])
     if claim["paper"]:
         rows.append(claim["paper"].split(" | "))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    table = "\n".join(lines)
     return f"""# {name}
 
 [results.md](../results.md) says what these figures are.
 
-{sweep.markdown(rows)}
+{table}
 
 Bold: five seeds or more, and at least {sweep.CLEAR} standard errors.
 """
@@ -155,28 +156,28 @@ def main(
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
     jobs: int = 1,
 ):
-    """Run what claims need, then write their tables and draw their pictures.
+    """Run what claims need, then write all tables and draw all pictures.
 
     Args:
-        names: and NAME-…; none: all but those of the pretrained model, which is large
+        names: and NAME-…, whose arms are run; none: all but those of the pretrained model, which is large
         jobs: runs at a time; 0: none, only report
     """
     asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - LARGE)
-    claims = [name for name in CLAIMS if f"{name}-".startswith(asked)]
     wanted = dict.fromkeys(
         f"{arm}-seed{seed}"
-        for name in claims
-        for seed in CLAIMS[name].get("seeds", seeds)
-        for arm in CLAIMS[name]["arms"].split()
+        for name, claim in CLAIMS.items()
+        if f"{name}-".startswith(asked)
+        for seed in claim.get("seeds", seeds)
+        for arm in claim["arms"].split()
     )
     missing = [RUNS / name for name in wanted if jobs and not (DATA / f"{name}.csv").exists()]
     failed = sweep.run_all(run, missing, jobs or 1)
-    for name in claims:
+    for name in CLAIMS:
         (DOCS / "tables" / f"{name}.md").write_text(page(name))
-    pictures = LISTS["pictures"] | {f"claims-{name}": CLAIMS[name] for name in claims}
+    pictures = LISTS["pictures"] | {f"claims-{name}": claim for name, claim in CLAIMS.items()}
     for name, picture in pictures.items():
         panels = picture["panels"].split()
-        if panels and f"{name}-".startswith(("claims-", *asked)):
+        if panels:
             plot.draw_curves(runs_of(picture), panels, DOCS / f"{name}.png", picture.get("across", "step"))
     return failed
 

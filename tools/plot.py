@@ -10,8 +10,7 @@ Runs NAME-seedS of one script and the same flags, but for seed and folder, are o
 error; runs of other code are refused. What is logged at more than 20 steps, but for evaluations, is smoothed: a curve
 shows means of 9 steps, that of clipped tokens of 25.
 plot.toml has metrics in words, and the colours and names of methods. A name that it does not know stands in the legend
-as it is and, where runs of one NAME differ, with the flags that do. Prints the picture's path and, for each run, the
-reward and every held-out accuracy before and after, and where the time went.
+as it is and, where runs of one NAME differ, with the flags that do. ./run.sh table prints figures.
 """
 
 import csv
@@ -20,7 +19,8 @@ import math
 import re
 import textwrap
 import tomllib
-from dataclasses import dataclass
+from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,41 +53,44 @@ def mean_over_steps(rows, metric):
 
 def settings_of(run):
     """Return what the runs of all seeds share, {flag: value} and the script's name; this run's seed; and the hashes of
-    its code. A csv, or a folder without run.json, is taken for a run of a script of its name."""
-    name, _, seed = run.name.removesuffix(".csv").rpartition("-seed")
-    about = {"args": {"script": name or seed, "seed": seed}}
-    file = run / "run.json"
-    if file.is_file():
-        about = json.loads(file.read_text())
+    its code. A csv is taken for a run of a script of its name."""
+    if run.suffix == ".csv":
+        name, seed = run.stem.rsplit("-seed", 1)
+        return {"script": name}, seed, None
+    about = json.loads((run / "run.json").read_text())
     flags = about["args"] | {"seed": 0, "run_dir": "", "resume": False}
     return flags, str(about["args"]["seed"]), about.get("code")
 
 
+def apart(run, first):
+    """Return the flags in which a run differs from another."""
+    flags = settings_of(run)[0]
+    usual = settings_of(first)[0]
+    return " ".join(f"{flag}={value}" for flag, value in flags.items() if value != usual.get(flag))
+
+
 def methods_of(runs, mixed=False):
     """Return {label: {seed: run}} of run folders and csv files: a method is a script and its flags, but for seed and
-    folder. A label is what the name of the first run has before the seed and, where methods have one name, what
+    folder. A label is what the name of the first run has before the seed and, where another method has that name, what
     differs. Raises SystemExit for a seed that comes twice and, unless they may be mixed, for runs of other code."""
-    methods = []
+    methods = defaultdict(dict)
     for run in runs:
         flags, seed, code = settings_of(run)
-        its = next((method for method in methods if method["flags"] == flags), None)
-        if not its:
-            its = {"flags": flags, "name": re.sub(r"-seed\d.*", "", run.name), "code": code, "runs": {}}
-            methods.append(its)
-        if seed in its["runs"]:
-            raise SystemExit(f"{run}: a second run of {its['name']} with seed {seed}; name one of them")
-        if code and its["code"] and code != its["code"] and not mixed:
-            first = next(iter(its["runs"].values()))
-            raise SystemExit(f"{first} and {run}: one script and the same flags, but other code; --mixed takes both")
-        its["runs"][seed] = run
+        its = methods[json.dumps(flags)]
+        if seed in its:
+            raise SystemExit(f"{its[seed]} and {run}: one script, the same flags and seed; name one of them")
+        for first in its.values():
+            if code != settings_of(first)[2] and not mixed:
+                raise SystemExit(f"{first} and {run}: one script, the same flags, but other code; --mixed takes both")
+        its[seed] = run
     found = {}
-    for its in methods:
-        label = its["name"]
-        rivals = [other["flags"] for other in methods if other["name"] == its["name"]]
-        for flag, value in its["flags"].items():
-            if any(rival.get(flag) != value for rival in rivals):
-                label += f" {flag}={value}"
-        found[label] = its["runs"]
+    for its in methods.values():
+        run = next(iter(its.values()))
+        label = re.sub(r"-seed\d.*", "", run.name)
+        if label in found:
+            first = next(iter(found[label].values()))
+            label += f" {apart(run, first)}"
+        found[label] = its
     return found
 
 
@@ -97,20 +100,11 @@ def grouped(runs, mixed=False):
     return {label: {seed: read(run) for seed, run in seeds.items()} for label, seeds in methods.items()}
 
 
-def all_rows(runs):
-    """Return the rows of all runs of {label: {seed: rows}} in one list."""
-    return [row for seeds in runs.values() for rows in seeds.values() for row in rows]
-
-
-def panels_of(runs, asked):
-    """Return the metrics to draw: those that were asked for, or the usual ones. Raises SystemExit for a metric that no
-    run logged."""
-    logged = dict.fromkeys(metric for row in all_rows(runs) for metric in row)
-    unknown = set(asked).difference(logged)
-    if unknown:
-        raise SystemExit(f"{sorted(unknown)}: not logged; these are: {sorted(logged)}")
+def usual_panels(runs):
+    """Return the metrics that are drawn unless others are asked for."""
+    every = [row for seeds in runs.values() for rows in seeds.values() for row in rows]
     usual = "reward|entropy|clip_fraction|response_length|eval/.*/avg@.*"
-    return asked or [name for name in logged if re.fullmatch(usual, name)]
+    return [name for name in dict.fromkeys(chain(*every)) if re.fullmatch(usual, name)]
 
 
 # --------------------------------------------------------------------------------------------------------------- curves
@@ -205,63 +199,36 @@ def draw_curves(runs, panels, path, across="step"):
     figure.savefig(path)
 
 
-# ---------------------------------------------------------------------------------------------------------- the summary
-def print_summary(name, rows):
-    """Print a run's reward and every held-out accuracy, before and after, and where the time went: of each phase the
-    median where a step has it and the share of the time, after a warm-up."""
-    steps = [row for row in rows if "reward" in row]
-    if steps:
-        first = mean_over_steps(steps[:5], "reward")
-        last = mean_over_steps(steps[-10:], "reward")
-        print(f"{name}  {'reward':<24} {first:.3f} in the first 5 steps, {last:.3f} in the last 10")
-    evaluated = pandas.DataFrame(rows).set_index("step").filter(regex="^eval/.*/(avg|pass)@")
-    for metric, column in evaluated.items():
-        values = column.dropna()
-        print(
-            f"{name}  {metric[5:]:<24} {values.iloc[0]:.3f} before, "
-            f"{values.iloc[-1]:.3f} after {values.index[-1]:g} steps"
-        )
-    seconds = pandas.DataFrame(steps[5:] or steps).filter(regex="^seconds/")
-    if not seconds.empty:
-        share = seconds.sum() / seconds.sum().sum()
-        print(pandas.DataFrame({"median, s": seconds.median(), "share": share}).round(3))
+def main(
+    runs: tyro.conf.Positional[tuple[Path, ...]],
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None,
+    figure: Literal["curves", "tokens"] = "curves",
+    panels: tuple[str, ...] = (),
+    x: Literal["step", "seconds"] = "step",
+    mixed: bool = False,
+):
+    """Draw what one or more runs logged.
 
-
-@dataclass
-class Args:
-    """What to draw."""
-
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders, or csv files of tools/claims.py."""
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """The picture; otherwise it goes in the first run's folder."""
-    figure: Literal["curves", "tokens"] = "curves"
-    """curves of --panels, or the page of what the loss saw."""
-    panels: tuple[str, ...] = ()
-    """Metrics, as named in metrics.jsonl."""
-    x: Literal["step", "seconds"] = "step"
-    """What they are drawn over."""
-    mixed: bool = False
-    """Runs of one script and the same flags are a method even if their code differs."""
-
-
-def main():
-    args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    if not args.out:
-        folder = args.runs[0]
-        args.out = (folder if folder.is_dir() else Path()) / f"{args.figure}.png"
-    if args.figure == "tokens":
-        args.out = args.out.with_suffix(".html")
-        write_page(args.runs, args.out)
+    Args:
+        runs: run folders, or csv files of tools/claims.py
+        out: the picture; otherwise it goes in the first run's folder
+        figure: curves of --panels, or the page of what the loss saw
+        panels: metrics, as named in metrics.jsonl
+        x: what they are drawn over
+        mixed: runs of one script and the same flags are a method even if their code differs
+    """
+    if not out:
+        folder = runs[0] if runs[0].is_dir() else Path()
+        out = folder / f"{figure}.png"
+    if figure == "tokens":
+        out = out.with_suffix(".html")
+        write_page(runs, out)
     else:
-        runs = grouped(args.runs, args.mixed)
-        across = "time" if args.x == "seconds" else args.x
-        draw_curves(runs, panels_of(runs, args.panels), args.out, across)
-        for label, seeds in runs.items():
-            for seed, rows in seeds.items():
-                print_summary(f"{label}, seed {seed}", rows)
-    print(f"{args.figure:<8} {args.out}")
+        methods = grouped(runs, mixed)
+        across = "time" if x == "seconds" else x
+        draw_curves(methods, panels or usual_panels(methods), out, across)
+    print(f"{figure:<8} {out}")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -2,15 +2,14 @@
 
 ./run.sh sweep grpo-toy gpg-toy                             seeds 1, 2 and 3 of each, one run after another
 ./run.sh sweep grpo-toy gpg-toy --seeds 1 2 --steps 30      flags that are not its own go to the scripts
-./run.sh sweep grpo-toy gpg-toy --jobs 2                    two runs at a time
+PROCESSES=1 OMP_NUM_THREADS=1 ./run.sh sweep grpo-toy gpg-toy --jobs 2     two runs at a time, each on a core of its own
 ./run.sh sweep grpo-toy mine.py:grpo-toy,--normaliser,token   a fork with a flag of its own beside its baseline
 ./run.sh table runs/sweep/grpo-toy-seed* runs/sweep/lr-1e-4/grpo-toy-seed*
 
 A run goes to runs/sweep/FLAGS-OF-ALL/EXPERIMENT-OWN-FLAGS-seedS, and what it prints to output.txt there. The same
 command again runs what is missing: a run that has finished stays, one that was cut off goes on from its last
-checkpoint, or begins again if it has none. What is of other code, script or common.py, is put aside and run anew.
-Ctrl-C ends all runs. On CPUs, with several at a time, a run is one process with its share of the cores; on GPUs a run
-takes all that it sees, so that --jobs stays 1 there.
+checkpoint. What has none, or is of other code, script or common.py, is put into aside/ and begins anew. Ctrl-C ends all
+runs. On GPUs a run takes all that it sees, so that --jobs stays 1 there.
 """
 
 import difflib
@@ -19,22 +18,24 @@ import itertools
 import math
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas
 import plot
 import tyro
 from plot import mean_over_steps
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "sweep"
+SCRIPTS = ("sspo.py", "gpg.py", "cwgrpo.py", "sps.py")
 # A difference is clear from so many standard errors on. Of all differences in docs/tables with five seeds,
 # Benjamini-Hochberg at 5 % keeps these (p = 0.02 or less), as computed on 2026-11-25.
 CLEAR = 3.7
@@ -49,19 +50,14 @@ def launch(words, folder, script=""):
         subprocess.run(["./run.sh", *words], cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT, check=True)
 
 
-def go_on(words, seed, folder, script=""):
-    """Run an experiment with its flags in a folder, from its last checkpoint or its beginning. Raises BlockingIOError
-    if it would begin where a run is alive."""
-    words = [*words, f"--seed={seed}", f"--run-dir={folder}"]
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "checkpoints").exists():
-        words.append("--resume")
-    else:
-        with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
-        folder.mkdir()
-    launch(words, folder, script)
+def put_aside(folder):
+    """Move a run's folder into aside/, which lies beside it. Raises BlockingIOError if the run is alive."""
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    aside = folder.parent / "aside" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    aside.parent.mkdir(exist_ok=True)
+    folder.rename(aside)
+    print(f"{folder} begins anew; what was there is {aside}", flush=True)
 
 
 def code_of(folder):
@@ -71,18 +67,22 @@ def code_of(folder):
 
 def current(folder, script=""):
     """Say whether a run is of the code that there is now."""
-    kept = [*folder.glob("code/*/*.py")]
-    now = {file.name: ROOT / (script if file.name == Path(script).name else file.name) for file in kept}
-    return kept != [] and all(file.read_bytes() == now[file.name].read_bytes() for file in kept)
+    scripts = [script] if script else SCRIPTS
+    now = {(ROOT / name).read_bytes() for name in ("common.py", *scripts)}
+    kept = {file.read_bytes() for file in folder.glob("code/*/*.py")}
+    return len(kept) > 0 and kept <= now
 
 
-def put_aside(folder):
-    """Give the folder of a run of other code another name. Raises BlockingIOError if the run is alive."""
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    aside = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder.rename(aside)
-    print(f"{folder} was of other code: now {aside}", flush=True)
+def go_on(words, seed, folder, script=""):
+    """Run an experiment with its flags in a folder: from its last checkpoint or, if it has none or is of other code,
+    from its beginning."""
+    words = [*words, f"--seed={seed}", f"--run-dir={folder}"]
+    if (folder / "checkpoints").exists() and current(folder, script):
+        words.append("--resume")
+    elif folder.exists():
+        put_aside(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    launch(words, folder, script)
 
 
 def run_all(run, folders, jobs):
@@ -147,10 +147,10 @@ def with_error(values, sign=""):
     return text
 
 
-def cells_of(figure, methods, errors=False):
-    """Return a figure's cells, one for each of {method: {seed: rows}}: mean and standard error over seeds, of all
-    methods or of the first alone; behind the others', in brackets, the difference to the first, seed by seed, which
-    takes two; a dash where a seed has no value."""
+def cells_of(figure, methods):
+    """Return a figure's cells, one for each of {method: {seed: rows}}: its mean over seeds and, in brackets, the
+    difference to the first method, seed by seed, which takes two; without a difference the mean has its standard error.
+    A dash where a seed has no value."""
     metric, how = figure.split(", ", 1)
     first = {}
     cells = []
@@ -160,52 +160,29 @@ def cells_of(figure, methods, errors=False):
         if any(map(math.isnan, each)):
             cells.append("–")
             continue
-        cell = f"{statistics.fmean(each):.3g}"
-        if errors or not cells:
-            cell = with_error(each)
         apart = [values[seed] - first[seed] for seed in values if seed in first]
         if len(apart) > 1:
-            cell += f" ({with_error(apart, '+')})"
-        if not cells:
+            cells.append(f"{statistics.fmean(each):.3g} ({with_error(apart, '+')})")
+        else:
+            cells.append(with_error(each))
+        if len(cells) == 1:
             first = values
-        cells.append(cell)
     return cells
 
 
-SCRIPTS = ("sspo.py", "gpg.py", "cwgrpo.py", "sps.py")
-
-
 def changes_of(file):
-    """Return how a script that a run kept differs from the one it was copied from, the closest of ours, and write the
+    """Return how a fork that a run kept differs from the script it was copied from, the closest of ours, and write the
     difference to a file beside it."""
     text = file.read_text().splitlines(keepends=True)
-    found = {}
+    diffs = []
     for parent in SCRIPTS:
         lines = (ROOT / parent).read_text().splitlines(keepends=True)
-        found[parent] = [*difflib.unified_diff(lines, text, parent, file.name, n=2)]
-    parent = min(found, key=lambda name: len(found[name]))
-    changes = "".join(found[parent])
+        diffs.append([*difflib.unified_diff(lines, text, parent, file.name, n=2)])
+    closest = min(diffs, key=len)
     beside = file.with_suffix(".diff")
-    beside.write_text(changes)
-    added, taken = (len(re.findall(rf"^\{sign}(?!\{sign})", changes, re.MULTILINE)) for sign in "+-")
-    return f"{file.name}: +{added} −{taken} lines of {parent}, {beside}"
-
-
-def apart(run, first):
-    """Return what sets the method of a run apart from that of another: flags that both scripts have, and the script."""
-    flags, usual = plot.settings_of(run)[0], plot.settings_of(first)[0]
-    words = [f"{name}={value}" for name, value in flags.items() if value != usual.get(name, value)]
-    for file in code_of(run)[-1:]:
-        if flags["script"] != usual["script"]:
-            words[0] = file.name if file.name in SCRIPTS else changes_of(file)  # the script is the first
-    return "; ".join(words)
-
-
-def markdown(rows):
-    """Return rows of cells, the head first, as a table."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, "|---" * len(rows[0]) + "|")
-    return "\n".join(lines)
+    beside.write_text("".join(closest))
+    signs = Counter(line[0] for line in closest[2:])  # behind the two files' names
+    return f"{file.name}: +{signs['+']} −{signs['-']} lines, {beside}"
 
 
 def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = (), mixed: bool = False):
@@ -219,22 +196,24 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         mixed: runs of one script and the same flags are a method even if their code differs
     """
     methods = plot.grouped(runs, mixed)
-    metrics = plot.panels_of(methods, [figure.split(", ")[0] for figure in figures])
     if not figures:
-        last = max(row["step"] for row in plot.all_rows(methods))
+        last = max(rows[-1]["step"] for seeds in methods.values() for rows in seeds.values())
         figures = [f"reward, steps {max(1, last - 9):g}–{last:g}"]
-        figures += [f"{name}, step {last:g}" for name in metrics if "/" in name]
-    columns = [["", *methods], ["seeds", *map(" ".join, methods.values())]]
-    columns += [[figure, *cells_of(figure, methods, errors=True)] for figure in figures]
-    widths = [max(map(len, column)) for column in columns]
-    print(markdown([[*map(str.ljust, row, widths)] for row in zip(*columns, strict=True)]))
+        figures += [f"{name}, step {last:g}" for name in plot.usual_panels(methods) if "/" in name]
+    columns = {"seeds": [" ".join(seeds) for seeds in methods.values()]}
+    for figure in figures:
+        columns[figure] = cells_of(figure, methods)
+    print(pandas.DataFrame(columns, [*methods]).to_string())
     print(
-        "\nmean ± standard error over seeds; in brackets the difference to the first method, seed by seed; bold: five "
+        "\nmean over seeds; in brackets the difference to the first method, seed by seed; ± standard error; bold: five "
         f"seeds or more, and at least {CLEAR} standard errors from 0"
     )
-    first, *others = [next(iter(seeds.values())) for seeds in plot.methods_of(runs, mixed).values()]
-    for label, run in zip([*methods][1:], others, strict=True):
-        print(f"{label}: {apart(run, first)}")
+    for label, seeds in plot.methods_of(runs, mixed).items():
+        run = next(iter(seeds.values()))
+        print(f"{label}: {plot.apart(run, runs[0])}")
+        for file in code_of(run)[-1:]:
+            if file.name not in SCRIPTS:
+                print(changes_of(file))
 
 
 # ---------------------------------------------------------------------------------------------------------------- sweep
@@ -267,9 +246,6 @@ def main():
     if kind == "table":
         return tyro.cli(table, args=words)
     args, flags = tyro.cli(Args, args=words, description=__doc__, return_unknown_args=True)
-    if args.jobs > 1:
-        os.environ.setdefault("PROCESSES", "1")
-        os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() // args.jobs or 1))
     runs = {}
     for seed, experiment in itertools.product(args.seeds, args.experiments):
         script, colon, own = experiment.rpartition(".py:")
@@ -277,12 +253,9 @@ def main():
         words = own.split(",")
         folder = RUNS / name_of(flags) / f"{name_of([Path(script).stem, *words])}-seed{seed}"
         runs[folder] = ([*words, *flags], seed, folder, script)
-    for folder, (*_, script) in runs.items():
-        if (folder / "run.json").exists() and not current(folder, script):
-            put_aside(folder)
-    missing = [folder for folder in runs if not finished(folder)]
+    missing = [folder for folder, (*_, script) in runs.items() if not (finished(folder) and current(folder, script))]
     failed = run_all(lambda folder: go_on(*runs[folder]), missing, args.jobs)
-    done = [folder for folder in runs if finished(folder)]
+    done = [*filter(finished, runs)]
     if done:
         table(done)
     return failed

@@ -80,11 +80,6 @@ def pack(response, tokenizer):
     return {"facts": facts, "tokens": [visible(token) for token in tokens], "vectors": vectors}
 
 
-def as_json(value):
-    """Return JSON in ASCII that cannot end the script element that it stands in."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-
-
 def read(file, updates, tokenizer):
     """Return a step of so many updates as the page wants it: of each update the first two groups with a gradient. Those
     of the last update come first: in the first update every ratio is 1."""
@@ -106,12 +101,9 @@ def read(file, updates, tokenizer):
 
 
 def write_page(runs, out):
-    """Write the page of a run, the only one of `runs`. Raises SystemExit for one that has no file with vectors."""
+    """Write the page of a run, the only one of `runs`, which writes its files when it evaluates during training."""
     (run,) = runs
-    samples = run / "samples"
-    files = sorted(samples.glob("train-step*.parquet"))
-    if not files:
-        raise SystemExit(f"{samples}: no train-step*.parquet; a script writes them when it evaluates during training")
+    files = sorted(run.glob("samples/train-step*.parquet"))
     every = math.ceil(len(files) / STEPS)
     shown = sorted({*files[::every], files[-1]})
     args = json.loads((run / "run.json").read_text())["args"]
@@ -125,5 +117,7 @@ def write_page(runs, out):
         "labels": {name: labels.get(name, name) for name in [*labels, *sorted(found)] if name in found},
         "steps": steps,
     }
+    # "<" could end the script element that it stands in
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = Path(__file__).with_suffix(".html").read_text()
-    out.write_text(page.replace("DATA", as_json(data)))
+    out.write_text(page.replace("DATA", text))
