@@ -16,5 +16,5 @@ def test_a_side_that_is_killed_is_an_error():
     """After as many steps as a figure needs."""
     steps = 'for n in $(seq 9); do echo "        $n       0.5     19.25"; done'
     assert "19 tokens a response" in bench.pace(["bash", "-c", steps], os.environ)
-    with pytest.raises(SystemExit, match="exit code -9 after 9 steps"):
+    with pytest.raises(SystemExit, match="no figure: exit code -9 after 9 steps"):
         bench.pace(["bash", "-c", f"{steps}; kill -9 $$"], os.environ)

@@ -188,13 +188,14 @@ def pace(command, env):
                 times.append(time.perf_counter())
                 lengths.append(float(length[1]))
     if running.returncode or len(times) < 7:
-        sys.exit(f"{command} ended with exit code {running.returncode} after {len(times)} steps")
+        words = " ".join(map(str, command))
+        sys.exit(f"no figure: exit code {running.returncode} after {len(times)} steps of {words}")
     return f"{np.median(np.diff(times[4:])):6.2f} s a step, {np.mean(lengths[5:]):.0f} tokens a response"
 
 
 def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     """Run GRPO, one update a step of 16 x 8 responses, here and with TRL's own script in turn, on 2 processes of the
-    CPU in float32 (pip install trl==1.16.0). Print what a step takes.
+    CPU in float32 (pip install trl==1.16.0). Print what a step takes, or end with an error where a side fails.
 
     Args:
         flags: behind --, of sps.py, with which both run; another model, say

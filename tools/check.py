@@ -52,7 +52,7 @@ def main():
         record.say(f"{sync} sync: sampler and trainer differ by {gap:.2g} nats a token")
         # In bfloat16 on a CPU it is 0.009 for the embedded model and 0.035 for SmolLM2-135M; stale weights make it 0.2.
         limit = record.gap_limit
-        common.need(gap <= limit, f"--model {args.model}: rounding makes at most {limit}")
+        common.need(gap <= limit, f"--model {args.model}: sampler and trainer disagree; rounding makes {limit} at most")
         for parameter in policy.parameters():
             part = parameter.to_local()
             part.mul_(1 + 0.3 * torch.randn_like(part))  # as large as before, but another model's
