@@ -210,7 +210,7 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
     )
     for label, seeds in plot.methods_of(runs, mixed).items():
         run = next(iter(seeds.values()))
-        print(f"{label}: {plot.apart(run, runs[0])}")
+        print(f"{label}: {plot.apart(run, runs[0]) or 'the first'}")
         for file in code_of(run)[-1:]:
             if file.name not in SCRIPTS:
                 print(changes_of(file))
