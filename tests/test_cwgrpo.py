@@ -94,9 +94,9 @@ def test_loss_and_gradient_equal_section_2_3(seed, kernel):
 
 def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python):
     """Of truncated importance sampling, too: by autograd of the policy term in one row."""
-    args = {"tis_cap": 1.2, "kl_coef": 0.0}
-    made, its = prove.step(common.init_world(), ROOT / "cwgrpo.py", ["--model", tiny], args)
-    seen, batch = made.seen, its.batch
+    module, settings = prove.load(ROOT / "cwgrpo.py", ["--model", str(tiny), "--tis-cap=1.2", "--kl-coef=0"])
+    made = prove.step(common.init_world(), module, settings, module.learn)
+    seen, batch = made.seen, made.batch
     advantage_T = cwgrpo.advantages(batch.reward_PG).flatten()[batch.response_T]
     group_T = batch.response_T // 4
     leaf_T = seen["old_logp_T"].double().requires_grad_()

@@ -54,7 +54,7 @@ def test_the_file_has_what_the_loss_saw_of_each_response(monkeypatch, plain_pyth
     monkeypatch.setattr("sys.argv", [common.__file__])
     record = common.Record(common.Args(model="m", run_dir=str(tmp_path)), common.init_world())
     batch = batch_of(0)
-    batch.reward_PG = torch.arange(len(batch.rollout_R)).double()
+    batch.reward_PG = torch.arange(len(batch.rollout_R)).double()[:, None]
     for group in batch.groups:
         group.reward_G = torch.zeros(len(group.rollouts))
     mine_T = torch.arange(len(batch.response_T)) / 3
@@ -63,7 +63,7 @@ def test_the_file_has_what_the_loss_saw_of_each_response(monkeypatch, plain_pyth
     record.training(7, batch, {"mine_T": mine_T, "alpha": 1.0})
     assert (tmp_path / "samples" / "no-difference.txt").exists(), "all rewards are 0"
     table = pandas.read_parquet(tmp_path / "samples" / "train-step00007.parquet")
-    assert table["group"].tolist() == batch.group_R and table["reward"].tolist() == batch.reward_PG.tolist()
+    assert table["group"].tolist() == batch.group_R and table["reward"].tolist() == batch.reward_PG.flatten().tolist()
     for row, rollout in zip(table.to_dict("records"), batch.rollout_R, strict=True):
         assert row["ids"].tolist() == rollout.ids.tolist() and len(row["mine_T"]) == len(rollout.ids)
     np.testing.assert_array_equal(np.concatenate(table["mine_T"].tolist()), mine_T.numpy())

@@ -35,6 +35,8 @@ def launch(script, flags):
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"
     words = ["--nproc-per-node", str(ranks), script, *flags]
     print(shlex.join(["torchrun", *words]), flush=True)
+    if "--help" in flags:
+        print("The experiment sets these flags. The defaults below are those of the script alone.\n", flush=True)
     logging.disable(logging.ERROR)
     signal.signal(signal.SIGUSR1, pass_on)
     try:
