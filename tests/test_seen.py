@@ -2,6 +2,7 @@
 
 import math
 
+import literal
 import numpy as np
 import pandas
 import pytest
@@ -9,6 +10,8 @@ import torch
 from test_policy import batch_of
 
 import common
+import cwgrpo
+import sps
 
 ALWAYS = {"advantage_T", "weight_T", "logp_T", "entropy_T"}
 OWN = {
@@ -67,3 +70,22 @@ def test_the_file_has_what_the_loss_saw_of_each_response(monkeypatch, plain_pyth
     for row, rollout in zip(table.to_dict("records"), batch.rollout_R, strict=True):
         assert row["ids"].tolist() == rollout.ids.tolist() and len(row["mine_T"]) == len(rollout.ids)
     np.testing.assert_array_equal(np.concatenate(table["mine_T"].tolist()), mine_T.numpy())
+
+
+@pytest.mark.parametrize("script", [sps, cwgrpo])
+def test_clipped_tokens_are_those_without_a_gradient(script):
+    """Where there is an advantage. The KL that is logged is k3."""
+    logp, old, ref, reward = literal.draw(1, by=0.6)
+    reward_PG, _, response_T = literal.numbers(logp, reward)
+    advantage_T = script.advantages(reward_PG).flatten()[response_T]
+    inputs = {"advantage_T": advantage_T, "weight_T": torch.ones_like(advantage_T)}
+    inputs.update(old_logp_T=literal.flat(old), ref_logp_T=literal.flat(ref))
+    if script is cwgrpo:
+        inputs["factor_T"] = torch.ones_like(advantage_T)
+    logp_T = literal.flat(logp).requires_grad_()
+    loss, seen = script.policy_loss(logp_T, **inputs, low=0.8, high=1.2, kl_coef=0.0)
+    (gradient_T,) = torch.autograd.grad(loss, logp_T)
+    trained_T = advantage_T != 0
+    assert torch.equal(seen["clipped_T"][trained_T], gradient_T[trained_T] == 0) and seen["clipped_T"].any()
+    apart_T = literal.flat(ref) - logp_T
+    torch.testing.assert_close(seen["kl_T"], apart_T.exp() - apart_T - 1)
