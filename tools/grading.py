@@ -15,6 +15,7 @@ from multiprocessing import forkserver, set_start_method
 from resource import RLIMIT_DATA, setrlimit
 from signal import ITIMER_PROF, SIGKILL, alarm, setitimer
 from traceback import format_exc
+from types import FunctionType
 
 from sympy import Eq, Rel, count_ops, nan, sympify
 
@@ -171,7 +172,8 @@ def reward_function(reward):
     sys.path.append(os.path.dirname(path))  # last: it shadows nothing
     found = runpy.run_path(path)
     if name not in found:
-        raise NameError(f"{path}:FUNCTION: {name!r} is none of its functions")
+        functions = [name for name, value in found.items() if isinstance(value, FunctionType)]
+        raise ImportError(f"{path}:FUNCTION is needed, it has {', '.join(functions) or 'none'}")
     return found[name]
 
 
@@ -201,5 +203,7 @@ def grade(reward, completion, *graded_by):
         return score, "graded"
     except (MemoryError, SystemExit):
         os._exit(1)  # the next completion gets a new process
+    except ImportError as error:  # of a function that is not there, or of what the reward needs
+        return None, str(error)
     except Exception:
         return None, format_exc()
