@@ -268,7 +268,6 @@ def load_data(args, tokenizer):
         return [], held_out
     problems = load_problems(args.dataset, tokenizer, args, "--dataset")
     if args.subset:
-        # ValueError if there are fewer
         problems = random.Random(seed_of(args.seed, "subset")).sample(problems, args.subset)
     return problems, held_out
 

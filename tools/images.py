@@ -56,8 +56,8 @@ def sat(_, file):
 
 def cvbench(name, source):
     """Yield rows of a task of CV-Bench's test split; a solution is "(C)" and that choice's words."""
-    rows = datasets.load_dataset(source, split="test").cast_column("image", datasets.Image(decode=False))
-    for one in rows:
+    rows = datasets.load_dataset(source, split="test")
+    for one in rows.cast_column("image", datasets.Image(decode=False)):
         if name == f"cvbench-{one['task'].lower()}":
             words = one["choices"][LETTERS.index(one["answer"].strip("()"))]
             yield row(one["image"]["bytes"], one["prompt"], f"{one['answer']} {words}")
@@ -90,9 +90,10 @@ def classes(name, listed, names, folder):
     images, of which the last part of a path is the name."""
     what, asked = KINDS[name]
     problem = (
-        f"This is an image containing {what}. Please identify the {asked} based on the image.\nOutput the thinking "
-        "process in <think> </think> and final answer in <answer> </answer> tags.The output answer format should be as "
-        "follows:\n<think> ... </think> <answer>species name</answer>\nPlease strictly follow the format."
+        f"This is an image containing {what}. Please identify the {asked} based on the image.\n"
+        "Output the thinking process in <think> </think> and final answer in <answer> </answer> tags."
+        "The output answer format should be as follows:\n"
+        "<think> ... </think> <answer>species name</answer>\nPlease strictly follow the format."
     )
     name_of = Path(names).read_text(encoding="utf-8").splitlines()
     for one in torch.load(listed, weights_only=True):
