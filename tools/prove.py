@@ -125,7 +125,8 @@ def step(world, module, settings, learn, dead=(2,), change=list):
 
     def note_call(logp_T, *others, **named):
         loss, seen = policy_loss(logp_T, *others, **named)
-        if loss.requires_grad:
+        if logp_T.requires_grad:
+            common.need(loss.requires_grad, "the loss has no gradient: log-prob or ratio is detached in policy_loss")
             made.calls.append((made.logp_T, logp_T.detach(), loss.item()))
         return loss, seen
 
@@ -218,7 +219,7 @@ def examine(made, policy_loss):
         other = 2 * x + 1 if x.is_floating_point() else x.roll(1)
         if torch.equal(slope(policy_loss, inputs | {name: other}), before_T):
             idle.append(name)
-    look = "the loss does not use them, or where it does, log-prob or ratio is detached"
+    look = "the loss does not use them, or without effect here, or the log-prob or ratio is detached"
     yield "4 inputs that do not change the gradient", not idle, f"{idle or 'none'} of {names}", look
 
 
@@ -256,7 +257,10 @@ def runs(script, flags):
     command += ["--steps=3", "--checkpoint-every=1", "--checkpoints-kept=3", "--run-dir", folder]
     weights = []
     for _ in range(2):
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        with open(folder / "output.txt", "a") as output:
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
+        if done.returncode:
+            return [("6 a run of three steps", False, f"exit code {done.returncode}", output.name)]
         weights.append((folder / "model" / "model.safetensors").read_bytes())
         for later in folder.glob("checkpoints/step-0000[23]"):
             shutil.rmtree(later)
