@@ -22,6 +22,7 @@ from collections import ChainMap, Counter, defaultdict, namedtuple
 from contextlib import chdir, contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from functools import cache
 from itertools import accumulate, compress, count
 from multiprocessing import forkserver, get_context
 from pathlib import Path
@@ -48,7 +49,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedTokenizerFast
 
 from tools import rows, vision
-from tools.grading import VERDICTS, begin, end_with_parent, grade, judge, last_boxed  # noqa: F401
+from tools.grading import VERDICTS, begin, end_with_parent, grade, judge  # noqa: F401
 
 # ---------------------------- arguments
 PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat format
@@ -72,8 +73,7 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
         "user": "{problem}",
     },
 }
-# of torchrun's, before `init_world` makes a World of them
-FIRST = os.environ.get("RANK", "0") == "0"
+FIRST = os.environ.get("RANK", "0") == "0"  # torchrun's, before `init_world` makes a World
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
 
@@ -327,6 +327,7 @@ def load_problems(source, tokenizer, args, flag):
     return problems
 
 
+@cache  # once for all sets
 def use_own_file(tokenizer):
     """Let a tokenizer do what its tokenizer.json says, which transformers 5 replaces for some kinds of models."""
     if Path(tokenizer.name_or_path, "tokenizer.json").exists():
@@ -844,15 +845,14 @@ def empty_model(config):
 
 
 def model_folder(args):
-    """Return --model's folder, fetched if it is a hub id. Raises ValueError for a context that is too short. Whether
-    its weights fit, `load_policy` says; whether it computes what vLLM computes, `sampler_gap` in the first step."""
+    """Return --model's folder, fetched if it is a hub id, for which a node's other ranks wait. Raises ValueError where
+    the context is too short. Whether weights fit, `load_policy` says; whether it computes as vLLM, `sampler_gap`."""
     folder = Path(args.model)
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         if not folder.is_dir():
             patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-            # a node's other ranks wait for one
             folder = Path(snapshot_download(args.model, allow_patterns=patterns))
-        transformers.utils.logging.disable_progress_bar()
+        transformers.logging.disable_progress_bar()
         need([*folder.glob("tokenizer*")], "it has no files of a tokenizer")
         text = config_of(folder).get_text_config()
         # The policy sees all of a sequence, and where a window or LongRoPE's longer angles begin, vLLM does not.

@@ -9,7 +9,7 @@ import re
 import pytest
 from conftest import ROOT, grades, judged, make_verifier
 
-from common import last_boxed
+from tools.grading import last_boxed
 from tools.rows import bare
 
 SHARED = ROOT.parent / "shared" / "data"

@@ -29,6 +29,7 @@ import tyro
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import common
+from tools.grading import last_boxed
 
 GIB = 2**30
 
@@ -152,7 +153,7 @@ def fit(tokens: int = common.Args.micro_batch_tokens, activation_checkpointing: 
 # ---------------------------------------------------------------------------------------------------------- against TRL
 def boxed_right(completions, answer, **_):
     """Return TRL's rewards: 1.0 where the last box holds the answer as it is written."""
-    return [float(common.last_boxed(text) == gold) for text, gold in zip(completions, answer, strict=True)]
+    return [float(last_boxed(text) == gold) for text, gold in zip(completions, answer, strict=True)]
 
 
 def trl_flags(args, data):

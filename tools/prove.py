@@ -86,6 +86,16 @@ def gradients(policy):
     return {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
 
 
+def reference_of(folder, settings, world):
+    """Return a reference that is not the policy, or its KL would have no gradient; none where --kl-coef is 0."""
+    if not getattr(settings, "kl_coef", 1):
+        return None
+    reference = common.load_policy(folder, settings, world).requires_grad_(False)
+    for parameter in reference.parameters():
+        parameter.mul_(1.1)
+    return reference
+
+
 def step(world, module, settings, learn, dead=(2,), change=list):
     """Let a script's `learn` make a step of fixed rollouts, after a change of the groups; return what is to be seen of
     it: `gradient` is the sum over its updates; `calls` are those of policy_loss for a backward pass: log-probs of the
@@ -97,14 +107,9 @@ def step(world, module, settings, learn, dead=(2,), change=list):
         record = common.Record(replace(settings, run_dir=tempfile.mkdtemp()), world)
         batch = common.Batch(change(fixed_groups(settings, tokenizer, dead)))
     record.gap_limit = math.inf  # the sampler's log-probs are made up
-    reference = None
-    if getattr(settings, "kl_coef", 1):
-        reference = common.load_policy(folder, settings, world).requires_grad_(False)
-        for parameter in reference.parameters():
-            parameter.mul_(1.1)  # or the KL would have no gradient
     made = SimpleNamespace(
         policy=policy,
-        reference=reference,
+        reference=reference_of(folder, settings, world),
         optimizer=torch.optim.SGD(policy.parameters(), lr=settings.lr),  # its steps are as exact as gradients
         batch=batch,
         batches=[batch, batch],

@@ -23,10 +23,11 @@ def read_json(path):
     one list, or stand one after another; an error names its line."""
     text = Path(path).read_text(encoding="utf-8-sig")
     blank = re.compile(r"\s*")
+    decoder = json.JSONDecoder()
     rows = []
     at = blank.match(text).end()
     while at < len(text):
-        row, end = json.JSONDecoder().raw_decode(text, at)
+        row, end = decoder.raw_decode(text, at)
         rows.append(row)
         at = blank.match(text, end).end()
     if len(rows) == 1 and isinstance(rows[0], list):
