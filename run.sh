@@ -3,7 +3,7 @@
 # ./run.sh METHOD-SIZE [FLAGS]    set up, run an experiment of the tables; FLAGS win. Begin with
 #                                 toy, 135m (pretrained, 2 CPU cores) or 0.5b (one GPU); the papers' are for 8 GPUs
 # ./run.sh list|setup|data        every experiment with its whole command; set up; fetch sspo.py's data
-# ./run.sh test|check|prove|eval|plot|why|sweep|table|claims [ARGS]    --help explains each
+# ./run.sh test|prove|eval|plot|why|sweep|table|claims [ARGS]    --help explains each
 # CPU=1: without GPUs, in PROCESSES=2. GPU=1: as if GPUs were seen. DRY=1: print the command. SCRIPT=mine.py: a fork.
 set -euo pipefail
 here=$PWD machine=cpu venv=.venv wrong=
@@ -218,7 +218,7 @@ case $word in
   setup) setup ;;
   data) once $math_3to5 git clone --depth 1 https://github.com/sail-sg/understand-r1-zero data/understand-r1-zero ;;
   test) setup; exec "$python" -m pytest "$@" ;;
-  eval | check) setup; exec "$python" tools/launch.py "tools/$word.py" "$@" ;;
+  eval) setup; exec "$python" tools/launch.py tools/eval.py "$@" ;;
   prove) setup; PROCESSES=3 OMP_NUM_THREADS=1 exec "$python" tools/launch.py tools/prove.py "$@" ;;
   plot | why) setup; exec "$python" "tools/$word.py" "$@" ;;
   sweep | table) setup; exec "$python" tools/sweep.py "$word" "$@" ;;

@@ -6,7 +6,7 @@ import torch
 from jobs import Jobs
 from seeing import random_seeing_model
 
-pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="it takes torch's CPU build; on a GPU: ./run.sh check")
+pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="it takes torch's CPU build")
 
 OWN = {"sspo": {"updates_per_step": 2}, "gpg": {"kl_coef": 0.1}, "cwgrpo": {}, "sps": {}}
 

@@ -79,23 +79,3 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     [found] = rows.read_table("data/lisa-train.parquet")
     assert "instruction: one Output the thinking process" in found["problem"]
     assert rewards.corners(found["solution"]).tolist() == [[100, 100], [450, 500]]
-
-
-TESTS = ["import math", "assert area(1) == math.pi", "assert area(2) == 4 * math.pi", "assert area(0) == 1"]
-
-
-@pytest.mark.parametrize(
-    "block, share",
-    [
-        ("import math\ndef area(r): return math.pi * r**2", 2 / 3),
-        ("import math\ndef area(r):\n  while r == 2: pass\n  return math.pi", 1 / 3),  # what passes before it counts
-        ("import os, sys\ndef area(r): os._exit(0)", 0),
-        ("def area(r): open('here', 'w'); return input()", 0),
-    ],
-)
-def test_code_is_scored_by_the_asserts_that_pass(block, share, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = f"```python\ndef area(r): return 1\n``` no, rather:\n```python\n{block}\n```."
-    assert rewards.code(text, {"tests": TESTS}) == pytest.approx(share)
-    assert rewards.code("area = abs", {"tests": ["assert area(1) == 1"]}) == 0, "no block"
-    assert not list(tmp_path.iterdir())

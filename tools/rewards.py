@@ -1,18 +1,13 @@
-"""Rewards of GPG's multimodal runs and of programs: --reward tools/rewards.py:NAME of (completion, row).
+"""Rewards of GPG's multimodal runs, and the papers' for mathematics.
 
-`code` is for rows of tests. `math_verify` is how the papers reward mathematics: it takes the reference answer in the
-row's place, as common.py's own reward does. For the others the row's `solution` is "<answer> … </answer>", as in
+--reward tools/rewards.py:NAME calls NAME with a completion and its row. `math_verify` takes the reference answer in
+the row's place, as common.py's own reward does. For the others the row's `solution` is "<answer> … </answer>", as in
 leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tools/images.py prepares has it, too. The format's reward
 is gpg.py's --format-reward: with it in here `accuracy` and evaluation would count format alone as right. docs/gpg.md
 says what the released rewards do otherwise.
 """
 
-import ast
 import re
-import secrets
-import subprocess
-import sys
-import tempfile
 
 import numpy as np
 
@@ -98,48 +93,3 @@ def math_verify(completion, answer, _=""):
     from math_verify import parse, verify
 
     return float(verify(parse(rf"\boxed{{{answer}}}"), parse(completion)))
-
-
-# --------------------------------------------------------------------------------------------- programs (rows of tests)
-BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
-PASSES = """
-try:
-    {check}
-    __import__("os").write(1, b"{mark}\\n")
-except Exception:
-    pass
-"""
-BOUNDED = 'timeout --foreground --signal=KILL 5 "$0" -I -; kill -KILL 0'  # 0: this shell and all that it has started
-
-
-def output_of(source):
-    """Return what a Python program prints within 5 seconds, in a folder and a session of its own. The shell ends what
-    the program has started, also where this process is killed itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = subprocess.run(
-            ["sh", "-c", BOUNDED, sys.executable],
-            cwd=folder,
-            input=source,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
-    return program.stdout
-
-
-def code(completion, row):
-    """Return the share of the asserts of the row's list `tests` which pass after the last ```python block in a bare
-    interpreter within 5 seconds; what it has started ends with it. This limits time and memory and is no sandbox; a
-    container without network and with nothing of yours in it would be one."""
-    program = BLOCK.findall(completion)[-1:]
-    marks = []
-    for statement in ast.parse("\n".join(row["tests"])).body:
-        text = ast.unparse(statement)
-        if isinstance(statement, ast.Assert):
-            marks.append(secrets.token_hex())  # which the block cannot know
-            text = PASSES.format(check=text, mark=marks[-1])
-        program.append(text)
-    output = output_of("\n".join(program))
-    return sum(mark in output for mark in marks) / len(marks)
