@@ -177,7 +177,7 @@ install() {
 setup() {
   if [ -n "$wrong" ]; then echo "run.sh: $wrong; CPU=1 ./run.sh ... leaves GPUs unused" >&2; exit 1; fi
   once "$venv/ready-$(cksum <requirements-$machine.txt | cut -d' ' -f1)" install
-  if [[ $machine = gpu && $driver-$word != none-setup ]]; then "$python" tools/launch.py; fi  # can PyTorch use them?
+  if [[ $machine = gpu && $driver-$word != none-setup ]]; then "$python" -c "import torch; torch.cuda.init()"; fi
 }
 
 merge() {  # FLAGS...: into `flags`; of a flag that comes twice, or once as --no-flag, the last stays

@@ -1,7 +1,6 @@
 """Start a script with a rank for each GPU, or with CPU processes that share the cores: tools/launch.py SCRIPT [FLAGS].
 
-Without a script it only lets PyTorch use the GPUs: an old driver would show as CPU ranks. A signal that ends torchrun
-leaves no traceback of torchrun's, since the script has said what there is to say.
+A signal that ends torchrun leaves no traceback of torchrun's, since the script has said what there is to say.
 """
 
 import logging
@@ -49,7 +48,4 @@ def launch(script, flags):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        launch(sys.argv[1], sys.argv[2:])
-    else:
-        torch.cuda.init()
+    launch(sys.argv[1], sys.argv[2:])

@@ -39,7 +39,6 @@ from typing import NamedTuple
 import datasets
 import numpy as np
 import torch
-import tyro
 from PIL import Image
 from problems import draw_files, fresh
 from toy import BATCH, END, lay_out, make_tokenizer, teach_model
@@ -191,19 +190,19 @@ def lessons(rng, tokenizer, processor, taken, see):
         yield inputs | processor(images=[paint(problem) for problem in problems], return_tensors="pt")
 
 
-def main(out: Path = FOLDER):
+def main():
     """Make the problem files and the model."""
-    taken = write_problems(out)
+    taken = write_problems(FOLDER)
     torch.manual_seed(1)
-    tokenizer, processor = make_processors(out / "model")
+    tokenizer, processor = make_processors(FOLDER / "model")
     model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(**SHAPE["model"]))
-    print(f"making {out}, once, some three minutes")
+    print(f"making {FOLDER}, once, some three minutes")
     rng = random.Random(1)
     teach_model(model, lessons(rng, tokenizer, processor, taken, lambda problem: problem), steps=400)
     spoilt = lessons(rng, tokenizer, processor, taken, lambda problem: misread(rng, problem))
     teach_model(model, spoilt, steps=100, peak_lr=1e-3)
-    model.to(torch.bfloat16).save_pretrained(out / "model")
+    model.to(torch.bfloat16).save_pretrained(FOLDER / "model")
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    main()
