@@ -1,11 +1,9 @@
-"""Run the arms of docs/results.md, which claims.toml lists, five seeds each; write all tables and pictures.
+"""Run arms of docs/results.md, which claims.toml lists, five seeds each; write all tables and pictures.
 
-./run.sh claims                      all claims, but for those of the pretrained model
-./run.sh claims gpg sps-k            some of them
-./run.sh claims --seeds 1 2          these seeds, but for claims that have their own
-./run.sh claims --jobs 4             four runs at a time
-./run.sh claims --jobs 0             no runs: tables and pictures of what there is
-./run.sh claims real real-kernel     of the pretrained model
+./run.sh claims                        no runs: tables and pictures of what there is
+./run.sh claims gpg sps-k              what is missing of these
+./run.sh claims real --seeds 1 2       these seeds; some claims have their own
+./run.sh claims gpg sps-k --jobs 4     four runs at a time
 
 A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
 several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv when it ends, below its
@@ -18,7 +16,7 @@ docs/tables/NAME.md, its picture docs/claims-NAME.png; claims.toml lists some mo
 On a core of its own a run takes some 3 minutes and 2.5 GiB, with stops up to 8 minutes. One of the claim `real`,
 whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB; one of `systems` a quarter
 of that.
-Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
+Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims gpg --jobs 4.
 """
 
 import itertools
@@ -43,7 +41,6 @@ LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 ARMS = LISTS["arms"]
 STOPS = LISTS["stops"]
 CLAIMS = LISTS["claims"]
-LARGE = {"real", "real-kernel", "systems"}  # claims of the pretrained model
 SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")  # These of tools/eval.py become sps/SET/NAME.
 
 
@@ -103,7 +100,7 @@ def run(folder):
     for step in STOPS.get(arm, ()):
         sweep.train([*words, f"--steps={step}"], seed, folder)
         if any(metric.startswith("sps/") for metric in columns_of(arm)):
-            sps = "--eval-samples=64 --eval-temperature=0.7 --ks 1 64 --greedy-logp"  # as SPS's paper evaluates
+            sps = "--eval-samples=64 --eval-temperature=0.7 --greedy-logp"  # as SPS's paper evaluates
             sweep.launch(["eval", f"{folder}", *sps.split(), f"--out={folder}/eval-step{step}.json"], folder)
     write(folder, about)
     for weights in ("checkpoints", "model", "demonstrations"):
@@ -125,10 +122,10 @@ def page(name):
     for figure in claim["figures"].splitlines():
         metric, how = figure.split(", ", 1)
         rows.append([f"`{metric}`, {how}", *sweep.cells_of(figure, methods)])
-    if claim["paper"]:
-        rows.append(claim["paper"].split(" | "))
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
+    if claim["paper"]:
+        lines.append(f"| {claim['paper']} |")
     table = "\n".join(lines)
     return f"""# {name}
 
@@ -148,13 +145,14 @@ def main(
     """Run what claims need, then write all tables and draw all pictures.
 
     Args:
-        names: their arms are run; none: all but those of the pretrained model, which is large
+        names: whose arms are run
         jobs: runs at a time; 0: none, only report
     """
     code = sweep.code_of()
     missing = {}
-    for name in names or [name for name in CLAIMS if name not in LARGE]:
-        for seed, arm in itertools.product(CLAIMS[name].get("seeds", seeds), CLAIMS[name]["arms"].split()):
+    for name in names:
+        claim = CLAIMS[name]
+        for seed, arm in itertools.product(claim.get("seeds", seeds), claim["arms"].split()):
             folder = RUNS / code / f"{arm}-seed{seed}"
             if not (DATA / f"{folder.name}.csv").exists():
                 missing[folder] = None  # once

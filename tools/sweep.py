@@ -14,11 +14,9 @@ Ctrl-C ends all runs. On GPUs a run takes all that it sees, so that --jobs stays
 
 import hashlib
 import itertools
-import math
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -100,11 +98,11 @@ def chosen(rows, how):
 
 def with_error(values, sign=""):
     """Return mean and standard error over seeds; with a sign, of differences: in bold what five seeds can show."""
-    mean = statistics.fmean(values)
+    mean = values.mean()
+    error = values.sem()
     text = f"{mean:{sign}.3g}"
     if len(values) == 1:
         return text
-    error = statistics.stdev(values) / len(values) ** 0.5
     text += f" ± {error:.2g}"
     if sign and len(values) >= 5 and abs(mean) >= CLEAR * error > 0:
         return f"**{text}**"
@@ -116,19 +114,18 @@ def cells_of(figure, methods):
     the first method, seed by seed, which takes two; without a difference the mean has its standard error. A dash where
     a seed has no value."""
     metric, how = figure.split(", ", 1)
-    first = {}
+    first = pandas.Series(dtype=float)
     cells = []
     for runs in methods.values():
-        values = {run.seed: mean_over_steps(chosen(run.rows, how), metric) for run in runs}
-        each = [*values.values()]
-        if any(map(math.isnan, each)):
+        values = pandas.Series({run.seed: mean_over_steps(chosen(run.rows, how), metric) for run in runs})
+        if values.hasnans:
             cells.append("–")
             continue
-        differences = [values[seed] - first[seed] for seed in values if seed in first]
+        differences = (values - first).dropna()
         if len(differences) > 1:
-            cells.append(f"{statistics.fmean(each):.3g} ({with_error(differences, '+')})")
+            cells.append(f"{values.mean():.3g} ({with_error(differences, '+')})")
         else:
-            cells.append(with_error(each))
+            cells.append(with_error(values))
         if len(cells) == 1:
             first = values
     return cells
@@ -160,8 +157,7 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         mixed: runs of one script and the same flags are a method even if their code differs
     """
     methods = plot.methods_of(runs, mixed)
-    firsts = {label: its[0] for label, its in methods.items()}
-    first, *_ = firsts.values()
+    first = plot.run_of(runs[0])
     if not figures:
         last = first.rows[-1]["step"]
         figures = [f"reward, steps {max(1, last - 9):g}–{last:g}"]
@@ -174,7 +170,7 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         "\nmean over seeds; in brackets the difference to the first method, seed by seed; ± standard error; bold: five "
         f"seeds or more, and at least {CLEAR} standard errors from 0"
     )
-    for label, run in firsts.items():
+    for label, (run, *_) in methods.items():
         print(f"{label}: {plot.apart(run, first) or 'the first'}")
         for file in run.path.glob(f"code/{len(run.code)}/*.py"):
             if file.name not in OURS:
