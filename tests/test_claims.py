@@ -2,6 +2,7 @@
 are grouped by their settings; docs/tables is what docs/data gives."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -46,21 +47,26 @@ def test_arms_are_experiments_of_equal_responses_and_steps():
         assert claims.STOPS.get(name, [args.steps])[-1] == args.steps, name
 
 
+def seed_of(seed: int, rows: list[dict]) -> plot.Run:
+    """Return a run that logged these rows."""
+    return plot.Run(Path(), {}, seed, [], rows)
+
+
 def test_mean_error_and_paired_difference_by_hand():
     """A seed without a value is no mean of the others."""
     runs = {
-        "a": {seed: [{"reward": seed / 10}] for seed in range(1, 6)},
-        "b": {seed: [{"reward": seed / 10 + seed % 2 / 10 + 0.3}] for seed in range(1, 6)},
+        "a": [seed_of(seed, [{"reward": seed / 10}]) for seed in range(1, 6)],
+        "b": [seed_of(seed, [{"reward": seed / 10 + seed % 2 / 10 + 0.3}]) for seed in range(1, 6)],
     }
     # 0.4, 0.3, 0.4, 0.3, 0.4 apart
     assert sweep.cells_of("reward, end", runs) == ["0.3 ± 0.071", "0.66 (**+0.36 ± 0.024**)"]
-    runs["b"][5] = [{"kl": 7}]
+    runs["b"][4] = seed_of(5, [{"kl": 7}])
     assert sweep.cells_of("reward, end", runs) == ["0.3 ± 0.071", "–"]
 
 
 def test_runs_are_grouped_by_their_settings(data, capsys):
     """Not by their names. Half a line is no line; what was not finite counts in no mean."""
-    rows = [{"step": 0, "reward": None}, {"step": 1, "reward": 0.1}]
+    rows = [{"step": 0, "reward": math.nan}, {"step": 1, "reward": 0.1}]
     runs = [logged(data / name / "run", rows, seed=seed, lr=lr) for name, seed, lr in ("a11", "b21", "c12")]
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
@@ -97,47 +103,51 @@ def test_runs_of_other_code_are_not_pooled(data, fork):
     runs.append(logged(data / "a-seed2", [{"step": 1, "reward": 2}], fork, seed=2))
     with pytest.raises(SystemExit, match=f"{runs[0]} and {runs[1]}: .*other code; --mixed"):
         sweep.table(runs)
-    assert [*plot.grouped(runs, mixed=True)["a"]] == ["1", "2"]
+    assert [run.seed for run in plot.methods_of(runs, mixed=True)["a"]] == ["1", "2"]
 
 
 def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
-    """A run that has finished stays; what was cut off goes on from its checkpoint, or begins anew. So does a run of
-    other code, which is put aside. Fork and baseline have flags of their own, and their names say only these."""
+    """A run that has finished stays; one that was cut off goes on. A run of other code has another folder. Fork and
+    baseline have flags of their own, and their names say only these."""
     asked = []
     monkeypatch.setattr(sweep, "RUNS", data)
-    monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append((words, script)))
-    rows = [{"step": 3, "reward": 1}]
-    runs = []
-    for seed, kept in enumerate(("model", "checkpoints", "samples"), 1):
-        runs.append(logged(data / "steps-5" / f"grpo-toy-seed{seed}", rows, seed=seed))
-        (runs[-1] / kept).mkdir()
-        mine = logged(data / "steps-5" / f"mine-grpo-toy-lr-1-seed{seed}", rows, fork, seed=seed)
-        (mine / "model").mkdir()
+    monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append((words, folder, script)))
+    ours = data / "steps-5" / sweep.code_of()
+    first = data / "steps-5" / sweep.code_of(str(fork))
+    finished = {first / f"mine-grpo-toy-lr-1-seed{seed}": (fork, seed) for seed in (1, 2, 3)}
+    finished[ours / "grpo-toy-seed1"] = (ROOT / "sspo.py", 1)
+    for folder, (script, seed) in finished.items():
+        logged(folder, [{"step": 3, "reward": 1}], script, seed=seed)
+        (folder / "model").mkdir()
+    (ours / "grpo-toy-seed2" / "checkpoints").mkdir(parents=True)
     words = ["grpo-toy", f"{fork}:grpo-toy,--lr,1", "--steps", "5"]
     monkeypatch.setattr("sys.argv", ["sweep.py", "sweep", *words])
-    assert not sweep.main() and not any(runs[2].iterdir())
-    cut = ["grpo-toy", "--steps", "5", "--seed=2", f"--run-dir={runs[1]}", "--resume"]
-    assert asked == [(cut, ""), (["grpo-toy", "--steps", "5", "--seed=3", f"--run-dir={runs[2]}"], "")]
+    assert not sweep.main()
+    for seed, (flags, folder, script) in enumerate(asked, 2):
+        assert (folder, script) == (ours / f"grpo-toy-seed{seed}", "")
+        assert flags == ["grpo-toy", "--steps", "5", f"--seed={seed}", f"--run-dir={folder}", "--resume"]
+    assert len(asked) == 2
     fork.write_text(fork.read_text() + "# changed")
     sweep.main()
-    assert (["grpo-toy", "--lr", "1", "--steps", "5", "--seed=3", f"--run-dir={mine}"], str(fork)) in asked
-    assert len([*(data / "steps-5" / "aside").glob("mine-*/metrics.jsonl")]) == 3
+    anew = {folder for _, folder, script in asked if script == str(fork)}
+    names = [folder.name for folder in finished if "mine" in folder.name]
+    assert anew == {data / "steps-5" / sweep.code_of(str(fork)) / name for name in names}
+    assert anew.isdisjoint(finished)
 
 
 def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch):
     """Below the lines that say where it comes from. It fails after step 8, and goes on to step 16."""
 
     def launch(words, folder, script):
-        step = 16 if "--resume" in words else 8
-        (folder / "checkpoints").mkdir(exist_ok=True)
+        step = 16 if (folder / "checkpoints").exists() else 8
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(f'{{"step": {step}, "reward": {step}}}\n')
         if step == 8:
-            raise OSError("killed")
+            raise subprocess.CalledProcessError(1, words)
 
     monkeypatch.setattr(sweep, "launch", launch)
-    monkeypatch.setattr(sweep, "current", lambda folder, script: True)
-    monkeypatch.setattr(sweep, "ROOT", data)
+    monkeypatch.chdir(data)
     claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end", "seeds": (6,)}
     monkeypatch.setattr(claims, "CLAIMS", {"real": claim})
     monkeypatch.setattr(claims, "LISTS", {"pictures": {}})
@@ -165,7 +175,7 @@ def test_a_curve_is_a_moving_mean_with_its_error_by_hand():
     one = [{"step": n, "reward": n} for n in range(1, 30)]
     two = [{"step": n, "reward": n + 2} for n in range(1, 31)]
     axis = Figure().add_subplot()
-    plot.draw_band(axis, {"1": one, "2": two}, "reward", "step", 1, {"color": "red"})
+    plot.draw_band(axis, [seed_of(1, one), seed_of(2, two)], "reward", "step", 1, {"color": "red"})
     means = axis.lines[0].get_ydata()
     # The first is the mean of 1 to 5 and of 3 to 7, the last that of 26 to 29 and of 28 to 32.
     assert [means[0], means[14], means[29]] == pytest.approx([4, 16, 28.75])

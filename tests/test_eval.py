@@ -36,7 +36,7 @@ def test_measures_of_sps():
 def test_protocols_name_what_exists():
     """Sets, prompts, rewards; the papers' figures are of their sets."""
     for name in evaluation.PROTOCOLS:
-        protocol = evaluation.protocol_of(name, None)
+        protocol = evaluation.protocol_of(name, TOY / "model")
         common.validate(protocol)
         assert {*protocol.sets} <= evaluation.SETS.keys()
         assert hasattr(rewards, protocol.reward.removeprefix("tools/rewards.py:")) or protocol.reward == "math"
@@ -47,11 +47,18 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
     """With its reward, on its sets; so are its other models."""
     flags = {"template": "mine.txt", "reward": "mine.py:score", "image_column": "picture", "eval_samples": 8}
     flags |= {"eval_temperature": 0.7, "max_prompt_tokens": 5, "max_response_tokens": 7, "max_total_tokens": 9}
-    (tmp_path / "run.json").write_text(json.dumps({"args": flags | {"eval": "a,b", "script": "mine", "alpha": 4}}))
-    for path in (tmp_path, tmp_path / "best", tmp_path / "checkpoints" / "step-00100"):
-        found = vars(evaluation.protocol_of("", evaluation.run_of(path)))
+    own = {"eval": "a,b", "model": "first", "script": "mine", "alpha": 4}
+    (tmp_path / "run.json").write_text(json.dumps({"args": flags | own}))
+    step = tmp_path / "checkpoints" / "step-00100"
+    step.mkdir(parents=True)
+    (step / "manifest.json").touch()
+    best = tmp_path / "best"
+    models = {tmp_path.name: f"{tmp_path}/model", "best": f"{best}", step.name: "first"}
+    for path in (tmp_path, best, step):
+        found = vars(evaluation.protocol_of("", path))
         assert found | flags == found
-        assert (found["sets"], found["ks"]) == (("a", "b"), (1, 8))
+        assert found["sets"] == ("a", "b")
+        assert found["model"] == models[path.name]
 
 
 def test_an_average_is_over_sets_or_over_questions():

@@ -1,26 +1,25 @@
-"""Run the arms of docs/results.md, which claims.toml lists, five seeds each; write all tables and pictures.
+"""Run arms of docs/results.md, which claims.toml lists, five seeds each; write all tables and pictures.
 
-./run.sh claims                      all claims, but for those of the pretrained model
-./run.sh claims gpg sps-k            some of them: gpg is also gpg-threshold and gpg-groups
-./run.sh claims --seeds 1 2          these seeds, but for claims that have their own
-./run.sh claims --jobs 4             four runs at a time
-./run.sh claims --jobs 0             no runs: tables and pictures of what there is
-./run.sh claims real                 those of the pretrained model
+./run.sh claims                        no runs: tables and pictures of what there is
+./run.sh claims gpg sps-k              what is missing of these
+./run.sh claims real --seeds 1 2       these seeds; some claims have their own
+./run.sh claims gpg sps-k --jobs 4     four runs at a time
 
 A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
 several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv when it ends, below its
 commit, CPU, date and command. A run is not repeated while its csv is there; one that was cut off goes on from its
-checkpoint, or begins again if it has none or if the code has changed.
-Delete a csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/ has what runs
+checkpoint, or begins again if it has none or if the code, for which CODE stands, has changed.
+Delete a csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/CODE has what runs
 printed and wrote but weights; ./run.sh plot draws what is there while they run. A claim's table is
 docs/tables/NAME.md, its picture docs/claims-NAME.png; claims.toml lists some more pictures.
 
 On a core of its own a run takes some 3 minutes and 2.5 GiB, with stops up to 8 minutes. One of the claim `real`,
 whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB; one of `systems` a quarter
 of that.
-Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims --jobs 4.
+Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims gpg --jobs 4.
 """
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -42,22 +41,10 @@ LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 ARMS = LISTS["arms"]
 STOPS = LISTS["stops"]
 CLAIMS = LISTS["claims"]
-LARGE = {"real", "real-kernel", "systems"}  # claims of the pretrained model
-SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")  # These of `evaluate` become sps/SET/NAME.
-EVAL = (
-    "--protocol sps --eval-samples 64 --sets tools/toy/heldout.jsonl tools/toy/harder.jsonl --template plain "
-    "--max-prompt-tokens 32 --max-response-tokens 96"
-)
+SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")  # These of tools/eval.py become sps/SET/NAME.
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
-def evaluate(folder, step, seed):
-    """Let tools/eval.py sample 64 completions of a run's present model, at step 0 of its first, as SPS's paper does."""
-    model = str(folder) if step else "tools/toy/model"
-    out = folder / f"eval-step{step}.json"
-    sweep.launch(["eval", model, *EVAL.split(), f"--seed={seed}", f"--out={out}"], folder)
-
-
 def columns_of(arm):
     """Return the metrics that an arm's claims draw and report, without repeats."""
     columns = ["step", "time", "reward", "prompts_drawn"]
@@ -71,9 +58,8 @@ def columns_of(arm):
 def origin(command):
     """Return comment lines that say where a run's figures come from. A commit is -dirty if other files than those of
     docs/, where csv files go, differ from it."""
-    git = {"cwd": sweep.ROOT, "capture_output": True, "text": True}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **git).stdout.strip()
-    if subprocess.run(["git", "status", "--porcelain", "-uno", "--", ".", ":!docs"], **git).stdout:
+    commit = subprocess.getoutput("git rev-parse --short HEAD")
+    if subprocess.getoutput("git status --porcelain -uno -- . ':!docs'"):
         commit += "-dirty"
     cpu = Path("/proc/cpuinfo").read_text()
     name = cpu.partition("model name\t: ")[2].partition("\n")[0]
@@ -86,9 +72,9 @@ def origin(command):
 
 
 def write(folder, about):
-    """Write the csv of a run, below the lines `about` it: what it logged and what `evaluate` found, with 4 significant
-    digits. It has all the columns that the claims use; a cell is empty where a step has no such metric, or not a finite
-    one."""
+    """Write the csv of a run, below the lines `about` it: what it logged and what tools/eval.py found, with 4
+    significant digits. It has all the columns that the claims use; a cell is empty where a step has no such metric, or
+    not a finite one."""
     arm = folder.name.rpartition("-seed")[0]
     rows = plot.read(folder)
     for row in rows:
@@ -110,11 +96,12 @@ def run(folder):
     if arm in STOPS:
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        sweep.go_on(words, seed, folder)
+        sweep.train(words, seed, folder)
     for step in STOPS.get(arm, ()):
-        sweep.go_on([*words, f"--steps={step}"], seed, folder)
+        sweep.train([*words, f"--steps={step}"], seed, folder)
         if any(metric.startswith("sps/") for metric in columns_of(arm)):
-            evaluate(folder, step, seed)
+            sps = "--eval-samples=64 --eval-temperature=0.7 --greedy-logp"  # as SPS's paper evaluates
+            sweep.launch(["eval", f"{folder}", *sps.split(), f"--out={folder}/eval-step{step}.json"], folder)
     write(folder, about)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
@@ -122,24 +109,23 @@ def run(folder):
 
 # --------------------------------------------------------------------------------------------------------------- report
 def runs_of(claim):
-    """Return {arm: {seed: rows}} of the csv files that there are, of a claim's own seeds if it has them."""
-    arms = claim["arms"].split()
-    names = [f"{arm}-seed{seed}.csv" for arm in arms for seed in claim.get("seeds", "*")]
-    return plot.grouped([file for name in names for file in sorted(DATA.glob(name))])
+    """Return {arm: runs} of the csv files that there are, of a claim's own seeds if it has them."""
+    names = [f"{arm}-seed{seed}.csv" for arm in claim["arms"].split() for seed in claim.get("seeds", "*")]
+    return plot.methods_of([file for name in names for file in sorted(DATA.glob(name))])
 
 
 def page(name):
     """Return a claim's table, of the runs that there are, as docs/tables has it."""
     claim = CLAIMS[name]
-    runs = runs_of(claim)
-    rows = [["", *(f"{arm} ({len(seeds)})" for arm, seeds in runs.items())]]
+    methods = runs_of(claim)
+    rows = [["", *(f"{arm} ({len(runs)})" for arm, runs in methods.items())]]
     for figure in claim["figures"].splitlines():
         metric, how = figure.split(", ", 1)
-        rows.append([f"`{metric}`, {how}", *sweep.cells_of(figure, runs)])
-    if claim["paper"]:
-        rows.append(claim["paper"].split(" | "))
+        rows.append([f"`{metric}`, {how}", *sweep.cells_of(figure, methods)])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
+    if claim["paper"]:
+        lines.append(f"| {claim['paper']} |")
     table = "\n".join(lines)
     return f"""# {name}
 
@@ -159,19 +145,18 @@ def main(
     """Run what claims need, then write all tables and draw all pictures.
 
     Args:
-        names: and NAME-…, whose arms are run; none: all but those of the pretrained model, which is large
+        names: whose arms are run
         jobs: runs at a time; 0: none, only report
     """
-    asked = tuple(f"{name}-" for name in names or CLAIMS.keys() - LARGE)
-    wanted = dict.fromkeys(
-        f"{arm}-seed{seed}"
-        for name, claim in CLAIMS.items()
-        if f"{name}-".startswith(asked)
-        for seed in claim.get("seeds", seeds)
-        for arm in claim["arms"].split()
-    )
-    missing = [RUNS / name for name in wanted if jobs and not (DATA / f"{name}.csv").exists()]
-    failed = sweep.run_all(run, missing, jobs or 1)
+    code = sweep.code_of()
+    missing = {}
+    for name in names:
+        claim = CLAIMS[name]
+        for seed, arm in itertools.product(claim.get("seeds", seeds), claim["arms"].split()):
+            folder = RUNS / code / f"{arm}-seed{seed}"
+            if not (DATA / f"{folder.name}.csv").exists():
+                missing[folder] = None  # once
+    failed = jobs and sweep.run_all(run, missing, jobs)
     for name in CLAIMS:
         (DOCS / "tables" / f"{name}.md").write_text(page(name))
     pictures = LISTS["pictures"] | {f"claims-{name}": claim for name, claim in CLAIMS.items()}

@@ -15,7 +15,6 @@ Every figure is in percent, and log-probs are in nats. docs/evaluation.md names 
 
 import json
 import math
-import re
 import sys
 import tomllib
 from collections import Counter
@@ -41,9 +40,11 @@ import common
 class Protocol(common.Args):
     """How to evaluate: flags of the scripts, and these. eval.toml has the papers'."""
 
-    sets: tuple[str, ...] = ()  # Names of eval.toml, files, hub ids. NAME.jsonl stands beside papers' figures of NAME.
+    sets: tuple[str, ...] = ()
+    """Names of eval.toml, files, hub ids. NAME.jsonl stands beside papers' figures of NAME."""
     top_p: float = 1.0
-    ks: tuple[int, ...] = (1,)  # It reports these pass@k, k at most all completions; without one the mean IoU.
+    ks: tuple[int, ...] = (1, 1024)
+    """It reports these pass@k, k at most all completions; without one the mean IoU."""
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
     by_question: bool = False  # Its average is over questions, not over sets.
     gpu_memory_utilization: float = 0.9
@@ -59,7 +60,6 @@ common.PROMPTS["r1-eval"] = {
 LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SETS = LISTS["sets"]
 PROTOCOLS = LISTS["protocols"]
-PAPERS = {name: protocol.pop("papers") for name, protocol in PROTOCOLS.items()}
 
 
 @dataclass
@@ -77,28 +77,35 @@ class Args:
 
 
 # ---------------------------------------------------------------------------------------------------------- what to do
+def is_checkpoint(path):
+    """Say whether a path is a checkpoint of a run."""
+    return (path / "manifest.json").is_file()
+
+
 def run_of(path):
-    """Return the run folder that a path is or lies in, or None."""
+    """Return the run folder that a path is or lies in, and the run's flags; runs/ and no flags if there is none."""
     for folder in (path, *path.parents[:2]):
         if (folder / "run.json").is_file():
-            return folder
+            return folder, json.loads((folder / "run.json").read_text())["args"]
+    return Path("runs"), {}
 
 
-def flags_of(run):
-    """Return the flags of a run."""
-    return json.loads((run / "run.json").read_text())["args"]
-
-
-def protocol_of(name, run):
-    """Return a protocol by its name; without one how a run evaluates while it trains, or a chat for what is no run."""
+def protocol_of(name, path):
+    """Return a protocol by its name; without one how a run evaluates while it trains, or a chat for what is no run. Its
+    model is a run's final one, the one that a checkpoint's run began with, or what is itself a model."""
+    run, flags = run_of(path)
     if name:
-        return Protocol(**PROTOCOLS[name])
-    if not run:
-        return Protocol(template="chat-boxed")
-    flags = flags_of(run)
-    shared = {flag: value for flag, value in flags.items() if hasattr(Protocol, flag)}
-    sets = [*filter(None, flags["eval"].split(","))]
-    return Protocol(**shared, sets=sets, ks=(1, flags["eval_samples"]))
+        protocol = Protocol(**PROTOCOLS[name])
+    elif flags:
+        # which takes no notice of flags that only a script has
+        protocol = Protocol(**flags, sets=flags["eval"].split(","))
+    else:
+        protocol = Protocol(template="chat-boxed")
+    if is_checkpoint(path):
+        protocol.model = flags["model"]
+    else:
+        protocol.model = str(path / "model" if path == run else path)
+    return protocol
 
 
 def problems_of(protocol, tokenizer):
@@ -109,23 +116,16 @@ def problems_of(protocol, tokenizer):
     return {name: common.load_problems(source, tokenizer, protocol, "--sets") for name, source in sources.items()}
 
 
-def model_of(path):
-    """Return the model folder or hub id of a run, of a checkpoint's run, or of what is itself a model."""
-    if (path / "manifest.json").is_file():
-        return flags_of(run_of(path))["model"]
-    if (path / "model").is_dir():
-        path = path / "model"
-    return str(path)
-
-
-def weights_of(path, folder, config, dtype):
+def weights_of(path, folder, dtype):
     """Yield (name, tensor) of a checkpoint's policy, or else of a model folder, as `Sampler.load` takes them, without a
     tied head."""
-    if not (path / "manifest.json").is_file():
+    config = common.config_of(folder)
+    if not is_checkpoint(path):
         yield from common.model_class(config).from_pretrained(folder, dtype=dtype).named_parameters()
         return
     for name, parameter in common.empty_model(config).named_parameters():
-        weights = {f"policy.{name}": torch.empty(parameter.shape)}  # One at a time, since every rank reads them all.
+        # one at a time, since every rank reads them all
+        weights = {f"policy.{name}": torch.empty(parameter.shape)}
         dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
         yield name, weights[f"policy.{name}"].to(dtype)
 
@@ -134,11 +134,11 @@ def weights_of(path, folder, config, dtype):
 def summary(correct_PN, ks):
     """Return pass@k of problems x samples in percent. Its spread over problems is sqrt(p (1 - p) / (problems - 1)),
     which GPG's Table 16 matches."""
-    others = max(1, len(correct_PN) - 1)
     found = {}
     for k in ks:
         p = common.pass_at_k(correct_PN, k)
-        found[f"pass@{k}"] = {"mean": 100 * p, "spread": 100 * (p * (1 - p) / others) ** 0.5}
+        variance = p * (1 - p) / (len(correct_PN) - 1)
+        found[f"pass@{k}"] = {"mean": 100 * p, "spread": 100 * variance**0.5}
     return found
 
 
@@ -152,16 +152,18 @@ def similarity(groups):
         for rollout in group.rollouts:
             counts = Counter(pairwise([-1, *rollout.ids.tolist()]))
             norm = math.hypot(*counts.values())
-            for bigram, count in counts.items():
-                summed[bigram] += count / norm
+            summed.update({bigram: count / norm for bigram, count in counts.items()})
         n = len(group.rollouts)
         per_group.append((sum(x * x for x in summed.values()) - n) / (n * (n - 1)))
     return 100 * float(np.mean(per_group))
 
 
-def row_of(label, protocol, groups):
-    """Return the figures of a set from its graded completions."""
+def evaluate(label, problems, protocol, verifier, sampler):
+    """Sample and grade completions of a set; return its figures."""
     n = protocol.eval_samples
+    asked = {("eval", label, p): problem for p, problem in enumerate(problems)}
+    groups = sampler.sample(asked, n, protocol.eval_temperature, protocol, protocol.top_p)
+    common.verify(verifier, groups)
     correct_PN = torch.stack([group.correct_G for group in groups])
     row = {
         "set": label,
@@ -175,52 +177,38 @@ def row_of(label, protocol, groups):
         row["mIoU"] = {"mean": 100 * correct_PN.mean().item()}
     if n > 1:
         row["similarity"] = {"mean": similarity(groups)}
-    return row
-
-
-def evaluate(protocol, data, verifier, sampler):
-    """Sample, grade and summarise a protocol's sets, {name: problems}. All are sampled at once, so that the engine
-    waits only once for the longest responses."""
-    asked = {("eval", label, p): problem for label, problems in data.items() for p, problem in enumerate(problems)}
-    sampled = sampler.sample(asked, protocol.eval_samples, protocol.eval_temperature, protocol, protocol.top_p)
-    common.verify(verifier, sampled)
     if protocol.greedy_logp:
-        greedy = iter(sampler.sample(asked, 1, 0.0, protocol))
-    graded = iter(sampled)
-    rows = []
-    for label, problems in data.items():
-        row = row_of(label, protocol, [next(graded) for _ in problems])
-        if protocol.greedy_logp:
-            # of a token, averaged over each answer and then over the answers: our choice, for Table 6 of SPS
-            logps = [next(greedy).rollouts[0].logp.mean(dtype=np.float64) for _ in problems]
-            row["greedy_logp"] = {"mean": float(np.mean(logps))}
-        rows.append(row)
-    return rows
+        # of a token, averaged over each answer and then over the answers: our choice, for Table 6 of SPS
+        greedy = sampler.sample(asked, 1, 0.0, protocol)
+        logps = [group.rollouts[0].logp.mean(dtype=np.float64) for group in greedy]
+        row["greedy_logp"] = {"mean": float(np.mean(logps))}
+    return row
 
 
 # --------------------------------------------------------------------------------------------------------------- table
 def reported(name):
     """Return what papers report by a protocol: {label: {set: figure}}, where a figure may be a dash."""
+    protocol = PROTOCOLS[name]
     found = {}
-    for line in PAPERS.get(name, "").strip().splitlines():
-        sets = PROTOCOLS[name]["sets"]
-        *figures, label = line.split(maxsplit=len(sets))
-        found[label] = dict(zip(sets, figures, strict=True))
+    for line in protocol["papers"].strip().splitlines():
+        *figures, label = line.split(maxsplit=len(protocol["sets"]))
+        found[label] = dict(zip(protocol["sets"], figures, strict=True))
     return found
 
 
 def table_of(name, protocol, rows):
     """Return a protocol's table, our figures above the papers', with a column for each set and one of averages over the
-    sets that were run, or over all questions. Papers may have a spread behind a stroke."""
+    sets that were run, or over all questions. Behind a stroke is a spread."""
     problems = {row["set"]: row["problems"] for row in rows}
     lines = {}
     for label, figure in rows[0].items():
         if isinstance(figure, dict):  # a mean, perhaps with a spread
-            lines[label] = {row["set"]: " ±".join(f"{x:.4g}" for x in row[label].values()) for row in rows}
-    lines |= reported(name)
+            lines[label] = {row["set"]: "/".join(f"{x:.4g}" for x in row[label].values()) for row in rows}
+    if name:
+        lines |= reported(name)
     for line in lines.values():
         if line.keys() == problems.keys() and "-" not in line.values():
-            means = [float(re.split("[ /]", line[label])[0]) for label in problems]
+            means = [float(line[label].split("/")[0]) for label in problems]
             weights = [*problems.values()] if protocol.by_question else None
             line["average"] = f"{np.average(means, weights=weights):.4g}"
     return pandas.DataFrame.from_dict({"problems": problems} | lines, orient="index").fillna("-")
@@ -229,24 +217,22 @@ def table_of(name, protocol, rows):
 def main():
     args, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
     path = Path(args.model)
-    run = run_of(path)
-    usual = replace(protocol_of(args.protocol, run), model=model_of(path))
-    protocol = tyro.cli(Protocol, args=flags, default=usual)
+    protocol = tyro.cli(Protocol, args=flags, default=protocol_of(args.protocol, path))
     common.validate(protocol)
     world = common.init_world()
-    folder = common.model_folder(replace(protocol, max_prompt_tokens=1))  # whose context must hold what there is
+    # the context must hold what there is, which is not yet known
+    folder = common.model_folder(replace(protocol, max_prompt_tokens=1))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     data = problems_of(protocol, tokenizer)
-    longest = max(len(problem.prompt_ids) for problems in data.values() for problem in problems)
-    protocol = replace(protocol, max_prompt_tokens=longest)
+    protocol.max_prompt_tokens = max(len(problem.prompt_ids) for problems in data.values() for problem in problems)
     verifier = common.Verifier(protocol, world, data.values())
     sampler = common.Sampler(folder, tokenizer, protocol, world)
-    sampler.load(weights_of(path, folder, common.config_of(folder), sampler.dtype))
-    rows = evaluate(protocol, data, verifier, sampler)
+    sampler.load(weights_of(path, folder, sampler.dtype))
+    rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
     sampler.close()
     if world.rank == 0:
         print(f"\n{table_of(args.protocol, protocol, rows).to_string()}")
-        out = Path(args.out or (run or Path("runs")) / f"eval-{path.name}.json")
+        out = Path(args.out or run_of(path)[0] / f"eval-{path.name}.json")
         out.parent.mkdir(exist_ok=True)
         out.write_text(json.dumps({"command": sys.argv, "rows": rows}) + "\n")
         print(f"\nwritten  {out}")

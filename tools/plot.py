@@ -3,7 +3,7 @@
 ./run.sh plot runs/A runs/B -o curve.png                                           without -o in the first run's folder
 ./run.sh plot runs/A runs/B --panels reward all_right_share all_wrong_share alpha
 ./run.sh plot runs/A runs/B --x seconds                                             not over steps
-./run.sh plot docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv                     csv files of tools/claims.py, too
+./run.sh plot docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv -o curve.png        csv files of tools/claims.py, too
 ./run.sh plot runs/A --figure tokens                                                what the loss saw, a page
 
 Runs NAME-seedS of one script and the same flags, but for seed and folder, are one curve: their mean and its standard
@@ -13,13 +13,12 @@ plot.toml has metrics in words, and the colours and names of methods. A name tha
 as it is and, where runs of one NAME differ, with the flags that do. ./run.sh table prints figures.
 """
 
-import csv
 import json
 import math
 import re
 import textwrap
 import tomllib
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,14 +34,18 @@ matplotlib.rcParams.update(LOOKS["style"])
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
-def read(run):
-    """Return {metric: value} of each step of a run folder, or of a csv that tools/claims.py wrote; NaN for what was not
-    finite."""
-    if run.suffix == ".csv":
-        rows = csv.DictReader(line for line in run.read_text().splitlines() if not line.startswith("#"))
-        return [{key: float(cell) for key, cell in row.items() if cell} for row in rows]
-    *lines, _ = (run / "metrics.jsonl").read_text().split("\n")  # Of the line that is being written there may be half.
-    return [{key: math.nan if value is None else value for key, value in row.items()} for row in map(json.loads, lines)]
+# A run folder or csv: its path; what the runs of all seeds share, {flag: value} and the script's name; its seed; the
+# hashes of its code; its rows. A csv is taken for a run of a script of its name.
+Run = namedtuple("Run", "path flags seed code rows")
+
+
+def read(path):
+    """Return {metric: value} of each step of a run folder, or of a csv that tools/claims.py wrote, where NaN stands for
+    what was not logged, too."""
+    if path.suffix == ".csv":
+        return pandas.read_csv(path, comment="#").to_dict("records")
+    *lines, _ = (path / "metrics.jsonl").read_text().split("\n")  # Of the line that is being written there may be half.
+    return [json.loads(line) for line in lines]
 
 
 def mean_over_steps(rows, metric):
@@ -51,60 +54,50 @@ def mean_over_steps(rows, metric):
     return sum(values) / len(values) if values else math.nan
 
 
-def settings_of(run):
-    """Return what the runs of all seeds share, {flag: value} and the script's name; this run's seed; and the hashes of
-    its code. A csv is taken for a run of a script of its name."""
-    if run.suffix == ".csv":
-        name, seed = run.stem.rsplit("-seed", 1)
-        return {"script": name}, seed, None
-    about = json.loads((run / "run.json").read_text())
+def run_of(path):
+    """Return the run of a folder or csv."""
+    rows = read(path)
+    if path.suffix == ".csv":
+        name, seed = path.stem.rsplit("-seed", 1)
+        return Run(path, {"script": name}, seed, [], rows)
+    about = json.loads((path / "run.json").read_text())
     flags = about["args"] | {"seed": 0, "run_dir": "", "resume": False}
-    return flags, str(about["args"]["seed"]), about.get("code")
+    return Run(path, flags, str(about["args"]["seed"]), about["code"], rows)
 
 
 def apart(run, first):
     """Return the flags in which a run differs from another."""
-    flags = settings_of(run)[0]
-    usual = settings_of(first)[0]
-    return " ".join(f"{flag}={value}" for flag, value in flags.items() if value != usual.get(flag))
+    return " ".join(f"{flag}={value}" for flag, value in run.flags.items() if value != first.flags.get(flag))
 
 
-def methods_of(runs, mixed=False):
-    """Return {label: {seed: run}} of run folders and csv files: a method is a script and its flags, but for seed and
-    folder. A label is what the name of the first run has before the seed and, where another method has that name, what
-    differs. Raises SystemExit for a seed that comes twice and, unless they may be mixed, for runs of other code."""
-    methods = defaultdict(dict)
-    for run in runs:
-        flags, seed, code = settings_of(run)
-        its = methods[json.dumps(flags)]
-        if seed in its:
-            raise SystemExit(f"{its[seed]} and {run}: one script, the same flags and seed; name one of them")
-        for first in its.values():
-            if code != settings_of(first)[2] and not mixed:
-                raise SystemExit(f"{first} and {run}: one script, the same flags, but other code; --mixed takes both")
-        its[seed] = run
+def methods_of(paths, mixed=False):
+    """Return {label: runs} of run folders and csv files: a method is a script and its flags, but for seed and folder. A
+    label is what the name of the first run has before the seed and, where another method has that name, what differs.
+    Raises SystemExit for a seed that comes twice and, unless they may be mixed, for runs of other code."""
+    methods = defaultdict(list)
+    for path in paths:
+        run = run_of(path)
+        its = methods[json.dumps(run.flags)]
+        for other in its:
+            both = f"{other.path} and {path}: one script, the same flags"
+            if run.seed == other.seed:
+                raise SystemExit(f"{both} and seed; name one of them")
+            if run.code != other.code and not mixed:
+                raise SystemExit(f"{both}, but other code; --mixed takes both")
+        its.append(run)
     found = {}
     for its in methods.values():
-        run = next(iter(its.values()))
-        label = re.sub(r"-seed\d.*", "", run.name)
+        label = re.sub(r"-seed\d.*", "", its[0].path.name)
         if label in found:
-            first = next(iter(found[label].values()))
-            label += f" {apart(run, first)}"
+            label += f" {apart(its[0], found[label][0])}"
         found[label] = its
     return found
 
 
-def grouped(runs, mixed=False):
-    """Return {label: {seed: rows}} of `methods_of`."""
-    methods = methods_of(runs, mixed)
-    return {label: {seed: read(run) for seed, run in seeds.items()} for label, seeds in methods.items()}
-
-
-def usual_panels(runs):
-    """Return the metrics that are drawn unless others are asked for."""
-    every = [row for seeds in runs.values() for rows in seeds.values() for row in rows]
+def usual_panels(rows):
+    """Return the metrics of a run that are drawn unless others are asked for."""
     usual = "reward|entropy|clip_fraction|response_length|eval/.*/avg@.*"
-    return [name for name in dict.fromkeys(chain(*every)) if re.fullmatch(usual, name)]
+    return [metric for metric in dict.fromkeys(chain(*rows)) if re.fullmatch(usual, metric)]
 
 
 # --------------------------------------------------------------------------------------------------------------- curves
@@ -125,19 +118,18 @@ def looks_of(labels):
     return looks
 
 
-def by_step(seeds, metric):
-    """Return a table of a metric: a row for each step at which some seed logged it, a column for each seed."""
-    logged = {seed: {row["step"]: row[metric] for row in rows if metric in row} for seed, rows in seeds.items()}
-    return pandas.DataFrame(logged, dtype=float).sort_index()
+def by_step(runs, metric):
+    """Return a table of a metric: a row for each step at which some run has a value, a column for each run."""
+    logged = {run.seed: {row["step"]: row[metric] for row in run.rows if metric in row} for run in runs}
+    return pandas.DataFrame(logged, dtype=float).dropna(how="all").sort_index()
 
 
-def draw_band(axis, seeds, metric, across, number, look):
+def draw_band(axis, runs, metric, across, number, look):
     """Draw a metric's mean over seeds: over the mean of another metric or, if there is no such metric, where `number`
-    says. What has been logged at more than 20 steps is a curve of moving means and a band of their standard error, with
-    a gap where no seed has a finite value; an evaluation is a point with a bar. Points over an evaluation have their
-    step."""
-    values = by_step(seeds, metric)
-    places = by_step(seeds, across).mean(axis=1).reindex(values.index, fill_value=number)
+    says. What has been logged at more than 20 steps is a curve of moving means and a band of their standard error; an
+    evaluation is a point with a bar. Points over an evaluation have their step."""
+    values = by_step(runs, metric)
+    places = by_step(runs, across).mean(axis=1).reindex(values.index, fill_value=number)
     dense = len(values) > 20 and not metric.startswith("eval/")
     if dense:
         width = 25 if metric == "clip_fraction" else 9  # Many steps clip nothing.
@@ -171,16 +163,16 @@ def draw_band(axis, seeds, metric, across, number, look):
             )
 
 
-def draw_curves(runs, panels, path, across="step"):
+def draw_curves(methods, panels, path, across="step"):
     """A panel for each metric: what the runs of each label logged, by steps, by the mean of another metric or, where
     `across` is none, by a label's place among the labels."""
     figure = Figure()
-    looks = looks_of(runs)
+    looks = looks_of(methods)
     for place, metric in enumerate(panels, 1):
         axis = figure.add_subplot(1, len(panels), place)
-        for number, (seeds, look) in enumerate(zip(runs.values(), looks, strict=True), 1):
-            words = f"{look['label']} ({len(seeds)})"
-            draw_band(axis, seeds, metric, across, number, look | {"label": words})
+        for number, (runs, look) in enumerate(zip(methods.values(), looks, strict=True), 1):
+            words = f"{look['label']} ({len(runs)})"
+            draw_band(axis, runs, metric, across, number, look | {"label": words})
         title = in_words(metric)
         if len(panels) > 4:
             title = textwrap.fill(title, 16)
@@ -211,22 +203,19 @@ def main(
 
     Args:
         runs: run folders, or csv files of tools/claims.py
-        out: the picture; otherwise it goes in the first run's folder
+        out: the picture or page; otherwise it goes in the first run's folder
         figure: curves of --panels, or the page of what the loss saw
-        panels: metrics, as named in metrics.jsonl
+        panels: metrics, as named in metrics.jsonl; otherwise some that the first run has
         x: what they are drawn over
         mixed: runs of one script and the same flags are a method even if their code differs
     """
-    if not out:
-        folder = runs[0] if runs[0].is_dir() else Path()
-        out = folder / f"{figure}.png"
     if figure == "tokens":
-        out = out.with_suffix(".html")
+        out = out or runs[0] / "tokens.html"
         write_page(runs, out)
     else:
-        methods = grouped(runs, mixed)
+        out = out or runs[0] / "curves.png"
         across = "time" if x == "seconds" else x
-        draw_curves(methods, panels or usual_panels(methods), out, across)
+        draw_curves(methods_of(runs, mixed), panels or usual_panels(read(runs[0])), out, across)
     print(f"{figure:<8} {out}")
 
 

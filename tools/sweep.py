@@ -4,26 +4,22 @@
 ./run.sh sweep grpo-toy gpg-toy --seeds 1 2 --steps 30      flags that are not its own go to the scripts
 PROCESSES=1 OMP_NUM_THREADS=1 ./run.sh sweep grpo-toy gpg-toy --jobs 2     two runs at a time, each on a core of its own
 ./run.sh sweep grpo-toy mine.py:grpo-toy,--normaliser,token   a fork with a flag of its own beside its baseline
-./run.sh table runs/sweep/grpo-toy-seed* runs/sweep/lr-1e-4/grpo-toy-seed*
+./run.sh table runs/sweep/*/grpo-toy-seed* runs/sweep/lr-1e-4/*/grpo-toy-seed*
 
-A run goes to runs/sweep/FLAGS-OF-ALL/EXPERIMENT-OWN-FLAGS-seedS, and what it prints to output.txt there. The same
-command again runs what is missing: a run that has finished stays, one that was cut off goes on from its last
-checkpoint. What has none, or is of other code, script or common.py, is put into aside/ and begins anew. Ctrl-C ends all
-runs. On GPUs a run takes all that it sees, so that --jobs stays 1 there.
+A run goes to runs/sweep/FLAGS-OF-ALL/CODE/EXPERIMENT-OWN-FLAGS-seedS, and what it prints to output.txt there. CODE
+stands for what common.py and the scripts, or the fork, say. The same command again runs what is missing: a run that has
+finished stays, one that was cut off goes on from its last checkpoint, and runs whose code has changed begin anew.
+Ctrl-C ends all runs. On GPUs a run takes all that it sees, so that --jobs stays 1 there.
 """
 
-import difflib
-import fcntl
+import hashlib
 import itertools
-import math
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,69 +31,45 @@ from plot import mean_over_steps
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "sweep"
-SCRIPTS = ("sspo.py", "gpg.py", "cwgrpo.py", "sps.py")
+OURS = ("common.py", "sspo.py", "gpg.py", "cwgrpo.py", "sps.py")
 # A difference is clear from so many standard errors on. Of all differences in docs/tables with five seeds,
 # Benjamini-Hochberg at 5 % keeps these (p = 0.02 or less), as computed on 2026-11-25.
 CLEAR = 3.7
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
+def code_of(script=""):
+    """Return what stands for the code that there is now, ours or that of a fork: runs of other code have another
+    folder."""
+    files = ["common.py", script] if script else OURS
+    text = b"".join((ROOT / file).read_bytes() for file in files)
+    return hashlib.sha256(text).hexdigest()[:8]
+
+
 def launch(words, folder, script=""):
     """Let run.sh do something, a fork in a script's place, and add what it prints to a file of a folder. Raises
     CalledProcessError."""
     own = os.environ | {"SCRIPT": script}
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "a") as output:
         subprocess.run(["./run.sh", *words], cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT, check=True)
 
 
-def put_aside(folder):
-    """Move a run's folder into aside/, which lies beside it. Raises BlockingIOError if the run is alive."""
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    aside = folder.parent / "aside" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    aside.parent.mkdir(exist_ok=True)
-    folder.rename(aside)
-    print(f"{folder} begins anew; what was there is {aside}", flush=True)
-
-
-def code_of(folder):
-    """Return the scripts that a run kept, oldest first; beside each lies its common.py."""
-    return sorted(file for file in folder.glob("code/*/*.py") if file.name != "common.py")
-
-
-def current(folder, script=""):
-    """Say whether a run is of the code that there is now."""
-    scripts = [script] if script else SCRIPTS
-    now = {(ROOT / name).read_bytes() for name in ("common.py", *scripts)}
-    kept = {file.read_bytes() for file in folder.glob("code/*/*.py")}
-    return len(kept) > 0 and kept <= now
-
-
-def go_on(words, seed, folder, script=""):
-    """Run an experiment with its flags in a folder: from its last checkpoint or, if it has none or is of other code,
-    from its beginning."""
-    words = [*words, f"--seed={seed}", f"--run-dir={folder}"]
-    if (folder / "checkpoints").exists() and current(folder, script):
-        words.append("--resume")
-    elif folder.exists():
-        put_aside(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    launch(words, folder, script)
+def train(words, seed, folder, script=""):
+    """Run an experiment with its flags in a folder, from its last checkpoint if it has one."""
+    launch([*words, f"--seed={seed}", f"--run-dir={folder}", "--resume"], folder, script)
 
 
 def run_all(run, folders, jobs):
-    """Call run(folder) for each of these folders, so many at a time, say how each went, and return whether one
-    failed."""
+    """Call run(folder) for each of these folders, so many at a time, and return whether one failed."""
 
     def failed(folder):
-        print(f"{time.strftime('%X')}  {folder}  begins or goes on", flush=True)
-        error = None
+        print(f"{time.strftime('%X')}  {folder}", flush=True)
         try:
             run(folder)
-        except (OSError, subprocess.CalledProcessError) as caught:
-            error = f"{caught} See its output.txt."
-        print(f"{time.strftime('%X')}  {folder}  {f'FAILED: {error}' if error else 'done'}", flush=True)
-        return bool(error)
+        except subprocess.CalledProcessError as error:
+            print(f"{time.strftime('%X')}  {folder}  FAILED: {error} See its output.txt.", flush=True)
+            return True
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
     with ThreadPoolExecutor(jobs) as pool:
@@ -105,42 +77,32 @@ def run_all(run, folders, jobs):
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-def at_reward(rows):
-    """Return the five steps around the first whose last ten have a mean reward of 0.5; none where that is never so."""
-    for end in range(11, len(rows) + 1):
-        if mean_over_steps(rows[end - 10 : end], "reward") >= 0.5:
-            return rows[end - 3 : end + 2]
-    return []
-
-
-def at_prompts(rows):
-    """Return the ten steps up to the one with which 3,840 prompts have been drawn, 120 steps of 32."""
-    drawn = itertools.accumulate(row.get("prompts_drawn", 0) for row in rows)
-    return [row for row, so_far in zip(rows, drawn, strict=True) if so_far <= 3840][-10:]
-
-
 def chosen(rows, how):
-    """Return the rows that a figure is the mean of: `mean`, `end`, `at reward 0.5`, `at 3,840 prompts`, `step 40`,
-    `steps 1–30`."""
-    named = {
-        "mean": rows,
-        "end": rows[-1:],
-        "at reward 0.5": at_reward(rows),
-        "at 3,840 prompts": at_prompts(rows),
-    }
-    if how in named:
-        return named[how]
-    steps = [int(step) for step in re.findall(r"\d+", how)]
-    return [row for row in rows if steps[0] <= row["step"] <= steps[-1]]
+    """Return the rows that a figure is the mean of: `mean`, all; `end`, the last; `step 40`; `steps 1–30`; `at reward
+    0.5`, five around the first whose last ten have that mean; `at 3,840 prompts`, the last ten until these were drawn,
+    which are 120 steps of 32."""
+    table = pandas.DataFrame(rows)
+    if how == "end":
+        table = table[-1:]
+    elif how == "at reward 0.5":
+        reached = table["reward"].rolling(10).mean() >= 0.5
+        first = reached.argmax()
+        table = table[first - 2 : first + 3] if reached.any() else table[:0]
+    elif how == "at 3,840 prompts":
+        table = table[table["prompts_drawn"].cumsum() <= 3840][-10:]
+    elif how != "mean":
+        steps = [int(step) for step in re.findall(r"\d+", how)]
+        table = table[table["step"].between(steps[0], steps[-1])]
+    return table.to_dict("records")
 
 
 def with_error(values, sign=""):
     """Return mean and standard error over seeds; with a sign, of differences: in bold what five seeds can show."""
-    mean = statistics.fmean(values)
+    mean = values.mean()
+    error = values.sem()
     text = f"{mean:{sign}.3g}"
     if len(values) == 1:
         return text
-    error = statistics.stdev(values) / len(values) ** 0.5
     text += f" ± {error:.2g}"
     if sign and len(values) >= 5 and abs(mean) >= CLEAR * error > 0:
         return f"**{text}**"
@@ -148,41 +110,40 @@ def with_error(values, sign=""):
 
 
 def cells_of(figure, methods):
-    """Return a figure's cells, one for each of {method: {seed: rows}}: its mean over seeds and, in brackets, the
-    difference to the first method, seed by seed, which takes two; without a difference the mean has its standard error.
-    A dash where a seed has no value."""
+    """Return a figure's cells, one for each of {method: runs}: its mean over seeds and, in brackets, the difference to
+    the first method, seed by seed, which takes two; without a difference the mean has its standard error. A dash where
+    a seed has no value."""
     metric, how = figure.split(", ", 1)
-    first = {}
+    first = pandas.Series(dtype=float)
     cells = []
-    for seeds in methods.values():
-        values = {seed: mean_over_steps(chosen(rows, how), metric) for seed, rows in seeds.items()}
-        each = [*values.values()]
-        if any(map(math.isnan, each)):
+    for runs in methods.values():
+        values = pandas.Series({run.seed: mean_over_steps(chosen(run.rows, how), metric) for run in runs})
+        if values.hasnans:
             cells.append("–")
             continue
-        apart = [values[seed] - first[seed] for seed in values if seed in first]
-        if len(apart) > 1:
-            cells.append(f"{statistics.fmean(each):.3g} ({with_error(apart, '+')})")
+        differences = (values - first).dropna()
+        if len(differences) > 1:
+            cells.append(f"{values.mean():.3g} ({with_error(differences, '+')})")
         else:
-            cells.append(with_error(each))
+            cells.append(with_error(values))
         if len(cells) == 1:
             first = values
     return cells
 
 
-def changes_of(file):
+def changes_of(fork):
     """Return how a fork that a run kept differs from the script it was copied from, the closest of ours, and write the
     difference to a file beside it."""
-    text = file.read_text().splitlines(keepends=True)
     diffs = []
-    for parent in SCRIPTS:
-        lines = (ROOT / parent).read_text().splitlines(keepends=True)
-        diffs.append([*difflib.unified_diff(lines, text, parent, file.name, n=2)])
+    for parent in OURS:
+        command = ["diff", "--unified=2", ROOT / parent, fork]
+        diffs.append(subprocess.run(command, capture_output=True, text=True).stdout)
     closest = min(diffs, key=len)
-    beside = file.with_suffix(".diff")
-    beside.write_text("".join(closest))
-    signs = Counter(line[0] for line in closest[2:])  # behind the two files' names
-    return f"{file.name}: +{signs['+']} −{signs['-']} lines, {beside}"
+    beside = fork.with_suffix(".diff")
+    beside.write_text(closest)
+    added = closest.count("\n+") - 1  # but for the line with the fork's name
+    removed = closest.count("\n-")
+    return f"{fork.name}: +{added} −{removed} lines, {beside}"
 
 
 def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = (), mixed: bool = False):
@@ -192,15 +153,16 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
     Args:
         runs: run folders or csv files; the first one's method is the one that differences are taken to
         figures: each a metric and of which steps it is the mean, such as "entropy, mean" or "reward, steps 1–30";
-            none: the reward of the last ten steps and held-out accuracies after the last
+            none: the reward of the first run's last ten steps and its held-out accuracies after the last
         mixed: runs of one script and the same flags are a method even if their code differs
     """
-    methods = plot.grouped(runs, mixed)
+    methods = plot.methods_of(runs, mixed)
+    first = plot.run_of(runs[0])
     if not figures:
-        last = max(rows[-1]["step"] for seeds in methods.values() for rows in seeds.values())
+        last = first.rows[-1]["step"]
         figures = [f"reward, steps {max(1, last - 9):g}–{last:g}"]
-        figures += [f"{name}, step {last:g}" for name in plot.usual_panels(methods) if "/" in name]
-    columns = {"seeds": [" ".join(seeds) for seeds in methods.values()]}
+        figures += [f"{name}, step {last:g}" for name in plot.usual_panels(first.rows) if "/" in name]
+    columns = {"seeds": [" ".join(run.seed for run in its) for its in methods.values()]}
     for figure in figures:
         columns[figure] = cells_of(figure, methods)
     print(pandas.DataFrame(columns, [*methods]).to_string())
@@ -208,11 +170,10 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         "\nmean over seeds; in brackets the difference to the first method, seed by seed; ± standard error; bold: five "
         f"seeds or more, and at least {CLEAR} standard errors from 0"
     )
-    for label, seeds in plot.methods_of(runs, mixed).items():
-        run = next(iter(seeds.values()))
-        print(f"{label}: {plot.apart(run, runs[0]) or 'the first'}")
-        for file in code_of(run)[-1:]:
-            if file.name not in SCRIPTS:
+    for label, (run, *_) in methods.items():
+        print(f"{label}: {plot.apart(run, first) or 'the first'}")
+        for file in run.path.glob(f"code/{len(run.code)}/*.py"):
+            if file.name not in OURS:
                 print(changes_of(file))
 
 
@@ -251,10 +212,10 @@ def main():
         script, colon, own = experiment.rpartition(".py:")
         script = f"{script}.py" if colon else os.environ.get("SCRIPT", "")
         words = own.split(",")
-        folder = RUNS / name_of(flags) / f"{name_of([Path(script).stem, *words])}-seed{seed}"
+        name = name_of([Path(script).stem, *words])
+        folder = RUNS / name_of(flags) / code_of(script) / f"{name}-seed{seed}"
         runs[folder] = ([*words, *flags], seed, folder, script)
-    missing = [folder for folder, (*_, script) in runs.items() if not (finished(folder) and current(folder, script))]
-    failed = run_all(lambda folder: go_on(*runs[folder]), missing, args.jobs)
+    failed = run_all(lambda folder: train(*runs[folder]), itertools.filterfalse(finished, runs), args.jobs)
     done = [*filter(finished, runs)]
     if done:
         table(done)
