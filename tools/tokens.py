@@ -6,13 +6,12 @@ for it. `plot.py RUN --figure tokens` calls `write_page`.
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pandas
 from transformers import AutoTokenizer
 
-STEPS = 5  # The page has about so many steps, the first and the last among them,
+STEPS = 5  # The page has at most so many steps, the last among them,
 TOKENS = 300  # and so many tokens of a response: megabytes at most.
 
 # the page begins with the first quantity that varies
@@ -44,23 +43,21 @@ def visible(text):
     for line in text.split("\n"):
         shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
         lines.append("".join(shown))
-    # several newlines in a token break the line once
-    return re.sub("\n(?=↵)", "", "↵\n".join(lines))
+    return "↵\n".join(lines)
 
 
 def facts_of(response, vectors):
     """Return what stands beside a response, a fact a line."""
-    reward = response["reward"]
-    verdict = "✓ right" if reward >= 1 else "◐ partly right" if reward > 0 else "✗ wrong"
-    facts = [f"{verdict}, reward {reward:.3g}"]
+    verdict = "✓ right" if response["reward"] >= 1 else "✗ wrong"
+    facts = f"{verdict}, reward {response['reward']:.3g}"
     advantage = vectors.get("advantage_T")
     if isinstance(advantage, float):
-        facts.append(f"advantage {advantage:+.2f}")
+        facts += f"\nadvantage {advantage:+.2f}"
     if response["truncated"]:
-        facts.append("cut off")
-    if not vectors:
-        facts.append("no gradient")
-    return "\n".join(facts)
+        facts += "\ncut off"
+    if len(response["ids"]) > TOKENS:
+        facts += f"\n{len(response['ids']) - TOKENS} more tokens"
+    return facts
 
 
 def pack(response, tokenizer):
@@ -74,10 +71,8 @@ def pack(response, tokenizer):
                 # JSON has no NaN
                 vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]
                 vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:TOKENS]
-    facts = facts_of(response, vectors)
-    if len(response["ids"]) > TOKENS:
-        facts += f"\n{len(response['ids']) - TOKENS} more tokens"
-    return {"facts": facts, "tokens": [visible(token) for token in tokens], "vectors": vectors}
+    shown = [visible(token) for token in tokens]
+    return {"facts": facts_of(response, vectors), "tokens": shown, "vectors": vectors}
 
 
 def read(file, updates, tokenizer):
@@ -104,8 +99,7 @@ def write_page(runs, out):
     """Write the page of a run, the only one of `runs`, which writes its files when it evaluates during training."""
     (run,) = runs
     files = sorted(run.glob("samples/train-step*.parquet"))
-    every = math.ceil(len(files) / STEPS)
-    shown = sorted({*files[::every], files[-1]})
+    shown = sorted(files[:: -math.ceil(len(files) / STEPS)])
     args = json.loads((run / "run.json").read_text())["args"]
     tokenizer = AutoTokenizer.from_pretrained(args["model"])
     steps = [read(file, args.get("updates_per_step", 1), tokenizer) for file in shown]
