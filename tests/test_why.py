@@ -27,7 +27,7 @@ I go on and
 """
 
 
-def said(tmp_path, capsys, monkeypatch, first=None, last=None) -> str:
+def said(tmp_path, capsys, first=None, last=None) -> str:
     """Return what is said of a run of twenty steps that logged this in the first and in the last ten."""
     rows = [{"step": step + 1, **WELL, **((first if step < 10 else last) or {})} for step in range(20)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -35,8 +35,7 @@ def said(tmp_path, capsys, monkeypatch, first=None, last=None) -> str:
     (tmp_path / "run.json").write_text(json.dumps({"args": args}))
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "train-step00010.txt").write_text(SAMPLES)
-    monkeypatch.setattr("sys.argv", ["why.py", str(tmp_path)])
-    why.main()
+    why.main(tmp_path)
     return capsys.readouterr().out
 
 
@@ -60,10 +59,10 @@ def said(tmp_path, capsys, monkeypatch, first=None, last=None) -> str:
         ({"reward": 0.2, "eval/a/avg@1": 0.6}, {}, ["held-out score", ": 0.1", "--keep-best"]),
     ],
 )
-def test_a_trouble_is_said(tmp_path, capsys, monkeypatch, first, last, words):
-    text = said(tmp_path, capsys, monkeypatch, first, last)
+def test_a_trouble_is_said(tmp_path, capsys, first, last, words):
+    text = said(tmp_path, capsys, first, last)
     assert "\ntroubles: 1; " in text and all(word in text for word in words), text
 
 
-def test_a_healthy_run_has_no_troubles(tmp_path, capsys, monkeypatch):
-    assert said(tmp_path, capsys, monkeypatch).startswith("troubles: 0; reward 0.500 in the first 10 of 20 steps")
+def test_a_healthy_run_has_no_troubles(tmp_path, capsys):
+    assert said(tmp_path, capsys).startswith("troubles: 0; reward 0.500 in the first 10 of 20 steps")

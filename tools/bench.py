@@ -74,7 +74,7 @@ def policy(args: tyro.conf.OmitArgPrefixes[common.Args], lengths: tuple[int, ...
                 logp_T.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        speed = count * length / max(world.all_gather(record.metrics["seconds/train"]))
+        speed = count * length / record.metrics["seconds/train"]
         memory = record.metrics["memory_gib/train"]
         record.say(f"length {length:6d}: {speed:9.0f} tokens/s  {memory:.2f} GiB")
     torch.distributed.destroy_process_group()

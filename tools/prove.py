@@ -44,7 +44,6 @@ NATS = 1e-3  # of log-probs; rounding makes some 1e-5
 def load(script, flags):
     """Return a script's module, and its settings for a step."""
     sys.path.insert(0, str(Path(script).parent))
-    sys.argv[0] = str(script)  # which a record keeps
     module = importlib.import_module(Path(script).stem)
     fixed = ["--group-size=4", "--max-grad-norm=1e9", "--lr=0"]
     return module, tyro.cli(module.Args, args=[*FLAGS, *flags, *fixed])
@@ -87,16 +86,6 @@ def gradients(policy):
     return {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
 
 
-def reference_of(folder, settings, world):
-    """Return a reference that is not the policy, or its KL would have no gradient; none where --kl-coef is 0."""
-    if not getattr(settings, "kl_coef", 1):
-        return None
-    reference = common.load_policy(folder, settings, world).requires_grad_(False)
-    for parameter in reference.parameters():
-        parameter.mul_(1.1)
-    return reference
-
-
 def step(world, module, settings, learn, dead=(2,), change=list):
     """Let a script's `learn` make a step of fixed rollouts, after a change of the groups; return what is to be seen of
     it: `gradient` is the sum over its updates; `calls` are those of policy_loss for a backward pass: log-probs of the
@@ -104,13 +93,18 @@ def step(world, module, settings, learn, dead=(2,), change=list):
     folder = common.model_folder(settings)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     policy = common.load_policy(folder, settings, world)
+    reference = None
+    if getattr(settings, "kl_coef", 1):
+        reference = common.load_policy(folder, settings, world).requires_grad_(False)
+        for parameter in reference.parameters():
+            parameter.mul_(1.1)  # or its KL would have no gradient
     with redirect_stdout(None):
         record = common.Record(replace(settings, run_dir=tempfile.mkdtemp()), world)
         batch = common.Batch(change(fixed_groups(settings, tokenizer, dead)))
     record.gap_limit = math.inf  # the sampler's log-probs are made up
     made = SimpleNamespace(
         policy=policy,
-        reference=reference_of(folder, settings, world),
+        reference=reference,
         optimizer=torch.optim.SGD(policy.parameters(), lr=settings.lr),  # its steps are as exact as gradients
         batch=batch,
         batches=[batch, batch],
@@ -145,7 +139,6 @@ def step(world, module, settings, learn, dead=(2,), change=list):
     module.policy_loss = policy_loss
     if isinstance(made.metrics, tuple):
         made.metrics, made.seen = made.metrics
-    made.metrics["optimizer_steps"] = made.steps
     return made
 
 

@@ -12,6 +12,7 @@ import pandas
 from transformers import AutoTokenizer
 
 STEPS = 5  # The page has at most so many steps, the last among them,
+GROUPS = 4  # so many groups of a step,
 TOKENS = 300  # and so many tokens of a response: megabytes at most.
 
 # the page begins with the first quantity that varies
@@ -67,7 +68,7 @@ def pack(response, tokenizer):
     vectors = {}
     if any(response.pop("trained_T")):
         for name, vector in response.items():
-            if name.endswith("_T") and vector is not None:
+            if name.endswith("_T"):
                 # JSON has no NaN
                 vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]
                 vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:TOKENS]
@@ -75,23 +76,21 @@ def pack(response, tokenizer):
     return {"facts": facts_of(response, vectors), "tokens": shown, "vectors": vectors}
 
 
-def read(file, updates, tokenizer):
-    """Return a step of so many updates as the page wants it: of each update the first two groups with a gradient. Those
-    of the last update come first: in the first update every ratio is 1."""
+def read(file, tokenizer):
+    """Return a step as the page wants it: the last groups whose rewards differ, since those are of the last update. In
+    the first update every ratio is 1."""
     table = pandas.read_parquet(file)
-    table["update"] = table["group"] * updates // (table["group"].max() + 1)
+    differ = [group for _, group in table.groupby("group") if group["reward"].nunique() > 1]
     groups = []
-    for _, update in table.groupby(-table["update"]):
-        differ = [group for _, group in update.groupby("group") if group["reward"].nunique() > 1]
-        for group in differ[:2]:
-            responses = group.to_dict("records")
-            first = responses[0]
-            packed = {
-                "problem": visible(first["problem"][:2000]),
-                "about": f"answer {visible(first['answer'])}, update {first['update'] + 1} of {updates}",
-                "responses": [pack(response, tokenizer) for response in responses],
-            }
-            groups.append(packed)
+    for group in differ[-GROUPS:]:
+        responses = group.to_dict("records")
+        first = responses[0]
+        packed = {
+            "problem": visible(first["problem"][:2000]),
+            "about": f"answer {visible(first['answer'])}",
+            "responses": [pack(response, tokenizer) for response in responses],
+        }
+        groups.append(packed)
     return {"step": int(file.stem[10:]), "groups": groups}
 
 
@@ -100,11 +99,9 @@ def write_page(runs, out):
     (run,) = runs
     files = sorted(run.glob("samples/train-step*.parquet"))
     shown = sorted(files[:: -math.ceil(len(files) / STEPS)])
-    args = json.loads((run / "run.json").read_text())["args"]
-    tokenizer = AutoTokenizer.from_pretrained(args["model"])
-    steps = [read(file, args.get("updates_per_step", 1), tokenizer) for file in shown]
-    groups = [group for step in steps for group in step["groups"]]
-    found = {name for group in groups for response in group["responses"] for name in response["vectors"]}
+    tokenizer = AutoTokenizer.from_pretrained(json.loads((run / "run.json").read_text())["args"]["model"])
+    steps = [read(file, tokenizer) for file in shown]
+    found = pandas.read_parquet(files[-1]).filter(regex="_T$").columns.drop("trained_T")
     labels = {line.partition(":")[0]: line for line in LABELS.strip().split("\n")}
     data = {
         "about": f"{run.resolve().name}, {len(steps)} of {len(files)} steps",

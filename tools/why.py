@@ -4,10 +4,10 @@
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pandas
+import tyro
 from plot import read
 
 # a figure, the most that is well, what it is, what to change, and which response, as in samples/, shows it
@@ -107,10 +107,7 @@ def example(folder, shows, args):
     return "    no response in samples/ shows it"
 
 
-def main():
-    if sys.argv[-1] == "--help":
-        sys.exit(__doc__)
-    folder = Path(sys.argv[-1])
+def main(folder: tyro.conf.Positional[Path]):
     args = json.loads((folder / "run.json").read_text())["args"]
     rows = pandas.DataFrame(read(folder))
     # NaN where a run has not logged them: no comparison holds for it
@@ -132,4 +129,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)
