@@ -28,7 +28,7 @@ def update(script, model, budget, args, dead, table=False, change="", function="
     }
     settings = replace(settings, **{"lr": 1.0, "prompts_per_step": 6, "micro_batch_tokens": budget} | args)
     made = prove.step(world, module, settings, getattr(module, function), dead, changes.get(change, list))
-    metrics = {name: float(value) for name, value in made.metrics.items()}
+    metrics = {name: float(value) for name, value in made.metrics.items()} | {"optimizer_steps": made.steps}
     return {"gradient": made.gradient, "metrics": metrics, "seen": made.seen, "mesh": world.mesh.shape}
 
 

@@ -20,7 +20,7 @@ def test_the_page_is_one_harmless_file(tmp_path, monkeypatch):
     """Of hostile tokens. Nothing in it comes from elsewhere, and the text of a model opens no element."""
     decode = SimpleNamespace(batch_decode=lambda rows: [HOSTILE[token] for (token,) in rows])
     monkeypatch.setattr(tokens, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda model: decode))
-    (tmp_path / "run.json").write_text(json.dumps({"args": {"model": "any", "updates_per_step": 2}}))
+    (tmp_path / "run.json").write_text(json.dumps({"args": {"model": "any"}}))
     (tmp_path / "samples").mkdir()
     about = {"problem": HOSTILE[0], "answer": HOSTILE[2], "truncated": False, "trained_T": [True]}
     hostile = about | {"ids": list(range(len(HOSTILE))), "reward": 0.0, "ratio_T": [0.8, None, 1.0, 1.0], "group": 0}

@@ -1,8 +1,8 @@
 """Measure the policy's throughput, and a step against TRL's; compute what should fit.
 
     python tools/bench.py fit
-    python tools/bench.py policy --shape toy --lengths 64 256
-    torchrun --nproc-per-node 8 tools/bench.py policy --shape qwen2.5-7b --lengths 1024 4096 --activation-checkpointing
+    python tools/bench.py policy --model tools/toy/model --lengths 64 256
+    torchrun --nproc-per-node 8 tools/bench.py policy --model Qwen/Qwen2.5-Math-7B --lengths 1024 4096
     python tools/bench.py trl [-- --temperature 2 --max-response-tokens 200]
 
 Nothing here is a test. `fit` is computed, not measured.
@@ -17,7 +17,6 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -26,7 +25,7 @@ import datasets
 import numpy as np
 import torch
 import tyro
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2Config
 
 import common
 from tools.grading import last_boxed
@@ -44,7 +43,6 @@ NAMES = (
     "tie_word_embeddings",
 )
 SHAPES = {
-    "toy": (128, 384, 3, 4, 2, 263, True),
     "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151_936, True),
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151_936, True),
     "qwen2.5-3b": (2048, 11_008, 36, 16, 2, 151_936, True),
@@ -53,36 +51,18 @@ SHAPES = {
 }
 
 
-def config_of(shape):
-    """Return the configuration of a Qwen2 decoder of this shape."""
-    sizes = dict(zip(NAMES, SHAPES[shape], strict=True))
-    return Qwen2Config(**sizes, max_position_embeddings=32_768)
-
-
 # ----------------------------------------------------------------------------------------------------------- throughput
-def policy(
-    args: tyro.conf.OmitArgPrefixes[common.Args],
-    shape: Literal[*SHAPES] = "toy",
-    lengths: tuple[int, ...] = (64, 256),
-):
+def policy(args: tyro.conf.OmitArgPrefixes[common.Args], lengths: tuple[int, ...] = (64, 256)):
     """Print a process's tokens/s in FSDP's forward and backward pass of --micro-batch-tokens, and on a GPU its memory.
     A token takes 6 FLOP for each weight. runs/bench-… keeps the lines."""
     world = common.init_world()
     record = common.Record(args, world)
-    config = config_of(shape)
-    with tempfile.TemporaryDirectory() as mine:
-        folder = Path(world.decide(mine))
-        if world.rank == 0:
-            with world.device:  # A CPU would take minutes for 7B.
-                model = Qwen2ForCausalLM(config)
-            model.to(torch.bfloat16).save_pretrained(folder)
-        world.decide(None)
-        policy = common.load_policy(folder, args, world)
+    policy = common.load_policy(common.model_folder(args), args, world)
     optimizer = common.adamw(policy, 0.0, args)
-    record.say(f"{shape}, {common.compute_dtype(args, world)}, {world.size} processes")
+    record.say(f"{args.model}, {common.compute_dtype(args, world)}, {world.size} processes")
     for length in lengths:
         prompt = length // 8
-        ids = np.arange(length - prompt) % config.vocab_size
+        ids = np.zeros(length - prompt, int)
         rollout = common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)
         group = common.Group(common.Problem("", [0] * prompt, "0"), [rollout], reward_G=torch.zeros(1))
         count = max(1, args.micro_batch_tokens // length)
@@ -94,7 +74,7 @@ def policy(
                 logp_T.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        speed = count * length / max(world.all_gather(record.metrics["seconds/train"]))
+        speed = count * length / record.metrics["seconds/train"]
         memory = record.metrics["memory_gib/train"]
         record.say(f"length {length:6d}: {speed:9.0f} tokens/s  {memory:.2f} GiB")
     torch.distributed.destroy_process_group()
@@ -135,8 +115,8 @@ def fit(tokens: int = common.Args.micro_batch_tokens, activation_checkpointing: 
         tokens: packed tokens of a micro-batch
     """
     print("| shape | 24 GiB | 48 GiB | 80 GiB | 140 GiB |\n|---|---|---|---|---|")
-    for shape in list(SHAPES)[1:]:
-        lm = common.empty_model(config_of(shape))
+    for shape, sizes in SHAPES.items():
+        lm = common.empty_model(Qwen2Config(**dict(zip(NAMES, sizes, strict=True))))
         weights = lm.num_parameters()
         cells = []
         for size in (24, 48, 80, 140):
@@ -158,23 +138,28 @@ def boxed_right(completions, answer, **_):
 
 def trl_flags(args, data):
     """Return the flags with which TRL's own script makes steps like those of a run of sps.py, on two CPU processes."""
-    how = {
-        "model_name_or_path": args.model,
-        "dataset_name": data,
-        "output_dir": f"{data}/trl",
-        "per_device_train_batch_size": args.prompts_per_step * args.group_size // 2,
-        "num_generations": args.group_size,
-        "max_completion_length": args.max_response_tokens,
-        "temperature": args.temperature,
-        "learning_rate": args.lr,
-        "max_steps": args.steps,
-    }
-    same = (
-        "--dtype=float32 --reward_funcs=tools.bench.boxed_right --loss_type=grpo --use_cpu=True --bf16=False "
-        "--gradient_checkpointing=False --ddp_find_unused_parameters=False --report_to=none --save_strategy=no "
-        "--logging_steps=1 --disable_tqdm=True"
-    )
-    return [*same.split(), *(f"--{name}={value}" for name, value in how.items())]
+    return [
+        f"--model_name_or_path={args.model}",
+        f"--dataset_name={data}",
+        f"--output_dir={data}/trl",
+        f"--per_device_train_batch_size={args.prompts_per_step * args.group_size // 2}",
+        f"--num_generations={args.group_size}",
+        f"--max_completion_length={args.max_response_tokens}",
+        f"--temperature={args.temperature}",
+        f"--learning_rate={args.lr}",
+        f"--max_steps={args.steps}",
+        "--reward_funcs=tools.bench.boxed_right",
+        "--loss_type=grpo",
+        "--dtype=float32",
+        "--bf16=False",
+        "--use_cpu=True",
+        "--gradient_checkpointing=False",
+        "--ddp_find_unused_parameters=False",
+        "--report_to=none",
+        "--save_strategy=no",
+        "--logging_steps=1",
+        "--disable_tqdm=True",
+    ]
 
 
 def pace(command, env):
@@ -189,8 +174,7 @@ def pace(command, env):
                 times.append(time.perf_counter())
                 lengths.append(float(length[1]))
     if running.returncode or len(times) < 7:
-        words = " ".join(map(str, command))
-        sys.exit(f"no figure: exit code {running.returncode} after {len(times)} steps of {words}")
+        sys.exit(f"no figure: exit code {running.returncode} after {len(times)} steps of {command}")
     return f"{np.median(np.diff(times[4:])):6.2f} s a step, {np.mean(lengths[5:]):.0f} tokens a response"
 
 

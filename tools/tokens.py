@@ -6,13 +6,13 @@ for it. `plot.py RUN --figure tokens` calls `write_page`.
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pandas
 from transformers import AutoTokenizer
 
-STEPS = 5  # The page has about so many steps, the first and the last among them,
+STEPS = 5  # The page has at most so many steps, the last among them,
+GROUPS = 4  # so many groups of a step,
 TOKENS = 300  # and so many tokens of a response: megabytes at most.
 
 # the page begins with the first quantity that varies
@@ -44,23 +44,21 @@ def visible(text):
     for line in text.split("\n"):
         shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
         lines.append("".join(shown))
-    # several newlines in a token break the line once
-    return re.sub("\n(?=↵)", "", "↵\n".join(lines))
+    return "↵\n".join(lines)
 
 
 def facts_of(response, vectors):
     """Return what stands beside a response, a fact a line."""
-    reward = response["reward"]
-    verdict = "✓ right" if reward >= 1 else "◐ partly right" if reward > 0 else "✗ wrong"
-    facts = [f"{verdict}, reward {reward:.3g}"]
+    verdict = "✓ right" if response["reward"] >= 1 else "✗ wrong"
+    facts = f"{verdict}, reward {response['reward']:.3g}"
     advantage = vectors.get("advantage_T")
     if isinstance(advantage, float):
-        facts.append(f"advantage {advantage:+.2f}")
+        facts += f"\nadvantage {advantage:+.2f}"
     if response["truncated"]:
-        facts.append("cut off")
-    if not vectors:
-        facts.append("no gradient")
-    return "\n".join(facts)
+        facts += "\ncut off"
+    if len(response["ids"]) > TOKENS:
+        facts += f"\n{len(response['ids']) - TOKENS} more tokens"
+    return facts
 
 
 def pack(response, tokenizer):
@@ -70,33 +68,29 @@ def pack(response, tokenizer):
     vectors = {}
     if any(response.pop("trained_T")):
         for name, vector in response.items():
-            if name.endswith("_T") and vector is not None:
+            if name.endswith("_T"):
                 # JSON has no NaN
                 vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]
                 vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:TOKENS]
-    facts = facts_of(response, vectors)
-    if len(response["ids"]) > TOKENS:
-        facts += f"\n{len(response['ids']) - TOKENS} more tokens"
-    return {"facts": facts, "tokens": [visible(token) for token in tokens], "vectors": vectors}
+    shown = [visible(token) for token in tokens]
+    return {"facts": facts_of(response, vectors), "tokens": shown, "vectors": vectors}
 
 
-def read(file, updates, tokenizer):
-    """Return a step of so many updates as the page wants it: of each update the first two groups with a gradient. Those
-    of the last update come first: in the first update every ratio is 1."""
+def read(file, tokenizer):
+    """Return a step as the page wants it: the last groups whose rewards differ, since those are of the last update. In
+    the first update every ratio is 1."""
     table = pandas.read_parquet(file)
-    table["update"] = table["group"] * updates // (table["group"].max() + 1)
+    differ = [group for _, group in table.groupby("group") if group["reward"].nunique() > 1]
     groups = []
-    for _, update in table.groupby(-table["update"]):
-        differ = [group for _, group in update.groupby("group") if group["reward"].nunique() > 1]
-        for group in differ[:2]:
-            responses = group.to_dict("records")
-            first = responses[0]
-            packed = {
-                "problem": visible(first["problem"][:2000]),
-                "about": f"answer {visible(first['answer'])}, update {first['update'] + 1} of {updates}",
-                "responses": [pack(response, tokenizer) for response in responses],
-            }
-            groups.append(packed)
+    for group in differ[-GROUPS:]:
+        responses = group.to_dict("records")
+        first = responses[0]
+        packed = {
+            "problem": visible(first["problem"][:2000]),
+            "about": f"answer {visible(first['answer'])}",
+            "responses": [pack(response, tokenizer) for response in responses],
+        }
+        groups.append(packed)
     return {"step": int(file.stem[10:]), "groups": groups}
 
 
@@ -104,13 +98,10 @@ def write_page(runs, out):
     """Write the page of a run, the only one of `runs`, which writes its files when it evaluates during training."""
     (run,) = runs
     files = sorted(run.glob("samples/train-step*.parquet"))
-    every = math.ceil(len(files) / STEPS)
-    shown = sorted({*files[::every], files[-1]})
-    args = json.loads((run / "run.json").read_text())["args"]
-    tokenizer = AutoTokenizer.from_pretrained(args["model"])
-    steps = [read(file, args.get("updates_per_step", 1), tokenizer) for file in shown]
-    groups = [group for step in steps for group in step["groups"]]
-    found = {name for group in groups for response in group["responses"] for name in response["vectors"]}
+    shown = sorted(files[:: -math.ceil(len(files) / STEPS)])
+    tokenizer = AutoTokenizer.from_pretrained(json.loads((run / "run.json").read_text())["args"]["model"])
+    steps = [read(file, tokenizer) for file in shown]
+    found = pandas.read_parquet(files[-1]).filter(regex="_T$").columns.drop("trained_T")
     labels = {line.partition(":")[0]: line for line in LABELS.strip().split("\n")}
     data = {
         "about": f"{run.resolve().name}, {len(steps)} of {len(files)} steps",

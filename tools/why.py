@@ -4,127 +4,129 @@
 """
 
 import json
-import sys
 from pathlib import Path
 
-from plot import mean_over_steps, read
+import pandas
+import tyro
+from plot import read
+
+# a figure, the most that is well, what it is, what to change, and which response, as in samples/, shows it
+TROUBLES = [
+    (
+        "boxless_share",
+        0.3,
+        "share of responses without a box, which the reward reads",
+        "--template chat-boxed or qwen-math, which ask for one; or --reward of your own",
+        lambda response, args: "\\boxed" not in response,
+    ),
+    (
+        "truncated_share",
+        0.3,
+        "share of responses that are cut off",
+        "--max-response-tokens, or a --template with which the model ends",
+        lambda response, args: f", {args['max_response_tokens']} tokens\n" in response,
+    ),
+    (
+        "timeout_share",
+        0.05,
+        "share of responses whose grading took too long",
+        "--reward-seconds, or a faster --reward",
+        lambda response, args: ": reward 0," in response,
+    ),
+    (
+        "all_wrong_share",
+        0.8,
+        "share of groups without a right response: too hard, or the reference has another form",
+        "easier problems (`./run.sh eval` counts them), a larger --group-size, --answer-column",
+        lambda response, args: ": reward 0," in response,
+    ),
+    (
+        "all_right_share",
+        0.8,
+        "share of groups with right responses only: too easy",
+        "harder problems, --temperature 1; --valid-share of sspo.py, --beta-th of gpg.py",
+        lambda response, args: ": reward 1," in response,
+    ),
+    (
+        "gap_mean",
+        0.02,
+        "nats between sampler and trainer",
+        "--compute-dtype float32, which ends it if rounding makes it; or --tis-cap 2",
+        None,
+    ),
+    ("idle_ratio", 0, "reward flat, updates move no ratio; the largest", "--lr ten times as large", None),
+    (
+        "entropy_lost",
+        0.9,
+        "share of the entropy that is gone",
+        "a smaller --lr, a larger --clip-high, --kl-coef, an entropy bonus",
+        None,
+    ),
+    ("clip_fraction", 1 / 3, "share of tokens that are clipped", "a smaller --lr", None),
+    (
+        "norm_over_bound",
+        1,
+        "gradient's norm above --max-grad-norm in every step; the smallest, over that bound",
+        "--max-grad-norm, a smaller --lr",
+        None,
+    ),
+    (
+        "held_out_fall",
+        0.02,
+        "fall of a held-out score while the reward rose",
+        "more data, a smaller --lr, --keep-best",
+        None,
+    ),
+]
 
 
-def early(steps, metric):
-    """Return a metric's mean over the first five steps, NaN if none has it."""
-    return mean_over_steps(steps[:5], metric)
+def figures(rows, steps, first, last, args):
+    """Return the figures of TROUBLES. `first` and `last` are means over the first and the last training steps."""
+    found = last.copy()
+    found["boxless_share"] = last["verifier/no_answer"] / last["responses_drawn"] - last["truncated_share"]
+    found["timeout_share"] = last["verifier/timeout"] / last["responses_drawn"]
+    found["entropy_lost"] = 1 - last["entropy"] / first["entropy"]
+    found["norm_over_bound"] = steps["grad_norm"].min() / args["max_grad_norm"]
+    rise = last["reward"] - first["reward"]
+    if rise < 0.05 and last["ratio_max"] < 1.01 and last["optimizer_steps"] > 1:
+        found["idle_ratio"] = last["ratio_max"]
+    if rise > 0.05:
+        scores = rows.filter(like="/avg@")
+        found["held_out_fall"] = (scores.bfill().iloc[0] - scores.ffill().iloc[-1]).max()
+    return found
 
 
-def late(steps, metric):
-    """Return a metric's mean over the last ten steps, NaN if none has it."""
-    return mean_over_steps(steps[-10:], metric)
-
-
-def of_responses(steps, args):
-    """Yield troubles that responses show: what it is, its figure, what to change, and whether a response, of so much
-    reward and so many tokens, shows it."""
-    drawn = late(steps, "responses_drawn")
-    cut = late(steps, "truncated_share")
-    boxless = late(steps, "verifier/no_answer") / drawn - cut
-    if boxless > 0.3:
-        yield (
-            "share of responses without a box, which the reward reads",
-            boxless,
-            "--template chat-boxed or qwen-math, which ask for one; or --reward of your own",
-            lambda reward, tokens, text: "\\boxed" not in text,
-        )
-    if cut > 0.3:
-        yield (
-            "share of responses that are cut off",
-            cut,
-            "--max-response-tokens, or a --template with which the model ends",
-            lambda reward, tokens, text: tokens >= args["max_response_tokens"],
-        )
-    slow = late(steps, "verifier/timeout") / drawn
-    if slow > 0.05:
-        yield (
-            "share of responses whose grading took too long",
-            slow,
-            "--reward-seconds, or a faster --reward",
-            lambda reward, tokens, text: reward == 0,
-        )
-    wrong = late(steps, "all_wrong_share")
-    if wrong > 0.8:
-        yield (
-            "share of groups without a right response: too hard, or the reference has another form",
-            wrong,
-            "easier problems (`./run.sh eval` counts them), a larger --group-size, --answer-column",
-            lambda reward, tokens, text: reward == 0,
-        )
-    right = late(steps, "all_right_share")
-    if right > 0.8:
-        yield (
-            "share of groups with right responses only: too easy",
-            right,
-            "harder problems, --temperature 1; --valid-share of sspo.py, --beta-th of gpg.py",
-            lambda reward, tokens, text: reward >= 1,
-        )
-
-
-def of_updates(rows, steps, args):
-    """Yield troubles that updates show: what it is, its figure and what to change."""
-    gap = late(steps, "gap_mean")
-    if gap > 0.02:
-        change = "./run.sh check --model MODEL tells stale weights from a sharp policy; or --tis-cap 2"
-        yield "nats between sampler and trainer", gap, change
-    rise = late(steps, "reward") - early(steps, "reward")
-    ratio = late(steps, "ratio_max")
-    if ratio < 1.01 and late(steps, "optimizer_steps") > 1 and rise < 0.05:
-        yield "reward flat, updates move no ratio; the largest", ratio, "--lr ten times as large"
-    entropy = late(steps, "entropy")
-    if entropy < 0.1 * early(steps, "entropy"):
-        change = "a smaller --lr, a larger --clip-high, --kl-coef, an entropy bonus"
-        yield "entropy gone: nats that are left", entropy, change
-    clipped = late(steps, "clip_fraction")
-    if clipped > 1 / 3:
-        yield "share of tokens that are clipped", clipped, "a smaller --lr"
-    norm = min([row["grad_norm"] for row in steps if "grad_norm" in row], default=0)
-    if norm > args["max_grad_norm"]:
-        change = "--max-grad-norm, a smaller --lr"
-        yield "gradient's norm at its bound in every step; the smallest", norm, change
-    for name in rows[0]:
-        values = [row[name] for row in rows if name in row]
-        fall = values[0] - values[-1]
-        if "/avg@" in name and rise > 0.05 and fall > 0.02:
-            change = "more data, a smaller --lr, --keep-best"
-            yield f"fall of {name}, held out, while the reward rose", fall, change
-
-
-def example(folder, shows):
+def example(folder, shows, args):
     """Return where a response stands that shows a trouble, and how it begins: of the newest training step, if any."""
     for file in sorted(folder.glob("samples/*.txt"), reverse=True):
-        for problem in file.read_text().split("\n==== ")[1:]:
+        for problem in file.read_text().split("\n==== "):
             about, *responses = problem.split("\n-- ")
             for response in responses:
-                head, _, text = response.partition("\n")
-                _, _, _, reward, tokens, _ = head.replace(",", "").split()
-                if shows(float(reward), int(tokens), text):
-                    return f"    {file}, {about.splitlines()[0]}, {head}: {text.strip()[:200]!r}"
+                if shows(response, args):
+                    return f"    {file}, {about.splitlines()[0]}, {response[:200]!r}"
     return "    no response in samples/ shows it"
 
 
-def main():
-    if sys.argv[-1] == "--help":
-        sys.exit(__doc__)
-    folder = Path(sys.argv[-1])
+def main(folder: tyro.conf.Positional[Path]):
     args = json.loads((folder / "run.json").read_text())["args"]
-    rows = read(folder)
-    steps = [row for row in rows if "reward" in row]
-    troubles = [*of_responses(steps, args), *of_updates(rows, steps, args)]
-    for trouble, figure, change, *shows in troubles:
-        print(f"{trouble}: {figure:.3g}\n    change: {change}")
-        if shows:
-            print(example(folder, *shows))
-    first = early(steps, "reward")
-    last = late(steps, "reward")
-    said = f"{len(troubles)} troubles; reward {first:.3f} in the first five of {len(steps)} steps"
-    print(f"{said}, {last:.3f} in the last ten. docs/running.md has others")
+    rows = pandas.DataFrame(read(folder))
+    # NaN where a run has not logged them: no comparison holds for it
+    rows = rows.reindex(columns=rows.columns.union(["ratio_max", "entropy", "grad_norm"]))
+    steps = rows.dropna(subset="reward")
+    part = max(1, min(10, len(steps) // 2))
+    first = steps.head(part).mean()
+    last = steps.tail(part).mean()
+    found = figures(rows, steps, first, last, args)
+    count = 0
+    for name, limit, trouble, change, shows in TROUBLES:
+        if found.get(name, 0) > limit:
+            count += 1
+            print(f"{trouble}: {found[name]:.3g}\n    change: {change}")
+            if shows:
+                print(example(folder, shows, args))
+    said = f"troubles: {count}; reward {first['reward']:.3f} in the first {part} of {len(steps)} steps"
+    print(f"{said}, {last['reward']:.3f} in the last {part}. docs/running.md has others")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)
