@@ -7,17 +7,9 @@ import eval as evaluation
 import numpy as np
 import pytest
 import rewards
-import torch
 from conftest import ROOT, TOY, refused
 
 import common
-
-
-def test_summary():
-    """Three problems, four samples."""
-    found = evaluation.summary(torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]), (1, 2))
-    assert found["pass@1"] == pytest.approx({"mean": 50, "spread": 100 * math.sqrt(0.5 * 0.5 / 2)})
-    assert found["pass@2"]["mean"] == pytest.approx(100 * ((1 - 1 / 6) + 1) / 3)  # 1 - C(wrong, 2) / C(4, 2)
 
 
 def test_measures_of_sps():
@@ -53,18 +45,21 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
     step.mkdir(parents=True)
     (step / "manifest.json").touch()
     best = tmp_path / "best"
-    models = {tmp_path.name: f"{tmp_path}/model", "best": f"{best}", step.name: "first"}
+    best.mkdir()
+    models = {tmp_path.name: "first", "best": f"{best}", step.name: "first"}
     for path in (tmp_path, best, step):
         found = vars(evaluation.protocol_of("", path))
         assert found | flags == found
         assert found["sets"] == ("a", "b")
         assert found["model"] == models[path.name]
+    (tmp_path / "model").mkdir()
+    assert evaluation.protocol_of("", tmp_path).model == f"{tmp_path}/model"
 
 
 def test_an_average_is_over_sets_or_over_questions():
     """There is none where a row lacks a set."""
     sizes = {"aime24": 1, "amc23": 1, "math500": 1, "minerva": 2}
-    rows = [{"set": name, "problems": n, "pass@1": {"mean": 10.0 * n}} for name, n in sizes.items()]
+    rows = [{"set": name, "problems": n, "figures": {"pass@1": 10.0 * n}} for name, n in sizes.items()]
 
     def averages(rows, by_question):
         table = evaluation.table_of("gpg-16", evaluation.Protocol(by_question=by_question), rows)
@@ -91,9 +86,10 @@ def test_on_the_embedded_model(engine, tmp_path):
 
     papers, boxed = ask(tmp_path / "aime24.jsonl", tmp_path / "own.jsonl")
     assert papers["set"] == "aime24"
-    assert 5 < papers["pass@1"]["mean"] < papers["pass@4"]["mean"] <= 100
-    assert 100 * np.mean(papers["right"]) / 4 == pytest.approx(papers["pass@1"]["mean"])
-    assert 30 < papers["similarity"]["mean"] < 90 and -0.2 < papers["greedy_logp"]["mean"] < -0.05
+    found = papers["figures"]
+    assert 5 < found["pass@1"] < found["pass@4"] <= 100
+    assert 100 * np.mean(papers["right"]) / 4 == pytest.approx(found["pass@1"])
+    assert 30 < found["similarity"] < 90 and -0.2 < found["greedy_logp"] < -0.05
     [unboxed] = ask(tmp_path / "own.jsonl", "--reward", f"{ROOT}/tools/rewards.py:math_verify")
     assert boxed["response_length"] == unboxed["response_length"]
     assert 0 < sum(boxed["right"]) <= sum(unboxed["right"]) < 4 * 30

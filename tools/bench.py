@@ -62,7 +62,7 @@ def policy(args: tyro.conf.OmitArgPrefixes[common.Args], lengths: tuple[int, ...
     record.say(f"{args.model}, {common.compute_dtype(args, world)}, {world.size} processes")
     for length in lengths:
         prompt = length // 8
-        ids = np.zeros(length - prompt, int)
+        ids = np.arange(length - prompt) % 256
         rollout = common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)
         group = common.Group(common.Problem("", [0] * prompt, "0"), [rollout], reward_G=torch.zeros(1))
         count = max(1, args.micro_batch_tokens // length)

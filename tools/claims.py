@@ -41,7 +41,6 @@ LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 ARMS = LISTS["arms"]
 STOPS = LISTS["stops"]
 CLAIMS = LISTS["claims"]
-SQUEEZED = ("pass@1", "pass@64", "similarity", "greedy_logp")  # These of tools/eval.py become sps/SET/NAME.
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -72,16 +71,16 @@ def origin(command):
 
 
 def write(folder, about):
-    """Write the csv of a run, below the lines `about` it: what it logged and what tools/eval.py found, with 4
-    significant digits. It has all the columns that the claims use; a cell is empty where a step has no such metric, or
-    not a finite one."""
+    """Write the csv of a run, below the lines `about` it: what it logged and, as sps/SET/FIGURE, what tools/eval.py
+    found, with 4 significant digits. It has all the columns that the claims use; a cell is empty where a step has no
+    such metric, or not a finite one."""
     arm = folder.name.rpartition("-seed")[0]
     rows = plot.read(folder)
     for row in rows:
         file = folder / f"eval-step{row['step']:g}.json"
         if file.exists():
             for found in json.loads(file.read_text())["rows"]:
-                row |= {f"sps/{found['set']}/{name}": found[name]["mean"] for name in SQUEEZED}
+                row |= {f"sps/{found['set']}/{name}": value for name, value in found["figures"].items()}
     table = pandas.DataFrame(rows, columns=columns_of(arm))
     (DATA / f"{folder.name}.csv").write_text(about + table.to_csv(index=False, float_format="%.4g"))
 
@@ -100,8 +99,9 @@ def run(folder):
     for step in STOPS.get(arm, ()):
         sweep.train([*words, f"--steps={step}"], seed, folder)
         if any(metric.startswith("sps/") for metric in columns_of(arm)):
-            sps = "--eval-samples=64 --eval-temperature=0.7 --greedy-logp"  # as SPS's paper evaluates
-            sweep.launch(["eval", f"{folder}", *sps.split(), f"--out={folder}/eval-step{step}.json"], folder)
+            out = f"--out={folder}/eval-step{step}.json"
+            as_sps = ["--eval-samples=64", "--eval-temperature=0.7", "--greedy-logp"]  # as SPS's paper evaluates
+            sweep.launch(["eval", folder, *as_sps, out], folder)
     write(folder, about)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)

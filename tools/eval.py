@@ -92,19 +92,18 @@ def run_of(path):
 
 def protocol_of(name, path):
     """Return a protocol by its name; without one how a run evaluates while it trains, or a chat for what is no run. Its
-    model is a run's final one, the one that a checkpoint's run began with, or what is itself a model."""
+    model is a run's final one, what is itself a model, or the one with which a checkpoint's run or one of no steps
+    began."""
     run, flags = run_of(path)
     if name:
         protocol = Protocol(**PROTOCOLS[name])
-    elif flags:
-        # which takes no notice of flags that only a script has
+    elif flags:  # some are the script's alone and do nothing here
         protocol = Protocol(**flags, sets=flags["eval"].split(","))
     else:
         protocol = Protocol(template="chat-boxed")
-    if is_checkpoint(path):
+    protocol.model = str(path / "model" if path == run else path)
+    if flags and (is_checkpoint(path) or not Path(protocol.model).exists()):
         protocol.model = flags["model"]
-    else:
-        protocol.model = str(path / "model" if path == run else path)
     return protocol
 
 
@@ -131,17 +130,6 @@ def weights_of(path, folder, dtype):
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
-def summary(correct_PN, ks):
-    """Return pass@k of problems x samples in percent. Its spread over problems is sqrt(p (1 - p) / (problems - 1)),
-    which GPG's Table 16 matches."""
-    found = {}
-    for k in ks:
-        p = common.pass_at_k(correct_PN, k)
-        variance = p * (1 - p) / (len(correct_PN) - 1)
-        found[f"pass@{k}"] = {"mean": 100 * p, "spread": 100 * variance**0.5}
-    return found
-
-
 def similarity(groups):
     """Return how alike the responses to a question are, in percent; 100 says that they are all the same. It is the
     cosine between counts of token bigrams, averaged over the pairs of a group and then over groups. Table 4 of SPS
@@ -159,30 +147,30 @@ def similarity(groups):
 
 
 def evaluate(label, problems, protocol, verifier, sampler):
-    """Sample and grade completions of a set; return its figures."""
+    """Sample and grade completions of a set; return what is known of it, and its `figures`."""
     n = protocol.eval_samples
     asked = {("eval", label, p): problem for p, problem in enumerate(problems)}
     groups = sampler.sample(asked, n, protocol.eval_temperature, protocol, protocol.top_p)
     common.verify(verifier, groups)
     correct_PN = torch.stack([group.correct_G for group in groups])
-    row = {
-        "set": label,
-        "problems": len(groups),
-        "n": n,
-        "right": (correct_PN >= 1).sum(1).tolist(),
-        **common.drawn_metrics(groups),
-        **summary(correct_PN, sorted({min(k, n) for k in protocol.ks})),
-    }
+    figures = {f"pass@{k}": 100 * common.pass_at_k(correct_PN, k) for k in sorted({min(k, n) for k in protocol.ks})}
     if not protocol.ks:
-        row["mIoU"] = {"mean": 100 * correct_PN.mean().item()}
+        figures["mIoU"] = 100 * correct_PN.mean().item()
     if n > 1:
-        row["similarity"] = {"mean": similarity(groups)}
+        figures["similarity"] = similarity(groups)
     if protocol.greedy_logp:
         # of a token, averaged over each answer and then over the answers: our choice, for Table 6 of SPS
         greedy = sampler.sample(asked, 1, 0.0, protocol)
         logps = [group.rollouts[0].logp.mean(dtype=np.float64) for group in greedy]
-        row["greedy_logp"] = {"mean": float(np.mean(logps))}
-    return row
+        figures["greedy_logp"] = float(np.mean(logps))
+    return {
+        "set": label,
+        "problems": len(groups),
+        "n": n,
+        "right": (correct_PN >= 1).sum(1).tolist(),
+        "figures": figures,
+        **common.drawn_metrics(groups),
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- table
@@ -198,12 +186,11 @@ def reported(name):
 
 def table_of(name, protocol, rows):
     """Return a protocol's table, our figures above the papers', with a column for each set and one of averages over the
-    sets that were run, or over all questions. Behind a stroke is a spread."""
+    sets that were run, or over all questions. Papers may have a spread behind a stroke."""
     problems = {row["set"]: row["problems"] for row in rows}
     lines = {}
-    for label, figure in rows[0].items():
-        if isinstance(figure, dict):  # a mean, perhaps with a spread
-            lines[label] = {row["set"]: "/".join(f"{x:.4g}" for x in row[label].values()) for row in rows}
+    for label in rows[0]["figures"]:
+        lines[label] = {row["set"]: f"{row['figures'][label]:.4g}" for row in rows}
     if name:
         lines |= reported(name)
     for line in lines.values():

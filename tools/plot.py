@@ -216,7 +216,7 @@ def main(
         out = out or runs[0] / "curves.png"
         across = "time" if x == "seconds" else x
         draw_curves(methods_of(runs, mixed), panels or usual_panels(read(runs[0])), out, across)
-    print(f"{figure:<8} {out}")
+    print(out)
 
 
 if __name__ == "__main__":
