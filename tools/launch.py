@@ -28,7 +28,7 @@ def launch(script, flags):
     if "--help" in flags:
         ranks = 1  # or each would print it
     cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(-(-cores // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores // ranks or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # a run that is stopped ends at once, and leaves its semaphores
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"

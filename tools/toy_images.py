@@ -159,7 +159,7 @@ def misread(rng, problem):
 
 def write_problems(folder):
     """Write the four files; return the problems that are in them."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     taken = set()
     for name, problems in draw_files(FILES, map(random.Random, count(1000)), ask, taken):
         rows = [{"image": paint(each), "problem": each.text, "solution": answer(each)} for each in problems]
