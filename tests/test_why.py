@@ -45,7 +45,7 @@ def said(tmp_path, capsys, first=None, last=None) -> str:
         (
             {},
             {"verifier/no_answer": 6},
-            ["without a box", ": 0.65", "chat-boxed", "problem 0, answer 3, response 1", "go on"],
+            ["without a box", ": 0.65", "chat-boxed", "problem 0, answer 3", "response 1", "go on"],
         ),
         ({}, {"truncated_share": 0.9}, ["cut off: 0.9", "--max-response-tokens", "64 tokens\\nI go"]),
         ({}, {"verifier/timeout": 1}, ["too long", ": 0.125", "--reward-seconds"]),
