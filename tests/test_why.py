@@ -65,4 +65,5 @@ def test_a_trouble_is_said(tmp_path, capsys, first, last, words):
 
 
 def test_a_healthy_run_has_no_troubles(tmp_path, capsys):
-    assert said(tmp_path, capsys).startswith("troubles: 0; reward 0.500 in the first 10 of 20 steps")
+    text = said(tmp_path, capsys)
+    assert text.startswith("troubles: 0; ") and "reward 0.500 in the first 10 of 20 steps, 0.500 in the last 10" in text
