@@ -66,4 +66,4 @@ def test_a_trouble_is_said(tmp_path, capsys, first, last, words):
 
 def test_a_healthy_run_has_no_troubles(tmp_path, capsys):
     text = said(tmp_path, capsys)
-    assert text.startswith("troubles: 0; ") and "reward 0.500 in the first 10 of 20 steps, 0.500 in the last 10" in text
+    assert text.startswith("troubles: 0; ") and "reward 0.500 in the first 10 steps, 0.500 in the last 10" in text

@@ -125,9 +125,7 @@ def main(folder: tyro.conf.Positional[Path]):
             if shows:
                 print(example(folder, shows, args))
     print(f"troubles: {count}; docs/running.md has others")
-    print(
-        f"reward {first['reward']:.3f} in the first {part} of {len(steps)} steps, {last['reward']:.3f} in the last {part}"
-    )
+    print(f"reward {first['reward']:.3f} in the first {part} steps, {last['reward']:.3f} in the last {part}")
 
 
 if __name__ == "__main__":
