@@ -213,10 +213,9 @@ def steps(world, module, settings):
     """Yield the lines of steps of fixed rollouts, of each function `learn…` of a script."""
     single = alone(world)
     narrow = replace(settings, micro_batch_tokens=60)
-    for name in vars(module):
+    for name, learn in vars(module).items():
         if not name.startswith("learn"):
             continue
-        learn = getattr(module, name)
         line = f"1 gradient of {name}"
         whole = step(single, module, settings, learn)
         split = step(world, module, settings, learn)
