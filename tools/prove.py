@@ -213,7 +213,7 @@ def steps(world, module, settings):
     """Yield the lines of steps of fixed rollouts, of each function `learn…` of a script."""
     single = alone(world)
     narrow = replace(settings, micro_batch_tokens=60)
-    for name, learn in vars(module).items():
+    for name, learn in inspect.getmembers(module):
         if not name.startswith("learn"):
             continue
         line = f"1 gradient of {name}"
