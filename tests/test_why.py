@@ -45,7 +45,7 @@ def said(tmp_path, capsys, first=None, last=None) -> str:
         (
             {},
             {"verifier/no_answer": 6},
-            ["without a box", ": 0.65", "chat-boxed", "problem 0, answer 3, response 1", "go on"],
+            ["without a box", ": 0.65", "chat-boxed", "problem 0, answer 3", "response 1", "go on"],
         ),
         ({}, {"truncated_share": 0.9}, ["cut off: 0.9", "--max-response-tokens", "64 tokens\\nI go"]),
         ({}, {"verifier/timeout": 1}, ["too long", ": 0.125", "--reward-seconds"]),
@@ -65,4 +65,5 @@ def test_a_trouble_is_said(tmp_path, capsys, first, last, words):
 
 
 def test_a_healthy_run_has_no_troubles(tmp_path, capsys):
-    assert said(tmp_path, capsys).startswith("troubles: 0; reward 0.500 in the first 10 of 20 steps")
+    text = said(tmp_path, capsys)
+    assert text.startswith("troubles: 0; ") and "reward 0.500 in the first 10 steps, 0.500 in the last 10" in text

@@ -64,7 +64,7 @@ def facts_of(response, vectors):
 def pack(response, tokenizer):
     """Return a response as the page wants it: what stands beside it, and its first TOKENS tokens and their vectors, in
     six digits. A constant vector becomes one number."""
-    tokens = tokenizer.batch_decode([[token] for token in response["ids"][:TOKENS]])
+    texts = tokenizer.batch_decode([[token] for token in response["ids"][:TOKENS]])
     vectors = {}
     if any(response.pop("trained_T")):
         for name, vector in response.items():
@@ -72,8 +72,7 @@ def pack(response, tokenizer):
                 # JSON has no NaN
                 vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]
                 vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:TOKENS]
-    shown = [visible(token) for token in tokens]
-    return {"facts": facts_of(response, vectors), "tokens": shown, "vectors": vectors}
+    return {"facts": facts_of(response, vectors), "tokens": list(map(visible, texts)), "vectors": vectors}
 
 
 def read(file, tokenizer):

@@ -124,8 +124,8 @@ def main(folder: tyro.conf.Positional[Path]):
             print(f"{trouble}: {found[name]:.3g}\n    change: {change}")
             if shows:
                 print(example(folder, shows, args))
-    said = f"troubles: {count}; reward {first['reward']:.3f} in the first {part} of {len(steps)} steps"
-    print(f"{said}, {last['reward']:.3f} in the last {part}. docs/running.md has others")
+    print(f"troubles: {count}; docs/running.md has others")
+    print(f"reward {first['reward']:.3f} in the first {part} steps, {last['reward']:.3f} in the last {part}")
 
 
 if __name__ == "__main__":
