@@ -124,7 +124,8 @@ def test_tables(verifier, table, score):
     cases = [(line + "  ?  ").split("  ?  ")[:3] for line in table.strip().splitlines()]
     golds, answers, problems = zip(*cases, strict=True)
     verdicts = judged(verifier, boxed(answers), golds, problems)
-    assert [case for case, verdict in zip(cases, verdicts, strict=True) if verdict != (score, "graded")] == []
+    wrong = [pair for pair in zip(cases, verdicts, strict=True) if pair[1] != (score, "graded")]
+    assert wrong == []
 
 
 def test_which_box_and_what_is_none(verifier):
