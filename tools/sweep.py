@@ -68,7 +68,7 @@ def run_all(run, folders, jobs):
         try:
             run(folder)
         except subprocess.CalledProcessError as error:
-            print(f"{time.strftime('%X')}  {folder}  FAILED: {error} See its output.txt.", flush=True)
+            print(f"{time.strftime('%X')}  {folder}  FAILED: {error} See its output.txt.")
             return True
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
@@ -141,7 +141,7 @@ def changes_of(fork):
     closest = min(diffs, key=len)
     beside = fork.with_suffix(".diff")
     beside.write_text(closest)
-    added = closest.count("\n+") - 1  # but for the line with the fork's name
+    added = max(0, closest.count("\n+") - 1)  # one has the fork's name
     removed = closest.count("\n-")
     return f"{fork.name}: +{added} −{removed} lines, {beside}"
 
