@@ -269,7 +269,7 @@ def main():
     failed = False
     for check, holds, figure, look in chain(lines, runs(script, flags)):
         failed |= not holds
-        print(f"| {check} | {'ok' if holds else f'FAIL: {look}'} | {figure} |", flush=True)
+        print(f"| {check} | {'ok' if holds else f'FAIL: {look}'} | {figure} |")
     sys.exit(failed)
 
 

@@ -44,7 +44,8 @@ def visible(text):
     for line in text.split("\n"):
         shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
         lines.append("".join(shown))
-    return "↵\n".join(lines)
+    # several newlines in a token break the line once
+    return "↵\n".join(lines).replace("\n↵", "↵")
 
 
 def facts_of(response, vectors):
@@ -84,12 +85,13 @@ def read(file, tokenizer):
     for group in differ[-GROUPS:]:
         responses = group.to_dict("records")
         first = responses[0]
-        packed = {
-            "problem": visible(first["problem"][:2000]),
-            "about": f"answer {visible(first['answer'])}",
-            "responses": [pack(response, tokenizer) for response in responses],
-        }
-        groups.append(packed)
+        groups.append(
+            {
+                "problem": visible(first["problem"][:2000]),
+                "about": f"answer {visible(first['answer'])}",
+                "responses": [pack(response, tokenizer) for response in responses],
+            }
+        )
     return {"step": int(file.stem[10:]), "groups": groups}
 
 
