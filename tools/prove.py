@@ -1,6 +1,6 @@
 """Prove a script: check that its `learn` does what its `policy_loss` says, and print a table of that.
 
-./run.sh prove mine.py [FLAGS]      three minutes on two CPU cores; FLAGS are the script's
+./run.sh prove mine.py [FLAGS]      two minutes on two CPU cores; FLAGS are the script's
 
 `learn` gets fixed rollouts, among them a dead group and responses of one token, and a learning rate of 0: on three
 ranks, and on each of them as if it were alone. Then the whole script runs for three steps of the toy, and again from
