@@ -57,7 +57,7 @@ def policy(args: tyro.conf.OmitArgPrefixes[common.Args], lengths: tuple[int, ...
     A token takes 6 FLOP for each weight. runs/bench-… keeps the lines."""
     world = common.init_world()
     record = common.Record(args, world)
-    policy = common.load_policy(common.model_folder(args), args, world)
+    policy = common.load_policy(args.model, args, world)
     optimizer = common.adamw(policy, 0.0, args)
     record.say(f"{args.model}, {common.compute_dtype(args, world)}, {world.size} processes")
     for length in lengths:
