@@ -109,7 +109,7 @@ def protocol_of(name, path):
 
 def problems_of(protocol, tokenizer):
     """Return {name: problems} of a protocol's sets."""
-    sources = {Path(one).stem: SETS.get(one, one) for one in protocol.sets}
+    sources = {Path(one).stem: SETS.get(one, one) for one in protocol.sets if one}
     distinct = len(sources) == len(protocol.sets) > 0
     common.need(distinct, f"--sets {' '.join(protocol.sets)}: name some, but not two of one name, which would mix")
     return {name: common.load_problems(source, tokenizer, protocol, "--sets") for name, source in sources.items()}
