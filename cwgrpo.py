@@ -138,7 +138,7 @@ def advantages(reward_PG):
     """Return advantage_PG (section 2.1). The std is unbiased, and 1e-6 is added to it. A dead group gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6
-    return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
+    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give a dead group a gradient
 
 
 def covariance(logp_T, advantage_T, response_T, group_T):
@@ -172,7 +172,7 @@ def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T):
     Then k_t = (dJ / dlogp_t) / (weight_t A_t), and `policy_loss` multiplies by k_t as if it were the weight w~_t.
 
     k is not w~, and it may be negative. weight_T holds whatever else multiplies ratio, w~ and A. J has no KL. A token
-    with A = 0 has no gradient, since log-probs are centred within its response."""
+    with A = 0 has no gradient: its log-prob is in the covariances of its own response only, and these are 0."""
     logp_T, advantage_T, weight_T = (x.double() for x in (logp_T, advantage_T, weight_T))
     leaf_T = logp_T.clone().requires_grad_()
     c_T = covariance(leaf_T, advantage_T, response_T, group_T)

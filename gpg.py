@@ -41,11 +41,12 @@ not say, and we chose. docs/gpg.md compares the paper with its released code, gi
   step. Both are over the whole step here, as the equations have them.
 - If no group is valid, there is no update, except with a KL. The std is the unbiased one, and 1e-6 is added to it
   (ours).
-- Section 3.4 does not print the weight of its KL; the released recipe inherits 0.04. We read it as row A with a KL: the
-  section points at Table 13, whose rows have alpha 1, and the released recipe sets neither alpha nor F_norm = 1. Only
-  row A and the weight are that recipe's: it has learning rate 3e-6 with a cosine, a format reward and a prompt that
-  asks for thoughts. The KL is k3 to the initial model and has the token weights of J. alpha multiplies the policy
-  gradient alone, because the KL of an invalid group is not 0 (ours; the released code multiplies both).
+- Section 3.4 does not print the weight of its KL; the released recipe inherits 0.04. The section says that the results
+  are in Table 13, which has none with a KL. We read it as row A with a KL: that table's rows have alpha 1, and the
+  released recipe sets neither alpha nor F_norm = 1. Only row A and the weight are that recipe's: it has learning rate
+  3e-6 with a cosine, a format reward and a prompt that asks for thoughts. The KL is k3 to the initial model and has the
+  token weights of J. alpha multiplies the policy gradient alone, because the KL of an invalid group is not 0 (ours; the
+  released code multiplies both).
 - The lengths and the temperature of GPG-Zero-7B are not given. We take responses of up to 3072 tokens and prompts of up
   to 1024, which together fill the model's context, and temperature 1 (ours). AdamW's betas and the gradient norm are
   verl's defaults.
@@ -59,7 +60,7 @@ not say, and we chose. docs/gpg.md compares the paper with its released code, gi
   reward the format, as the released code does; for gpg-lisa B.4 names the IoU alone.
 - The R1-distilled models train with the released code's prompt, open-rs, which asks for a box and for English. B.4
   prints it without either. They are not evaluated while they train, because their evaluation has another prompt and
-  samples differently (./run.sh eval RUN --protocols open-rs).
+  samples differently (./run.sh eval RUN --protocol open-rs).
 - The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
   advantage by min(pi / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
 """
@@ -114,7 +115,7 @@ def advantages(reward_PG, norm: str = "none"):
     if norm != "none":
         std = reward_PG.std(1, keepdim=True) if norm == "group" else reward_PG.std()
         advantage_PG /= std + 1e-6  # Eq. 6
-    return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
+    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give a dead group a gradient
 
 
 def alpha(reward_PG) -> float:

@@ -29,17 +29,17 @@ not say, and we chose.
   Section E.2 times the stages "on 3k prompts" and gives IRL 3 % of an "iteration"; 4 x 512 responses are 8.5 % of such
   a pass's, and only those are trained on.
 - We read "four training steps per iteration" as an IRL stage of 4 steps, each with 512 responses. It may also mean four
-  updates on each rollout batch (--updates-per-step 4). A pass over the demonstrations is a third choice (--irl-steps 0
-  --irl-passes 1).
+  updates on each rollout batch (--prompts-per-step 64 --updates-per-step 4). A pass over the demonstrations is a third
+  choice (--irl-steps 0 --irl-passes 1).
 - Algorithm 1 collects rollouts after the update, from the new policy. Sections 4.1 and 5.1 take the rollouts that the
   RL stage generated, and so do we. This needs no second sampling pass, but a demonstration may be as old as the stage.
 - Demonstrations are 3 of each prompt's 8 responses (section 5.1). l2te takes the wrong responses with the lowest mean
   log-prob of a token. Where these are too few, it fills up with the right ones of the lowest. The paper says of this
   one choice that it is uniform (section 4.1, before L2TE), that it "preferentially samples" unlikely rollouts and
-  augments each "batch with positive trajectories" (L2TE), that it takes three of eight (5.1), and that it takes "the
-  lower quantile of trajectories in each batch" (C.1, which reads as how L2TE is implemented). These cannot all hold.
-  That ours is deterministic, per prompt and wrong ones first is ours; uniform and quantile, the lowest 3/8 of a step's
-  responses, are the other readings. The log-prob is the sampler's, at sampling time (ours).
+  augments each "batch with positive trajectories" (L2TE), that it takes three of eight (5.1), and that it samples
+  "from the lower quantile of trajectories in each batch" (C.1, which reads as how L2TE is implemented). These cannot
+  all hold. Our choice is deterministic, made for each prompt, and takes wrong ones first (ours); uniform and quantile,
+  the lowest 3/8 of a step's responses, are the other readings. The log-prob is the sampler's, at sampling time (ours).
 - L2TE's "model likelihood" may be p(y) of Eq. 13, a product. Ours is the mean over tokens, since a sum mostly ranks by
   length (ours): for responses of 200 to 1,500 tokens 39 % of the demonstrations would be others.
 - 188 x 16 prompts give 9,024 demonstrations, and a stage uses 4 x 512 of them. They are drawn without replacement until
@@ -99,7 +99,7 @@ class Args(common.Args):
     adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)
     """How much AdamW's moments keep (ms-swift's default)."""
     updates_per_step: PositiveInt = 1
-    """Optimiser steps on one rollout batch (ours). Each has its own prompts. 4 is the other reading of section 5.1."""
+    """Optimiser steps on one rollout batch (ours). Each has its own prompts. 4 is another reading of section 5.1."""
     clip_low: NonNegativeFloat = 0.2
     """How far below 1 the ratio may fall in RL stages (TRL's default)."""
     clip_high: NonNegativeFloat = 0.2  # How far above 1 it may rise.
@@ -130,7 +130,7 @@ def advantages(reward_PG):
     equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 25
-    return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
+    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give a dead group a gradient
 
 
 def token_weights(length_R, normaliser: str = "response"):
@@ -164,8 +164,8 @@ def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=N
     """Return the demonstrations among a step's rollouts as (prompt, response) numbers, in order. mean_logp_PG is each
     response's mean log-prob of a token. There are k for each prompt, except with quantile.
     l2te: the wrong responses with the lowest mean log-prob; if these are too few, the right ones with the lowest, too.
-    uniform: k at random, drawn by `generator`. quantile: of all prompts' responses, the k P with the lowest.
-    Of responses with the same mean log-prob, the first is taken."""
+    uniform: k at random, drawn by `generator`. quantile: the k * P responses with the
+    lowest mean log-prob, whatever their prompt. Of responses with the same mean log-prob, the first is taken."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
         lowest = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1

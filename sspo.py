@@ -34,8 +34,8 @@ not say, and we chose.
 - BPE merges the delimiter into tokens such as ".\\n\\n", so we look for the delimiter in the text. Blank text after a
   delimiter belongs to the segment that the delimiter closed, so no segment is empty. The stop token joins the last
   segment.
-- Section 4.1 cuts at a "line break or double line break"; section 6.2.2 chooses the double one. A period, of which
-  Table 3 also tells, ends a segment wherever it stands, so --delimiter . cuts the number 3.14, too (ours).
+- Section 4.1 cuts at a "line break or double line break"; section 6.2.2 chooses the double one. Table 3 also tries a
+  period, which ends a segment wherever it stands, so --delimiter . cuts the number 3.14, too (ours).
 - The paper does not name its verifier. Ours asks for a box and applies rules of its own before math_verify
   (docs/evaluation.md). --reward tools/rewards.py:math_verify is math_verify alone, on the whole completion.
 - verl bounds the loss of a token with a negative advantage at 3 times the advantage (dual clip). Eq. 1 and Eq. 16 have
@@ -87,10 +87,10 @@ class Args(common.Args):
     """Bounds of the ratio. entropy: those of Eqs. 14 and 15. fixed: 1 - clip_low and 1 + clip_high."""
     alpha: float = 0.0  # Slack added to the upper bound (Eq. 14; Table 4). See --gamma.
     beta: float = 0.8
-    """Cap of the lower bound (Eq. 15; Table 4). To choose it, look at the metrics of a short run (§6.2.3):
+    """Cap of the lower bound (Eq. 15; Table 4). To see where to search, look at the metrics of a short run (§6.2.3):
     it should be about 1 - segment_entropy, and at_beta_share should be neither 0 nor 1."""
     gamma: float = 1.75
-    """Cap of the upper bound (Eq. 14; Table 4). To choose it, look at the metrics of a short run (§6.2.3):
+    """Cap of the upper bound (Eq. 14; Table 4). To see where to search, look at the metrics of a short run (§6.2.3):
     it should be 1 + alpha + segment_entropy, anywhere from p50 to p95, plus a small margin."""
     clip_low: NonNegativeFloat = 0.2
     """How far below 1 the ratio may fall with --clip fixed.
@@ -118,7 +118,7 @@ def advantages(reward_PG, scale: bool = True):
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if scale:
         advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 8
-    return advantage_PG * common.valid(reward_PG)[:, None]  # rounding of the mean must not revive a dead group
+    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give a dead group a gradient
 
 
 def segments(pieces: list[str], delimiter: str) -> list[int]:
@@ -151,7 +151,8 @@ def clip_bounds(entropy_S, alpha: float, beta: float, gamma: float):
 
 def clip_summary(entropy_S, alpha: float, beta: float, gamma: float):
     """Return percentiles of these segments' entropies (nats), and the shares of segments whose upper bound is gamma and
-    whose lower bound is beta. Section 6.2.3 chooses alpha, beta and gamma by such figures."""
+    whose lower bound is beta. Section 6.2.3 searches alpha, beta and gamma in ranges that
+    such figures suggest."""
     at_gamma_S = 1 + alpha + entropy_S >= gamma
     at_beta_S = 1 - entropy_S >= beta
     summary = {
@@ -188,7 +189,8 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
     """Return -J (Eq. 16), summed over these tokens, and what it saw of each: its ratio, the ratio's bounds, and whether
     it is clipped, which means that the clipped branch is strictly the smaller one. Micro-batches hold whole responses,
     so no segment is split; segment_T numbers the segments of the whole step, and indexes low_S and high_S."""
-    # of the segments up to the largest number here; those of other micro-batches get 1, and are not looked up
+    # ratio_S has a place for each segment up to the largest number here. Those of other micro-batches hold 1 and are
+    # never looked up.
     ratio_S = segment_mean(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
     ratio_T = ratio_S[segment_T]
     low_T = low_S[segment_T]
