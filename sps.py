@@ -164,8 +164,8 @@ def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=N
     """Return the demonstrations among a step's rollouts as (prompt, response) numbers, in order. mean_logp_PG is each
     response's mean log-prob of a token. There are k for each prompt, except with quantile.
     l2te: the wrong responses with the lowest mean log-prob; if these are too few, the right ones with the lowest, too.
-    uniform: k at random, drawn by `generator`. quantile: the k * P responses with the
-    lowest mean log-prob, whatever their prompt. Of responses with the same mean log-prob, the first is taken."""
+    uniform: k at random, drawn by `generator`. quantile: the k * P responses with the lowest mean log-prob, whatever
+    their prompt. Of responses with the same mean log-prob, the first is taken."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
         lowest = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1

@@ -151,8 +151,7 @@ def clip_bounds(entropy_S, alpha: float, beta: float, gamma: float):
 
 def clip_summary(entropy_S, alpha: float, beta: float, gamma: float):
     """Return percentiles of these segments' entropies (nats), and the shares of segments whose upper bound is gamma and
-    whose lower bound is beta. Section 6.2.3 searches alpha, beta and gamma in ranges that
-    such figures suggest."""
+    whose lower bound is beta. Section 6.2.3 searches alpha, beta and gamma in ranges that such figures suggest."""
     at_gamma_S = 1 + alpha + entropy_S >= gamma
     at_beta_S = 1 - entropy_S >= beta
     summary = {
