@@ -39,6 +39,7 @@ not say, and we chose. docs/gpg.md compares the paper with its released code, gi
   is math_verify alone, on the whole completion.
 - The released code takes the denominator of Eq. 5 over a device's micro-batch, and alpha of Eq. 7 over a quarter of the
   step. Both are over the whole step here, as the equations have them.
+- We make one update per rollout batch, as Algorithm 1 suggests; the paper does not say it elsewhere.
 - If no group is valid, there is no update, except with a KL. The std is the unbiased one, and 1e-6 is added to it
   (ours).
 - Section 3.4 does not print the weight of its KL; the released recipe inherits 0.04. The section says that the results

@@ -58,8 +58,8 @@ not say, and we chose.
 - Section 5.1 rewards "without any additional format or length-based rewards", but Table 2 gives DAPO a
   soft_cache_length of 2048, which is a reward of length. ./run.sh dapo-1.5b-3k has it; the other reading is
   --overlong-buffer 0. DAPO here has no filter of overlong responses; sspo.py's docstring says more.
-- The std is the unbiased one, and 1e-6 is added to it. A response is cut at 3072 tokens, and prompts have up to 1024
-  (ours).
+- The std is the unbiased one, and 1e-6 is added to it. A response is cut at 3072 tokens, and prompts have up to 1024.
+  In both stages the gradient's norm is clipped at 1. The paper is silent on these (ours).
 - The paper reports the best checkpoint within 700 steps (section 5.2) and does not say how often it evaluates. Fig. 2c
   evaluates every 100 steps, and so do the runs of run.sh. A run is also evaluated at the end of each RL stage, after
   its IRL stage (ours), because stages of 188 steps do not end at a multiple of 100 within the 700.
