@@ -1130,6 +1130,7 @@ def resume(policy, optimizer, record):
     os.truncate(record.folder / "metrics.jsonl", manifest["metrics"])  # later steps come again
     record.started -= manifest["seconds"]
     record.best = manifest["best"]
+    record.ends = [time.time()]
     record.say(f"resumed from {newest}")
     return manifest["step"], manifest["position"]
 
@@ -1203,7 +1204,7 @@ class Record:
         self.world = world
         self.folder = Path(args.run_dir or f"runs/{name}")
         self.started = self.saved = time.time()  # the run, and its last checkpoint
-        self.ends = [self.started]  # of the steps
+        self.ends = []  # of step 0, or of reading a checkpoint, and of the steps since
         self.best = -math.inf  # sum of avg@n over sets, for --keep-best
         self.gap_limit = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01  # nats
         self.board = None
@@ -1312,9 +1313,8 @@ class Record:
 
     def say_step(self, step, metrics):
         """Say in columns how a step went."""
-        each = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
-        own = {"seconds": self.ends[-1] - self.ends[-2], "left": (self.args.steps - step) * each / 60}
-        figures = metrics | own
+        left = (self.args.steps - step) * np.diff(self.ends).mean() / 60
+        figures = metrics | {"seconds": self.ends[-1] - self.ends[-2], "left": left}
         heading = "     step"
         line = f"{step:>9}"
         for name, title in COLUMNS.items():
