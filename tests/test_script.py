@@ -42,6 +42,7 @@ def test_what_a_run_says(sspo_run):
     steps = re.findall(r"^ +[1-9] {3}.*$", sspo_run.output, re.M)
     assert [int(line.split()[0]) for line in steps] == [1, 2, 3, 4]
     seconds, minutes_left = (float(word) for word in steps[0].split()[-2:])
+    assert 0 < minutes_left < 10
     assert minutes_left == pytest.approx(3 * seconds / 60, 1e-3), "the engine's start counts as a step"
     assert float(steps[-1].split()[-1]) == 0
     board = EventAccumulator(str(sspo_run.folder)).Reload()
