@@ -314,10 +314,8 @@ def load_problems(source, tokenizer, args, flag):
         else:
             problems.append(Problem(text, prompt_ids, answer, graded_by, image, origin))
     left = f"left out: {dict(left_out)}"
-    need(
-        problems,
-        f"{flag} {source}: no usable row; {left}; --answer-column names one of {list(row)}; --max-prompt-tokens",
-    )
+    causes = f"{left}; --answer-column names one of {list(row)}; --max-prompt-tokens"
+    need(problems, f"{flag} {source}: no usable row; {causes}")
     if FIRST:
         first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
         print(
@@ -332,6 +330,11 @@ def use_own_file(tokenizer):
     """Let a tokenizer do what its tokenizer.json says, which transformers 5 replaces for some kinds of models."""
     if Path(tokenizer.name_or_path, "tokenizer.json").exists():
         tokenizer._tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.name_or_path)._tokenizer
+
+
+def stop_tokens(tokenizer):
+    """Return the tokens that end a response; a chat's end may be in the vocabulary only."""
+    return {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}
 
 
 def prompt_of(turns, template, tokenizer, options="{}"):
@@ -417,8 +420,7 @@ class Sampler:
         self.world = world
         self.dtype = compute_dtype(args, world)
         self.tokenizer = tokenizer
-        # vLLM adds the model's own
-        self.stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}
+        self.stop = stop_tokens(tokenizer)  # vLLM adds the model's own
         config = config_of(folder)
         sees = hasattr(config, "vision_config")
         # of sleep; at 2 vLLM 0.32 loses zeros behind the positions of an image
@@ -534,6 +536,21 @@ def sampler_gap(logp_T, sampler_logp_T, record):
     return {"gap_mean": mean, "gap_max": gap.max()}
 
 
+def first_valid(drawn, valid_P, count, updates=1):
+    """Return the first `count` valid groups, filled up with invalid ones of the last draw, both dealt evenly to the
+    updates; of a single draw all groups in their own order."""
+    if len(drawn) == count:
+        return drawn
+    kept = [*compress(drawn, valid_P)]
+    kept += compress(drawn[-count:], ~valid_P[-count:])
+    return [group for update in range(updates) for group in kept[:count][update::updates]]
+
+
+def valid(reward_PG):
+    """Return valid_P: which groups have rewards that differ by more than rounding, and so a gradient."""
+    return ((reward_PG - reward_PG[:, :1]).abs() > 1e-9).any(1)
+
+
 # ----------------------------- verifier
 class Verifier:
     """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. Raises
@@ -593,21 +610,6 @@ def verify(verifier, groups):
 
 
 # -------------------------------- batch
-def first_valid(drawn, valid_P, count, updates=1):
-    """Return the first `count` valid groups, filled up with invalid ones of the last draw, both dealt evenly to the
-    updates; of a single draw all groups in their own order."""
-    if len(drawn) == count:
-        return drawn
-    kept = [*compress(drawn, valid_P)]
-    kept += compress(drawn[-count:], ~valid_P[-count:])
-    return [group for update in range(updates) for group in kept[:count][update::updates]]
-
-
-def valid(reward_PG):
-    """Return valid_P: which groups have rewards that differ by more than rounding, and so a gradient."""
-    return ((reward_PG - reward_PG[:, :1]).abs() > 1e-9).any(1)
-
-
 def mean_by(x, number):
     """Return the mean of x for each number; 0 for one not in use."""
     counts = torch.bincount(number)
@@ -980,10 +982,9 @@ def save_model(policy, folder, source, dtype, world):
         generation = {"eos_token_id": config.get("eos_token_id")}
         if file.exists():
             generation.update(json.loads(file.read_text()))
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        ends = np.atleast_1d(generation["eos_token_id"]).tolist()
-        stop = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>"), *ends} - {None}  # as in training
-        generation["eos_token_id"] = sorted(stop)
+        ends = stop_tokens(AutoTokenizer.from_pretrained(source))  # as in training
+        ends.update(np.atleast_1d(generation["eos_token_id"]).tolist())
+        generation["eos_token_id"] = sorted(ends - {None})
         file.write_text(json.dumps(generation, indent=2))
         save_torch_state_dict(weights, partial)
         give_name(partial, folder)
@@ -1104,13 +1105,8 @@ def resume(policy, optimizer, record):
     signal(SIGINT, end)
     signal(SIGTERM, end)
     signal(SIGUSR1, record.ask_to_stop)
-    args = record.args
-    millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
-    record.say(
-        f"{args.model}: {millions:,.1f} million parameters; {record.world.size} ranks, {record.world.device.type}; "
-        f"{args.prompts_per_step} prompts x {args.group_size} responses a step"
-    )
-    if not args.resume:
+    record.say(f"{record.args.model} is loaded; {record.world.size} x {record.world.device.type}")
+    if not record.args.resume:
         return 0, 0
     found = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
     if not found:
@@ -1197,9 +1193,8 @@ class Record:
     """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
 
     def __init__(self, args, world):
-        name = (
-            f"{os.environ.get('EXPERIMENT', Path(sys.argv[0]).stem)}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        )
+        experiment = os.environ.get("EXPERIMENT", Path(sys.argv[0]).stem)
+        name = f"{experiment}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.args = args
         self.world = world
         self.folder = Path(args.run_dir or f"runs/{name}")
