@@ -188,6 +188,7 @@ def validate(args):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
     if args.keep_best or not args.steps:
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
+    need(args.eval_samples == 1 or args.eval_temperature, "--eval-samples: at --eval-temperature 0 all are the same")
 
 
 # ---------------------------- processes
@@ -314,8 +315,10 @@ def load_problems(source, tokenizer, args, flag):
         else:
             problems.append(Problem(text, prompt_ids, answer, graded_by, image, origin))
     left = f"left out: {dict(left_out)}"
-    causes = f"{left}; --answer-column names one of {list(row)}; --max-prompt-tokens"
-    need(problems, f"{flag} {source}: no usable row; {causes}")
+    need(
+        problems,
+        f"{flag} {source}: no usable row; {left}; --answer-column names one of {list(row)}; --max-prompt-tokens",
+    )
     if FIRST:
         first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
         print(
@@ -423,13 +426,13 @@ class Sampler:
         self.stop = stop_tokens(tokenizer)  # vLLM adds the model's own
         config = config_of(folder)
         sees = hasattr(config, "vision_config")
-        # of sleep; at 2 vLLM 0.32 loses zeros behind the positions of an image
+        # Level of sleep: at 2 vLLM 0.32 loses the zeros that follow an image's positions.
         self.level = 1 if sees else 2
         lm = empty_model(config)
         self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
-            """What vLLM takes for a kind without a model of its own: it changes the class in place, so not ours."""
+            """vLLM takes this class, and changes it in place, if it has no model of its own for the kind."""
 
         transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
         self.llm = LLM(
@@ -446,7 +449,7 @@ class Sampler:
             load_format="dummy",
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # a model's own top-p or penalty: samples off-policy
-            # reloading on a CPU, vLLM 0.32 leaves a tied head behind; logits as the policy's
+            # On a CPU vLLM 0.32 does not reload a tied head; the policy, too, computes logits in float32.
             hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
             skip_tokenizer_init=not sees,
             **vision.engine_settings(args, cuda),
@@ -537,8 +540,8 @@ def sampler_gap(logp_T, sampler_logp_T, record):
 
 
 def first_valid(drawn, valid_P, count, updates=1):
-    """Return the first `count` valid groups, filled up with invalid ones of the last draw, both dealt evenly to the
-    updates; of a single draw all groups in their own order."""
+    """Return `count` groups: of a single draw all, in their order; else the first valid ones, and if they are too few,
+    invalid ones of the last draw, of both an equal share for each update."""
     if len(drawn) == count:
         return drawn
     kept = [*compress(drawn, valid_P)]
@@ -1043,15 +1046,15 @@ def evaluate(held_out, sampler, verifier, record, step):
         for what, value in found.items():
             metrics[f"eval/{name}/{what}"] = value
         record.samples(f"{name}-step{step:05d}", groups)
-    record.lines = 0
+    record.heading = ""
     return metrics
 
 
 def keep_best(policy, source, dtype, metrics, record):
-    """With --keep-best write the model to best/ if the mean avg@n over held-out sets is the highest so far."""
-    average = sum(value for name, value in metrics.items() if "/avg@" in name)
-    if record.args.keep_best and average > record.best:
-        record.best = average
+    """With --keep-best write the model to best/ if the sum of avg@n over held-out sets is the highest so far."""
+    total = sum(value for name, value in metrics.items() if "/avg@" in name)
+    if record.args.keep_best and total > record.best:
+        record.best = total
         save_model(policy, record.folder / "best", source, dtype, record.world)
 
 
@@ -1100,7 +1103,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
 
 def resume(policy, optimizer, record):
     """With --resume load the newest checkpoint; return its step and position in the data, else 0 and 0."""
-    # a Python function would wait for what runs in CUDA
+    # Rank 0 has something to say; on the others a Python function would only wait for what runs in CUDA.
     end = SIG_DFL if record.world.rank else record.interrupt
     signal(SIGINT, end)
     signal(SIGTERM, end)
@@ -1172,7 +1175,7 @@ def open_run(folder, args, world):
     if code not in codes[-1:]:
         codes.append(code)
         if len(codes) > 1:
-            print("the code has changed since the run was started: code/ has what ran")
+            print("the code has changed since the run was started: code/ has every script and common.py that ran")
         kept = folder / "code" / f"{len(codes)}"
         kept.mkdir(parents=True, exist_ok=True)
         shutil.copy(sys.argv[0], kept)
@@ -1203,7 +1206,7 @@ class Record:
         self.best = -math.inf  # sum of avg@n over sets, for --keep-best
         self.gap_limit = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01  # nats
         self.board = None
-        self.lines = 0  # since the heading
+        self.heading = ""  # of the last step's line
         self.start_step()
         if world.rank == 0:
             self.lock = open_run(self.folder, args, world)
@@ -1285,8 +1288,8 @@ class Record:
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def training(self, step, batch, seen):
-        """Where an evaluation was, write the responses, and as .parquet what the loss saw: the *_T of `seen`. Where the
-        rewards of no group differ, write the responses to a file of the last such step."""
+        """In a step with an evaluation write the responses, and as .parquet what the loss saw: the *_T of `seen`. If no
+        group's rewards differ, write the responses to samples/no-difference.txt, over those of an earlier step."""
         if not valid(batch.reward_PG).any():
             self.samples("no-difference", batch.groups)
         if self.world.rank or "seconds/evaluate" not in self.metrics:
@@ -1316,9 +1319,9 @@ class Record:
             if name in figures:
                 heading += f"{title:>10}"
                 line += f"{figures[name]:>10.4g}"
-        if self.lines % 20 == 0:
+        if step % 20 == 1 or heading != self.heading:  # a step without a trained response has no entropy
             self.say(heading)
-        self.lines += 1
+        self.heading = heading
         self.say(line)
 
     def step(self, step, metrics):

@@ -91,7 +91,7 @@ class Args(common.Args):
     it should be about 1 - segment_entropy, and at_beta_share should be neither 0 nor 1."""
     gamma: float = 1.75
     """Cap of the upper bound (Eq. 14; Table 4). To see where to search, look at the metrics of a short run (§6.2.3):
-    it should be 1 + alpha + segment_entropy, anywhere from p50 to p95, plus a small margin."""
+    take a percentile of segment_entropy, from p50 to p95, and add 1 + alpha and a small margin."""
     clip_low: NonNegativeFloat = 0.2
     """How far below 1 the ratio may fall with --clip fixed.
     The paper gives no value for "+SIR" and GRPO; 0.2 is the usual one of PPO (ours; §6.2.3 names it)."""
@@ -301,9 +301,9 @@ def main(args: Args) -> None:
     # ---- find whatever can be wrong before an engine starts
     common.validate(args)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
-    if args.dataset == Args.dataset and not Path(args.dataset).exists():
+    if args.steps and args.dataset == Args.dataset and not Path(args.dataset).exists():
         with common.naming("--dataset: `./run.sh data` clones it where there is a network"):
-            subprocess.run([Path(__file__).with_name("run.sh"), "data"], check=True)  # others wait
+            subprocess.run([Path(__file__).with_name("run.sh"), "data"], check=True)  # one rank clones, the others wait
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
