@@ -44,7 +44,7 @@ def test_arms_are_experiments_of_equal_responses_and_steps():
         real = "-135m" in arm
         responses = 512 if name == "gpg-g16-p32" else 64 if real and "p32" not in name else 256
         assert args.prompts_per_step * args.group_size == responses, name
-        last = 48 if "-48" in name else 16 if "-16" in name else 12 if real else 120
+        last = 48 if "-48" in name else 12 if real else 120
         assert args.steps == (0 if name == "before" else last), name
         assert claims.STOPS.get(name, [args.steps])[-1] == args.steps, name
 
