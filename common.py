@@ -189,6 +189,7 @@ def validate(args):
     if args.keep_best or not args.steps:
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
     need(args.eval_samples == 1 or args.eval_temperature, "--eval-samples: at --eval-temperature 0 all are the same")
+    need(args.run_dir or not args.resume, "--resume: name the run that goes on with --run-dir")
 
 
 # ---------------------------- processes
@@ -1158,14 +1159,14 @@ def open_run(folder, args, world):
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
     codes = []
-    if args.resume and file.exists():
+    if file.exists():
+        need(args.resume, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
         before = json.loads(file.read_text())
-        codes = before.get("code", [])
+        codes = before["code"]
         constant = args.lr_warmup == 0 and args.lr_floor == 1
         for name, old in before["args"].items():
             fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
             need(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {flags.get(name)!r}")
-    need(args.resume or not file.exists(), f"--run-dir {folder}: holds another run; name a new folder or add --resume")
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115  closing it would unlock the folder
     with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
