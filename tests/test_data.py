@@ -67,6 +67,9 @@ def test_formats_and_aliases(tokenizer, tmp_path):
         assert tokenizer.decode(data[0].prompt_ids) == "1+1=?\n"
     with refused(r"^--dataset \S+splits: .*name one of its splits.*\['train', 'test'\]"):
         load(tmp_path / "splits", tokenizer)
+    for name in ("a.json:train", "folder:train"):  # neither has splits
+        with refused(rf"^--dataset \S+{name}: cannot be read as one of "):
+            load(tmp_path / name, tokenizer)
     with refused(r"^--dataset \S+nowhere.parquet: cannot be read"):
         load(tmp_path / "nowhere.parquet", tokenizer)
 

@@ -36,16 +36,17 @@ def read_json(path):
 
 
 def read_table(source):
-    """Return an iterable of a source's rows, as Python values. Raises ValueError for a split that has to be named."""
+    """Return an iterable of a source's rows, as Python values. Raises ValueError for a split that is not there, and for
+    none where there are several."""
     path, _, split = source.partition(":")
-    if Path(source).exists():
-        path, split = source, ""
-    if path.endswith((".json", ".jsonl")):
-        return read_json(path)
-    if path.endswith(".parquet"):
-        table = datasets.Dataset.from_parquet(path)
+    if source.endswith((".json", ".jsonl")):
+        return read_json(source)
+    if source.endswith(".parquet"):
+        table = datasets.Dataset.from_parquet(source)
     elif Path(path).is_dir():
         table = datasets.load_from_disk(path)
+        if split and isinstance(table, datasets.Dataset):
+            raise ValueError("it has no splits")
     else:
         configuration, _, split = split.rpartition(":")
         table = datasets.load_dataset(path, configuration or None)
