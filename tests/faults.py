@@ -153,9 +153,10 @@ def trial(script, run, last):
     except subprocess.TimeoutExpired:
         how = random.choice(WAYS)
         kill(running, how)
-    # Ranks that have not met look for a torchrun that was killed for up to ten minutes. They hold nothing yet.
-    alone = how == "SIGKILL of torchrun" and "next the engine starts" not in running.log.read_text()
-    gone = running.gone_within(60) or alone
+    seconds = 60
+    if how == "SIGKILL of torchrun" and "next the engine starts" not in running.log.read_text():
+        seconds = 660  # Ranks that have not met look for it, and torch tries twice for five minutes.
+    gone = running.gone_within(seconds)
     running.end()
     print(f"{script}: {how or 'its end'}", flush=True)
     lost = []
