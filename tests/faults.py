@@ -155,7 +155,7 @@ def trial(script, run, last):
         kill(running, how)
     seconds = 60
     if how == "SIGKILL of torchrun" and "next the engine starts" not in running.log.read_text():
-        seconds = 660  # Ranks that have not met look for it, and torch tries twice for five minutes.
+        seconds = 900  # Ranks that have not met look for it; torch tries twice for five minutes and waits between.
     gone = running.gone_within(seconds)
     running.end()
     print(f"{script}: {how or 'its end'}", flush=True)
