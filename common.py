@@ -44,7 +44,6 @@ from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedTokenizerFast
 
@@ -781,7 +780,65 @@ transformers.AttentionInterface.register("packed", packed_attention)
 transformers.AttentionInterface.register("packed_flash", packed_attention)
 
 # elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
-LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
+LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 29}
+
+
+@cache
+def fused(function):
+    """Return a function that reads and writes its tensors once. Only where a GPU gains from it, torch's compiler is
+    loaded, which takes seconds."""
+    return torch.compile(function, dynamic=True) if torch.cuda.is_available() else function
+
+
+def head_logits(hidden_TH, weight_VH):
+    """Return logits_TV in float32: bf16 would round those above 8 to 0.06. Products of bf16 are exact in float32."""
+    if hidden_TH.dtype == torch.bfloat16:
+        return torch.mm(hidden_TH, weight_VH.T, out_dtype=torch.float32)
+    return hidden_TH @ weight_VH.T
+
+
+def logp_and_entropy(logits_TV, target_T, temperature):
+    """Return logp_T and entropy_T."""
+    logp_TV = (logits_TV / temperature).log_softmax(-1)
+    return logp_TV.gather(1, target_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
+
+
+def logits_gradient(logits_TV, target_T, entropy_T, temperature, grad_logp_T, grad_entropy_T, dtype):
+    """Return the gradient by logits_TV of a loss that has these by logp_T and, unless it is None, by entropy_T. With
+    p = softmax(logits / temperature), d logp / d logits is (1 at the target - p) / temperature and d entropy / d logits
+    is -p (log p + entropy) / temperature."""
+    scaled_TV = logits_TV / temperature
+    p_TV = scaled_TV.softmax(-1)
+    target_T1 = target_T[:, None]
+    at_target_T1 = grad_logp_T[:, None] / temperature
+    grad_TV = -p_TV * at_target_T1
+    if grad_entropy_T is not None:
+        surprise_TV = scaled_TV.log_softmax(-1) + entropy_T[:, None]
+        grad_TV = grad_TV - p_TV * surprise_TV * grad_entropy_T[:, None] / temperature
+    at_target_T1 = at_target_T1 + grad_TV.gather(1, target_T1)  # before rounding: where p is near 1 they cancel
+    return grad_TV.to(dtype).scatter_(1, target_T1, at_target_T1.to(dtype))
+
+
+class Head(torch.autograd.Function):
+    """hidden_TH, weight_VH, target_T, temperature -> logp_T, entropy_T. Going back it makes the logits again, so that
+    none are kept."""
+
+    @staticmethod
+    def forward(ctx, hidden_TH, weight_VH, target_T, temperature):
+        ctx.set_materialize_grads(False)
+        logp_T, entropy_T = fused(logp_and_entropy)(head_logits(hidden_TH, weight_VH), target_T, temperature)
+        ctx.save_for_backward(hidden_TH, weight_VH, target_T, entropy_T)
+        ctx.temperature = temperature
+        return logp_T, entropy_T
+
+    @staticmethod
+    def backward(ctx, grad_logp_T, grad_entropy_T):
+        hidden_TH, weight_VH, target_T, entropy_T = ctx.saved_tensors
+        if grad_logp_T is None:
+            grad_logp_T = torch.zeros_like(entropy_T)
+        made = (head_logits(hidden_TH, weight_VH), target_T, entropy_T, ctx.temperature)
+        grad_TV = fused(logits_gradient)(*made, grad_logp_T, grad_entropy_T, hidden_TH.dtype)
+        return grad_TV @ weight_VH, grad_TV.T @ hidden_TH, None, None
 
 
 class Policy(torch.nn.Module):
@@ -793,40 +850,22 @@ class Policy(torch.nn.Module):
         self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
         self.temperature = temperature
 
-    def _head(self, hidden_TH, target_T, weight_VH, entropies):
-        # bf16 would round logits above 8 to 0.06. A copy of the weights lives for a chunk: mm's out_dtype has no grad
-        logits_TV = F.linear(hidden_TH.float(), weight_VH.float()).div_(self.temperature)
-        logp_TV = logits_TV.log_softmax(-1)
-        logp_T = -F.nll_loss(logp_TV, target_T, reduction="none")
-        entropy_T = torch.zeros_like(logp_T)
-        if entropies:
-            with torch.set_grad_enabled(entropies == "grad"):  # last: the recomputation going back stops before it
-                entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
-        return logp_T, entropy_T
-
-    def forward(self, micro, entropies=True):
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary; or zeros), float32, at the
-        sampling temperature. The entropy has a gradient with `entropies` "grad"; else a loss that has it raises. The
-        backward pass repeats the head's chunks."""
+    def forward(self, micro):
+        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary), float32, at the sampling
+        temperature. Both have gradients."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
-        embedding_NH = embeddings(row.pop("input_ids")[0])
-        embedding_NH = vision.embed(self.model, row, embedding_NH)
-        hidden_NH = self.model(inputs_embeds=embedding_NH[None], **row, use_cache=False).last_hidden_state[0]
+        embedding_1NH = vision.embed(self.model, row, embeddings(row.pop("input_ids")))
+        hidden_NH = self.model(inputs_embeds=embedding_1NH, **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
+        if hidden_NH.is_cpu:  # where bf16 is slow
+            hidden_NH = hidden_NH.float()
+            weight_VH = weight_VH.float()
         size = LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH)
         hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
-        parts = [checkpoint(self._head, *chunk, weight_VH, entropies, use_reentrant=False) for chunk in chunks]
-        logp_T, entropy_T = map(torch.cat, zip(*parts, strict=True))
-        if entropies != "grad":
-            entropy_T.requires_grad_().register_hook(no_gradient)  # else a bonus for it would do nothing, in silence
-        return logp_T, entropy_T
-
-
-def no_gradient(_):
-    """Stand in for the gradient of an entropy that has none."""
-    raise ValueError("the loss has an entropy without a gradient: policy(micro, entropies='grad')")
+        parts = [Head.apply(hidden_TH, weight_VH, target_T, self.temperature) for hidden_TH, target_T in chunks]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def config_of(folder):
@@ -890,10 +929,10 @@ def load_policy(folder, args, world):
         lm.gradient_checkpointing_enable()
         for unit in units:
             unit.training = True  # else it is not recomputed; dropout is inside of it
+    if torch.cuda.is_available():
+        for unit in units:
+            unit.compile(dynamic=True)  # once for all lengths; see docs/running.md
     dtype = compute_dtype(args, world)
-    if dtype == torch.bfloat16:
-        # the head's product, the only one in float32, as TF32, which holds bf16 exactly
-        torch.set_float32_matmul_precision("high")
     # lm_head stays in the root's unit: else it would be gathered for each chunk, and ranks have other numbers of them
     for module in (*units, policy):
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
@@ -922,6 +961,13 @@ def set_lr(optimizer, args, step):
     schedule(optimizer, warm_up, args.steps + 1, last_epoch=step - 1, min_lr_rate=args.lr_floor)
 
 
+def passes(policy, micro_batches):
+    """Yield an update's micro-batches. Nodes add up their own gradients; the last backward pass adds those of all."""
+    for number, responses in enumerate(micro_batches, 1):
+        policy.set_requires_all_reduce(number == len(micro_batches))
+        yield responses
+
+
 def clip_and_step(policy, optimizer, record, name="grad_norm"):
     """Scale the gradient down to --max-grad-norm and make an optimiser's step, or say that its norm is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), record.args.max_grad_norm).full_tensor().item()
@@ -934,7 +980,7 @@ def clip_and_step(policy, optimizer, record, name="grad_norm"):
 
 
 @torch.no_grad()
-def score(policy, batch, micro_batches, record, phase, entropies=False):
+def score(policy, batch, micro_batches, record, phase):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
     world = record.world
     score_2T = torch.zeros(2, len(batch.response_T))
@@ -944,7 +990,7 @@ def score(policy, batch, micro_batches, record, phase, entropies=False):
         policy.to(world.device)
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
-            score_2T[:, micro.token_T] = torch.stack(policy(micro, entropies)).cpu()
+            score_2T[:, micro.token_T] = torch.stack(policy(micro)).cpu()
         # FSDP2 reshards when it is moved, even to where it is. Else its root would stay gathered, and the next pass
         # compute with weights from before the optimiser's step. The weights have not changed: their shards are there.
         policy._apply(lambda x: waiting[x] if x in waiting else x.to(home))

@@ -333,7 +333,7 @@ def learn(policy, reference, optimizer, batch, step, record):
             )
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in micro_batches:
+            for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)
                 loss, _ = policy_loss(logp, **micro.inputs)

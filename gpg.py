@@ -193,7 +193,7 @@ def learn(policy, reference, optimizer, batch, record):
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in micro_batches:
+            for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)  # Algorithm 1, line 2
                 loss, _ = policy_loss(logp, **micro.inputs)

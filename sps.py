@@ -228,7 +228,7 @@ def learn(policy, reference, optimizer, batch, record):
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in micro_batches:
+            for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device, inputs)
                 logp, entropy = policy(micro)
                 loss, _ = policy_loss(logp, **micro.inputs)
@@ -268,9 +268,9 @@ def learn_irl(policy, batches, record):
         micro_batches = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
         logp_T = torch.zeros(len(batch.response_T))
         optimizer.zero_grad()
-        for responses in micro_batches:
+        for responses in common.passes(policy, micro_batches):
             micro = batch.pack(responses, world.device, inputs)
-            logp, _ = policy(micro, entropies=False)
+            logp, _ = policy(micro)
             loss, _ = irl_loss(logp, **micro.inputs)
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
             logp_T[micro.token_T] = logp.detach().cpu()

@@ -239,7 +239,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
 
     # ---- old log-probs and entropies, in the updates' micro-batches, so that all ratios of the first update are 1
     all_micro_batches = list(chain(*micro_batches_by_update))
-    old_logp_T, entropy_T = common.score(policy, batch, all_micro_batches, record, "old_logp", entropies=True)  # Eq. 12
+    old_logp_T, entropy_T = common.score(policy, batch, all_micro_batches, record, "old_logp")  # Eq. 12
     inputs["old_logp_T"] = old_logp_T
     if args.tis_cap:
         tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
@@ -259,9 +259,9 @@ def learn(policy, optimizer, batch, tokenizer, record):
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in micro_batches:
+            for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device, inputs)
-                logp, _ = policy(micro, entropies=False)
+                logp, _ = policy(micro)
                 loss, _ = policy_loss(logp, **micro.inputs)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
                 logp_T[micro.token_T] = logp.detach().cpu()

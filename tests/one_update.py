@@ -1,14 +1,17 @@
 """Run scripts' functions on fixed rollouts by tools/prove.py, one job after another: for the fixture `update`.
 
 A job is such as {"script": "sspo", "model": "tools/toy/model", "budget": 60, "dead": [2], "args": {}}; its result holds
-gradient, metrics and what the loss saw. "table": true asks for the lines of the table instead.
+gradient, metrics, what the loss saw and how often FSDP added gradients across nodes. "table": true asks for the lines of
+the table instead.
 """
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import prove
+import torch.distributed as dist
 from jobs import ROOT, serve
 
 import common
@@ -27,9 +30,12 @@ def update(script, model, budget, args, dead, table=False, change="", function="
         "only valid": lambda groups: [group for p, group in enumerate(groups) if p not in dead],
     }
     settings = replace(settings, **{"lr": 1.0, "prompts_per_step": 6, "micro_batch_tokens": budget} | args)
-    made = prove.step(world, module, settings, getattr(module, function), dead, changes.get(change, list))
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        made = prove.step(world, module, settings, getattr(module, function), dead, changes.get(change, list))
+    across = sum("group" in call.kwargs for call in all_reduce.call_args_list)  # ours names none
     metrics = {name: float(value) for name, value in made.metrics.items()} | {"optimizer_steps": made.steps}
-    return {"gradient": made.gradient, "metrics": metrics, "seen": made.seen, "mesh": world.mesh.shape}
+    found = {"gradient": made.gradient, "metrics": metrics, "seen": made.seen}
+    return found | {"mesh": world.mesh.shape, "across nodes": across}
 
 
 def poison(groups):

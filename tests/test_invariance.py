@@ -44,6 +44,18 @@ def test_nodes_and_activation_checkpointing_change_nothing(step):
     check_alike(two, step(1, "sspo"))
 
 
+def test_nodes_add_up_their_gradients_once_an_update(step):
+    """Of the root and of each of the two layers, in however many micro-batches an update has."""
+    many = step(2, "sspo", 50, args={"updates_per_step": 2})
+    assert many["across nodes"] == 2 * 3
+    whole = step(1, "sspo", args={"updates_per_step": 2})
+    assert largest_difference(many["gradient"], whole["gradient"]) < 1e-4
+    check_alike(
+        step(2, "sps", 50, {"irl_lr": 0.0}, function="learn_irl"),
+        step(1, "sps", 5000, {"irl_lr": 0.0}, function="learn_irl"),
+    )
+
+
 def test_several_updates_and_updates_without_anything_left(step):
     """Six updates of one prompt, most of them dead: no optimiser step there, on any number of processes."""
     options = {"args": {"updates_per_step": 6}, "dead": [2, 3, 4, 5], "budget": 60}

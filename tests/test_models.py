@@ -55,7 +55,7 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
         parameter.data.mul_(1.1)  # as if trained
     batch = batch_of(3, prompt=longest)
     micro = batch.pack([10, 3, 7, 0, 1, 2, 4, 5, 6, 8, 9], CPU)
-    logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.token_T, x) for x in policy(micro, "grad"))
+    logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.token_T, x) for x in policy(micro))
     assert logp_T.dtype == torch.float32
 
     logps, entropies = [], []

@@ -67,11 +67,23 @@ def test_an_empty_micro_batch_reaches_every_parameter(tiny):
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
-def test_an_entropy_without_a_gradient_cannot_enter_a_loss(tiny):
-    """It would do nothing, in silence."""
-    logp_T, entropy_T = policy_of(tiny)(batch_of(0).pack([2, 3], CPU))
-    with pytest.raises(ValueError, match=r"policy\(micro, entropies='grad'\)"):
-        (logp_T - 0.01 * entropy_T).sum().backward()
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (1.0, -0.5)])
+def test_the_gradient_by_logits_is_that_of_the_definition(weights):
+    """Of log-prob, entropy and both, in float64 by a literal loop; where a token is all but sure, in bf16 as well."""
+    logits_TV = torch.tensor([[0.3, -1.2, 2.0, 0.1], [6.0, 0.0, -1.0, 0.5], [1.0, 1.0, 1.0, 1.0]])
+    target_T = torch.tensor([1, 0, 3])
+    grad_logp_T, grad_entropy_T = (weight * torch.tensor([0.7, -2.0, 1.0]) for weight in weights)
+    exact_TV = logits_TV.double().requires_grad_()
+    loss = 0
+    for t, row_V in enumerate(exact_TV / 0.7):
+        p_V = row_V.exp() / row_V.exp().sum()
+        loss += grad_logp_T[t] * p_V[target_T[t]].log() - grad_entropy_T[t] * sum(p * p.log() for p in p_V)
+    loss.backward()
+    _, entropy_T = common.logp_and_entropy(logits_TV, target_T, 0.7)
+    for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
+        given = (logits_TV, target_T, entropy_T, 0.7, grad_logp_T, grad_entropy_T if weights[1] else None, dtype)
+        made_TV = common.logits_gradient(*given)
+        torch.testing.assert_close(made_TV.double(), exact_TV.grad, rtol=rounding, atol=3e-7)
 
 
 def packed_tokens(batch, row) -> int:

@@ -57,12 +57,6 @@ def test_a_fault_is_named(update, fault, tmp_path):
 
 
 RAISES = {  # what is replaced, in a script, by what, and what the error says
-    "an entropy without a gradient": (
-        "sps.py",
-        "(loss * world.size)",
-        "((loss - 0.01 * entropy.mean()) * world.size)",
-        "policy(micro, entropies='grad')",
-    ),
     "no continue": ("gpg.py", "            continue  #", "            pass  #", "must `continue`"),
 }
 

@@ -95,13 +95,13 @@ def add_images(row, problems, position_3N, prompts_N):
         row[name] = torch.cat([each[name] for each in processed])
 
 
-def embed(model, row, embedding_NH):
+def embed(model, row, embedding_1NH):
     """Return the embeddings of a row with those of its images, if it has any, in their places."""
     if "image_N" not in row:
-        return embedding_NH
+        return embedding_1NH
     image_N = row.pop("image_N")
     images = model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
-    return embedding_NH.index_copy(0, image_N, torch.cat(images.pooler_output).to(embedding_NH))
+    return embedding_1NH.index_copy(1, image_N, torch.cat(images.pooler_output)[None].to(embedding_1NH))
 
 
 def prepare(model, args):
