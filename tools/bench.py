@@ -2,8 +2,10 @@
 
     python tools/bench.py fit
     python tools/bench.py policy --model tools/toy/model --lengths 64 256
+    python tools/bench.py policy --model qwen2.5-1.5b --micro-batch-tokens 65536    with random weights
     torchrun --nproc-per-node 8 tools/bench.py policy --model Qwen/Qwen2.5-Math-7B --lengths 1024 4096
     python tools/bench.py trl [-- --temperature 2 --max-response-tokens 200]
+    python tools/bench.py trl --shape qwen2.5-0.5b --mean-length 200 -- --max-response-tokens 512
 
 Nothing here is a test. `fit` is computed, not measured.
 """
@@ -11,6 +13,7 @@ Nothing here is a test. `fit` is computed, not measured.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,7 +28,7 @@ import datasets
 import numpy as np
 import torch
 import tyro
-from transformers import AutoTokenizer, Qwen2Config
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import common
 from tools.grading import last_boxed
@@ -51,15 +54,67 @@ SHAPES = {
 }
 
 
+PEAK = {"H100": 989e12, "H200": 989e12}  # bf16 FLOP/s of dense products, NVIDIA's data sheets of SXM cards
+
+
+# ------------------------------------------------------------------------------------------------------- random weights
+@torch.no_grad()
+def end_after(lm, end, mean):
+    """Make a token's probability about 1 / mean everywhere. Number 0 of every embedding becomes 1, so that of the last
+    hidden state hardly varies; the end's, by which a tied head multiplies it, is found by bisection."""
+    weight_VH = lm.get_input_embeddings().weight
+    weight_VH[:, 0] = 1
+    ids = torch.randint(lm.config.vocab_size, (1, 512), device=weight_VH.device)
+    hidden_TH = lm.model(ids).last_hidden_state[0, 16:].float()
+    logits_TV = hidden_TH @ weight_VH.float().T
+    others_T = logits_TV.index_fill(1, torch.tensor([end], device=ids.device), -torch.inf).logsumexp(1)
+    own_T = logits_TV[:, end] - hidden_TH[:, 0]
+    low, high = -1e3, 1e3
+    for _ in range(60):
+        middle = (low + high) / 2
+        share = torch.sigmoid(own_T + hidden_TH[:, 0] * middle - others_T).mean()
+        if (share < 1 / mean) == (hidden_TH[:, 0].mean() > 0):
+            low = middle
+        else:
+            high = middle
+    weight_VH[end, 0] = middle
+
+
+def random_model(shape, folder, mean_length=0):
+    """Write a model of a shape of SHAPES with random weights, and the toy's tokenizer with a word for each further id;
+    return its folder. Responses have about mean_length tokens, or with 0 hardly ever an end."""
+    toy = ROOT / "tools" / "toy" / "model"
+    shutil.copytree(toy, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    end = tokenizer["added_tokens"][0]
+    sizes = dict(zip(NAMES, SHAPES[shape], strict=True))
+    config = Qwen2Config(**sizes, max_position_embeddings=32_768, bos_token_id=None, eos_token_id=end["id"])
+    words = {f"w{number}": number for number in range(end["id"] + 1, config.vocab_size)}
+    tokenizer["model"]["vocab"].update({end["content"]: end["id"]}, **words)  # TRL's tokenizer counts the vocabulary
+    file.write_text(json.dumps(tokenizer))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        lm = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    if mean_length:
+        end_after(lm, end["id"], mean_length)
+    lm.save_pretrained(folder)
+    return folder
+
+
 # ----------------------------------------------------------------------------------------------------------- throughput
 def policy(args: tyro.conf.OmitArgPrefixes[common.Args], lengths: tuple[int, ...] = (64, 256)):
-    """Print a process's tokens/s in FSDP's forward and backward pass of --micro-batch-tokens, and on a GPU its memory.
-    A token takes 6 FLOP for each weight. runs/bench-… keeps the lines."""
+    """Print a process's tokens/s in FSDP's forward and backward pass of --micro-batch-tokens, and on a GPU its memory
+    and, of an H100 or H200, the share of its peak. A token takes 6 FLOP for each weight. --model may be a shape of
+    SHAPES, on one process. runs/bench-… keeps the lines."""
     world = common.init_world()
     record = common.Record(args, world)
-    policy = common.load_policy(args.model, args, world)
+    with tempfile.TemporaryDirectory() as home:
+        model = random_model(args.model, Path(home, "model")) if args.model in SHAPES else args.model
+        policy = common.load_policy(model, args, world)
     optimizer = common.adamw(policy, 0.0, args)
     record.say(f"{args.model}, {common.compute_dtype(args, world)}, {world.size} processes")
+    weights = sum(parameter.numel() for parameter in policy.parameters())
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     for length in lengths:
         prompt = length // 8
         ids = np.arange(length - prompt) % 256
@@ -67,16 +122,21 @@ def policy(args: tyro.conf.OmitArgPrefixes[common.Args], lengths: tuple[int, ...
         group = common.Group(common.Problem("", [0] * prompt, "0"), [rollout], reward_G=torch.zeros(1))
         count = max(1, args.micro_batch_tokens // length)
         micro = common.Batch([group] * count).pack(range(count), world.device)
-        for _ in range(3):  # the last is measured, with AdamW's moments beside it
+        seconds = []
+        for _ in range(5):  # the first compiles; from the second on AdamW's moments lie beside
             record.start_step()
             with record.phase("train"):
                 logp_T, _ = policy(micro)
                 logp_T.sum().backward()
+            seconds.append(record.metrics["seconds/train"])
             optimizer.step()
             optimizer.zero_grad()
-        speed = count * length / record.metrics["seconds/train"]
-        memory = record.metrics["memory_gib/train"]
-        record.say(f"length {length:6d}: {speed:9.0f} tokens/s  {memory:.2f} GiB")
+        speed = count * length / np.median(seconds[2:])
+        line = f"length {length:6d}: {speed:9.0f} tokens/s"
+        for name, peak in PEAK.items():
+            if name in card:
+                line += f"  {6 * speed * weights / peak:.1%} of {peak / 1e12:.0f} TFLOP/s"
+        record.say(f"{line}  {record.metrics['memory_gib/train']:.2f} GiB")
     torch.distributed.destroy_process_group()
 
 
@@ -136,23 +196,43 @@ def boxed_right(completions, answer, **_):
     return [float(last_boxed(text) == gold) for text, gold in zip(completions, answer, strict=True)]
 
 
-def trl_flags(args, data):
-    """Return the flags with which TRL's own script makes steps like those of a run of sps.py, on two CPU processes."""
+def chance(*_):
+    """Return our reward of a random model: 0.0 or 1.0, so that nearly every group has a gradient."""
+    return float(os.urandom(1)[0] & 1)
+
+
+def chances(completions, **_):
+    """Return TRL's rewards of a random model."""
+    return [chance() for _ in completions]
+
+
+def trl_flags(args, data, processes):
+    """Return the flags with which TRL's own script makes steps like those of a run of sps.py."""
+    cuda = torch.cuda.is_available()
+    responses = args.prompts_per_step * args.group_size // processes
+    at_once = min(responses, 32) if cuda else responses  # its logits, and their gradient, are whole
     return [
         f"--model_name_or_path={args.model}",
         f"--dataset_name={data}",
         f"--output_dir={data}/trl",
-        f"--per_device_train_batch_size={args.prompts_per_step * args.group_size // 2}",
+        f"--per_device_train_batch_size={at_once}",
+        f"--gradient_accumulation_steps={responses // at_once}",
         f"--num_generations={args.group_size}",
         f"--max_completion_length={args.max_response_tokens}",
         f"--temperature={args.temperature}",
         f"--learning_rate={args.lr}",
         f"--max_steps={args.steps}",
-        "--reward_funcs=tools.bench.boxed_right",
+        f"--reward_funcs=tools.bench.{'chances' if args.reward.endswith(':chance') else 'boxed_right'}",
         "--loss_type=grpo",
         "--dtype=float32",
-        "--bf16=False",
-        "--use_cpu=True",
+        f"--bf16={cuda}",
+        f"--use_cpu={not cuda}",
+        f"--use_vllm={cuda}",
+        "--vllm_mode=colocate",
+        f"--vllm_gpu_memory_utilization={args.gpu_memory_utilization}",
+        "--vllm_enable_sleep_mode=True",
+        f"--vllm_max_model_length={common.longest_sequence(args)}",
+        "--vllm_importance_sampling_correction=False",  # another pass, as ours without --tis-cap
         "--gradient_checkpointing=False",
         "--ddp_find_unused_parameters=False",
         "--report_to=none",
@@ -178,27 +258,45 @@ def pace(command, env):
     return f"{np.median(np.diff(times[4:])):6.2f} s a step, {np.mean(lengths[5:]):.0f} tokens a response"
 
 
-def trl(flags: tyro.conf.Positional[tuple[str, ...]] = ()):
-    """Run GRPO, one update a step of 16 x 8 responses, here and with TRL's own script in turn, on 2 processes of the
-    CPU in float32 (pip install trl==1.16.0). Print what a step takes, or end with an error where a side fails.
+def phases(run):
+    """Return what the phases of a run's steps took, medians after the fifth."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[6:]]
+    names = [name for name in steps[0] if name.startswith("seconds/")]
+    return ", ".join(f"{name[8:]} {np.median([step[name] for step in steps]):.2f}" for name in names)
+
+
+def trl(shape: str = "", mean_length: int = 0, flags: tyro.conf.Positional[tuple[str, ...]] = ()):
+    """Run GRPO, one update a step of 16 x 8 responses, here and with TRL's own script in turn (pip install
+    trl==1.16.0), with float32 weights: on the GPUs in bf16, TRL with vLLM in its own processes; without GPUs on two
+    processes in float32, TRL without vLLM. Print what a step takes, or end with an error where a side fails.
 
     Args:
+        shape: of SHAPES, with random weights and rewards by chance; else the toy
+        mean_length: of its responses, about; 0: all have --max-response-tokens
         flags: behind --, of sps.py, with which both run; another model, say
     """
     threads = str(os.cpu_count() // 2 or 1)
-    env = os.environ | {"CPU": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    processes = torch.cuda.device_count()
+    if not processes:
+        processes = 2
+        env.update({"CPU": "1", "CUDA_VISIBLE_DEVICES": ""})
     ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--steps", "25", "--eval", ""]
-    its = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trl.scripts.grpo"]
-    print(f"2 processes, OMP_NUM_THREADS={threads}")
+    its = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "-m", "trl.scripts.grpo"]
+    print(f"{processes} processes, OMP_NUM_THREADS={threads}", flush=True)
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")
-        print(f"sps.py  {pace([*ours, *flags, '--run-dir', run], env)}", flush=True)
+        if shape:
+            model = random_model(shape, Path(home, "model"), mean_length)
+            ours += ["--model", model, "--reward", "tools/bench.py:chance", "--lr", "1e-6"]
+        print(f"sps.py  {pace([*ours, *flags, '--run-dir', run], env)}: {phases(run)}", flush=True)
+        shutil.rmtree(run / "checkpoints")
         args = SimpleNamespace(**json.loads((run / "run.json").read_text())["args"])
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
         rows = [{"prompt": tokenizer.decode(each.prompt_ids), "answer": each.answer} for each in problems]
         datasets.Dataset.from_list(rows).to_json(f"{home}/data/train.jsonl")
-        print(f"TRL     {pace([*its, *trl_flags(args, f'{home}/data')], env)}")
+        print(f"TRL     {pace([*its, *trl_flags(args, f'{home}/data', processes)], env)}", flush=True)
 
 
 if __name__ == "__main__":
