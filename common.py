@@ -388,7 +388,8 @@ VLLM = {  # environment variables, unless set
     "PYTHONSAFEPATH": "1",  # vLLM starts a `python -m`, which would import from the current folder
 }
 
-# A response as sampled: its tokens (with the stop token) and the sampler's log-probs, arrays; its text; was it cut off
+# A response as sampled: its tokens (with the stop token) and the sampler's log-probs, or NaN where none were asked for,
+# arrays; its text; was it cut off
 Rollout = namedtuple("Rollout", "ids logp text truncated")
 
 
@@ -456,9 +457,10 @@ class Sampler:
         )
         self.sleep()
 
-    def sample(self, asked, n, temperature, args, top_p=1.0):
+    def sample(self, asked, n, temperature, args, top_p=1.0, scored=1):
         """Sample n responses to each problem, top-k off; return the groups on every rank. A seed hashes --seed, the
-        problem's key and the response's number: on CPUs samples do not depend on ranks."""
+        problem's key and the response's number: on CPUs samples do not depend on ranks. The first `scored` responses of
+        a group, or with --tis-cap all, have log-probs, a fifth of the time that vLLM takes beside the GPU."""
         from vllm import SamplingParams
 
         engines = self.world.size // args.tensor_parallel
@@ -471,7 +473,7 @@ class Sampler:
                 seed=seed_of(args.seed, *key, g),
                 max_tokens=args.max_response_tokens,
                 stop_token_ids=sorted(self.stop),
-                logprobs=0,
+                logprobs=0 if g < scored or args.tis_cap else None,
                 flat_logprobs=True,
                 detokenize=False,
             )
@@ -483,9 +485,10 @@ class Sampler:
         for key_g, output in zip(mine, outputs, strict=True):
             only = output.outputs[0]
             cut = only.finish_reason == "length"
+            logp = only.logprobs.logprobs if only.logprobs else math.nan
             rollout_of[key_g] = Rollout(
                 np.array(only.token_ids, np.int64),
-                np.array(only.logprobs.logprobs, np.float32),
+                np.full(len(only.token_ids), logp, np.float32),
                 self.tokenizer.decode(only.token_ids if cut else only.token_ids[:-1]),  # without the stop token
                 cut,
             )
@@ -526,9 +529,12 @@ class Sampler:
 
 
 def sampler_gap(logp_T, sampler_logp_T, record):
-    """Return how far trainer and sampler differ on trained tokens: mean and max |difference| (nats). Raises ValueError
-    if the mean is not rounding in the first step of a process."""
-    gap = (logp_T - sampler_logp_T).double().abs().numpy()
+    """Return how far trainer and sampler differ, mean and max |difference| (nats), on trained tokens that have both
+    log-probs. Raises ValueError if the mean is not rounding in the first step of a process that has some."""
+    known_T = ~sampler_logp_T.isnan()
+    if not known_T.any():
+        return {}
+    gap = (logp_T - sampler_logp_T)[known_T].double().abs().numpy()
     mean = gap.mean()
     need(
         not mean > record.gap_limit,  # NaN is no gap: updates without a finite gradient are skipped
@@ -636,7 +642,7 @@ def drawn_metrics(groups):
         "responses_drawn": len(batch.rollout_R),
         "response_length": batch.length_R.numpy().mean(),
         "truncated_share": np.mean([rollout.truncated for rollout in batch.rollout_R]),
-        "sampler_nll": -batch.sampler_logp_T.double().mean().item(),
+        "sampler_nll": -batch.sampler_logp_T.double().nanmean().item(),
     }
     for verdict in VERDICTS:
         metrics[f"verifier/{verdict}"] = verdicts[verdict]
@@ -814,8 +820,8 @@ def logits_gradient(logits_TV, target_T, entropy_T, temperature, grad_logp_T, gr
     grad_TV = -p_TV * at_target_T1
     if grad_entropy_T is not None:
         surprise_TV = scaled_TV.log_softmax(-1) + entropy_T[:, None]
-        grad_TV = grad_TV - p_TV * surprise_TV * grad_entropy_T[:, None] / temperature
-    at_target_T1 = at_target_T1 + grad_TV.gather(1, target_T1)  # before rounding: where p is near 1 they cancel
+        grad_TV -= p_TV * surprise_TV * grad_entropy_T[:, None] / temperature
+    at_target_T1 += grad_TV.gather(1, target_T1)  # before rounding: where p is near 1 they cancel
     return grad_TV.to(dtype).scatter_(1, target_T1, at_target_T1.to(dtype))
 
 
@@ -834,10 +840,15 @@ class Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logp_T, grad_entropy_T):
         hidden_TH, weight_VH, target_T, entropy_T = ctx.saved_tensors
-        if grad_logp_T is None:
-            grad_logp_T = torch.zeros_like(entropy_T)
-        made = (head_logits(hidden_TH, weight_VH), target_T, entropy_T, ctx.temperature)
-        grad_TV = fused(logits_gradient)(*made, grad_logp_T, grad_entropy_T, hidden_TH.dtype)
+        grad_TV = fused(logits_gradient)(
+            head_logits(hidden_TH, weight_VH),
+            target_T,
+            entropy_T,
+            ctx.temperature,
+            grad_logp_T,
+            grad_entropy_T,
+            hidden_TH.dtype,
+        )
         return grad_TV @ weight_VH, grad_TV.T @ hidden_TH, None, None
 
 
@@ -931,7 +942,8 @@ def load_policy(folder, args, world):
             unit.training = True  # else it is not recomputed; dropout is inside of it
     if torch.cuda.is_available():
         for unit in units:
-            unit.compile(dynamic=True)  # once for all lengths; see docs/running.md
+            unit.compile(dynamic=True)  # else a new length would be compiled anew
+        torch._functorch.config.activation_memory_budget = 0.9  # what takes no product is repeated going back
     dtype = compute_dtype(args, world)
     # lm_head stays in the root's unit: else it would be gathered for each chunk, and ranks have other numbers of them
     for module in (*units, policy):

@@ -78,7 +78,7 @@ aime24=HuggingFaceH4/aime_2024 aime25=math-ai/aime25 amc23=knoveleng/AMC-23 amc8
 math500=HuggingFaceH4/MATH-500 minerva=knoveleng/Minerva-Math olympiad=knoveleng/OlympiadBench
 matharena=MathArena/brumo_2025,MathArena/hmmt_feb_2025,MathArena/hmmt_nov_2025
 math_3to5=data/understand-r1-zero/datasets/train/math_lvl3to5_8k see=tools/toy-images large=--activation-checkpointing
-b1=--micro-batch-tokens=16384 b7="$large --micro-batch-tokens=65536"  # 1.5B, 7B: 3/4 of 8 x 80 GB
+b1=--micro-batch-tokens=32768 b7="$large --micro-batch-tokens=65536"  # 1.5B, 7B: 3/4 of 8 x 80 GB
 iou=tools/rewards.py:iou flat="--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
 toy="--model=tools/toy/model --template=plain --dataset=tools/toy/train.jsonl --eval-samples=8 --eval-temperature=1
   --eval=tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32

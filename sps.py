@@ -405,7 +405,8 @@ def main(args: Args) -> None:
         # ---- Algorithm 1, stage 1: sample and verify
         with record.phase("sample"):
             asked = common.problems_from(problems, args, position)
-            groups = sampler.sample(asked, args.group_size, args.temperature, args)
+            scored = args.group_size if irl_steps else 1  # a demonstration is chosen by its log-prob
+            groups = sampler.sample(asked, args.group_size, args.temperature, args, scored=scored)
         with record.phase("verify"):
             common.verify(verifier, groups)
         position += len(groups)

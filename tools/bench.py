@@ -1,8 +1,8 @@
 """Measure the policy's throughput, and a step against TRL's; compute what should fit.
 
     python tools/bench.py fit
-    python tools/bench.py policy --model tools/toy/model --lengths 64 256
-    python tools/bench.py policy --model qwen2.5-1.5b --micro-batch-tokens 65536    with random weights
+    python tools/bench.py policy --model tools/toy/model --tokens 4096 --lengths 64 256
+    python tools/bench.py policy --model qwen2.5-1.5b --tokens 16384 65536 --lengths 1024    with random weights
     torchrun --nproc-per-node 8 tools/bench.py policy --model Qwen/Qwen2.5-Math-7B --lengths 1024 4096
     python tools/bench.py trl [-- --temperature 2 --max-response-tokens 200]
     python tools/bench.py trl --shape qwen2.5-0.5b --mean-length 200 -- --max-response-tokens 512
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,10 +103,12 @@ def random_model(shape, folder, mean_length=0):
 
 
 # ----------------------------------------------------------------------------------------------------------- throughput
-def policy(args: tyro.conf.OmitArgPrefixes[common.Args], lengths: tuple[int, ...] = (64, 256)):
-    """Print a process's tokens/s in FSDP's forward and backward pass of --micro-batch-tokens, and on a GPU its memory
-    and, of an H100 or H200, the share of its peak. A token takes 6 FLOP for each weight. --model may be a shape of
-    SHAPES, on one process. runs/bench-… keeps the lines."""
+def policy(
+    args: tyro.conf.OmitArgPrefixes[common.Args], tokens: tuple[int, ...] = (16384,), lengths: tuple[int, ...] = (256,)
+):
+    """Print a process's tokens/s in FSDP's forward and backward pass of micro-batches of so many tokens in sequences of
+    such lengths, and on a GPU its memory and, of an H100 or H200, the share of its peak. A token takes 6 FLOP for each
+    weight. --model may be a shape of SHAPES, on one process. runs/bench-… keeps the lines."""
     world = common.init_world()
     record = common.Record(args, world)
     with tempfile.TemporaryDirectory() as home:
@@ -115,12 +118,12 @@ def policy(args: tyro.conf.OmitArgPrefixes[common.Args], lengths: tuple[int, ...
     record.say(f"{args.model}, {common.compute_dtype(args, world)}, {world.size} processes")
     weights = sum(parameter.numel() for parameter in policy.parameters())
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    for length in lengths:
+    for size, length in product(tokens, lengths):
         prompt = length // 8
         ids = np.arange(length - prompt) % 256
         rollout = common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)
         group = common.Group(common.Problem("", [0] * prompt, "0"), [rollout], reward_G=torch.zeros(1))
-        count = max(1, args.micro_batch_tokens // length)
+        count = max(1, size // length)
         micro = common.Batch([group] * count).pack(range(count), world.device)
         seconds = []
         for _ in range(5):  # the first compiles; from the second on AdamW's moments lie beside
@@ -132,7 +135,7 @@ def policy(args: tyro.conf.OmitArgPrefixes[common.Args], lengths: tuple[int, ...
             optimizer.step()
             optimizer.zero_grad()
         speed = count * length / np.median(seconds[2:])
-        line = f"length {length:6d}: {speed:9.0f} tokens/s"
+        line = f"{count:6d} x {length:6d} tokens: {speed:9.0f} tokens/s"
         for name, peak in PEAK.items():
             if name in card:
                 line += f"  {6 * speed * weights / peak:.1%} of {peak / 1e12:.0f} TFLOP/s"
@@ -159,8 +162,8 @@ def training_bytes(lm, gpus, tokens, recompute):
     intermediate = 2 * tokens * lm.config.intermediate_size
     kept = hidden
     if not recompute:
-        kept = 10 * hidden + 4 * intermediate + 4 * tokens * layers[0].self_attn.k_proj.out_features
-    logits = 2 * head + 2 * layer + 8 * hidden + 16 * common.LOGITS_AT_ONCE["cuda"]
+        kept = 4 * hidden + 2 * intermediate + 4 * tokens * layers[0].self_attn.k_proj.out_features
+    logits = 2 * head + 2 * layer + 8 * hidden + 6 * common.LOGITS_AT_ONCE["cuda"]
     backward = 2 * head + 10 * layer + 11 * hidden + 8 * intermediate
     return 16 * weights / gpus + 2 * root + len(layers) * kept + max(logits, backward)
 
