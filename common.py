@@ -484,12 +484,13 @@ class Sampler:
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
             only = output.outputs[0]
+            ids = only.token_ids
             cut = only.finish_reason == "length"
             logp = only.logprobs.logprobs if only.logprobs else math.nan
             rollout_of[key_g] = Rollout(
-                np.array(only.token_ids, np.int64),
-                np.full(len(only.token_ids), logp, np.float32),
-                self.tokenizer.decode(only.token_ids if cut else only.token_ids[:-1]),  # without the stop token
+                np.array(ids, np.int64),
+                np.full(len(ids), logp, np.float32),
+                self.tokenizer.decode(ids if cut else ids[:-1]),  # without the stop token
                 cut,
             )
         rollout_of = ChainMap(*self.world.all_gather(rollout_of))
@@ -531,7 +532,7 @@ class Sampler:
 def sampler_gap(logp_T, sampler_logp_T, record):
     """Return how far trainer and sampler differ, mean and max |difference| (nats), on trained tokens that have both
     log-probs. Raises ValueError if the mean is not rounding in the first step of a process that has some."""
-    known_T = ~sampler_logp_T.isnan()
+    known_T = sampler_logp_T.isfinite()
     if not known_T.any():
         return {}
     gap = (logp_T - sampler_logp_T)[known_T].double().abs().numpy()
@@ -642,7 +643,7 @@ def drawn_metrics(groups):
         "responses_drawn": len(batch.rollout_R),
         "response_length": batch.length_R.numpy().mean(),
         "truncated_share": np.mean([rollout.truncated for rollout in batch.rollout_R]),
-        "sampler_nll": -batch.sampler_logp_T.double().nanmean().item(),
+        "sampler_nll": -batch.sampler_logp_T.nanmean().item(),
     }
     for verdict in VERDICTS:
         metrics[f"verifier/{verdict}"] = verdicts[verdict]
@@ -764,13 +765,22 @@ def packed_attention(
     if key_N is not None:  # with several threads key[:, :, key_N] would sum gradients in any order
         key = key.index_select(2, key_N)
         value = value.index_select(2, key_N)
-    if not query.is_cpu and query.dtype == torch.bfloat16:
+    if query.is_cuda and query.dtype == torch.bfloat16:
         from torch.nn.attention.varlen import varlen_attn  # neither a CPU nor float32 has it
 
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        lengths = (cu_seq_lens_q, cu_seq_lens_k, rest["max_length_q"], rest["max_length_k"])
-        window = (-1, 0 if is_causal else -1)
-        out = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=window, enable_gqa=True)
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            rest["max_length_q"],
+            rest["max_length_k"],
+            scale=scaling,
+            window_size=(-1, 0 if is_causal else -1),
+            enable_gqa=True,
+        )
         return out[None], None
     length_k = cu_seq_lens_k.diff().tolist()
     queries = query.split(cu_seq_lens_q.diff().tolist(), 2)
@@ -793,7 +803,7 @@ LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 29}
 def fused(function):
     """Return a function that reads and writes its tensors once. Only where a GPU gains from it, torch's compiler is
     loaded, which takes seconds."""
-    return torch.compile(function, dynamic=True) if torch.cuda.is_available() else function
+    return torch.compile(function) if torch.cuda.is_available() else function
 
 
 def head_logits(hidden_TH, weight_VH):
@@ -806,7 +816,8 @@ def head_logits(hidden_TH, weight_VH):
 def logp_and_entropy(logits_TV, target_T, temperature):
     """Return logp_T and entropy_T."""
     logp_TV = (logits_TV / temperature).log_softmax(-1)
-    return logp_TV.gather(1, target_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
+    entropy_T = -logp_TV.exp().mul_(logp_TV).sum(-1)
+    return logp_TV.gather(1, target_T[:, None])[:, 0], entropy_T
 
 
 def logits_gradient(logits_TV, target_T, entropy_T, temperature, grad_logp_T, grad_entropy_T, dtype):
@@ -814,15 +825,12 @@ def logits_gradient(logits_TV, target_T, entropy_T, temperature, grad_logp_T, gr
     p = softmax(logits / temperature), d logp / d logits is (1 at the target - p) / temperature and d entropy / d logits
     is -p (log p + entropy) / temperature."""
     scaled_TV = logits_TV / temperature
-    p_TV = scaled_TV.softmax(-1)
-    target_T1 = target_T[:, None]
-    at_target_T1 = grad_logp_T[:, None] / temperature
-    grad_TV = -p_TV * at_target_T1
+    target_TV = torch.arange(logits_TV.shape[1], device=logits_TV.device) == target_T[:, None]
+    grad_TV = scaled_TV.softmax(-1).add_(target_TV, alpha=-1).mul_(-grad_logp_T[:, None] / temperature)
     if grad_entropy_T is not None:
-        surprise_TV = scaled_TV.log_softmax(-1) + entropy_T[:, None]
-        grad_TV -= p_TV * surprise_TV * grad_entropy_T[:, None] / temperature
-    at_target_T1 += grad_TV.gather(1, target_T1)  # before rounding: where p is near 1 they cancel
-    return grad_TV.to(dtype).scatter_(1, target_T1, at_target_T1.to(dtype))
+        logp_TV = scaled_TV.log_softmax(-1)
+        grad_TV -= logp_TV.exp() * (logp_TV + entropy_T[:, None]) * grad_entropy_T[:, None] / temperature
+    return grad_TV.to(dtype)
 
 
 class Head(torch.autograd.Function):
@@ -941,8 +949,9 @@ def load_policy(folder, args, world):
         for unit in units:
             unit.training = True  # else it is not recomputed; dropout is inside of it
     if torch.cuda.is_available():
+        torch._dynamo.config.specialize_float = True  # else the norms' eps would be an input
         for unit in units:
-            unit.compile(dynamic=True)  # else a new length would be compiled anew
+            unit.compile(dynamic=True)  # else lengths would be compiled twice
         torch._functorch.config.activation_memory_budget = 0.9  # what takes no product is repeated going back
     dtype = compute_dtype(args, world)
     # lm_head stays in the root's unit: else it would be gathered for each chunk, and ranks have other numbers of them
