@@ -63,7 +63,7 @@ def main(model: str, folder: str) -> None:
     found = {"runner": config.use_v2_model_runner, "ahead": config.scheduler_config.async_scheduling, "rounds": []}
     for number in range(3):
         sampler.load(policy)
-        groups = sampler.sample(asked, 4, args.temperature, args)
+        groups = sampler.sample(asked, 4, args.temperature, args, scored=4)
         sampler.sleep()
         batch = common.Batch([replace(group, reward_G=torch.zeros(4)) for group in groups])
         dealt = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)

@@ -1,6 +1,7 @@
 """Check a real vLLM engine in each process against the policy: runs.py does it as a script, and prints the findings."""
 
 import json
+import math
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,13 @@ Args = common.Args
 
 def ids(groups: list[common.Group]) -> list[list[int]]:
     return [rollout.ids.tolist() for group in groups for rollout in group.rollouts]
+
+
+def scored_in(groups: list[common.Group]) -> list[list[int]]:
+    """Return which responses have the log-prob of every token, and check that the others have none."""
+    known = [[[*map(math.isfinite, one.logp)] for one in group.rollouts] for group in groups]
+    assert all(any(tokens) == all(tokens) for group in known for tokens in group)
+    return [[g for g, tokens in enumerate(group) if all(tokens)] for group in known]
 
 
 def of_another_image(group: common.Group, args: Args) -> common.Group:
@@ -41,9 +49,9 @@ def main(args: Args) -> None:
     record.gap_limit = 99  # weights are stale on purpose
     found = {}
 
-    def sampled(stream, n=3, temperature=args.temperature):
+    def sampled(stream, n=3, temperature=args.temperature, settings=args, scored=3):
         asked = {(stream, p): problem for p, problem in enumerate(problems)}
-        return sampler.sample(asked, n, temperature, args)
+        return sampler.sample(asked, n, temperature, settings, scored=scored)
 
     def gap(groups):
         batch = common.Batch([replace(group, reward_G=torch.zeros(len(group.rollouts))) for group in groups])
@@ -77,6 +85,9 @@ def main(args: Args) -> None:
     after = sampled("a")
     found["gap after a changed sync"] = gap(after)
     found["samples changed"] = ids(after) != found["texts"]
+    one = sampled("a", scored=1)
+    found["one of a group"] = [scored_in(one), gap(one), ids(one) == ids(after)]
+    found["all with --tis-cap"] = scored_in(sampled("a", settings=replace(args, tis_cap=2.0), scored=1))
     greedy = sampled("c", 1, 0.0)
     found["greedy at the sampling temperature"] = gap(greedy)
     policy.temperature = 1.0

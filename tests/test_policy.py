@@ -141,6 +141,9 @@ def test_sampler_gap(plain_python, tmp_path):
         common.sampler_gap(*logps, record)
     common.sampler_gap(logps[0], logps[0] + 0.009, record)
     assert common.sampler_gap(*logps, record) == {"gap_mean": 0.25, "gap_max": 0.5}
+    only_first = torch.tensor([-1.5, torch.nan])
+    assert common.sampler_gap(logps[0], only_first, record) == {"gap_mean": 0.5, "gap_max": 0.5}
+    assert common.sampler_gap(logps[0], torch.full((2,), torch.nan), record) == {}
 
 
 def test_seeds_are_hashes_that_agree_everywhere():

@@ -28,6 +28,13 @@ def test_log_probs_of_greedy_answers_are_at_temperature_1(found):
     assert found["greedy at the sampling temperature"] > 1e-2
 
 
+def test_one_response_of_a_group_has_log_probs_unless_all_are_asked_for(found):
+    """What is sampled does not depend on it."""
+    scored, gap, same = found["one of a group"]
+    assert scored == [[0]] * 8 and gap < 1e-4 and same
+    assert found["all with --tis-cap"] == [[0, 1, 2]] * 8
+
+
 def test_a_stream_that_misses_a_name_is_refused(found):
     assert "loaded" not in found
 

@@ -1,0 +1,98 @@
+"""Layers as a GPU compiles them, on a CPU: what is compiled for ten steps of random lengths, and that it computes the
+same. torch's compiler sees what it would see on a GPU, where attention is one operation, but makes no kernels."""
+
+from functools import partialmethod
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_model
+from test_invariance import largest_difference
+from test_policy import CPU, group_of
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import AttentionInterface
+
+import common
+
+
+@torch.library.custom_op("cleanrlvr::attend", mutates_args={})
+def attend(query: Tensor, key: Tensor, value: Tensor, lens_q: Tensor, lens_k: Tensor, longest: int) -> Tensor:
+    """What varlen_attn is to the compiler: one operation, of tensors and an integer."""
+    given = {"scaling": query.shape[-1] ** -0.5, "cu_seq_lens_q": lens_q, "cu_seq_lens_k": lens_k}
+    return common.packed_attention(None, query, key, value, None, **given)[0].contiguous()
+
+
+@attend.register_fake
+def shape_of(query, *_):
+    return torch.empty_like(query.transpose(1, 2).contiguous())
+
+
+def save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:5])
+
+
+def attend_backward(ctx, gradient):
+    """Let autograd repeat the forward pass."""
+    *given, lens_q, lens_k = ctx.saved_tensors
+    with torch.enable_grad():
+        given = [x.detach().requires_grad_() for x in given]
+        scale = given[0].shape[-1] ** -0.5
+        lengths = {"scaling": scale, "cu_seq_lens_q": lens_q, "cu_seq_lens_k": lens_k}
+        out, _ = common.packed_attention(None, *given, None, **lengths)
+    return (*torch.autograd.grad(out, given, gradient), None, None, None)
+
+
+attend.register_autograd(attend_backward, setup_context=save)
+
+
+def attention(_, query, key, value, *__, cu_seq_lens_q, cu_seq_lens_k, key_N, **rest):
+    """packed_attention's way on a GPU."""
+    key, value = (x.index_select(2, key_N) for x in (key, value))
+    return attend(query, key, value, cu_seq_lens_q, cu_seq_lens_k, rest["max_length_q"] + rest["max_length_k"]), None
+
+
+def micro_batches(rng):
+    """Yield the micro-batches of ten steps: of one prompt or several, of one response or many, and an empty one."""
+    for step in range(10):
+        groups = []
+        for _ in range(rng.integers(1, 5)):
+            ids = [rng.integers(0, 60, length) for length in rng.integers(1, 60, rng.integers(1, 6))]
+            groups.append(group_of(rng.integers(0, 60, rng.integers(2, 30)).tolist(), ids))
+        batch = common.Batch(groups)
+        chosen = list(range(len(batch.rollout_R)))
+        for responses in (chosen[::2], chosen[1::2], [] if step == 4 else chosen):
+            yield batch.pack(responses, CPU)
+
+
+# With gradient and without; SmolLM3 has layers with and without positions; the first layer is recomputed from a leaf.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "recompute", "graphs"),
+    [("qwen2", False, 2), ("qwen2", True, 4), ("smollm3", False, 4), ("smollm3", True, 7)],
+)
+def test_lengths_are_compiled_once(tmp_path, plain_python, monkeypatch, kind, recompute, graphs):
+    model = random_model(tmp_path, kind=kind, num_hidden_layers=5, no_rope_layer_interval=2)
+    args = common.Args(str(model), activation_checkpointing=recompute)
+    world = common.init_world()
+    plain = common.load_policy(model, args, world)
+    with mock.patch("torch.cuda.is_available", lambda: True):
+        monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+        compiled = common.load_policy(model, args, world)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "packed", attention)
+    torch._dynamo.reset()
+    counters.clear()
+    for micro in micro_batches(np.random.default_rng(0)):
+        gradients = []
+        for policy in (plain, compiled):
+            with torch.no_grad():
+                policy(micro)
+            logp_T, entropy_T = policy(micro)
+            (logp_T.sum() - entropy_T.sum()).backward()
+            gradients.append({name: weight.grad.full_tensor() for name, weight in policy.named_parameters()})
+            policy.zero_grad()
+        if len(micro.token_T):
+            assert largest_difference(gradients[1], gradients[0]) < 1e-5
+    assert counters["stats"]["unique_graphs"] <= graphs
+    assert not counters["graph_break"] and not counters["unimplemented"]
