@@ -264,8 +264,12 @@ def pace(command, env):
 def phases(run):
     """Return what the phases of a run's steps took, medians after the fifth."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[6:]]
-    names = [name for name in steps[0] if name.startswith("seconds/")]
-    return ", ".join(f"{name[8:]} {np.median([step[name] for step in steps]):.2f}" for name in names)
+    found = []
+    for name in steps[0]:
+        if name.startswith("seconds/"):
+            seconds = np.median([step[name] for step in steps])
+            found.append(f"{name[8:]} {seconds:.2f}")
+    return ", ".join(found)
 
 
 def trl(shape: str = "", mean_length: int = 0, flags: tyro.conf.Positional[tuple[str, ...]] = ()):
