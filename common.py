@@ -460,7 +460,8 @@ class Sampler:
     def sample(self, asked, n, temperature, args, top_p=1.0, scored=1):
         """Sample n responses to each problem, top-k off; return the groups on every rank. A seed hashes --seed, the
         problem's key and the response's number: on CPUs samples do not depend on ranks. The first `scored` responses of
-        a group, or with --tis-cap all, have log-probs, a fifth of the time that vLLM takes beside the GPU."""
+        a group, or with --tis-cap all, have log-probs: all take a fifth of the time of vLLM's host (profiled on a CPU).
+        """
         from vllm import SamplingParams
 
         engines = self.world.size // args.tensor_parallel
@@ -532,7 +533,7 @@ class Sampler:
 def sampler_gap(logp_T, sampler_logp_T, record):
     """Return how far trainer and sampler differ, mean and max |difference| (nats), on trained tokens that have both
     log-probs. Raises ValueError if the mean is not rounding in the first step of a process that has some."""
-    known_T = sampler_logp_T.isfinite()
+    known_T = ~sampler_logp_T.isnan()  # NaN: not asked for
     if not known_T.any():
         return {}
     gap = (logp_T - sampler_logp_T)[known_T].double().abs().numpy()
@@ -983,7 +984,8 @@ def set_lr(optimizer, args, step):
 
 
 def passes(policy, micro_batches):
-    """Yield an update's micro-batches. Nodes add up their own gradients; the last backward pass adds those of all."""
+    """Yield an update's micro-batches. Nodes add up their own gradients; the last backward pass, which a loop must
+    reach, adds those of all."""
     for number, responses in enumerate(micro_batches, 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield responses
@@ -1000,9 +1002,10 @@ def clip_and_step(policy, optimizer, record, name="grad_norm"):
         record.say(f"an update is skipped: its gradient is not finite (norm {norm}); try a smaller --lr")
 
 
-@torch.no_grad()
 def score(policy, batch, micro_batches, record, phase):
-    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response."""
+    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. They
+    are equal to the bit to what the first update computes, because autograd records them, too: without it a GPU's
+    compiler would make other kernels for the layers."""
     world = record.world
     score_2T = torch.zeros(2, len(batch.response_T))
     with record.phase(phase):
@@ -1011,7 +1014,7 @@ def score(policy, batch, micro_batches, record, phase):
         policy.to(world.device)
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
-            score_2T[:, micro.token_T] = torch.stack(policy(micro)).cpu()
+            score_2T[:, micro.token_T] = torch.stack(policy(micro)).detach().cpu()
         # FSDP2 reshards when it is moved, even to where it is. Else its root would stay gathered, and the next pass
         # compute with weights from before the optimiser's step. The weights have not changed: their shards are there.
         policy._apply(lambda x: waiting[x] if x in waiting else x.to(home))

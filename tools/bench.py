@@ -11,6 +11,7 @@ Nothing here is a test. `fit` is computed, not measured.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -62,8 +63,9 @@ PEAK = {"H100": 989e12, "H200": 989e12}  # bf16 FLOP/s of dense products, NVIDIA
 @torch.no_grad()
 def end_after(lm, end, mean):
     """Make a token's probability about 1 / mean everywhere. Number 0 of every embedding becomes 1, so that of the last
-    hidden state hardly varies; the end's, by which a tied head multiplies it, is found by bisection."""
-    weight_VH = lm.get_input_embeddings().weight
+    hidden state hardly varies; the end's, by which the head multiplies it, is found by bisection."""
+    weight_VH = lm.get_output_embeddings().weight
+    lm.get_input_embeddings().weight[:, 0] = 1
     weight_VH[:, 0] = 1
     ids = torch.randint(lm.config.vocab_size, (1, 512), device=weight_VH.device)
     hidden_TH = lm.model(ids).last_hidden_state[0, 16:].float()
@@ -99,6 +101,8 @@ def random_model(shape, folder, mean_length=0):
     if mean_length:
         end_after(lm, end["id"], mean_length)
     lm.save_pretrained(folder)
+    del lm
+    torch.cuda.empty_cache()  # it would lie beside what is measured
     return folder
 
 
@@ -108,7 +112,8 @@ def policy(
 ):
     """Print a process's tokens/s in FSDP's forward and backward pass of micro-batches of so many tokens in sequences of
     such lengths, and on a GPU its memory and, of an H100 or H200, the share of its peak. A token takes 6 FLOP for each
-    weight. --model may be a shape of SHAPES, on one process. runs/bench-… keeps the lines."""
+    weight. --model may be a shape of SHAPES, on one process. runs/bench-… keeps the lines. --tokens takes the place of
+    --micro-batch-tokens."""
     world = common.init_world()
     record = common.Record(args, world)
     with tempfile.TemporaryDirectory() as home:
@@ -119,6 +124,7 @@ def policy(
     weights = sum(parameter.numel() for parameter in policy.parameters())
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     for size, length in product(tokens, lengths):
+        torch.cuda.empty_cache()  # of the size before
         prompt = length // 8
         ids = np.arange(length - prompt) % 256
         rollout = common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)
@@ -213,7 +219,7 @@ def trl_flags(args, data, processes):
     """Return the flags with which TRL's own script makes steps like those of a run of sps.py."""
     cuda = torch.cuda.is_available()
     responses = args.prompts_per_step * args.group_size // processes
-    at_once = min(responses, 32) if cuda else responses  # its logits, and their gradient, are whole
+    at_once = math.gcd(responses, 32) if cuda else responses  # its logits, and their gradient, are whole
     return [
         f"--model_name_or_path={args.model}",
         f"--dataset_name={data}",
@@ -267,7 +273,7 @@ def phases(run):
     found = []
     for name in steps[0]:
         if name.startswith("seconds/"):
-            seconds = np.median([step[name] for step in steps])
+            seconds = np.median([step.get(name, 0) for step in steps])
             found.append(f"{name[8:]} {seconds:.2f}")
     return ", ".join(found)
 
@@ -282,9 +288,9 @@ def trl(shape: str = "", mean_length: int = 0, flags: tyro.conf.Positional[tuple
         mean_length: of its responses, about; 0: all have --max-response-tokens
         flags: behind --, of sps.py, with which both run; another model, say
     """
-    threads = str(os.cpu_count() // 2 or 1)
-    env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     processes = torch.cuda.device_count()
+    threads = str(os.cpu_count() // (processes or 2) or 1)
+    env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     if not processes:
         processes = 2
         env.update({"CPU": "1", "CUDA_VISIBLE_DEVICES": ""})
