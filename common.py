@@ -651,8 +651,8 @@ def drawn_metrics(groups):
     return metrics
 
 
-# A row of packed tokens for the model, what the loss takes, and how both hang together; `Batch.pack` draws it.
-MicroBatch = namedtuple("MicroBatch", "row index_T target_T token_T inputs")
+# A row of packed tokens for the model, and how it hangs together with the step's *_T; `Batch.pack` draws it.
+MicroBatch = namedtuple("MicroBatch", "row index_T target_T token_T")
 
 
 class Batch:
@@ -707,14 +707,16 @@ class Batch:
         fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
-    def deal_updates(self, updates, chosen_R, world, budget):
-        """Return this rank's micro-batches of each update. An update has its own prompts, as many as the others, and of
-        their responses those of chosen_R; it has no micro-batch if it has none of them."""
-        update_R = torch.arange(len(chosen_R)) * updates // len(chosen_R)
-        return [self.deal(chosen_R & (update_R == update), world, budget) for update in range(updates)]
+    def split(self, updates):
+        """Return update_R, in which of a step's updates a response is. Each has its own prompts, and as many."""
+        return torch.arange(len(self.rollout_R)) * updates // len(self.rollout_R)
 
-    def pack(self, responses, device, inputs=()):
-        """Lay responses and their prompts, each once, end to end in a row, and cut a loss's *_T to the responses.
+    def deal_updates(self, update_R, chosen_R, world, budget):
+        """Return this rank's micro-batches of each update, of its responses in chosen_R: none if it has none."""
+        return [self.deal(chosen_R & (update_R == update), world, budget) for update in update_R.unique()]
+
+    def pack(self, responses, device):
+        """Lay responses and their prompts, each once, end to end in a row.
 
         Let responses 4 (tokens a b) and 5 (c d e) share the prompt P P P, and response 9 (f) have the prompt Q Q:
 
@@ -748,13 +750,9 @@ class Batch:
         for side, parts in (("q", pieces), ("k", keys)):  # queries, keys
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, parts))
-        cut = BatchFeature(inputs)
-        for name, x in cut.items():
-            if name.endswith("_T"):
-                cut[name] = x[token_T]
         index_T = key_N[:-1][key_N[1:] >= first].to(device)
         target_T = ids_N[first:].to(device)
-        return MicroBatch(row.to(device), index_T, target_T, token_T, cut.to(device))
+        return MicroBatch(row.to(device), index_T, target_T, token_T)
 
 
 # ------------------------------- policy
@@ -872,7 +870,7 @@ class Policy(torch.nn.Module):
 
     def forward(self, micro):
         """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary), float32, at the sampling
-        temperature. Both have gradients."""
+        temperature, on the CPU, where the paper's functions run. Both have gradients."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_1NH = vision.embed(self.model, row, embeddings(row.pop("input_ids")))
@@ -885,7 +883,8 @@ class Policy(torch.nn.Module):
         hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [Head.apply(hidden_TH, weight_VH, target_T, self.temperature) for hidden_TH, target_T in chunks]
-        return tuple(map(torch.cat, zip(*parts, strict=True)))
+        logp_T, entropy_T = map(torch.cat, zip(*parts, strict=True))
+        return logp_T.cpu(), entropy_T.cpu()
 
 
 def config_of(folder):
@@ -1004,17 +1003,17 @@ def clip_and_step(policy, optimizer, record, name="grad_norm"):
 
 def score(policy, batch, micro_batches, record, phase):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. They
-    are equal to the bit to what the first update computes, because autograd records them, too: without it a GPU's
-    compiler would make other kernels for the layers."""
+    are equal to the bit to what the first update computes in the same micro-batches."""
     world = record.world
     score_2T = torch.zeros(2, len(batch.response_T))
-    with record.phase(phase):
+    # On a GPU autograd records, although nothing goes back: without it the compiler would make other kernels.
+    with record.phase(phase), torch.set_grad_enabled(world.device.type == "cuda"):
         home = next(policy.parameters()).device  # a reference waits in the host's memory
         waiting = {parameter: parameter.detach() for parameter in policy.parameters()}
         policy.to(world.device)
         for responses in micro_batches:
             micro = batch.pack(responses, world.device)
-            score_2T[:, micro.token_T] = torch.stack(policy(micro)).detach().cpu()
+            score_2T[:, micro.token_T] = torch.stack(policy(micro)).detach()
         # FSDP2 reshards when it is moved, even to where it is. Else its root would stay gathered, and the next pass
         # compute with weights from before the optimiser's step. The weights have not changed: their shards are there.
         policy._apply(lambda x: waiting[x] if x in waiting else x.to(home))
@@ -1358,8 +1357,8 @@ class Record:
                 text += rollout.text + "\n"
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
-    def training(self, step, batch, seen):
-        """In a step with an evaluation write the responses, and as .parquet what the loss saw: the *_T of `seen`. If no
+    def training(self, step, batch, per_token):
+        """In a step with an evaluation write the responses, and as .parquet what the loss saw: `per_token`. If no
         group's rewards differ, write the responses to samples/no-difference.txt, over those of an earlier step."""
         if not valid(batch.reward_PG).any():
             self.samples("no-difference", batch.groups)
@@ -1375,7 +1374,7 @@ class Record:
             "truncated": [rollout.truncated for rollout in batch.rollout_R],
             "ids": [rollout.ids for rollout in batch.rollout_R],
         }
-        for vector, x in {"sampler_logp_T": batch.sampler_logp_T, **seen}.items():
+        for vector, x in {"sampler_logp_T": batch.sampler_logp_T, **per_token}.items():
             if vector.endswith("_T"):
                 table[vector] = x.split(batch.length_R.tolist())
         datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{name}.parquet")

@@ -210,15 +210,10 @@ def token_weights(length_R, normaliser: str = "response"):
     return weight_R.repeat_interleave(length_R)
 
 
-def policy_loss(logp_T, advantage_T, factor_T, weight_T, low, high, kl_coef, old_logp_T=None, ref_logp_T=None):
+def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T, low, high, kl_coef):
     """Return the loss (section 2.3), summed over these tokens, and what it saw of each: its ratio, whether low or high
     clips it, and its KL to the reference (k3, nats). factor_T multiplies the advantage. Since it may be negative, the
-    sign of the product decides which bound acts. Without old_logp_T or ref_logp_T, the log-probs of the old policy or
-    of the reference, the ratio is 1 or the KL 0: the policy's own, detached, stand for them."""
-    if old_logp_T is None:
-        old_logp_T = logp_T.detach()
-    if ref_logp_T is None:
-        ref_logp_T = logp_T.detach()
+    sign of the product decides which bound acts."""
     ratio_T = (logp_T - old_logp_T).exp()
     gain_T = factor_T * advantage_T
     free_T = ratio_T * gain_T
@@ -273,40 +268,42 @@ def learn(policy, reference, optimizer, batch, step, record):
     valid_P = common.valid(batch.reward_PG)
     trained_R = valid_P[batch.group_R] | (args.kl_coef > 0)  # without KL a dead group has no gradient
     trained_T = trained_R[batch.response_T]
-    weights = [token_weights(length_R, args.normaliser) for length_R in batch.length_R.chunk(args.updates_per_step)]
-    # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
-    inputs = {
-        "advantage_T": advantage_T,
-        "factor_T": torch.ones_like(advantage_T),
-        "weight_T": torch.cat(weights).float(),
-        "low": 1 - args.clip_low,
-        "high": 1 + args.clip_high,
-        "kl_coef": args.kl_coef,
-    }
-    micro_batches_by_update = batch.deal_updates(args.updates_per_step, trained_R, world, args.micro_batch_tokens)
+    update_R = batch.split(args.updates_per_step)
+    weights = []
+    for update in range(args.updates_per_step):
+        weights.append(token_weights(batch.length_R[update_R == update], args.normaliser))
+    weight_T = torch.cat(weights).float()
+    low, high = 1 - args.clip_low, 1 + args.clip_high
+    micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
     all_micro_batches = list(chain(*micro_batches_by_update))
+    old_logp_T = None  # the only update sees the policy that sampled
     if args.reweight != "none" or args.updates_per_step > 1 or args.tis_cap:
         old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
-        inputs["old_logp_T"] = old_logp_T  # else the only update sees the policy that sampled
+    tis_T = torch.ones_like(advantage_T)
     if args.tis_cap:
         tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-        inputs["advantage_T"] = inputs["advantage_T"] * tis_T
     if reference:
-        inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
+        ref_logp_T, _ = common.score(reference, batch, all_micro_batches, record, "reference")
 
     # ---- the kernel, over the whole step: c, sigma and the normaliser span micro-batches and ranks
-    w_T = inputs["factor_T"]  # gives the loss its value; k reproduces only the gradient
+    factor_T = torch.ones_like(advantage_T)
     if args.reweight == "kernel":
         c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
-        w_T = kernel_weights(c_T, group_T)
-        inputs["factor_T"] = w_T
+        kernel_T = factor_T = kernel_weights(c_T, group_T)
         if not args.detach_kernel:
             # the kernel's gradient is of the whole policy term, whatever else scales it
-            scale_T = inputs["weight_T"] * (tis_T if args.tis_cap else 1.0)
-            k_T = effective_kernel(old_logp_T, advantage_T, scale_T, batch.response_T, group_T)
-            inputs["factor_T"] = k_T.float()
+            k_T = effective_kernel(old_logp_T, advantage_T, weight_T * tis_T, batch.response_T, group_T)
+            factor_T = k_T.float()
+
+    def loss_of(logp_T, factor_T, at=slice(None)):
+        """Return policy_loss of the tokens `at` these places of the step, of which logp_T are the log-probs. They stand
+        for those of the old policy or the reference where there are none: the ratio is 1, the KL 0."""
+        old = logp_T.detach() if old_logp_T is None else old_logp_T[at]
+        ref = ref_logp_T[at] if reference else logp_T.detach()
+        scaled = (advantage_T * tis_T)[at]
+        return policy_loss(logp_T, old, ref, scaled, factor_T[at], weight_T[at], low, high, args.kl_coef)
 
     # ---- updates
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "clip-cov", step))
@@ -318,14 +315,13 @@ def learn(policy, reference, optimizer, batch, step, record):
             start_logp_T = old_logp_T
             if update:  # the policy has moved since it sampled
                 start_logp_T, _ = common.score(policy, batch, micro_batches, record, "start_logp")
-            update_T = batch.response_T * args.updates_per_step // len(trained_R)
-            own_T = trained_T & (update_T == update)
-            inputs["factor_T"][own_T] = clip_cov_mask(
+            own_T = trained_T & (update_R == update)[batch.response_T]
+            factor_T[own_T] = clip_cov_mask(
                 start_logp_T[own_T],
                 old_logp_T[own_T],
                 advantage_T[own_T],
-                inputs["low"],
-                inputs["high"],
+                low,
+                high,
                 args.clip_cov_share,
                 args.clip_cov_low,
                 args.clip_cov_high,
@@ -334,22 +330,23 @@ def learn(policy, reference, optimizer, batch, step, record):
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in common.passes(policy, micro_batches):
-                micro = batch.pack(responses, world.device, inputs)
+                micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)
-                loss, _ = policy_loss(logp, **micro.inputs)
+                loss, _ = loss_of(logp, factor_T, micro.token_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.token_T] = logp.detach().cpu()
-                entropy_T[micro.token_T] = entropy.detach().cpu()
+                logp_T[micro.token_T] = logp.detach()
+                entropy_T[micro.token_T] = entropy.detach()
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
-    inputs["logp_T"] = world.all_reduce(logp_T)
+    logp_T = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
-    if "old_logp_T" not in inputs:  # the only update saw the policy that sampled
-        inputs["old_logp_T"] = inputs["logp_T"]
-    loss, seen = policy_loss(**{**inputs, "factor_T": w_T})
-    c_T = covariance(inputs["old_logp_T"], advantage_T, batch.response_T, group_T)
-    seen.update(covariance_T=c_T, kernel_T=w_T, entropy_T=entropy_T, trained_T=trained_T)
+    if old_logp_T is None:
+        old_logp_T = logp_T
+    if args.reweight != "kernel":
+        c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
+        kernel_T = factor_T
+    loss, per_token = loss_of(logp_T, kernel_T)  # w~ gives the loss its value; k reproduces only the gradient
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "lr": optimizer.param_groups[0]["lr"],
@@ -358,15 +355,27 @@ def learn(policy, reference, optimizer, batch, step, record):
     valid_T = valid_P[group_T]
     metrics.update(covariance_summary(c_T[valid_T]))
     if reference:
-        metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
+        per_token["ref_logp_T"] = ref_logp_T
+        metrics["kl"] = (weight_T * per_token["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
-        metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T], record))
+        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
         entropy_R = common.mean_by(entropy_T.double(), batch.response_T)
         metrics["entropy_response"] = entropy_R[trained_R].mean().item()  # section 2.2
     if valid_P.any():
-        metrics["weight_removed"] = (1 - w_T[valid_T]).clamp(min=0).double().mean().item()
-    return metrics, {**inputs, **seen}
+        metrics["weight_removed"] = (1 - kernel_T[valid_T]).clamp(min=0).double().mean().item()
+    per_token |= {
+        "logp_T": logp_T,
+        "old_logp_T": old_logp_T,
+        "advantage_T": advantage_T * tis_T,
+        "factor_T": factor_T,
+        "kernel_T": kernel_T,
+        "covariance_T": c_T,
+        "weight_T": weight_T,
+        "entropy_T": entropy_T,
+        "trained_T": trained_T,
+    }
+    return metrics, per_token
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -412,7 +421,7 @@ def main(args: Args) -> None:
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        learned, seen = learn(policy, reference, optimizer, batch, step, record)
+        learned, per_token = learn(policy, reference, optimizer, batch, step, record)
         metrics = common.drawn_metrics(groups) | learned
 
         # ---- sync
@@ -424,7 +433,7 @@ def main(args: Args) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, seen)
+        record.training(step, batch, per_token)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:  # the checkpoint was asked for by a file `stop`

@@ -147,13 +147,13 @@ def policy_loss(logp_T, advantage_T, weight_T, alpha, kl_coef=0.0, ref_logp_T=No
     reference's log-probs, kl_coef times the KL to the reference is added, and the KL of each token is returned (k3,
     nats)."""
     loss = -alpha * (weight_T * logp_T * advantage_T).sum()  # Eq. 8; Algorithm 1, line 3
-    seen = {}
+    per_token = {}
     if ref_logp_T is not None:
         log_ratio_T = ref_logp_T - logp_T
         kl_T = log_ratio_T.exp() - log_ratio_T - 1  # Eq. 27 (k3)
         loss = loss + kl_coef * (weight_T * kl_T).sum()
-        seen["kl_T"] = kl_T
-    return loss, seen
+        per_token["kl_T"] = kl_T
+    return loss, per_token
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
@@ -168,23 +168,23 @@ def learn(policy, reference, optimizer, batch, record):
     trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL, A = 0 means no gradient
     trained_T = trained_R[batch.response_T]
     together = args.group_size if args.normaliser == "group" else 1  # responses that share a denominator
-    # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
-    inputs = {
-        "advantage_T": advantage_R[batch.response_T],
-        "weight_T": token_weights(batch.length_R, together).float(),
-        "alpha": alpha(batch.reward_PG) if args.accurate_gradient else 1.0,
-        "kl_coef": args.kl_coef,
-    }
-    micro_batches_by_update = batch.deal_updates(1, trained_R, world, args.micro_batch_tokens)
+    advantage_T = advantage_R[batch.response_T]
+    weight_T = token_weights(batch.length_R, together).float()
+    scale = alpha(batch.reward_PG) if args.accurate_gradient else 1.0
+    micro_batches_by_update = batch.deal_updates(batch.split(1), trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs; the loss has no ratio, so that only --tis-cap asks for the old ones
     all_micro_batches = list(chain(*micro_batches_by_update))
     if args.tis_cap:
         old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
-        tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-        inputs["advantage_T"] = inputs["advantage_T"] * tis_T
+        advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     if reference:
-        inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
+        ref_logp_T, _ = common.score(reference, batch, all_micro_batches, record, "reference")
+
+    def loss_of(logp_T, at=slice(None)):
+        """Return policy_loss of the tokens `at` these places of the step, of which logp_T are the log-probs."""
+        ref = ref_logp_T[at] if reference else None
+        return policy_loss(logp_T, advantage_T[at], weight_T[at], scale, args.kl_coef, ref)
 
     # ---- updates
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
@@ -194,18 +194,18 @@ def learn(policy, reference, optimizer, batch, record):
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in common.passes(policy, micro_batches):
-                micro = batch.pack(responses, world.device, inputs)
+                micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)  # Algorithm 1, line 2
-                loss, _ = policy_loss(logp, **micro.inputs)
+                loss, _ = loss_of(logp, micro.token_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.token_T] = logp.detach().cpu()
-                entropy_T[micro.token_T] = entropy.detach().cpu()
+                logp_T[micro.token_T] = logp.detach()
+                entropy_T[micro.token_T] = entropy.detach()
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
-    inputs["logp_T"] = world.all_reduce(logp_T)
+    logp_T = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
-    loss, seen = policy_loss(**inputs)
+    loss, per_token = loss_of(logp_T)
     metrics = {
         "loss": loss.item(),
         "alpha": alpha(batch.reward_PG),
@@ -213,15 +213,23 @@ def learn(policy, reference, optimizer, batch, record):
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
     if reference:
-        metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item()
+        per_token["ref_logp_T"] = ref_logp_T
+        metrics["kl"] = (weight_T * per_token["kl_T"]).sum().item()
     for name, sign in (("logp_positive", 1), ("logp_negative", -1)):
-        signed_T = inputs["advantage_T"].sign() == sign
+        signed_T = advantage_T.sign() == sign
         if signed_T.any():
             metrics[name] = logp_T[signed_T].mean().item()
     if trained_T.any():
         metrics.update(common.sampler_gap(logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
-    return metrics, {**inputs, **seen, "entropy_T": entropy_T, "trained_T": trained_T}
+    per_token |= {
+        "logp_T": logp_T,
+        "advantage_T": advantage_T,
+        "weight_T": weight_T,
+        "entropy_T": entropy_T,
+        "trained_T": trained_T,
+    }
+    return metrics, per_token
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -272,7 +280,7 @@ def main(args: Args) -> None:
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        learned, seen = learn(policy, reference, optimizer, batch, record)
+        learned, per_token = learn(policy, reference, optimizer, batch, record)
         metrics = common.drawn_metrics(drawn) | learned
 
         # ---- sync
@@ -284,7 +292,7 @@ def main(args: Args) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, seen)
+        record.training(step, batch, per_token)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:  # the checkpoint was asked for by a file `stop`

@@ -143,14 +143,9 @@ def token_weights(length_R, normaliser: str = "response"):
     return weight_R.repeat_interleave(length_R)
 
 
-def policy_loss(logp_T, advantage_T, weight_T, low, high, kl_coef, old_logp_T=None, ref_logp_T=None):
+def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, weight_T, low, high, kl_coef):
     """Return the RL loss (Eq. 23), summed over these tokens, and what it saw of each: its ratio, whether low or high
-    clips it, and its KL to the reference (k3, nats). Without old_logp_T or ref_logp_T, the log-probs of the old policy
-    or of the reference, the ratio is 1 or the KL 0: the policy's own, detached, stand for them."""
-    if old_logp_T is None:
-        old_logp_T = logp_T.detach()
-    if ref_logp_T is None:
-        ref_logp_T = logp_T.detach()
+    clips it, and its KL to the reference (k3, nats)."""
     ratio_T = (logp_T - old_logp_T).exp()  # Eq. 24, of a token
     free_T = ratio_T * advantage_T
     clipped_T = ratio_T.clamp(low, high) * advantage_T
@@ -199,27 +194,29 @@ def learn(policy, reference, optimizer, batch, record):
     advantage_R = advantages(batch.reward_PG).flatten().float()
     trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL, A = 0 means no gradient
     trained_T = trained_R[batch.response_T]
-    weights = [token_weights(length_R) for length_R in batch.length_R.chunk(args.updates_per_step)]
-    # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
-    inputs = {
-        "advantage_T": advantage_R[batch.response_T],
-        "weight_T": torch.cat(weights).float(),
-        "kl_coef": args.kl_coef,
-        "low": 1 - args.clip_low,
-        "high": 1 + args.clip_high,
-    }
-    micro_batches_by_update = batch.deal_updates(args.updates_per_step, trained_R, world, args.micro_batch_tokens)
+    advantage_T = advantage_R[batch.response_T]
+    update_R = batch.split(args.updates_per_step)
+    weights = [token_weights(batch.length_R[update_R == update]) for update in range(args.updates_per_step)]
+    weight_T = torch.cat(weights).float()
+    micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
     all_micro_batches = list(chain(*micro_batches_by_update))
+    old_logp_T = None  # the only update sees the policy that sampled
     if args.updates_per_step > 1 or args.tis_cap:
         old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
-        inputs["old_logp_T"] = old_logp_T  # else the only update sees the policy that sampled
     if args.tis_cap:
-        tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-        inputs["advantage_T"] = inputs["advantage_T"] * tis_T
+        advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     if reference:
-        inputs["ref_logp_T"], _ = common.score(reference, batch, all_micro_batches, record, "reference")
+        ref_logp_T, _ = common.score(reference, batch, all_micro_batches, record, "reference")
+
+    def loss_of(logp_T, at=slice(None)):
+        """Return policy_loss of the tokens `at` these places of the step, of which logp_T are the log-probs. They stand
+        for those of the old policy or the reference where there are none: the ratio is 1, the KL 0."""
+        old = logp_T.detach() if old_logp_T is None else old_logp_T[at]
+        ref = ref_logp_T[at] if reference else logp_T.detach()
+        low, high = 1 - args.clip_low, 1 + args.clip_high
+        return policy_loss(logp_T, old, ref, advantage_T[at], weight_T[at], low, high, args.kl_coef)
 
     # ---- updates
     logp_T, entropy_T = torch.zeros(2, len(trained_T))
@@ -229,31 +226,40 @@ def learn(policy, reference, optimizer, batch, record):
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in common.passes(policy, micro_batches):
-                micro = batch.pack(responses, world.device, inputs)
+                micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)
-                loss, _ = policy_loss(logp, **micro.inputs)
+                loss, _ = loss_of(logp, micro.token_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.token_T] = logp.detach().cpu()
-                entropy_T[micro.token_T] = entropy.detach().cpu()
+                logp_T[micro.token_T] = logp.detach()
+                entropy_T[micro.token_T] = entropy.detach()
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
-    inputs["logp_T"] = world.all_reduce(logp_T)
+    logp_T = world.all_reduce(logp_T)
     entropy_T = world.all_reduce(entropy_T)
-    if "old_logp_T" not in inputs:  # the only update saw the policy that sampled
-        inputs["old_logp_T"] = inputs["logp_T"]
-    loss, seen = policy_loss(**inputs)
+    if old_logp_T is None:
+        old_logp_T = logp_T
+    loss, per_token = loss_of(logp_T)
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "lr": optimizer.param_groups[0]["lr"],
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
     if reference:
-        metrics["kl"] = (inputs["weight_T"] * seen["kl_T"]).sum().item() / args.updates_per_step
+        per_token["ref_logp_T"] = ref_logp_T
+        metrics["kl"] = (weight_T * per_token["kl_T"]).sum().item() / args.updates_per_step
     if trained_T.any():
-        metrics.update(common.sampler_gap(inputs["old_logp_T"][trained_T], batch.sampler_logp_T[trained_T], record))
+        metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
-    return metrics, {**inputs, **seen, "entropy_T": entropy_T, "trained_T": trained_T}
+    per_token |= {
+        "logp_T": logp_T,
+        "old_logp_T": old_logp_T,
+        "advantage_T": advantage_T,
+        "weight_T": weight_T,
+        "entropy_T": entropy_T,
+        "trained_T": trained_T,
+    }
+    return metrics, per_token
 
 
 def learn_irl(policy, batches, record):
@@ -264,18 +270,18 @@ def learn_irl(policy, batches, record):
     optimizer = common.adamw(policy, args.irl_lr, args)
     rows = []
     for batch in batches:
-        inputs = {"weight_T": token_weights(batch.length_R, "token").float()}
+        weight_T = token_weights(batch.length_R, "token").float()
         micro_batches = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
         logp_T = torch.zeros(len(batch.response_T))
         optimizer.zero_grad()
         for responses in common.passes(policy, micro_batches):
-            micro = batch.pack(responses, world.device, inputs)
+            micro = batch.pack(responses, world.device)
             logp, _ = policy(micro)
-            loss, _ = irl_loss(logp, **micro.inputs)
+            loss, _ = irl_loss(logp, weight_T[micro.token_T])
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-            logp_T[micro.token_T] = logp.detach().cpu()
+            logp_T[micro.token_T] = logp.detach()
         common.clip_and_step(policy, optimizer, record, "irl/grad_norm")
-        loss, means = irl_loss(world.all_reduce(logp_T), **inputs)
+        loss, means = irl_loss(world.all_reduce(logp_T), weight_T)
         row = {
             "irl/loss": loss.item(),
             "irl/probability": means["probability"].item(),
@@ -419,9 +425,9 @@ def main(args: Args) -> None:
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        learned, seen = learn(policy, reference, optimizer, batch, record)
+        learned, per_token = learn(policy, reference, optimizer, batch, record)
         metrics = common.drawn_metrics(groups) | learned
-        seen.update(chosen)
+        per_token.update(chosen)
 
         # ---- Algorithm 1, stage 2: the whole IRL stage belongs to one step, so that no checkpoint lies inside it
         if irl_steps and step % rl_steps == 0:
@@ -442,7 +448,7 @@ def main(args: Args) -> None:
         if step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, seen)
+        record.training(step, batch, per_token)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:  # the checkpoint was asked for by a file `stop`

@@ -139,9 +139,6 @@ def segments(pieces: list[str], delimiter: str) -> list[int]:
     return numbers
 
 
-segment_mean = common.mean_by  # x_T, segment_T -> x_S: Eq. 13, and the exponent of Eq. 9
-
-
 def clip_bounds(entropy_S, alpha: float, beta: float, gamma: float):
     """Return low_S and high_S, the ratio's bounds. entropy_S is the old policy's mean entropy in a segment (nats)."""
     high_S = (1 + alpha + entropy_S).clamp(max=gamma)  # Eq. 14
@@ -190,7 +187,7 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
     so no segment is split; segment_T numbers the segments of the whole step, and indexes low_S and high_S."""
     # ratio_S has a place for each segment up to the largest number here. Those of other micro-batches hold 1 and are
     # never looked up.
-    ratio_S = segment_mean(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
+    ratio_S = common.mean_by(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
     ratio_T = ratio_S[segment_T]
     low_T = low_S[segment_T]
     high_T = high_S[segment_T]
@@ -226,31 +223,31 @@ def learn(policy, optimizer, batch, tokenizer, record):
     trained_R = advantage_R != 0  # where A = 0 there is no gradient
     trained_T = trained_R[batch.response_T]
     segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
+    advantage_T = advantage_R[batch.response_T]
+    update_R = batch.split(args.updates_per_step)
     weights = []
-    for length_R in batch.length_R.chunk(args.updates_per_step):
+    for update in range(args.updates_per_step):
+        length_R = batch.length_R[update_R == update]
         weights.append(token_weights(length_R, args.normaliser, args.max_response_tokens))
-    # policy_loss takes these and logp_T; what ends in _T is cut to the micro-batch, the rest is passed whole
-    inputs = {
-        "advantage_T": advantage_R[batch.response_T],
-        "weight_T": torch.cat(weights).float(),
-        "segment_T": segment_T,
-    }
-    micro_batches_by_update = batch.deal_updates(args.updates_per_step, trained_R, world, args.micro_batch_tokens)
+    weight_T = torch.cat(weights).float()
+    micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old log-probs and entropies, in the updates' micro-batches, so that all ratios of the first update are 1
     all_micro_batches = list(chain(*micro_batches_by_update))
     old_logp_T, entropy_T = common.score(policy, batch, all_micro_batches, record, "old_logp")  # Eq. 12
-    inputs["old_logp_T"] = old_logp_T
     if args.tis_cap:
-        tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-        inputs["advantage_T"] = inputs["advantage_T"] * tis_T
+        advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
 
     # ---- bounds of the ratio
-    entropy_S = segment_mean(entropy_T, segment_T)  # Eq. 13
-    inputs["low_S"], inputs["high_S"] = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
+    entropy_S = common.mean_by(entropy_T, segment_T)  # Eq. 13
+    low_S, high_S = clip_bounds(entropy_S, args.alpha, args.beta, args.gamma)
     if args.clip == "fixed":
-        inputs["low_S"] = torch.full_like(entropy_S, 1 - args.clip_low)
-        inputs["high_S"] = torch.full_like(entropy_S, 1 + args.clip_high)
+        low_S = torch.full_like(entropy_S, 1 - args.clip_low)
+        high_S = torch.full_like(entropy_S, 1 + args.clip_high)
+
+    def loss_of(logp_T, at=slice(None)):
+        """Return policy_loss of the tokens `at` these places of the step, of which logp_T are the log-probs."""
+        return policy_loss(logp_T, old_logp_T[at], advantage_T[at], segment_T[at], low_S, high_S, weight_T[at])
 
     # ---- updates
     logp_T = torch.zeros(len(trained_T))
@@ -260,19 +257,19 @@ def learn(policy, optimizer, batch, tokenizer, record):
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in common.passes(policy, micro_batches):
-                micro = batch.pack(responses, world.device, inputs)
+                micro = batch.pack(responses, world.device)
                 logp, _ = policy(micro)
-                loss, _ = policy_loss(logp, **micro.inputs)
+                loss, _ = loss_of(logp, micro.token_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.token_T] = logp.detach().cpu()
+                logp_T[micro.token_T] = logp.detach()
             common.clip_and_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since shares and extremes of micro-batches do not add up
-    inputs["logp_T"] = world.all_reduce(logp_T)
-    loss, seen = policy_loss(**inputs)
-    clipped_T = seen["clipped_T"]
-    high = (clipped_T & (inputs["advantage_T"] > 0)).double().mean().item()  # of all tokens, trained or not
-    low = (clipped_T & (inputs["advantage_T"] < 0)).double().mean().item()
+    logp_T = world.all_reduce(logp_T)
+    loss, per_token = loss_of(logp_T)
+    clipped_T = per_token["clipped_T"]
+    high = (clipped_T & (advantage_T > 0)).double().mean().item()  # of all tokens, trained or not
+    low = (clipped_T & (advantage_T < 0)).double().mean().item()
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "clip_fraction": high + low,
@@ -282,7 +279,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
     if trained_T.any():
-        ratio_T = seen["ratio_T"][trained_T]
+        ratio_T = per_token["ratio_T"][trained_T]
         metrics["ratio_min"] = ratio_T.min().item()
         metrics["ratio_mean"] = ratio_T.mean().item()
         metrics["ratio_max"] = ratio_T.max().item()
@@ -292,7 +289,16 @@ def learn(policy, optimizer, batch, tokenizer, record):
         metrics["segments_per_response"] = len(trained_S) / trained_R.sum().item()
         if args.clip == "entropy":
             metrics.update(clip_summary(entropy_S[trained_S], args.alpha, args.beta, args.gamma))
-    return metrics, {**inputs, **seen, "entropy_T": entropy_T, "trained_T": trained_T}
+    per_token |= {
+        "logp_T": logp_T,
+        "old_logp_T": old_logp_T,
+        "advantage_T": advantage_T,
+        "segment_T": segment_T,
+        "weight_T": weight_T,
+        "entropy_T": entropy_T,
+        "trained_T": trained_T,
+    }
+    return metrics, per_token
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -344,7 +350,7 @@ def main(args: Args) -> None:
 
         # ---- learn
         common.set_lr(optimizer, args, step)
-        learned, seen = learn(policy, optimizer, batch, tokenizer, record)
+        learned, per_token = learn(policy, optimizer, batch, tokenizer, record)
         metrics = common.drawn_metrics(drawn) | learned
 
         # ---- sync
@@ -356,7 +362,7 @@ def main(args: Args) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, seen)
+        record.training(step, batch, per_token)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:  # the checkpoint was asked for by a file `stop`

@@ -34,7 +34,7 @@ def update(script, model, budget, args, dead, table=False, change="", function="
         made = prove.step(world, module, settings, getattr(module, function), dead, changes.get(change, list))
     across = sum("group" in call.kwargs for call in all_reduce.call_args_list)  # ours names none
     metrics = {name: float(value) for name, value in made.metrics.items()} | {"optimizer_steps": made.steps}
-    found = {"gradient": made.gradient, "metrics": metrics, "seen": made.seen}
+    found = {"gradient": made.gradient, "metrics": metrics, "per_token": made.per_token}
     return found | {"mesh": world.mesh.shape, "across nodes": across}
 
 

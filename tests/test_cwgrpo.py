@@ -96,7 +96,7 @@ def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python):
     """Of truncated importance sampling, too: by autograd of the policy term in one row."""
     module, settings = prove.load(ROOT / "cwgrpo.py", ["--model", str(tiny), "--tis-cap=1.2", "--kl-coef=0"])
     made = prove.step(common.init_world(), module, settings, module.learn)
-    seen, batch = made.seen, made.batch
+    seen, batch = made.per_token, made.batch
     advantage_T = cwgrpo.advantages(batch.reward_PG).flatten()[batch.response_T]
     group_T = batch.response_T // 4
     leaf_T = seen["old_logp_T"].double().requires_grad_()

@@ -20,8 +20,8 @@ BROKEN = {  # what is replaced, by what, and the lines that fail with a word of 
         },
     ),
     "a shift": (
-        "policy_loss(logp, **micro",
-        "policy_loss(logp.roll(1), **micro",
+        "loss_of(logp, micro",
+        "loss_of(logp.roll(1), micro",
         {"log-probs": "off by one"},
     ),
 }

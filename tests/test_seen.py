@@ -29,9 +29,9 @@ def test_metrics_are_those_of_what_the_loss_saw(update, tiny, script):
     args = {"gpg": {"kl_coef": 0.04}, "sspo": tight | {"updates_per_step": 2}}.get(script, {})
     one, three = (update(ranks, script, tiny, budget=60, args=args) for ranks in (1, 3))
     metrics = one["metrics"]
-    seen = {name: x for name, x in one["seen"].items() if name.endswith("_T")}
+    seen = {name: x for name, x in one["per_token"].items() if name.endswith("_T")}
     for name, x in seen.items():
-        torch.testing.assert_close(three["seen"][name], x, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(three["per_token"][name], x, atol=1e-4, rtol=1e-4)
     trained_T = seen.pop("trained_T")
     assert set(seen) == ALWAYS | OWN[script] and {len(x) for x in seen.values()} == {len(trained_T)}
     assert trained_T.all() == (script != "sspo") and not seen["logp_T"][~trained_T].any()

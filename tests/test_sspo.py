@@ -56,7 +56,7 @@ def ours(logp, old, reward, entropy, segment, fixed=None):
     """Return the script's loss of these numbers as a function of logp_T."""
     reward_PG, length_R, response_T = literal.numbers(logp, reward)
     segment_T = flat(segment).long() + 10 * response_T
-    low_S, high_S = sspo.clip_bounds(sspo.segment_mean(flat(entropy), segment_T), ALPHA, BETA, GAMMA)
+    low_S, high_S = sspo.clip_bounds(common.mean_by(flat(entropy), segment_T), ALPHA, BETA, GAMMA)
     if fixed:
         low_S, high_S = torch.full_like(low_S, 1 - fixed), torch.full_like(high_S, 1 + fixed)
     inputs = {

@@ -111,7 +111,8 @@ def step(world, module, settings, learn, dead=(2,), change=list):
         tokenizer=tokenizer,
         record=record,
         step=5,
-        seen={},
+        per_token={},
+        inputs={},
         gradient={},
         steps=0,
         calls=[],
@@ -122,11 +123,13 @@ def step(world, module, settings, learn, dead=(2,), change=list):
         made.logp_T = output[0].detach()
 
     def note_call(logp_T, *others, **named):
-        loss, seen = policy_loss(logp_T, *others, **named)
+        loss, per_token = policy_loss(logp_T, *others, **named)
         if logp_T.requires_grad:
             common.need(loss.requires_grad, "the loss has no gradient: log-prob or ratio is detached in policy_loss")
             made.calls.append((made.logp_T, logp_T.detach(), loss.item()))
-        return loss, seen
+        else:  # of the whole step
+            made.inputs = inspect.signature(policy_loss).bind(logp_T, *others, **named).arguments
+        return loss, per_token
 
     def note_step(*_):
         made.steps += 1
@@ -138,7 +141,7 @@ def step(world, module, settings, learn, dead=(2,), change=list):
         made.metrics = learn(**{name: getattr(made, name) for name in inspect.signature(learn).parameters})
     module.policy_loss = policy_loss
     if isinstance(made.metrics, tuple):
-        made.metrics, made.seen = made.metrics
+        made.metrics, made.per_token = made.metrics
     return made
 
 
@@ -160,9 +163,9 @@ def reinforce(made, inputs):
     """Return the gradient of the REINFORCE loss -sum_t weight_t advantage_t logp_t, from a pass over all responses."""
     factor_T = inputs.get("weight_T", torch.ones(len(made.batch.response_T))) * inputs.get("advantage_T", 1)
     made.policy.zero_grad()
-    micro = made.batch.pack(range(len(made.batch.rollout_R)), "cpu", {"factor_T": factor_T})
+    micro = made.batch.pack(range(len(made.batch.rollout_R)), "cpu")
     logp_T, _ = made.policy(micro)
-    (-micro.inputs["factor_T"] * logp_T).sum().backward()
+    (-factor_T[micro.token_T] * logp_T).sum().backward()
     return gradients(made.policy)
 
 
@@ -176,7 +179,7 @@ def slope(policy_loss, inputs):
 def examine(made, policy_loss):
     """Yield lines of a step in many micro-batches, of the loss in it and of the loss of the whole step."""
     common.need(made.calls, "learn does not call policy_loss")
-    inputs = {name: made.seen[name] for name in inspect.signature(policy_loss).parameters if name in made.seen}
+    inputs = {name: made.per_token.get(name, x) for name, x in made.inputs.items()}  # a factor may have another value
     given, taken, losses = zip(*made.calls, strict=True)
     given_T = torch.cat(given)
     taken_T = torch.cat(taken)
@@ -184,7 +187,7 @@ def examine(made, policy_loss):
     look = "a shift is off by one, or they are not those of the policy's last pass"
     yield "2 log-probs that the loss takes", off < NATS, f"off by {off:.2g} nats at most", look
 
-    off = (made.seen.get("ratio_T", torch.ones(1)) - 1).abs().max().item()
+    off = (made.per_token.get("ratio_T", torch.ones(1)) - 1).abs().max().item()
     look = "old_logp_T is of other tokens or micro-batches: `score` takes all_micro_batches"
     yield "2 ratios are 1 before the first optimiser step", off < 1e-5, f"off by {off:.2g} at most", look
 
