@@ -6,37 +6,26 @@ log-probs): what a paper defines is a pure function of it, on any number of rank
 sharded. Functions have no annotations: args, world, record, policy and batch are named after their classes.
 """
 
-import fcntl
-import hashlib
-import importlib.metadata
-import io
 import json
 import math
 import os
 import random
-import shlex
 import shutil
-import sys
-import time
-from collections import ChainMap, Counter, defaultdict, namedtuple
-from contextlib import chdir, contextmanager, redirect_stderr
-from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from collections import ChainMap, Counter, namedtuple
+from contextlib import chdir
+from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, compress, count
+from itertools import accumulate, chain, compress, count
 from multiprocessing import forkserver, get_context
 from pathlib import Path
-from signal import SIG_DFL, SIG_IGN, SIGINT, SIGPROF, SIGTERM, SIGUSR1, signal
+from signal import SIGPROF
 from typing import Literal
 
-import datasets
 import numpy as np
 import pydantic
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
-import tyro
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from pebble import ProcessPool
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint
@@ -44,14 +33,17 @@ from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedTokenizerFast
 
-from tools import rows, vision
-from tools.grading import VERDICTS, begin, end_with_parent, grade, judge  # noqa: F401
+from lib import rows, vision
+from lib.grading import VERDICTS, begin, grade
+from lib.run import FIRST, World, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
+
+# isort: split
+from lib.run import Record, give_name, resume, save_checkpoint, seed_of  # noqa: F401
 
 # ---------------------------- arguments
-PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat format
+PROMPTS = {  # A text is a whole prompt, a dict the turns of a chat.
     "plain": "{problem}\n",
     "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
         "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
@@ -72,7 +64,6 @@ PROMPTS = {  # a whole prompt; or the turns of one in the tokenizer's chat forma
         "user": "{problem}",
     },
 }
-FIRST = os.environ.get("RANK", "0") == "0"  # torchrun's, before `init_world` makes a World
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
 
@@ -128,47 +119,6 @@ class Args:
     gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while it samples.
 
 
-def need(holds, message):
-    """Raise ValueError for what does not hold."""
-    if not holds:
-        raise ValueError(message)
-
-
-@contextmanager
-def naming(where):
-    """Note on an exception where it happened: a flag, a file, a row."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(where)
-        raise
-
-
-def said(error):
-    """Return in one line where an exception happened, the notes on it, and what it says."""
-    return ": ".join([*reversed(getattr(error, "__notes__", [])), str(error)])
-
-
-def parse(kind, description):
-    """Return the command line as a `kind`, or end with what is wrong with it, said by the first rank."""
-    try:
-        with redirect_stderr(sys.stderr if FIRST else io.StringIO()):
-            return tyro.cli(kind, description=description)
-    except SystemExit as end:
-        if end.code and not FIRST:
-            time.sleep(30)  # torchrun ends all ranks when one ends: the first comes before
-        raise
-
-
-def report(kind, error, trace):
-    """Say in one line what names a flag, and show the traceback of everything else."""
-    if not said(error).startswith("--"):
-        return sys.__excepthook__(kind, error, trace)
-    if not FIRST:
-        time.sleep(30)  # as in `parse`
-    print(f"\n{Path(sys.argv[0]).name}: {said(error)}\n", file=sys.stderr)
-
-
 def longest_sequence(args):
     """Return how many tokens a prompt and its response may have."""
     most = args.max_prompt_tokens + args.max_response_tokens
@@ -181,67 +131,14 @@ def prompt_format(template):
 
 
 def validate(args):
-    """Raise ValueError where flags do not fit each other. From here on errors that name a flag are said in a line."""
-    sys.excepthook = report
+    """Refuse flags that do not fit each other."""
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
     if args.keep_best or not args.steps:
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
-    need(args.eval_samples == 1 or args.eval_temperature, "--eval-samples: at --eval-temperature 0 all are the same")
+    if args.eval_samples > 1:
+        need(args.eval_temperature, "--eval-samples: at --eval-temperature 0 all are the same")
     need(args.run_dir or not args.resume, "--resume: name the run that goes on with --run-dir")
-
-
-# ---------------------------- processes
-class World(namedtuple("World", "rank size local_size device mesh")):
-    """This process among the others. `mesh` shards inside a node, of local_size, and replicates across nodes."""
-
-    def all_gather(self, thing):
-        """Return every rank's picklable `thing`, in rank order."""
-        things = [None] * self.size
-        dist.all_gather_object(things, thing)
-        return things
-
-    def decide(self, thing):
-        """Return rank 0's `thing`, on every rank: its clock and its view of the disk decide for all."""
-        return self.all_gather(thing)[0]
-
-    def all_reduce(self, x):
-        """Add a CPU tensor over ranks, in place, and return it."""
-        dist.all_reduce(x)
-        return x
-
-
-def init_world():
-    """Join torchrun's process group, or for plain `python` make one of a single process."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    if "RANK" not in os.environ:
-        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in alone)
-    signal(SIGUSR1, SIG_IGN)  # in what this process starts, too; `resume` lets it end a run
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
-    device = torch.device("cpu")
-    backends = "gloo"
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        backends = "cpu:gloo,cuda:nccl"  # the default has none for CPU tensors
-    with naming("between nodes GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface; `ip -br addr` shows it"):
-        dist.init_process_group(backends, timeout=timedelta(minutes=5))
-    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))  # a rank may save a model
-    show = sys.excepthook  # torch has put its own around ours: the rank stands before each line
-
-    def end(*error):
-        show(*error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # vLLM would take the process group down, which waits for kernels that others may never join
-
-    sys.excepthook = end
-    mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
-    if size == local_size:
-        mesh = mesh["shard"]
-    return World(rank, size, local_size, device, mesh)
 
 
 # --------------------------------- data
@@ -256,6 +153,15 @@ class Problem:
     graded_by: tuple = ()
     image: vision.Picture = None
     origin: str = ""
+
+    @property
+    def cost(self):
+        """How many tokens the prompt has, and patches its image."""
+        return len(self.prompt_ids) + (self.image.patches if self.image else 0)
+
+    def for_sampler(self):
+        """Return the prompt as vLLM takes it."""
+        return vision.for_sampler(self) if self.image else {"prompt_token_ids": self.prompt_ids}
 
 
 def load_data(args, tokenizer):
@@ -295,13 +201,14 @@ def load_problems(source, tokenizer, args, flag):
                 left_out["spells a special token"] += 1
                 continue
             if "reward_model" in row and not args.image_column and text in texts:
-                left_out["repeated"] += 1  # verl's layout: DAPO has each a hundred times
+                left_out["repeated"] += 1  # DAPO has each problem a hundred times.
                 continue
             texts.add(text)
-            image = vision.picture_of(row, tokenizer, args)
-            if image:
+            image = None
+            if row.get(args.image_column):
+                image = vision.picture_of(row, tokenizer, args)
                 turns[-1]["content"] = image.text + turns[-1]["content"]
-            if args.reward == "math" or args.reward.endswith(":math_verify"):  # both are graded by answer and text
+            if args.reward == "math" or args.reward.endswith(":math_verify"):
                 answer = rows.reference_of(row, args.answer_column)
                 graded_by = (answer, text)
             else:
@@ -320,7 +227,7 @@ def load_problems(source, tokenizer, args, flag):
         f"{flag} {source}: no usable row; {left}; --answer-column names one of {list(row)}; --max-prompt-tokens",
     )
     if FIRST:
-        first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
+        first = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
         print(
             f"{flag} {source}: {len(problems)} problems; {left}; the first prompt: {first!r}, its answer: "
             f"{problems[0].answer!r}"
@@ -328,7 +235,7 @@ def load_problems(source, tokenizer, args, flag):
     return problems
 
 
-@cache  # once for all sets
+@cache  # Several sets share a tokenizer.
 def use_own_file(tokenizer):
     """Let a tokenizer do what its tokenizer.json says, which transformers 5 replaces for some kinds of models."""
     if Path(tokenizer.name_or_path, "tokenizer.json").exists():
@@ -361,24 +268,19 @@ def prompt_of(turns, template, tokenizer, options="{}"):
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def seed_of(*parts):
-    """Return a 63-bit hash of the parts, the same in every process; near neighbours share nothing."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
-
-
 def problems_from(problems, args, position):
     """Return P problems from a position on; every pass over the data has its own order. Their keys seed samples."""
-    asked = {}
+    prompts = {}
     for p in range(args.prompts_per_step):
         epoch, number = divmod(position + p, len(problems))
-        if not p or not number:  # else it is the same pass over the data
+        if not p or not number:  # A new pass over the data has a new order.
             order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
-        asked["train", position, p] = problems[order[number]]
-    return asked
+        prompts["train", position, p] = problems[order[number]]
+    return prompts
 
 
 # ------------------------------ sampler
-VLLM = {  # environment variables, unless set
+VLLM = {  # Environment variables; those that the user has set stay.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -388,8 +290,8 @@ VLLM = {  # environment variables, unless set
     "PYTHONSAFEPATH": "1",  # vLLM starts a `python -m`, which would import from the current folder
 }
 
-# A response as sampled: its tokens (with the stop token) and the sampler's log-probs, or NaN where none were asked for,
-# arrays; its text; was it cut off
+# A response as sampled: arrays of its tokens, the stop token among them, and of the sampler's log-probs, which are NaN
+# where none were asked for; its text; whether it was cut off.
 Rollout = namedtuple("Rollout", "ids logp text truncated")
 
 
@@ -417,23 +319,24 @@ class Sampler:
     def __init__(self, folder, tokenizer, args, world):
         os.environ.update(VLLM | os.environ)
         self.sleeps = cuda = world.device.type == "cuda"
-        # else vLLM compiles for seconds before the first token
+        # On a CPU vLLM would compile for seconds before the first token.
         torch._dynamo.config.disable = not cuda
         from vllm import LLM
 
         self.world = world
         self.dtype = compute_dtype(args, world)
         self.tokenizer = tokenizer
-        self.stop = stop_tokens(tokenizer)  # vLLM adds the model's own
+        self.stop = stop_tokens(tokenizer)  # vLLM stops at the model's own, too.
         config = config_of(folder)
         sees = hasattr(config, "vision_config")
-        # Level of sleep: at 2 vLLM 0.32 loses the zeros that follow an image's positions.
+        # A sleep of level 2 frees more, but vLLM 0.32 then loses the zeros that follow an image's positions.
         self.level = 1 if sees else 2
         lm = empty_model(config)
         self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
-            """vLLM takes this class, and changes it in place, if it has no model of its own for the kind."""
+            """For a kind that vLLM has no model of its own for it takes the class that transformers has registered, and
+            changes it in place: without a class of its own, that would be the policy's."""
 
         transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
         self.llm = LLM(
@@ -446,27 +349,26 @@ class Sampler:
             distributed_executor_backend="external_launcher",
             enable_sleep_mode=cuda,
             enforce_eager=not cuda,
-            enable_chunked_prefill=cuda,  # on a CPU vLLM 0.32 cannot rewind a seed after one
+            enable_chunked_prefill=cuda,  # On a CPU vLLM 0.32 cannot rewind a seed after it.
             load_format="dummy",
             logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # a model's own top-p or penalty: samples off-policy
+            generation_config="vllm",  # A model's own may have a top-p or a penalty.
             # On a CPU vLLM 0.32 does not reload a tied head; the policy, too, computes logits in float32.
             hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
             skip_tokenizer_init=not sees,
-            **vision.engine_settings(args, cuda),
+            **(vision.engine_settings(args, cuda) if sees else {}),
         )
         self.sleep()
 
-    def sample(self, asked, n, temperature, args, top_p=1.0, scored=1):
-        """Sample n responses to each problem, top-k off; return the groups on every rank. A seed hashes --seed, the
-        problem's key and the response's number: on CPUs samples do not depend on ranks. The first `scored` responses of
-        a group, or with --tis-cap all, have log-probs: all take a fifth of the time of vLLM's host (profiled on a CPU).
-        """
+    def sample(self, prompts, n, temperature, args, top_p=1.0, scored=1):
+        """Sample n responses to each of `prompts`, problems by their keys; return the groups on every rank. A seed
+        hashes --seed, the problem's key and the response's number: on CPUs samples do not depend on ranks. The first
+        `scored` responses of a group, or with --tis-cap all, have log-probs: all take a fifth of a CPU's time."""
         from vllm import SamplingParams
 
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
-        mine = [(key, g) for key in list(asked)[engine::engines] for g in range(n)]
+        mine = [(key, g) for key in list(prompts)[engine::engines] for g in range(n)]
         params = [
             SamplingParams(
                 temperature=temperature,
@@ -480,8 +382,11 @@ class Sampler:
             )
             for key, g in mine
         ]
-        prompts = [vision.for_sampler(asked[key]) for key, _ in mine]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [prompts[key].for_sampler() for key, _ in mine],
+            params,
+            use_tqdm=False,
+        )
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
             only = output.outputs[0]
@@ -495,7 +400,7 @@ class Sampler:
                 cut,
             )
         rollout_of = ChainMap(*self.world.all_gather(rollout_of))
-        return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in asked.items()]
+        return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in prompts.items()]
 
     def load(self, weights):
         """Load a policy or (name, tensor) pairs. Raises ValueError for wrong names: vLLM ignores a missing layer."""
@@ -511,10 +416,11 @@ class Sampler:
                     yield "lm_head.weight", tensor
 
         if self.sleeps:
-            torch.cuda.empty_cache()  # the engine maps memory that torch must not hoard
+            torch.cuda.empty_cache()  # Torch's cache holds memory that the engine needs.
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
-        need(sent == self.expected, f"vLLM has no or wants other weights: {sent ^ self.expected}")
+        if sent != self.expected:
+            raise ValueError(f"vLLM has no or wants other weights: {sent ^ self.expected}")
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
@@ -533,23 +439,24 @@ class Sampler:
 def sampler_gap(logp_T, sampler_logp_T, record):
     """Return how far trainer and sampler differ, mean and max |difference| (nats), on trained tokens that have both
     log-probs. Raises ValueError if the mean is not rounding in the first step of a process that has some."""
-    known_T = ~sampler_logp_T.isnan()  # NaN: not asked for
+    known_T = ~sampler_logp_T.isnan()  # Where none were asked for they are NaN.
     if not known_T.any():
         return {}
     gap = (logp_T - sampler_logp_T)[known_T].double().abs().numpy()
     mean = gap.mean()
+    limit = 0.1 if compute_dtype(record.args, record.world) == torch.bfloat16 else 0.01  # nats
     need(
-        not mean > record.gap_limit,  # NaN is no gap: updates without a finite gradient are skipped
+        record.gap_checked or not mean > limit,  # NaN is no gap: updates without a finite gradient are skipped
         f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step: see "
         "docs/running.md",
     )
-    record.gap_limit = math.inf  # what comes later has other causes
+    record.gap_checked = True  # A larger gap in a later step has other causes.
     return {"gap_mean": mean, "gap_max": gap.max()}
 
 
-def first_valid(drawn, valid_P, count, updates=1):
+def choose_groups(drawn, valid_P, count, updates=1):
     """Return `count` groups: of a single draw all, in their order; else the first valid ones, and if they are too few,
-    invalid ones of the last draw, of both an equal share for each update."""
+    zero-advantage ones of the last draw, of both an equal share for each update."""
     if len(drawn) == count:
         return drawn
     kept = [*compress(drawn, valid_P)]
@@ -558,7 +465,8 @@ def first_valid(drawn, valid_P, count, updates=1):
 
 
 def valid(reward_PG):
-    """Return valid_P: which groups have rewards that differ by more than rounding, and so a gradient."""
+    """Return valid_P: which groups have rewards that differ by more than rounding. The others are zero-advantage
+    groups, which have no gradient."""
     return ((reward_PG - reward_PG[:, :1]).abs() > 1e-9).any(1)
 
 
@@ -570,7 +478,7 @@ class Verifier:
     def __init__(self, args, world, sets=()):
         self.world = world
         self.reward = args.reward
-        self.seconds = args.reward_seconds  # on the clock: a process may get a tenth of a core
+        self.seconds = args.reward_seconds  # by the clock: a process may get a tenth of a core
         with chdir(Path(__file__).parent):  # where Python 3.11's server finds this file and no other folder's
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
@@ -651,7 +559,7 @@ def drawn_metrics(groups):
     return metrics
 
 
-# A row of packed tokens for the model, and how it hangs together with the step's *_T; `Batch.pack` draws it.
+# A row of packed tokens for the model, and where its response tokens stand; `Batch.pack` draws a picture of it.
 MicroBatch = namedtuple("MicroBatch", "row index_T target_T token_T")
 
 
@@ -662,15 +570,17 @@ class Batch:
     def __init__(self, groups):
         self.groups = groups
         self.reward_PG = torch.stack([group.reward_G for group in groups])
+        self.valid_P = valid(self.reward_PG)
         self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         lengths = [len(rollout.ids) for rollout in self.rollout_R]
         self.length_R = torch.tensor(lengths)
-        self.cost_R = self.length_R + torch.tensor([vision.cost(groups[p].problem) for p in self.group_R])
-        self.response_T = torch.repeat_interleave(self.length_R)  # 0 0 0 1 1 …
+        self.cost_R = self.length_R + torch.tensor([groups[p].problem.cost for p in self.group_R])
+        self.response_T = torch.repeat_interleave(self.length_R)  # Such as 0 0 0 1 1.
         self.entry_R = torch.arange(len(self.response_T)).split(lengths)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-        # Each row has one of these prompts, even a row without responses: ranks run layers and vision tower together.
+        # Ranks run the layers together, and the vision tower. So each row, even one without responses, has a prompt,
+        # and an image if the step has any.
         self.required = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
@@ -680,7 +590,7 @@ class Batch:
         bundle costs at most an eighth of a rank's load, or micro-batches could not be balanced. Then bundles are put,
         the most costly first, into the emptiest micro-batch. There are as few rounds of a micro-batch for each rank as
         it takes for all to stay within `budget` packed tokens, or within the longest response with its prompt."""
-        most = min(budget, int(self.cost_R[chosen_R].sum()) // (8 * world.size))  # for balance
+        most = min(budget, int(self.cost_R[chosen_R].sum()) // (8 * world.size))
         bundles = []
         costs = []
         group = None
@@ -698,13 +608,13 @@ class Batch:
         for rounds in count(fewest):
             loads = np.zeros(rounds * world.size, int)
             bins = [[] for _ in loads]
-            for n in np.argsort(-np.array(costs), kind="stable"):  # longest first, to the emptiest
+            for n in np.argsort(-np.array(costs), kind="stable"):  # the most costly first
                 number = loads.argmin()
                 bins[number] += bundles[n]
                 loads[number] += costs[n]
             if loads.max(initial=0) <= budget:
                 break
-        fullest = np.argsort(-loads, kind="stable")  # those of a round cost about the same
+        fullest = np.argsort(-loads, kind="stable")  # Ranks take neighbours at a time.
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def split(self, updates):
@@ -731,11 +641,15 @@ class Batch:
         if self.required.isdisjoint(prompts):
             prompts.append(min(self.required))
         problems = [self.groups[p].problem for p in prompts]
-        pieces = [problem.prompt_ids for problem in problems] + [self.rollout_R[r].ids for r in responses]
+        pieces = [problem.prompt_ids for problem in problems]
+        pieces += [self.rollout_R[r].ids for r in responses]
         ids_N = torch.from_numpy(np.concatenate(pieces))
         place_N = torch.arange(len(ids_N))
         keys = list(place_N.split([len(piece) for piece in pieces]))
-        positions = [vision.positions(problem) for problem in problems]
+        sees = any(problem.image for problem in problems)
+        positions = [torch.arange(len(problem.prompt_ids)).repeat(3, 1) for problem in problems]
+        if sees:
+            positions = [vision.positions(problem) for problem in problems]
         for n, r in enumerate(responses, len(prompts)):
             prompt = prompts.index(self.group_R[r])
             keys[n] = torch.cat([keys[prompt], keys[n]])
@@ -745,11 +659,13 @@ class Batch:
         position_3N = torch.cat(positions, 1)
         row = BatchFeature({"input_ids": ids_N[None], "position_ids": position_3N[:1], "key_N": key_N})
         token_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
-        first = len(ids_N) - len(token_T)  # the place where responses begin
-        vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
-        for side, parts in (("q", pieces), ("k", keys)):  # queries, keys
+        first = len(ids_N) - len(token_T)  # Here the responses begin.
+        if sees:
+            vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
+        for side, parts in (("q", pieces), ("k", keys)):  # transformers' names for queries and keys
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, parts))
+        # A response token's place is predicted from the place that its piece sees just before it.
         index_T = key_N[:-1][key_N[1:] >= first].to(device)
         target_T = ids_N[first:].to(device)
         return MicroBatch(row.to(device), index_T, target_T, token_T)
@@ -761,11 +677,11 @@ def packed_attention(
 ):
     """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
     key_N lists the places that each piece sees, its prompt's before its own: the causal window ends with the keys."""
-    if key_N is not None:  # with several threads key[:, :, key_N] would sum gradients in any order
+    if key_N is not None:  # Threads would sum the gradient of key[:, :, key_N] in any order.
         key = key.index_select(2, key_N)
         value = value.index_select(2, key_N)
     if query.is_cuda and query.dtype == torch.bfloat16:
-        from torch.nn.attention.varlen import varlen_attn  # neither a CPU nor float32 has it
+        from torch.nn.attention.varlen import varlen_attn  # It exists for bf16 on GPUs alone.
 
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         out = varlen_attn(
@@ -794,7 +710,7 @@ transformers.AttentionInterface.register("packed", packed_attention)
 # With "flash" in the name, vision towers tell where their sequences end.
 transformers.AttentionInterface.register("packed_flash", packed_attention)
 
-# elements in a chunk of the head; each chunk writes a whole gradient of the head's weights
+# Logits in a chunk of the head. Each chunk writes a whole gradient of the head's weights, so few are faster.
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 
@@ -873,14 +789,16 @@ class Policy(torch.nn.Module):
         temperature, on the CPU, where the paper's functions run. Both have gradients."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
-        embedding_1NH = vision.embed(self.model, row, embeddings(row.pop("input_ids")))
+        embedding_1NH = embeddings(row.pop("input_ids"))
+        if "pixel_values" in row:
+            embedding_1NH = vision.embed(self.model, row, embedding_1NH)
         hidden_NH = self.model(inputs_embeds=embedding_1NH, **row, use_cache=False).last_hidden_state[0]
         weight_VH = (self.lm_head or embeddings).weight
-        if hidden_NH.is_cpu:  # where bf16 is slow
+        if hidden_NH.is_cpu:  # A CPU multiplies bf16 more slowly than float32.
             hidden_NH = hidden_NH.float()
             weight_VH = weight_VH.float()
         size = LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH)
-        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order
+        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # Indexing sums gradients in any order.
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [Head.apply(hidden_TH, weight_VH, target_T, self.temperature) for hidden_TH, target_T in chunks]
         logp_T, entropy_T = map(torch.cat, zip(*parts, strict=True))
@@ -898,7 +816,7 @@ def model_class(config):
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
-# of a model: never the attention that a config.json names, nor code of its own
+# How a model is made: never with the attention that its config.json names, nor with code of its own.
 AS_OURS = {"dtype": torch.float32, "attn_implementation": "packed", "trust_remote_code": False}
 
 
@@ -919,7 +837,7 @@ def model_folder(args):
         transformers.logging.disable_progress_bar()
         need([*folder.glob("tokenizer*")], "it has no files of a tokenizer")
         text = config_of(folder).get_text_config()
-        # The policy sees all of a sequence, and where a window or LongRoPE's longer angles begin, vLLM does not.
+        # The policy sees a whole sequence, in the same way. Beyond a window, or LongRoPE's first angles, vLLM does not.
         context = min(text.max_position_embeddings, getattr(text, "sliding_window", None) or math.inf)
         if "longrope" in text.rope_parameters.values():
             context = text.rope_parameters["original_max_position_embeddings"]
@@ -933,34 +851,40 @@ def read_weights(folder):
     config = config_of(folder)
     lm, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **AS_OURS)
     unlike = [name for names in info.values() for name in names]
-    if config.tie_word_embeddings and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
-        unlike.append("lm_head.weight: tie_word_embeddings must be false")  # transformers has not tied it, we would
+    tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+    if config.tie_word_embeddings and not tied:
+        unlike.append("lm_head.weight: tie_word_embeddings must be false")  # There is a head.
     need(not unlike, f"--model {folder}: its files and its config.json differ in weights such as {unlike[:2]}")
     return Policy(lm, 1.0).state_dict()
 
 
 def load_policy(folder, args, world):
     """Return the policy, sharded; rank 0 reads the weights for all. Weights and reductions are float32."""
-    lm = empty_model(config_of(folder))
-    units = [*lm.get_decoder().layers, *vision.prepare(lm.model, args)]
-    policy = Policy(lm, args.temperature).eval()  # without dropout, which the sampler does not have
+    config = config_of(folder)
+    lm = empty_model(config)
+    units = [*lm.get_decoder().layers]
+    if hasattr(config, "vision_config"):
+        units += vision.prepare(lm.model, args)
+    policy = Policy(lm, args.temperature).eval()  # The sampler has no dropout.
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable()
         for unit in units:
-            unit.training = True  # else it is not recomputed; dropout is inside of it
+            unit.training = True  # In eval mode it would not be; dropout, inside, stays off.
     if torch.cuda.is_available():
-        torch._dynamo.config.specialize_float = True  # else the norms' eps would be an input
+        # One graph for all lengths, with the norms' eps as a constant. Going back, it repeats what takes no product.
+        torch._dynamo.config.specialize_float = True
+        torch._functorch.config.activation_memory_budget = 0.9
         for unit in units:
-            unit.compile(dynamic=True)  # else lengths would be compiled twice
-        torch._functorch.config.activation_memory_budget = 0.9  # what takes no product is repeated going back
+            unit.compile(dynamic=True)
     dtype = compute_dtype(args, world)
-    # lm_head stays in the root's unit: else it would be gathered for each chunk, and ranks have other numbers of them
+    # lm_head stays in the root's unit. In one of its own it would be gathered for each chunk of logits, of which ranks
+    # have different numbers, and so they would wait for each other.
     for module in (*units, policy):
         fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     policy.to_empty(device=world.device)
     for parameter in policy.parameters():
         parameter._is_hf_initialized = True
-    policy.apply(lm._init_weights)  # so only of the buffers, which no checkpoint has
+    policy.apply(lm._init_weights)  # This makes the buffers, which no checkpoint has.
     weights = read_weights(folder) if world.rank == 0 else {}
     options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     sharded.set_model_state_dict(policy, weights, options=options)
@@ -972,14 +896,21 @@ def adamw(policy, lr, args):
     return torch.optim.AdamW(policy.parameters(), lr, args.adam_betas, weight_decay=args.weight_decay, fused=True)
 
 
-def set_lr(optimizer, args, step):
-    """Set the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine that would reach its
-    floor a step after the last, so that no step has rate 0."""
-    for group in optimizer.param_groups:
-        group["initial_lr"] = args.lr
+def learning_rate(args, step):
+    """Return the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine that would reach
+    its floor a step after the last, so that no step has rate 0."""
     warm_up = args.lr_warmup * args.steps
-    schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup
-    schedule(optimizer, warm_up, args.steps + 1, last_epoch=step - 1, min_lr_rate=args.lr_floor)
+    if step < warm_up:
+        return args.lr * (step / max(1, warm_up))
+    progress = (step - warm_up) / max(1, args.steps + 1 - warm_up)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return args.lr * (cosine * (1 - args.lr_floor) + args.lr_floor)
+
+
+def set_lr(optimizer, args, step):
+    """Set the learning rate of a step."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(args, step)
 
 
 def passes(policy, micro_batches):
@@ -992,7 +923,8 @@ def passes(policy, micro_batches):
 
 def clip_and_step(policy, optimizer, record, name="grad_norm"):
     """Scale the gradient down to --max-grad-norm and make an optimiser's step, or say that its norm is not finite."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), record.args.max_grad_norm).full_tensor().item()
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), record.args.max_grad_norm)
+    norm = norm.full_tensor().item()
     if math.isfinite(norm):
         optimizer.step()
         record.norms[name].append(norm)
@@ -1001,23 +933,23 @@ def clip_and_step(policy, optimizer, record, name="grad_norm"):
         record.say(f"an update is skipped: its gradient is not finite (norm {norm}); try a smaller --lr")
 
 
-def score(policy, batch, micro_batches, record, phase):
+def logprobs(policy, batch, micro_batches_by_update, record, phase):
     """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. They
     are equal to the bit to what the first update computes in the same micro-batches."""
     world = record.world
-    score_2T = torch.zeros(2, len(batch.response_T))
+    both_2T = torch.zeros(2, len(batch.response_T))  # log-probs and entropies
     # On a GPU autograd records, although nothing goes back: without it the compiler would make other kernels.
     with record.phase(phase), torch.set_grad_enabled(world.device.type == "cuda"):
-        home = next(policy.parameters()).device  # a reference waits in the host's memory
-        waiting = {parameter: parameter.detach() for parameter in policy.parameters()}
+        home = next(policy.parameters()).device  # A reference model waits in the host's memory.
+        shards = {parameter: parameter.detach() for parameter in policy.parameters()}
         policy.to(world.device)
-        for responses in micro_batches:
+        for responses in chain(*micro_batches_by_update):
             micro = batch.pack(responses, world.device)
-            score_2T[:, micro.token_T] = torch.stack(policy(micro)).detach()
-        # FSDP2 reshards when it is moved, even to where it is. Else its root would stay gathered, and the next pass
-        # compute with weights from before the optimiser's step. The weights have not changed: their shards are there.
-        policy._apply(lambda x: waiting[x] if x in waiting else x.to(home))
-    return world.all_reduce(score_2T)
+            both_2T[:, micro.token_T] = torch.stack(policy(micro)).detach()
+        # FSDP2 leaves its root gathered after a forward pass, so the next would compute with weights from before the
+        # optimiser's step. It reshards when it is moved, even to where it is: here to the shards that were there.
+        policy._apply(lambda x: shards[x] if x in shards else x.to(home))
+    return world.all_reduce(both_2T)
 
 
 def tis_factor(logp_T, sampler_logp_T, cap):
@@ -1031,8 +963,8 @@ def full_weights(policy, dtype):
         if isinstance(unit, FSDPModule):
             unit.unshard()
             for name, parameter in unit.named_parameters(path):
-                if not isinstance(parameter, dist.tensor.DTensor):  # of a unit inside
-                    yield name, parameter.detach().to(dtype, copy=True)  # outlives the unit
+                if not isinstance(parameter, dist.tensor.DTensor):  # Those are of a unit inside.
+                    yield name, parameter.detach().to(dtype, copy=True)  # It outlives the unit.
             unit.reshard()
 
 
@@ -1040,7 +972,7 @@ def save_model(policy, folder, source, dtype, world):
     """Write a model folder: the files of `source` as they are, but for the weights and their type in config.json."""
     weights = {}
     for name, tensor in full_weights(policy, dtype):
-        if world.rank == 0:  # models that see have decoder and tower a level higher in safetensors
+        if world.rank == 0:  # The files of models that see name decoder and tower a level higher.
             weights[name.replace(".language_model", "").replace("model.visual", "visual")] = tensor.cpu()
     if world.rank == 0:
         partial = folder.with_suffix(".partial")
@@ -1055,7 +987,7 @@ def save_model(policy, folder, source, dtype, world):
         generation = {"eos_token_id": config.get("eos_token_id")}
         if file.exists():
             generation.update(json.loads(file.read_text()))
-        ends = stop_tokens(AutoTokenizer.from_pretrained(source))  # as in training
+        ends = stop_tokens(AutoTokenizer.from_pretrained(source))  # They are added, as in training.
         ends.update(np.atleast_1d(generation["eos_token_id"]).tolist())
         generation["eos_token_id"] = sorted(ends - {None})
         file.write_text(json.dumps(generation, indent=2))
@@ -1074,16 +1006,6 @@ def finish(policy, source, dtype, record):
     )
 
 
-def give_name(partial, final):
-    """Give a folder that is whole its name. What had the name goes afterwards, so that a kill loses neither."""
-    old = final.with_suffix(".old")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)  # of a kill
-        final.rename(old)
-    partial.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 # --------------------------- evaluation
 def pass_at_k(correct_PN, k):
     """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
@@ -1098,22 +1020,22 @@ def evaluate(held_out, sampler, verifier, record, step):
     each time. Write samples/, return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
     args = record.args
     n = args.eval_samples
-    asked = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
+    prompts = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
     with record.phase("evaluate"):
-        sampled = sampler.sample(asked, n, args.eval_temperature, args)
+        sampled = sampler.sample(prompts, n, args.eval_temperature, args)
         verify(verifier, sampled)
     graded = iter(sampled)
     metrics = {}
     for name, problems in held_out.items():
         groups = [next(graded) for _ in problems]
         drawn = drawn_metrics(groups)
-        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # a reward of one's own may be a fraction
-        found = {f"avg@{n}": drawn["reward"]}
+        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # It may be a fraction.
+        figures = {f"avg@{n}": drawn["reward"]}
         for power in range(1, n.bit_length()):
-            found[f"pass@{2**power}"] = pass_at_k(correct_PN, 2**power)
-        record.say(f"{name} after step {step}: " + ", ".join(f"{what} {value:.3f}" for what, value in found.items()))
-        found["length"] = drawn["response_length"]
-        for what, value in found.items():
+            figures[f"pass@{2**power}"] = pass_at_k(correct_PN, 2**power)
+        record.say(f"{name} after step {step}: " + ", ".join(f"{what} {value:.3f}" for what, value in figures.items()))
+        figures["length"] = drawn["response_length"]
+        for what, value in figures.items():
             metrics[f"eval/{name}/{what}"] = value
         record.samples(f"{name}-step{step:05d}", groups)
     record.heading = ""
@@ -1126,293 +1048,3 @@ def keep_best(policy, source, dtype, metrics, record):
     if record.args.keep_best and total > record.best:
         record.best = total
         save_model(policy, record.folder / "best", source, dtype, record.world)
-
-
-# --------------------------- checkpoint
-def checkpoints_of(folder):
-    """Return the checkpoints in a folder, oldest first; what has a suffix is being written or deleted, or another's."""
-    return sorted(folder.glob("step-" + 5 * "[0-9]"))
-
-
-def save_checkpoint(policy, optimizer, step, position, record):
-    """Write checkpoints/step-<step>, which is whole once it has this name, if one is due. The newest ones of
-    --checkpoint-every stay; one that the clock or a file `stop` asked for stays until the next is written."""
-    world = record.world
-    if not record.checkpoint_due(step):
-        return
-    final = record.folder / "checkpoints" / f"step-{step:05d}"
-    partial = final.with_suffix(".partial")
-    if world.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state = {"policy": sharded.get_model_state_dict(policy)}
-    if optimizer.state:  # else asking for it would make it, as if a step had been taken
-        state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)["state"]
-    writer = dcp.HuggingFaceStorageWriter(partial, save_distributed=True)
-    # else a GPU's tensors go through pinned buffers, which the host keeps
-    writer.per_thread_copy_ahead = 0
-    dcp.save(state, storage_writer=writer)
-    if world.rank == 0:  # every rank's shards are on the disk
-        manifest = {
-            "step": step,
-            "position": position,
-            "best": record.best,
-            "seconds": time.time() - record.started,
-            "metrics": (record.folder / "metrics.jsonl").stat().st_size,
-        }
-        (partial / "manifest.json").write_text(json.dumps(manifest))
-        give_name(partial, final)
-        there = checkpoints_of(final.parent)
-        planned = [each for each in there if int(each.name[5:]) % record.args.checkpoint_every == 0]
-        for old in {*there} - {*planned[-record.args.checkpoints_kept :], final}:
-            shutil.rmtree(old)
-    record.saved = time.time()
-    dist.barrier()
-
-
-def resume(policy, optimizer, record):
-    """With --resume load the newest checkpoint; return its step and position in the data, else 0 and 0."""
-    # Rank 0 has something to say; on the others a Python function would only wait for what runs in CUDA.
-    end = SIG_DFL if record.world.rank else record.interrupt
-    signal(SIGINT, end)
-    signal(SIGTERM, end)
-    signal(SIGUSR1, record.ask_to_stop)
-    record.say(f"{record.args.model} is loaded; {record.world.size} x {record.world.device.type}")
-    if not record.args.resume:
-        return 0, 0
-    found = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
-    if not found:
-        record.say("the run has no checkpoint: it starts over")
-        (record.folder / "metrics.jsonl").unlink(missing_ok=True)
-        return 0, 0
-    newest = found[-1]
-    reader = dcp.HuggingFaceStorageReader(newest)
-    dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
-    moments = sharded.get_optimizer_state_dict(policy, optimizer)
-    for state in moments["state"].values():
-        state["step"].zero_()  # it stays where no update had a gradient: a tower before any image
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
-    sharded.set_optimizer_state_dict(policy, optimizer, moments)
-    manifest = json.loads((newest / "manifest.json").read_text())
-    os.truncate(record.folder / "metrics.jsonl", manifest["metrics"])  # later steps come again
-    record.started -= manifest["seconds"]
-    record.best = manifest["best"]
-    record.ends = [time.time()]
-    record.say(f"resumed from {newest}")
-    return manifest["step"], manifest["position"]
-
-
-# ------------------------------- record
-MAY_CHANGE = {  # when a run is resumed; --steps, too, where the learning rate is constant
-    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "max_num_seqs",
-    "micro_batch_tokens", "activation_checkpointing", "gpu_memory_utilization", "tensor_parallel", "track",
-}  # fmt: skip
-COLUMNS = {  # in the line of a step, where the script has them
-    "reward": "reward",
-    "response_length": "length",
-    "entropy": "entropy",
-    "clip_fraction": "clip",
-    "grad_norm": "grad norm",
-    "seconds/sample": "sample s",
-    "seconds/update": "update s",
-    "seconds": "step s",
-    "left": "left min",
-}
-
-
-def open_run(folder, args, world):
-    """Make the folder, run.json and code/1, or /2 if a run goes on with other code; return a file that is locked until
-    this process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
-    file = folder / "run.json"
-    flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
-    codes = []
-    if file.exists():
-        need(args.resume, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
-        before = json.loads(file.read_text())
-        codes = before["code"]
-        constant = args.lr_warmup == 0 and args.lr_floor == 1
-        for name, old in before["args"].items():
-            fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
-            need(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {flags.get(name)!r}")
-    (folder / "samples").mkdir(parents=True, exist_ok=True)
-    lock = open(folder / "lock", "w")  # noqa: SIM115  closing it would unlock the folder
-    with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    (folder / "stop").unlink(missing_ok=True)  # of a start that was killed before it saw it
-    code = hashlib.sha256(Path(sys.argv[0]).read_bytes() + Path(__file__).read_bytes()).hexdigest()
-    if code not in codes[-1:]:
-        codes.append(code)
-        if len(codes) > 1:
-            print("the code has changed since the run was started: code/ has every script and common.py that ran")
-        kept = folder / "code" / f"{len(codes)}"
-        kept.mkdir(parents=True, exist_ok=True)
-        shutil.copy(sys.argv[0], kept)
-        shutil.copy(__file__, kept)
-    info = {
-        "command": shlex.join(sys.argv),
-        "args": flags,
-        "code": codes,
-        "versions": {each.name: each.version for each in importlib.metadata.distributions()},
-    }
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps(info, indent=2))
-    new.rename(file)
-    return lock
-
-
-class Record:
-    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
-
-    def __init__(self, args, world):
-        experiment = os.environ.get("EXPERIMENT", Path(sys.argv[0]).stem)
-        name = f"{experiment}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        self.args = args
-        self.world = world
-        self.folder = Path(args.run_dir or f"runs/{name}")
-        self.started = self.saved = time.time()  # the run, and its last checkpoint
-        self.ends = []  # of step 0, or of reading a checkpoint, and of the steps since
-        self.best = -math.inf  # sum of avg@n over sets, for --keep-best
-        self.gap_limit = 0.1 if compute_dtype(args, world) == torch.bfloat16 else 0.01  # nats
-        self.board = None
-        self.heading = ""  # of the last step's line
-        self.start_step()
-        if world.rank == 0:
-            self.lock = open_run(self.folder, args, world)
-            if args.track:
-                import wandb
-
-                wandb.init(
-                    project=args.track,
-                    name=self.folder.name,
-                    id=f"{seed_of(str(self.folder.resolve())):x}",  # --resume goes on with the same
-                    resume="allow",
-                    config=asdict(args),
-                    sync_tensorboard=True,
-                )
-        self.folder = world.decide(self.folder)  # rank 0 has made it
-        shared = all(world.all_gather(self.folder.is_dir()))
-        need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
-        datasets.disable_progress_bars()
-        self.say(f"run folder {self.folder}; next the engine starts")
-
-    def interrupt(self, number, _):
-        """End at Ctrl-C or a SIGTERM, and say from where --resume goes on."""
-        self.say(f"stopped; --run-dir {self.folder} --resume goes on from the last checkpoint")
-        os._exit(128 + number)
-
-    def ask_to_stop(self, *_):
-        """Leave a file `stop` at a SIGUSR1, with which SLURM warns."""
-        if self.world.rank == 0:
-            (self.folder / "stop").touch()
-
-    def start_step(self):
-        """Reset what is counted in a step."""
-        self.metrics = Counter(skipped_updates=0)
-        self.norms = defaultdict(list)  # of gradients, by metric
-
-    def write(self, name, line):
-        """Add a line to a file of the run folder."""
-        if self.world.rank == 0:
-            with open(self.folder / name, "a") as file:
-                print(line, file=file)
-
-    def say(self, text):
-        """Print a line on rank 0's terminal and, with the time of day, to log.txt."""
-        if self.world.rank == 0:
-            print(text)
-        self.write("log.txt", f"{datetime.now():%H:%M:%S} {text}")
-
-    def checkpoint_due(self, step):
-        """Say whether a checkpoint comes after a step; `stopping`: the run ends there, as a file `stop` asks for."""
-        file = self.folder / "stop"
-        late = time.time() - self.saved > 60 * self.args.checkpoint_minutes
-        self.stopping, late = self.world.decide((file.exists(), late))
-        if self.stopping:
-            file.unlink(missing_ok=True)
-            self.say("a stop file: ending with a checkpoint; --resume goes on")
-        return self.stopping or late or step % self.args.checkpoint_every == 0 or step == self.args.steps
-
-    @contextmanager
-    def phase(self, name):
-        """Add a block's wall-clock seconds, GPU work included, to a phase; note a GPU's memory."""
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()  # torch's counters do not see the engine sleep
-            self.metrics[f"memory_gib/{name}"] = (total - free) / 2**30
-        self.metrics[f"seconds/{name}"] += time.perf_counter() - start
-
-    def samples(self, name, groups):
-        """Write groups to samples/<name>.txt."""
-        if self.world.rank:
-            return
-        text = ""
-        for p, group in enumerate(groups):
-            text += f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n"
-            for g, rollout in enumerate(group.rollouts):
-                text += f"\n-- response {g}: reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens\n"
-                text += rollout.text + "\n"
-        (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
-
-    def training(self, step, batch, per_token):
-        """In a step with an evaluation write the responses, and as .parquet what the loss saw: `per_token`. If no
-        group's rewards differ, write the responses to samples/no-difference.txt, over those of an earlier step."""
-        if not valid(batch.reward_PG).any():
-            self.samples("no-difference", batch.groups)
-        if self.world.rank or "seconds/evaluate" not in self.metrics:
-            return
-        name = f"train-step{step:05d}"
-        self.samples(name, batch.groups)
-        table = {
-            "group": batch.group_R,
-            "problem": [batch.groups[p].problem.text for p in batch.group_R],
-            "answer": [batch.groups[p].problem.answer for p in batch.group_R],
-            "reward": batch.reward_PG.flatten(),
-            "truncated": [rollout.truncated for rollout in batch.rollout_R],
-            "ids": [rollout.ids for rollout in batch.rollout_R],
-        }
-        for vector, x in {"sampler_logp_T": batch.sampler_logp_T, **per_token}.items():
-            if vector.endswith("_T"):
-                table[vector] = x.split(batch.length_R.tolist())
-        datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{name}.parquet")
-
-    def say_step(self, step, metrics):
-        """Say in columns how a step went."""
-        left = (self.args.steps - step) * np.diff(self.ends).mean() / 60
-        figures = metrics | {"seconds": self.ends[-1] - self.ends[-2], "left": left}
-        heading = "     step"
-        line = f"{step:>9}"
-        for name, title in COLUMNS.items():
-            if name in figures:
-                heading += f"{title:>10}"
-                line += f"{figures[name]:>10.4g}"
-        if step % 20 == 1 or heading != self.heading:  # a step without a trained response has no entropy
-            self.say(heading)
-        self.heading = heading
-        self.say(line)
-
-    def step(self, step, metrics):
-        """Write a step's metrics, with the seconds of its phases, and say how it went."""
-        if step:
-            metrics["optimizer_steps"] = len(self.norms["grad_norm"])
-        for name, norms in self.norms.items():
-            metrics[name] = np.mean(norms or 0)
-        metrics.update(self.metrics)
-        self.ends.append(time.time())
-        self.write("metrics.jsonl", json.dumps({"step": step, "time": self.ends[-1] - self.started, **metrics}))
-        if self.world.rank == 0:
-            self.board = self.board or SummaryWriter(self.folder, purge_step=step)
-            for name, value in metrics.items():
-                self.board.add_scalar(name, value, step)
-            self.board.flush()  # a run may end at once
-        if step:
-            self.say_step(step, metrics)
-        if metrics.get("zero_advantage_share") == 1:
-            self.say(
-                f"no group whose rewards differ (mean {metrics['reward']:g}): too easy, too hard, wrong --template, "
-                "--max-response-tokens or --reward; see samples/no-difference.txt"
-            )
-        self.start_step()

@@ -54,23 +54,22 @@ not say, and we chose.
 - Longer prompts are left out (ours); the released code cuts them on the left.
 - The paper's accuracy reward is a "verification function implemented in LaTeX", in the released code math_verify. Ours
   asks for a box and applies rules of its own before math_verify (docs/evaluation.md). --reward
-  tools/rewards.py:math_verify is math_verify alone, on the whole completion. The released recipe writes the prompt's
+  tasks/rewards.py:math_verify is math_verify alone, on the whole completion. The released recipe writes the prompt's
   box as \\boxed{{}}; ours is \\boxed{}.
-- A dead group is one whose rewards are all equal. With --kl-coef 0 it goes through no backward pass, but it still
-  counts in the denominators.
+- A zero-advantage group is one whose rewards are all equal. With --kl-coef 0 it goes through no backward pass, but it
+  still counts in the denominators.
 - Neither paper nor release has a setting of Clip-Cov; its authors' scripts do.
 - The released code makes one update a step, and so does the kernel here. With --updates-per-step above 1, Clip-Cov
   draws its mask for each update among the update's own tokens, by the log-probs of the policy that the update starts
   from, and the ratio is clipped to [0, 2]. Both are as its authors have them.
-- Clip-Cov's authors have no KL and leave out dead groups. So do we with --kl-coef 0. Our clip-cov-... has the KL and
-  keeps them, because the methods that it is compared with do (ours).
+- Clip-Cov's authors have no KL and leave out zero-advantage groups. So do we with --kl-coef 0. Our clip-cov-... has
+  the KL and keeps them, because the methods that it is compared with do (ours).
 - The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
   advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. c is
   computed without it.
 """
 
 import math
-from itertools import chain
 from typing import Literal
 
 import torch
@@ -135,10 +134,11 @@ class Args(common.Args):
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG):
-    """Return advantage_PG (section 2.1). The std is unbiased, and 1e-6 is added to it. A dead group gets exactly 0."""
+    """Return advantage_PG (section 2.1). The std is unbiased, and 1e-6 is added to it. A zero-advantage group, whose
+    rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6
-    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give a dead group a gradient
+    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
 
 
 def covariance(logp_T, advantage_T, response_T, group_T):
@@ -230,7 +230,7 @@ def format_reward(text: str) -> float:
 
 
 def covariance_summary(c_T):
-    """Return what Table 1 and Fig. 3 report; `learn` leaves dead groups out (ours). For each sign, the tokens are
+    """Return what Table 1 and Fig. 3 report; `learn` leaves zero-advantage groups out (ours). For each sign, tokens are
     sorted by |c|, largest first, and the mean c is taken within each band of them: 0-0.01 %, 0.01-1 %, 1-20 %, 20-40
     % and 40-100 %. A band's name has its end. covariance/cumulative@p% is the share of sum |c| that the p % of tokens
     with the largest |c| make up."""
@@ -265,8 +265,8 @@ def learn(policy, reference, optimizer, batch, step, record):
     advantage_R = advantages(batch.reward_PG).flatten().float()
     advantage_T = advantage_R[batch.response_T]
     group_T = torch.tensor(batch.group_R)[batch.response_T]
-    valid_P = common.valid(batch.reward_PG)
-    trained_R = valid_P[batch.group_R] | (args.kl_coef > 0)  # without KL a dead group has no gradient
+    valid_P = batch.valid_P
+    trained_R = valid_P[batch.group_R] | (args.kl_coef > 0)  # without KL a zero-advantage group has no gradient
     trained_T = trained_R[batch.response_T]
     update_R = batch.split(args.updates_per_step)
     weights = []
@@ -277,15 +277,14 @@ def learn(policy, reference, optimizer, batch, step, record):
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
-    all_micro_batches = list(chain(*micro_batches_by_update))
     old_logp_T = None  # the only update sees the policy that sampled
     if args.reweight != "none" or args.updates_per_step > 1 or args.tis_cap:
-        old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
+        old_logp_T, _ = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")
     tis_T = torch.ones_like(advantage_T)
     if args.tis_cap:
         tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     if reference:
-        ref_logp_T, _ = common.score(reference, batch, all_micro_batches, record, "reference")
+        ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
     # ---- the kernel, over the whole step: c, sigma and the normaliser span micro-batches and ranks
     factor_T = torch.ones_like(advantage_T)
@@ -314,7 +313,7 @@ def learn(policy, reference, optimizer, batch, step, record):
         if args.reweight == "clip-cov":
             start_logp_T = old_logp_T
             if update:  # the policy has moved since it sampled
-                start_logp_T, _ = common.score(policy, batch, micro_batches, record, "start_logp")
+                start_logp_T, _ = common.logprobs(policy, batch, [micro_batches], record, "start_logp")
             own_T = trained_T & (update_R == update)[batch.response_T]
             factor_T[own_T] = clip_cov_mask(
                 start_logp_T[own_T],
@@ -400,6 +399,7 @@ def main(args: Args) -> None:
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = common.adamw(policy, args.lr, args)
+    record.answer_signals()
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:
@@ -408,8 +408,8 @@ def main(args: Args) -> None:
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify
         with record.phase("sample"):
-            asked = common.problems_from(problems, args, position)
-            groups = sampler.sample(asked, args.group_size, args.temperature, args)
+            prompts = common.problems_from(problems, args, position)
+            groups = sampler.sample(prompts, args.group_size, args.temperature, args)
         with record.phase("verify"):
             common.verify(verifier, groups)
         if args.format_reward:
@@ -430,10 +430,11 @@ def main(args: Args) -> None:
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint
-        if step % args.eval_every == 0 or step == args.steps:
+        evaluated = step % args.eval_every == 0 or step == args.steps
+        if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, per_token)
+        record.training(step, batch, per_token, evaluated)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:  # the checkpoint was asked for by a file `stop`

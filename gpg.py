@@ -35,7 +35,7 @@ not say, and we chose. docs/gpg.md compares the paper with its released code, gi
   invalid groups of the last draw, which count in B and M. Valid groups beyond P are dropped and not counted. They are
   not carried over, because the next step's policy did not sample them and GPG has no ratio to correct for that.
 - B.4 rewards an output that is "consistent with the ground truth", and the released code asks math_verify. Ours asks
-  for a box and applies rules of its own before math_verify (docs/evaluation.md). --reward tools/rewards.py:math_verify
+  for a box and applies rules of its own before math_verify (docs/evaluation.md). --reward tasks/rewards.py:math_verify
   is math_verify alone, on the whole completion.
 - The released code takes the denominator of Eq. 5 over a device's micro-batch, and alpha of Eq. 7 over a quarter of the
   step. Both are over the whole step here, as the equations have them.
@@ -66,7 +66,6 @@ not say, and we chose. docs/gpg.md compares the paper with its released code, gi
   advantage by min(pi / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
 """
 
-from itertools import chain
 from typing import Literal
 
 import torch
@@ -110,13 +109,13 @@ class Args(common.Args):
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG, norm: str = "none"):
-    """Return advantage_PG (Eq. 6). The std of norm "group" or "batch" is unbiased, and 1e-6 is added to it. A dead
-    group, whose rewards are all equal, gets exactly 0."""
+    """Return advantage_PG (Eq. 6). The std of norm "group" or "batch" is unbiased, and 1e-6 is added to it. A
+    zero-advantage group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if norm != "none":
         std = reward_PG.std(1, keepdim=True) if norm == "group" else reward_PG.std()
         advantage_PG /= std + 1e-6  # Eq. 6
-    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give a dead group a gradient
+    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
 
 
 def alpha(reward_PG) -> float:
@@ -174,12 +173,11 @@ def learn(policy, reference, optimizer, batch, record):
     micro_batches_by_update = batch.deal_updates(batch.split(1), trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs; the loss has no ratio, so that only --tis-cap asks for the old ones
-    all_micro_batches = list(chain(*micro_batches_by_update))
     if args.tis_cap:
-        old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
+        old_logp_T, _ = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")
         advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     if reference:
-        ref_logp_T, _ = common.score(reference, batch, all_micro_batches, record, "reference")
+        ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
     def loss_of(logp_T, at=slice(None)):
         """Return policy_loss of the tokens `at` these places of the step, of which logp_T are the log-probs."""
@@ -250,6 +248,7 @@ def main(args: Args) -> None:
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = common.adamw(policy, args.lr, args)
+    record.answer_signals()
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:
@@ -260,8 +259,8 @@ def main(args: Args) -> None:
         drawn = []
         for _ in range(args.max_draws):
             with record.phase("sample"):
-                asked = common.problems_from(problems, args, position)
-                groups = sampler.sample(asked, args.group_size, args.temperature, args)
+                prompts = common.problems_from(problems, args, position)
+                groups = sampler.sample(prompts, args.group_size, args.temperature, args)
             with record.phase("verify"):
                 common.verify(verifier, groups)
             if args.format_reward:
@@ -276,7 +275,7 @@ def main(args: Args) -> None:
         else:
             record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
         sampler.sleep()
-        batch = common.Batch(common.first_valid(drawn, valid_P, args.prompts_per_step))
+        batch = common.Batch(common.choose_groups(drawn, valid_P, args.prompts_per_step))
 
         # ---- learn
         common.set_lr(optimizer, args, step)
@@ -289,10 +288,11 @@ def main(args: Args) -> None:
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint
-        if step % args.eval_every == 0 or step == args.steps:
+        evaluated = step % args.eval_every == 0 or step == args.steps
+        if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, per_token)
+        record.training(step, batch, per_token, evaluated)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:  # the checkpoint was asked for by a file `stop`

@@ -77,16 +77,16 @@ method() {  # METHOD-SIZE: into `script` and `own`, into `group` GPG's responses
 aime24=HuggingFaceH4/aime_2024 aime25=math-ai/aime25 amc23=knoveleng/AMC-23 amc83=AI-MO/aimo-validation-amc
 math500=HuggingFaceH4/MATH-500 minerva=knoveleng/Minerva-Math olympiad=knoveleng/OlympiadBench
 matharena=MathArena/brumo_2025,MathArena/hmmt_feb_2025,MathArena/hmmt_nov_2025
-math_3to5=data/understand-r1-zero/datasets/train/math_lvl3to5_8k see=tools/toy-images large=--activation-checkpointing
+math_3to5=data/understand-r1-zero/datasets/train/math_lvl3to5_8k see=tasks/toy-images large=--activation-checkpointing
 b1=--micro-batch-tokens=32768 b7="$large --micro-batch-tokens=65536"  # 1.5B, 7B: 3/4 of 8 x 80 GB
-iou=tools/rewards.py:iou flat="--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
-toy="--model=tools/toy/model --template=plain --dataset=tools/toy/train.jsonl --eval-samples=8 --eval-temperature=1
-  --eval=tools/toy/heldout.jsonl,tools/toy/harder.jsonl --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32
+iou=tasks/rewards.py:iou flat="--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
+toy="--model=tasks/toy/model --template=plain --dataset=tasks/toy/train.jsonl --eval-samples=8 --eval-temperature=1
+  --eval=tasks/toy/heldout.jsonl,tasks/toy/harder.jsonl --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32
   --max-response-tokens=96 --lr=2e-4 --steps=120"
 if [ $machine = gpu ]; then toy+=" --gpu-memory-utilization=0.1"; fi
 seen="$toy --model=$see/model --image-column=image --dataset"
-smollm="$flat --model=tools/smollm/model --template=tools/smollm.txt --dataset=tools/smollm/train.jsonl --eval-samples=8
-  --eval-temperature=1 --eval=tools/smollm/heldout.jsonl,tools/smollm/harder.jsonl --eval-every=100 --group-size=8
+smollm="$flat --model=tasks/smollm/model --template=tasks/smollm.txt --dataset=tasks/smollm/train.jsonl --eval-samples=8
+  --eval-temperature=1 --eval=tasks/smollm/heldout.jsonl,tasks/smollm/harder.jsonl --eval-every=100 --group-size=8
   --prompts-per-step=8 --max-prompt-tokens=256 --max-response-tokens=48 --micro-batch-tokens=1024 --lr=5e-6 --steps=12"
 sspo="$b1 --eval=$aime24,$amc83,$math500,$minerva,$olympiad --keep-best --dataset=$math_3to5"
 as_sspo="$sspo $flat --template=qwen-math --prompts-per-step=128 --group-size=8 --updates-per-step=4 --steps=200
@@ -99,7 +99,7 @@ rs="$b1 --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --f
 # 16 prompts: 8 GPUs, one each, accumulated twice (sat: once); the rest is TRL's default
 sees="$large --image-column=image --max-pixels=401408 --model=Qwen/Qwen2-VL-2B-Instruct --template=chat --beta-th=0.4
   --normaliser=response --format-reward --prompts-per-step=16 --max-prompt-tokens=1024 --max-response-tokens=256
-  --weight-decay=0 --lr-floor=0" classes="$sees --reward=tools/rewards.py:class_name --dataset"
+  --weight-decay=0 --lr-floor=0" classes="$sees --reward=tasks/rewards.py:class_name --dataset"
 size() {  # SCRIPT:METHOD-SIZE
   local prompts=$((512/group)) model=${1%b-*} problems=${1##*-}  # 512 responses (GPG's code)
   local gsm8k="$large $flat --gpu-memory-utilization=0.5 --model=Qwen/Qwen2.5-0.5B-Instruct --template=chat-boxed
@@ -138,13 +138,13 @@ size() {  # SCRIPT:METHOD-SIZE
     gpg.py:*-math) size=$math ;;
     *-rs1) size="$rs --dataset=knoveleng/open-s1 --steps=100" ;;
     *-rs3) size="$rs --dataset=knoveleng/open-rs --steps=50" ;;
-    *-geoqa) size="$sees --model=Qwen/Qwen2.5-VL-3B-Instruct --template=tools/geoqa.txt --reward=tools/rewards.py:geoqa
+    *-geoqa) size="$sees --model=Qwen/Qwen2.5-VL-3B-Instruct --template=tasks/geoqa.txt --reward=tasks/rewards.py:geoqa
       --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502" ;;  # 8,031 / 16
     *-flower) size="$classes laolao77/ViRFT_CLS_flower_4_shot --steps=$((102*4*8/16))" ;;  # classes, shots, epochs
     *-pets) size="$classes laolao77/ViRFT_CLS_pets37_4shot --steps=$((37*4*24/16))" ;;
     *-aircraft) size="$classes laolao77/ViRFT_CLS_fgvc_aircraft_4_shot --steps=$((100*4*8/16))" ;;
     *-car) size="$classes laolao77/ViRFT_CLS_car196_4shot --steps=$((196*4*8/16))" ;;
-    *-sat) size="$sees --model=Qwen/Qwen2-VL-2B --template=tools/sat.txt --reward=tools/rewards.py:option
+    *-sat) size="$sees --model=Qwen/Qwen2-VL-2B --template=tasks/sat.txt --reward=tasks/rewards.py:option
       --max-response-tokens=700 --dataset=data/sat.parquet --prompts-per-step=8 --steps=3000" ;;  # about 12,000 x 2 / 8
     *-lisa) size="$sees --reward=$iou --dataset=data/lisa-train.parquet --steps=498" ;;  # 6 epochs, as Visual-RFT's
     sspo.py:*k) size="$sps --dataset=Elliott/Openr1-Math-46k-8192 --max-response-tokens=3072 --lr=5e-7 --steps=700
@@ -198,8 +198,8 @@ start() {  # EXPERIMENT FLAGS...
   export EXPERIMENT=${SCRIPT:+$(basename "$SCRIPT" .py)-}$1  # a run's folder is named after it
   setup
   if [[ $* == *[\ =]$math_3to5* ]]; then ./run.sh data; fi
-  if [[ $* == *[\ =]$see/* ]]; then once $see/model/model.safetensors "$python" tools/toy_images.py; fi
-  if [[ $* == *[\ =]tools/smollm/* ]]; then once tools/smollm/model/model.safetensors "$python" tools/smollm.py; fi
+  if [[ $* == *[\ =]$see/* ]]; then once $see/model/model.safetensors "$python" tasks/toy_images.py; fi
+  if [[ $* == *[\ =]tasks/smollm/* ]]; then once tasks/smollm/model/model.safetensors "$python" tasks/smollm.py; fi
   if [[ $1 == *-135m ]]; then export PROCESSES=1; fi  # two would exchange 540 MB a micro-batch
   exec "$python" tools/launch.py "${@:2}"
 }

@@ -54,7 +54,7 @@ not say, and we chose.
 - eps is 0.2, TRL's default. With one update per rollout batch the ratio is 1 and nothing clips. Eq. 24 writes GRPO's
   ratio for whole responses. Ours is one per token, as in GRPO.
 - The paper rewards by Math-Verify alone. Ours asks for a box and applies rules of its own before math_verify
-  (docs/evaluation.md). --reward tools/rewards.py:math_verify is math_verify alone, on the whole completion.
+  (docs/evaluation.md). --reward tasks/rewards.py:math_verify is math_verify alone, on the whole completion.
 - Section 5.1 rewards "without any additional format or length-based rewards", but Table 2 gives DAPO a
   soft_cache_length of 2048, which is a reward of length. ./run.sh dapo-1.5b-3k has it; the other reading is
   --overlong-buffer 0. DAPO here has no filter of overlong responses; sspo.py's docstring says more.
@@ -68,7 +68,6 @@ not say, and we chose.
 """
 
 import math
-from itertools import chain
 from typing import Literal
 
 import torch
@@ -126,11 +125,11 @@ class Args(common.Args):
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG):
-    """Return advantage_PG (Eq. 25). The std is unbiased, and 1e-6 is added to it. A dead group, whose rewards are all
-    equal, gets exactly 0."""
+    """Return advantage_PG (Eq. 25). The std is unbiased, and 1e-6 is added to it. A zero-advantage group, whose rewards
+    are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 25
-    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give a dead group a gradient
+    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
 
 
 def token_weights(length_R, normaliser: str = "response"):
@@ -201,14 +200,13 @@ def learn(policy, reference, optimizer, batch, record):
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
-    all_micro_batches = list(chain(*micro_batches_by_update))
     old_logp_T = None  # the only update sees the policy that sampled
     if args.updates_per_step > 1 or args.tis_cap:
-        old_logp_T, _ = common.score(policy, batch, all_micro_batches, record, "old_logp")
+        old_logp_T, _ = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")
     if args.tis_cap:
         advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     if reference:
-        ref_logp_T, _ = common.score(reference, batch, all_micro_batches, record, "reference")
+        ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
     def loss_of(logp_T, at=slice(None)):
         """Return policy_loss of the tokens `at` these places of the step, of which logp_T are the log-probs. They stand
@@ -393,6 +391,7 @@ def main(args: Args) -> None:
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = common.adamw(policy, args.lr, args)
+    record.answer_signals()
     start, position = common.resume(policy, optimizer, record)
     if irl_steps:
         weights = [parameter.detach().to_local() for parameter in policy.parameters()]
@@ -410,9 +409,9 @@ def main(args: Args) -> None:
     for step in range(start + 1, args.steps + 1):
         # ---- Algorithm 1, stage 1: sample and verify
         with record.phase("sample"):
-            asked = common.problems_from(problems, args, position)
+            prompts = common.problems_from(problems, args, position)
             scored = args.group_size if irl_steps else 1  # a demonstration is chosen by its log-prob
-            groups = sampler.sample(asked, args.group_size, args.temperature, args, scored=scored)
+            groups = sampler.sample(prompts, args.group_size, args.temperature, args, scored=scored)
         with record.phase("verify"):
             common.verify(verifier, groups)
         position += len(groups)
@@ -445,10 +444,11 @@ def main(args: Args) -> None:
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint
-        if step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps:
+        evaluated = step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps
+        if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, per_token)
+        record.training(step, batch, per_token, evaluated)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:  # the checkpoint was asked for by a file `stop`

@@ -37,7 +37,7 @@ not say, and we chose.
 - Section 4.1 cuts at a "line break or double line break"; section 6.2.2 chooses the double one. Table 3 also tries a
   period, which ends a segment wherever it stands, so --delimiter . cuts the number 3.14, too (ours).
 - The paper does not name its verifier. Ours asks for a box and applies rules of its own before math_verify
-  (docs/evaluation.md). --reward tools/rewards.py:math_verify is math_verify alone, on the whole completion.
+  (docs/evaluation.md). --reward tasks/rewards.py:math_verify is math_verify alone, on the whole completion.
 - verl bounds the loss of a token with a negative advantage at 3 times the advantage (dual clip). Eq. 1 and Eq. 16 have
   no such bound, and so neither has ours.
 - A response with A = 0 has no gradient. It is left out of the pass for old log-probs and out of the updates, but it
@@ -114,11 +114,11 @@ class Args(common.Args):
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG, scale: bool = True):
     """Return advantage_PG (Eq. 8). The std is unbiased, and 1e-6 is added to it. `scale` False leaves the std out, as
-    Dr. GRPO does. A dead group, whose rewards are all equal, gets exactly 0."""
+    Dr. GRPO does. A zero-advantage group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if scale:
         advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 8
-    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give a dead group a gradient
+    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
 
 
 def segments(pieces: list[str], delimiter: str) -> list[int]:
@@ -233,8 +233,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old log-probs and entropies, in the updates' micro-batches, so that all ratios of the first update are 1
-    all_micro_batches = list(chain(*micro_batches_by_update))
-    old_logp_T, entropy_T = common.score(policy, batch, all_micro_batches, record, "old_logp")  # Eq. 12
+    old_logp_T, entropy_T = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")  # Eq. 12
     if args.tis_cap:
         advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
 
@@ -320,6 +319,7 @@ def main(args: Args) -> None:
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     optimizer = common.adamw(policy, args.lr, args)
+    record.answer_signals()
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:
@@ -330,8 +330,8 @@ def main(args: Args) -> None:
         drawn = []
         for _ in range(args.max_draws):
             with record.phase("sample"):
-                asked = common.problems_from(problems, args, position)
-                groups = sampler.sample(asked, args.group_size, args.temperature, args)
+                prompts = common.problems_from(problems, args, position)
+                groups = sampler.sample(prompts, args.group_size, args.temperature, args)
             with record.phase("verify"):
                 common.verify(verifier, groups)
             for group in groups:
@@ -346,7 +346,7 @@ def main(args: Args) -> None:
         else:
             record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
         sampler.sleep()
-        batch = common.Batch(common.first_valid(drawn, valid_P, args.prompts_per_step, args.updates_per_step))
+        batch = common.Batch(common.choose_groups(drawn, valid_P, args.prompts_per_step, args.updates_per_step))
 
         # ---- learn
         common.set_lr(optimizer, args, step)
@@ -359,10 +359,11 @@ def main(args: Args) -> None:
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint
-        if step % args.eval_every == 0 or step == args.steps:
+        evaluated = step % args.eval_every == 0 or step == args.steps
+        if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, per_token)
+        record.training(step, batch, per_token, evaluated)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
         if record.stopping:  # the checkpoint was asked for by a file `stop`

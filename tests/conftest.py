@@ -18,7 +18,7 @@ from jobs import ROOT, Jobs
 
 import common
 
-TOY = ROOT / "tools" / "toy"
+TOY = ROOT / "tasks" / "toy"
 PACKED = "packed"  # common.py's attention, as transformers knows it
 torch.set_num_threads(1)  # the models here are too small for more: their threads would only wait for each other
 
@@ -139,18 +139,13 @@ cwgrpo_run = run_on("cwgrpo")
 sps_run = run_on("sps")
 
 
-def alone() -> common.World:
-    """Return a world of this process, without a process group."""
-    world = common.World(0, 1, 1, None, None)
-    world.all_gather = lambda thing: [thing]
-    return world
-
-
 def make_verifier(workers: int = 2, reward: str = "math", limit: float = 60, sets=()):
     """Make a verifier of this many processes, whatever the machine."""
+    world = common.World(0, 1, 1, None, None)
+    world.all_gather = lambda thing: [thing]  # there is no process group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda process: range(workers))
-        return common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), alone(), sets)
+        return common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), world, sets)
 
 
 @contextmanager
@@ -158,7 +153,7 @@ def refused(match: str, kind=(ValueError, OSError)):
     """Expect an error, by default one that is said in a line; where it happened and what it says matches."""
     with pytest.raises(kind) as caught:
         yield caught
-    assert re.search(match, common.said(caught.value)), common.said(caught.value)
+    assert re.search(match, str(caught.value)), str(caught.value)
 
 
 def judged(verifier, *lists):
@@ -173,7 +168,7 @@ def grades(verifier, *lists):
 
 def random_model(folder: Path, tied: bool = False, kind: str = "qwen2", norms: float = 0, **settings) -> Path:
     """Save a random 2-layer model with biases and grouped heads, and the toy tokenizer."""
-    from toy import make_tokenizer
+    from toy.make import make_tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = make_tokenizer(folder)

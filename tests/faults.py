@@ -20,7 +20,7 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).parent.parent
-TOY = ROOT / "tools" / "toy"
+TOY = ROOT / "tasks" / "toy"
 MARK = "CLEANRLVR_TRIAL"  # It is in the environment of everything that a trial starts.
 FLAGS = [
     *("--model", TOY / "model", "--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),

@@ -67,7 +67,7 @@ def main(model: str, folder: str) -> None:
         sampler.sleep()
         batch = common.Batch([replace(group, reward_G=torch.zeros(4)) for group in groups])
         dealt = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
-        logp_T, _ = common.score(policy, batch, dealt, record, "gap")
+        logp_T, _ = common.logprobs(policy, batch, [dealt], record, "gap")
         found["rounds"].append(
             {
                 "gap": (logp_T - batch.sampler_logp_T).abs().max().item(),

@@ -79,4 +79,4 @@ if __name__ == "__main__":
             common.load_data(args, AutoTokenizer.from_pretrained(folder))
         except Exception as error:
             if common.FIRST:
-                print(common.said(error))
+                print(error)

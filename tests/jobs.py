@@ -67,7 +67,7 @@ class Jobs:
         self.output = folder / "output.txt"
         self.processes = []
         shared = {
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}:{ROOT / 'tasks'}",
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": free_port(),

@@ -1,6 +1,6 @@
 """Run scripts' functions on fixed rollouts by tools/prove.py, one job after another: for the fixture `update`.
 
-A job is such as {"script": "sspo", "model": "tools/toy/model", "budget": 60, "dead": [2], "args": {}}; its result holds
+A job is such as {"script": "sspo", "model": "tasks/toy/model", "budget": 60, "dead": [2], "args": {}}; its result holds
 gradient, metrics, what the loss saw and how often FSDP added gradients of nodes. "table": true asks for lines of the
 table instead.
 """

@@ -197,8 +197,8 @@ def shards_of(policy):
 
 
 def watched_score(gpu: Gpu):
-    """Let `common.score` check that a reference waits on the host, and that nothing stays on the GPU."""
-    score = common.score
+    """Let `common.logprobs` check that a reference waits on the host, and that nothing stays on the GPU."""
+    logprobs = common.logprobs
 
     def watched(policy, *rest, **how):
         weights = list(policy.parameters())
@@ -206,13 +206,13 @@ def watched_score(gpu: Gpu):
         before = gpu.held()
         shards = shards_of(policy)
         assert places(weights) == home
-        result = score(policy, *rest, **how)
+        result = logprobs(policy, *rest, **how)
         assert places(policy.parameters()) == home
         assert shards == shards_of(policy), "weights that did not change were copied"
         assert gpu.held() == before, "something stays gathered, or on the GPU"
         return result
 
-    return mock.patch.object(common, "score", watched)
+    return mock.patch.object(common, "logprobs", watched)
 
 
 def groups(problems):

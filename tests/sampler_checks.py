@@ -46,17 +46,17 @@ def main(args: Args) -> None:
     sampler = common.Sampler(model, tokenizer, args, world)
     policy = common.load_policy(model, args, world)
     record = common.Record(args, world)
-    record.gap_limit = 99  # weights are stale on purpose
+    record.gap_checked = True  # weights are stale on purpose
     found = {}
 
     def sampled(stream, n=3, temperature=args.temperature, settings=args, scored=3):
-        asked = {(stream, p): problem for p, problem in enumerate(problems)}
-        return sampler.sample(asked, n, temperature, settings, scored=scored)
+        prompts = {(stream, p): problem for p, problem in enumerate(problems)}
+        return sampler.sample(prompts, n, temperature, settings, scored=scored)
 
     def gap(groups):
         batch = common.Batch([replace(group, reward_G=torch.zeros(len(group.rollouts))) for group in groups])
         mine = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
-        logp_T, _ = common.score(policy, batch, mine, record, "gap")
+        logp_T, _ = common.logprobs(policy, batch, [mine], record, "gap")
         return common.sampler_gap(logp_T, batch.sampler_logp_T, record)["gap_max"]
 
     def change(by: float) -> None:

@@ -21,7 +21,7 @@ SIZES = ((16, 16), (24, 16), (40, 40), (9, 60), None, (32, 8))  # of images, hei
 
 def random_seeing_model(folder: Path, kind: str, tied: bool) -> Path:
     """Save a random qwen2_vl or qwen2_5_vl with a tower of 3 blocks and 2 layers, its tokenizer, and problems."""
-    from toy import make_tokenizer
+    from toy.make import make_tokenizer
 
     tokenizer = make_tokenizer(folder, extra_special_tokens=[*SPECIAL, "<|im_end|>"])
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")

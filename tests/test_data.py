@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import common
 import cwgrpo
-from tools.rows import DAPO_BEGINS, DAPO_ENDS
+from lib.rows import DAPO_BEGINS, DAPO_ENDS
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def test_which_groups_are_chosen(rewards, count, updates, chosen):
     drawn = [group(name, pair) for name, pair in zip("abcdefghijkl", rewards, strict=False)]
     valid_P = common.valid(torch.stack([one.reward_G for one in drawn]))
     assert valid_P.tolist() == [pair == MIXED for pair in rewards]
-    assert "".join(one.problem.text for one in common.first_valid(drawn, valid_P, count, updates)) == chosen
+    assert "".join(one.problem.text for one in common.choose_groups(drawn, valid_P, count, updates)) == chosen
 
 
 def test_metrics_are_of_everything_drawn():

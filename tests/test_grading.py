@@ -9,8 +9,8 @@ import re
 import pytest
 from conftest import ROOT, grades, judged, make_verifier
 
-from tools.grading import last_boxed
-from tools.rows import bare
+from lib.grading import last_boxed
+from lib.rows import bare
 
 SHARED = ROOT.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real answers to grade")

@@ -29,7 +29,7 @@ BROKEN = {  # what is replaced, by what, and the lines that fail with a word of 
 
 def failed(update, script) -> dict:
     """Return {line: its figure, and what to look at} of the lines that do not hold."""
-    table = update(3, str(script), "tools/toy/model", table=True)
+    table = update(3, str(script), "tasks/toy/model", table=True)
     return {check: f"{figure}: {look}" for check, holds, figure, look in table if not holds}
 
 

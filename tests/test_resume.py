@@ -137,7 +137,7 @@ def test_only_older_checkpoints_are_pruned(run, tmp_path):
 def test_checkpoints_of_the_clock_take_no_place(run, monkeypatch):
     """300 steps of 37 s: Table 3 of CW-GRPO needs the checkpoints of steps 100, 150 and 200."""
     now = time.time()
-    monkeypatch.setattr(common.time, "time", lambda: now)
+    monkeypatch.setattr("lib.run.time.time", lambda: now)
     run.record.args.checkpoints_kept = 6
     for step in range(1, 301):
         now += 37

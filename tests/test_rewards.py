@@ -1,4 +1,4 @@
-"""tools/rewards.py on rows as the data sets have them, and tools/images.py on files of the same layout."""
+"""tasks/rewards.py on rows as the data sets have them, and tasks/images.py on files of the same layout."""
 
 import json
 
@@ -8,7 +8,7 @@ import rewards
 from conftest import ROOT, grades, make_verifier
 from seeing import png
 
-from tools import rows
+from lib import rows
 
 
 def row(solution: str) -> dict:
@@ -36,9 +36,9 @@ def test_answers_in_words(reward, gold, right, wrong):
 
 
 def test_the_reward_of_the_papers():
-    """`--reward tools/rewards.py:math_verify`: no box is needed, and what hangs costs its own score alone."""
+    """`--reward tasks/rewards.py:math_verify`: no box is needed, and what hangs costs its own score alone."""
     texts = [r"so it is $2^{10}$", r"\boxed{1025}", "$9^{9^{9^{9}}}$", "It is 1024."]
-    verifier = make_verifier(2, f"{ROOT}/tools/rewards.py:math_verify", 10)
+    verifier = make_verifier(2, f"{ROOT}/tasks/rewards.py:math_verify", 10)
     assert grades(verifier, texts, ["1024"] * 4, ["?"] * 4) == [1, 0, 0, 1]
 
 
@@ -61,13 +61,13 @@ def test_boxes(answer, share):
 
 def test_as_a_flag():
     """An answer that never ends is wrong, and the next one is graded."""
-    verifier = make_verifier(1, f"{ROOT}/tools/rewards.py:geoqa")
+    verifier = make_verifier(1, f"{ROOT}/tasks/rewards.py:geoqa")
     cases = [(answered(r"5^{5^{5^{5^5}}}"), row(r"\sqrt{5}+\sqrt{7}")), (answered(r"\sqrt{3}\cdot 2"), row("√(12)"))]
     assert verifier.judge(cases) == [(0.0, "timeout"), (1.0, "graded")]
 
 
 def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
-    """By tools/images.py, around every polygon of the target."""
+    """By tasks/images.py, around every polygon of the target."""
     polygons = [[[20, 10], [60, 20], [40, 50]], [[70, 30], [90, 30], [80, 45]]]
     shapes = [{"label": "target", "points": points} for points in polygons]
     folder = tmp_path / "train"

@@ -1,4 +1,4 @@
-"""tools/smollm.py: its problems, what is refused, and from the wheel to a run."""
+"""tasks/smollm.py: its problems, what is refused, and from the wheel to a run."""
 
 import json
 import re
@@ -51,11 +51,11 @@ def test_another_wheel_is_refused(tmp_path, monkeypatch, capfd):
 def test_from_the_wheel_to_a_run(tmp_path):
     """The model is made again, finds a text as likely as SmolLM2-135M-Instruct does, is trained and saved."""
     made = tmp_path / "smollm"
-    torchrun("tools/smollm.py", "--out", made, plain=True)
+    torchrun("tasks/smollm.py", "--out", made, plain=True)
     ids = AutoTokenizer.from_pretrained(made / "model")(TEXT, return_tensors="pt").input_ids
     model = AutoModelForCausalLM.from_pretrained(made / "model")
     assert model(ids, labels=ids).loss.item() == pytest.approx(2.1904, abs=1e-3)
-    script, *flags = shlex.split(run_sh("sspo-135m").replace("tools/smollm/", f"{made}/"))
+    script, *flags = shlex.split(run_sh("sspo-135m").replace("tasks/smollm/", f"{made}/"))
     flags += ["--prompts-per-step", 2, "--max-response-tokens", 24, "--eval", made / "harder.jsonl", "--steps", 1]
     torchrun(script, *flags, "--eval-samples", 1, "--keep-best", "--run-dir", tmp_path / "run", timeout=900)
     assert [row["step"] for row in faults.read(tmp_path / "run" / "metrics.jsonl")] == [0, 1]

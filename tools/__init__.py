@@ -1,1 +1,1 @@
-"""What run.sh calls, what makes the toys, and what common.py needs for answers and images."""
+"""Commands, one file each, and what they read."""

@@ -1,7 +1,7 @@
 """Measure the policy's throughput, and a step against TRL's; compute what should fit.
 
     python tools/bench.py fit
-    python tools/bench.py policy --model tools/toy/model --tokens 4096 --lengths 64 256
+    python tools/bench.py policy --model tasks/toy/model --tokens 4096 --lengths 64 256
     python tools/bench.py policy --model qwen2.5-1.5b --tokens 16384 65536 --lengths 1024    with random weights
     torchrun --nproc-per-node 8 tools/bench.py policy --model Qwen/Qwen2.5-Math-7B --lengths 1024 4096
     python tools/bench.py trl [-- --temperature 2 --max-response-tokens 200]
@@ -33,7 +33,7 @@ import tyro
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import common
-from tools.grading import last_boxed
+from lib.grading import last_boxed
 
 GIB = 2**30
 
@@ -86,7 +86,7 @@ def end_after(lm, end, mean):
 def random_model(shape, folder, mean_length=0):
     """Write a model of a shape of SHAPES with random weights, and the toy's tokenizer with a word for each further id;
     return its folder. Responses have about mean_length tokens, or with 0 hardly ever an end."""
-    toy = ROOT / "tools" / "toy" / "model"
+    toy = ROOT / "tasks" / "toy" / "model"
     shutil.copytree(toy, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())

@@ -2,7 +2,7 @@
 
 ./run.sh eval MODEL --protocol sspo                  as SSPO's paper does
 ./run.sh eval MODEL --protocol sps --sets DIR/aime24.jsonl                         a set from a file
-./run.sh eval MODEL --protocol gpg-7b --reward tools/rewards.py:math_verify        graded as GPG's and CW-GRPO's
+./run.sh eval MODEL --protocol gpg-7b --reward tasks/rewards.py:math_verify        graded as GPG's and CW-GRPO's
                                                       evaluators do: an answer counts without a box, too
 ./run.sh eval runs/RUN                               a run's final model, as the run evaluates while it trains
 ./run.sh eval runs/RUN --sets mine.jsonl             the same on sets of one's own
@@ -202,6 +202,7 @@ def table_of(name, protocol, rows):
 
 
 def main():
+    sys.excepthook = common.report
     args, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
     path = Path(args.model)
     protocol = tyro.cli(Protocol, args=flags, default=protocol_of(args.protocol, path))

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import common
 
-TOY = ROOT / "tools" / "toy"
+TOY = ROOT / "tasks" / "toy"
 FLAGS = ["--model", f"{TOY}/model", "--template=plain", "--dataset", f"{TOY}/train.jsonl", "--subset=0"]
 FLAGS += ["--lr=1e-4", "--prompts-per-step=8", "--max-prompt-tokens=100", "--max-response-tokens=64"]
 ALIKE = 1e-4  # relative L2 of gradients; rounding makes some 1e-6, and more where terms cancel
@@ -101,7 +101,7 @@ def step(world, module, settings, learn, dead=(2,), change=list):
     with redirect_stdout(None):
         record = common.Record(replace(settings, run_dir=tempfile.mkdtemp()), world)
         batch = common.Batch(change(fixed_groups(settings, tokenizer, dead)))
-    record.gap_limit = math.inf  # the sampler's log-probs are made up
+    record.gap_checked = True  # the sampler's log-probs are made up
     made = SimpleNamespace(
         policy=policy,
         reference=reference,
@@ -188,7 +188,7 @@ def examine(made, policy_loss):
     yield "2 log-probs that the loss takes", off < NATS, f"off by {off:.2g} nats at most", look
 
     off = (made.per_token.get("ratio_T", torch.ones(1)) - 1).abs().max().item()
-    look = "old_logp_T is of other tokens or micro-batches: `score` takes all_micro_batches"
+    look = "old_logp_T is of other tokens or micro-batches: `logprobs` takes micro_batches_by_update"
     yield "2 ratios are 1 before the first optimiser step", off < 1e-5, f"off by {off:.2g} at most", look
 
     off = abs(sum(losses) - policy_loss(**inputs)[0].item())

@@ -1,7 +1,6 @@
 """Say whether a model's answer equals the reference, the reward of mathematics; and what a process of common.py's pool
 does, which grades by it or by a --reward of one's own."""
 
-import ctypes
 import logging
 import math
 import os
@@ -13,29 +12,32 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from multiprocessing import forkserver, set_start_method
 from resource import RLIMIT_DATA, setrlimit
-from signal import ITIMER_PROF, SIGKILL, alarm, setitimer
+from signal import ITIMER_PROF, alarm, setitimer
 from traceback import format_exc
 from types import FunctionType
 
 from sympy import Eq, Rel, count_ops, nan, sympify
 
-# of a completion; a process that is ended leaves `timeout` or `crash`
+from lib.run import end_with_parent
+
+# What may come out for a completion. A process that has to be ended leaves `timeout` or `crash`.
 VERDICTS = ("graded", "no_answer", "too_long", "timeout", "error", "crash")
-logging.getLogger("math_verify").setLevel("ERROR")  # it warns of timeouts that are ours
+# It would warn that it has no timeout of its own; ours ends the process.
+logging.getLogger("math_verify").setLevel("ERROR")
 
 
 def last_boxed(text):
     """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
     _, box, inside = text.replace("\\boxed {", "\\boxed{").rpartition("\\boxed{")
     depth = 1
-    for found in re.finditer(r"\\.|[{}]", inside if box else ""):  # \{ is no brace
+    for found in re.finditer(r"\\.|[{}]", inside if box else ""):  # An escaped brace, \{, does not count.
         depth += {"{": 1, "}": -1}.get(found[0], 0)
         if depth == 0:
             return inside[: found.start()]
     return None
 
 
-# No units: 618 million, at least 618, 618 tenths (but months are).
+# Words behind a number that are no unit: 618 million, 618 tenths (but 618 months is), and before one: at least 618.
 CHANGES = r"\w*illion|thousand|hundred|dozen|not|is|at|below|or|plus|minus|\w+ed|hal\w+|(?!mon)\w*ths?"
 
 
@@ -44,7 +46,11 @@ def exact(number):
     return f"({Fraction(number[0])})"
 
 
-SPELLINGS = (  # what math_verify's own normalisation leaves, each with an example; ~ stands where text begins and ends
+# Rewritings, each with an example, that bring answers of one meaning to one spelling, where math_verify's own
+# normalisation does not. Their order matters: marks that only look, such as fonts and spaces, go first; text is marked
+# with ~, by which the next rule finds units and cuts them off; what encloses the whole answer goes; then numbers, which
+# have no units any more, are rewritten; last go the blanks around signs.
+SPELLINGS = (
     (r"(?<=\d)(,\\!|\{,\})\s?(?=\d{3})", ""),  # 10,\!080
     (r"\\l?dots|'|(?<=[\d}])_", "?"),  # 7\ldots and 52_8 are no numbers: ? keeps them from being read as such
     (r"\\(bf|rm|it|left|right|\w+style|[bB]igg?[lr]?)(?![a-z])", ""),  # {\bf 5}, \left(1,2\right)
@@ -83,15 +89,16 @@ def spell(text):
     return normalize_latex(text, NormalizationConfig(malformed_operators=True, boxed="none"))
 
 
-@lru_cache(1000)  # the reference of a group is read once, and so are answers that come again
+@lru_cache(1000)  # A group has one reference, and answers come again.
 def read(text):
     """Return the tree that math_verify reads in a spelled answer, with nothing computed: 2+2 stays a sum. What it
     cannot read is nan, which equals nothing."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
-    text = re.sub(r"\\(gamma)|(?<![a-zA-Z\\])(?<!bb\{)([A-Z])", r"x_{c\1\2}", text)  # else a function, and B is b
-    boxes = LatexExtractionConfig(normalization_config=NormalizationConfig())  # keeps m and t, which may be units
+    # By default gamma is read as a function, B as b, and m and t are dropped as units.
+    text = re.sub(r"\\(gamma)|(?<![a-zA-Z\\])(?<!bb\{)([A-Z])", r"x_{c\1\2}", text)
+    boxes = LatexExtractionConfig(normalization_config=NormalizationConfig())
     return sympify(*parse(rf"\boxed{{{text}}}", [boxes], "no_fallback", "first_match", None) or [nan])
 
 
@@ -142,7 +149,7 @@ def judge(completion, gold, problem=""):
     docs/evaluation.md has the rules."""
     import math_verify  # noqa: F401  loaded before the time counts
 
-    setitimer(ITIMER_PROF, 1.0)  # the default action of SIGPROF
+    setitimer(ITIMER_PROF, 1.0)  # SIGPROF then ends the process.
     try:
         answer = (last_boxed(completion) or "").strip()
         if len(answer) > 2000:  # characters
@@ -160,16 +167,11 @@ def judge(completion, gold, problem=""):
 
 
 # ---------------------------------------------------------------------------------------------- a process of the pool
-def end_with_parent():
-    """Let the kernel kill this process when the one that started it ends."""
-    ctypes.CDLL(None).prctl(1, SIGKILL)  # PR_SET_PDEATHSIG
-
-
 @cache
 def reward_function(reward):
     """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
     path, _, name = reward.partition(":")
-    sys.path.append(os.path.dirname(path))  # last: it shadows nothing
+    sys.path.append(os.path.dirname(path))  # Last, so that nothing there is imported instead of ours.
     found = runpy.run_path(path)
     if name not in found:
         functions = [name for name, value in found.items() if isinstance(value, FunctionType)]
@@ -179,15 +181,16 @@ def reward_function(reward):
 
 def begin(reward):
     """Start a process of the pool: it ends with the run, may have 4 GiB of data, and has a minute to load a reward."""
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # else the server, our parent, lives as long as we do
+    # With this open, the server, our parent, would live as long as we do.
+    os.close(forkserver._forkserver._forkserver_alive_fd)
     end_with_parent()
     setrlimit(RLIMIT_DATA, (4 << 30, 4 << 30))
-    set_start_method("fork", force=True)  # of a reward's own processes: others would import the script anew
+    set_start_method("fork", force=True)  # A reward's own processes would else import the script again.
     alarm(60)
     if reward == "math":
-        equal("(3,4]", spell(r"3 < x \le 4"), "")  # a parser's first use takes half a second, which no answer has
+        equal("(3,4]", spell(r"3 < x \le 4"), "")  # A parser's first use takes half a second.
     else:
-        with suppress(BaseException):  # `grade` raises it again
+        with suppress(BaseException):  # `grade` raises it again, and there it is told.
             reward_function(reward)
     alarm(0)
 
@@ -203,7 +206,7 @@ def grade(reward, completion, *graded_by):
         return score, "graded"
     except (MemoryError, SystemExit):
         os._exit(1)  # the next completion gets a new process
-    except ImportError as error:  # of a function that is not there, or of what the reward needs
+    except ImportError as error:  # The function is not there, or something that the reward needs.
         return None, str(error)
     except Exception:
         return None, format_exc()

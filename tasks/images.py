@@ -1,10 +1,10 @@
 """Prepare an image set of GPG's Tables 5 to 8 as data/NAME.parquet, with the columns image, problem and solution.
 
-tools/images.py geoqa PROMPTS.jsonl FOLDER        R1-V's 754 test questions, the images that they name in FOLDER
-tools/images.py sat SAT_train.parquet             of array/SAT: the first 15,000 rows, those with one image
-tools/images.py cvbench-count nyu-visionx/CV-Bench     a task of it; also cvbench-relation, -depth, -distance
-tools/images.py lisa-train FOLDER                 ReasonSeg's train, val or test; also lisa-val, lisa-test
-tools/images.py flower LIST.pth NAMES.txt FOLDER  the images of FOLDER that Visual-RFT lists; also pets, aircraft, car
+tasks/images.py geoqa PROMPTS.jsonl FOLDER        R1-V's 754 test questions, the images that they name in FOLDER
+tasks/images.py sat SAT_train.parquet             of array/SAT: the first 15,000 rows, those with one image
+tasks/images.py cvbench-count nyu-visionx/CV-Bench     a task of it; also cvbench-relation, -depth, -distance
+tasks/images.py lisa-train FOLDER                 ReasonSeg's train, val or test; also lisa-val, lisa-test
+tasks/images.py flower LIST.pth NAMES.txt FOLDER  the images of FOLDER that Visual-RFT lists; also pets, aircraft, car
 
 The training sets of Tables 5 and 6 are read from the hub as they are. docs/gpg.md says what of this could be checked.
 """

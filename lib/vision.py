@@ -1,6 +1,6 @@
 """What models that see need, for GPG's Tables 5 to 8: an image, its places in a prompt, what the tower makes of it.
 
-common.py calls this where --image-column names a column; the models are Qwen2-VL and Qwen2.5-VL. Shapes as there.
+common.py calls this for a problem with an image and a model with a tower, Qwen2-VL or Qwen2.5-VL. Shapes as there.
 """
 
 import io
@@ -21,11 +21,10 @@ def processor_of(folder, max_pixels):
 
 
 def picture_of(row, tokenizer, args):
-    """Take the image of --image-column out of a row and return it, or None where there is none. It lies in the data set
-    itself: a path, which might lead anywhere, is not followed."""
-    value = row.pop(args.image_column, None)
-    if value:
-        return Picture(value["bytes"], tokenizer.name_or_path, args.max_pixels)
+    """Take the image of --image-column out of a row and return it. It lies in the data set itself: a path, which might
+    lead anywhere, is not followed."""
+    value = row.pop(args.image_column)
+    return Picture(value["bytes"], tokenizer.name_or_path, args.max_pixels)
 
 
 class Picture:
@@ -43,7 +42,7 @@ class Picture:
 
     def open(self):
         """Return the image upright, on white where transparent: vLLM does so, transformers does not."""
-        safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL hands others to programs, as EPS to Ghostscript
+        safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL hands others to programs: EPS to Ghostscript.
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data), formats=safe)).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
@@ -54,20 +53,15 @@ class Picture:
         return self.processor(images=[self.open()], return_tensors="pt")
 
 
-def cost(problem):
-    """Return how many tokens a problem's prompt has, and patches its image."""
-    return len(problem.prompt_ids) + (problem.image.patches if problem.image else 0)
-
-
 def for_sampler(problem):
-    """Return a prompt as vLLM takes it, with one placeholder for its image, which vLLM multiplies."""
+    """Return a prompt with an image as vLLM takes it, with one placeholder for the image, which vLLM multiplies."""
     ids = problem.prompt_ids
     image = problem.image
-    if not image:
-        return {"prompt_token_ids": ids}
     at = ids.index(image.token)
-    ids = ids[: at + 1] + ids[at + image.tokens :]
-    return {"prompt_token_ids": ids, "multi_modal_data": {"image": image.open()}}
+    return {
+        "prompt_token_ids": ids[: at + 1] + ids[at + image.tokens :],
+        "multi_modal_data": {"image": image.open()},
+    }
 
 
 def positions(problem):
@@ -86,32 +80,27 @@ def positions(problem):
 def add_images(row, problems, position_3N, prompts_N):
     """Add to a packed row what the tower needs of its images. prompts_N are the ids with which it begins, prompts'."""
     images = [problem.image for problem in problems if problem.image]
-    if not images:
-        return
     row["position_ids"] = position_3N[:, None]
-    row["image_N"] = torch.nonzero(prompts_N == images[0].token)[:, 0]  # a response may hold the placeholder as a word
+    # Only of prompts: a response may hold the placeholder as a word.
+    row["image_N"] = torch.nonzero(prompts_N == images[0].token)[:, 0]
     processed = [image.processed() for image in images]
     for name in ("pixel_values", "image_grid_thw"):
         row[name] = torch.cat([each[name] for each in processed])
 
 
 def embed(model, row, embedding_1NH):
-    """Return the embeddings of a row with those of its images, if it has any, in their places."""
-    if "image_N" not in row:
-        return embedding_1NH
+    """Return the embeddings of a row with those of its images in their places."""
     image_N = row.pop("image_N")
     images = model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
     return embedding_1NH.index_copy(1, image_N, torch.cat(images.pooler_output)[None].to(embedding_1NH))
 
 
 def prepare(model, args):
-    """Let the vision tower of a model, if it has one, take packed rows and, with images, train; return its layers."""
-    visual = getattr(model, "visual", None)
-    if not visual:
-        return []
+    """Let the vision tower of a model take packed rows and, with images, train; return its layers."""
+    visual = model.visual
     visual.requires_grad_(bool(args.image_column))
     visual.config._attn_implementation = "packed_flash"
-    # A product, as its stride is its kernel: cuDNN 9.20 is reported to fail in bf16's gradient or to crawl.
+    # Its stride is its kernel, so it is a plain product; cuDNN 9.20 is reported to fail in bf16's gradient or to crawl.
     conv = visual.patch_embed.proj
     conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
     return visual.blocks

@@ -1,8 +1,8 @@
 """Rewards of GPG's multimodal runs, and the papers' for mathematics.
 
---reward tools/rewards.py:NAME calls NAME with a completion and its row. `math_verify` takes the reference answer in
+--reward tasks/rewards.py:NAME calls NAME with a completion and its row. `math_verify` takes the reference answer in
 the row's place, as common.py's own reward does. For the others the row's `solution` is "<answer> … </answer>", as in
-leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tools/images.py prepares has it, too. The format's reward
+leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tasks/images.py prepares has it, too. The format's reward
 is gpg.py's --format-reward: with it in here `accuracy` and evaluation would count format alone as right. docs/gpg.md
 says what the released rewards do otherwise.
 """
@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-import common
+from lib.grading import judge
 
 UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")  # GEOQA's 3cm, 5cm^2^ and 9米
 CORNER = re.compile(r"\((\d{1,4}),(\d{1,4})\)")
@@ -37,10 +37,10 @@ def latex(answer):
 
 
 def geoqa(completion, row):
-    """Return 1.0 where the answer equals the reference, units left aside, else 0.0. Like common.judge it ends the
+    """Return 1.0 where the answer equals the reference, units left aside, else 0.0. Like `judge` it ends the
     process for an answer that takes more than a second of processor time."""
     boxed = rf"\boxed{{{latex(inside(completion))}}}"
-    return common.judge(boxed, latex(reference(row)))[0]
+    return judge(boxed, latex(reference(row)))[0]
 
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)

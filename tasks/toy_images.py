@@ -22,7 +22,7 @@ probability 0.3 and else guesses, red most often. Asked where a square is, every
 three at random, and each edge lies up to 2 pixels too far to the right or below. What reinforcement learning has to
 teach is to trust what is seen.
 
-    python tools/toy_images.py      # writes tools/toy-images/: model (bf16), image-train, image-heldout, ground-train,
+    python tasks/toy_images.py      # writes tasks/toy-images/: model (bf16), image-train, image-heldout, ground-train,
                                     # ground-heldout (.parquet files of image, problem, solution)
 
 The background has less red to the right and less green below, which tells every patch where it lies. No problem of the
@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from PIL import Image
 from problems import draw_files, fresh
-from toy import BATCH, END, lay_out, make_tokenizer, teach_model
+from toy.make import BATCH, END, lay_out, make_tokenizer, teach_model
 from transformers import AutoImageProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 FOLDER = Path(__file__).parent / "toy-images"

@@ -1,0 +1,450 @@
+"""What a run is made of and no step needs to know: what a user is told, ranks, the record, checkpoints.
+
+Nothing here knows of models' inputs, of data or of a paper.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.metadata
+import io
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections import Counter, defaultdict, namedtuple
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import asdict
+from datetime import datetime, timedelta
+from pathlib import Path
+from signal import SIG_DFL, SIG_IGN, SIGINT, SIGKILL, SIGTERM, SIGUSR1, signal
+
+import datasets
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch.distributed.checkpoint import state_dict as sharded
+from torch.utils.tensorboard import SummaryWriter
+
+ROOT = Path(__file__).parent.parent
+FIRST = os.environ.get("RANK", "0") == "0"  # torchrun sets it; there is no World yet.
+
+
+# --------------------- what a user is told
+class Refused(ValueError):
+    """What a user gave cannot be used. The text names it, a flag or a file, and says why: a line that needs no
+    traceback."""
+
+
+def need(holds, text):
+    """Raise Refused for what does not hold."""
+    if not holds:
+        raise Refused(text)
+
+
+@contextmanager
+def naming(where):
+    """Refuse what raises an error inside, and say where: a flag, a file, a row."""
+    try:
+        yield
+    except Exception as error:
+        raise Refused(f"{where}: {error}") from error
+
+
+def parse(kind, description):
+    """Return the command line as a `kind`, or end with what is wrong with it, said by the first rank. From here on what
+    is refused is said in a line."""
+    sys.excepthook = report
+    try:
+        with redirect_stderr(sys.stderr if FIRST else io.StringIO()):
+            return tyro.cli(kind, description=description)
+    except SystemExit as end:
+        if end.code and not FIRST:
+            time.sleep(30)  # torchrun ends all ranks when one ends, and the first rank has something to say.
+        raise
+
+
+def report(kind, error, trace):
+    """Say in one line what is refused, and show the traceback of everything else."""
+    if not isinstance(error, Refused):
+        return sys.__excepthook__(kind, error, trace)
+    if not FIRST:
+        time.sleep(30)  # as in `parse`
+    print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr)
+
+
+# -------------------------- processes
+def end_with_parent():
+    """Let the kernel kill this process when the one that started it ends."""
+    ctypes.CDLL(None).prctl(1, SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class World(namedtuple("World", "rank size local_size device mesh")):
+    """This process among the others. `mesh` shards inside a node, of local_size, and replicates across nodes."""
+
+    def all_gather(self, thing):
+        """Return every rank's picklable `thing`, in rank order."""
+        things = [None] * self.size
+        dist.all_gather_object(things, thing)
+        return things
+
+    def decide(self, thing):
+        """Return rank 0's `thing`, on every rank: its clock and its view of the disk decide for all."""
+        return self.all_gather(thing)[0]
+
+    def all_reduce(self, x):
+        """Add a CPU tensor over ranks, in place, and return it."""
+        dist.all_reduce(x)
+        return x
+
+
+def init_world():
+    """Join torchrun's process group, or for plain `python` make one of a single process."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0 is any free port.
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in alone)
+    signal(SIGUSR1, SIG_IGN)  # What this process starts inherits that; `answer_signals` lets it end a run.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    device = torch.device("cpu")
+    backends = "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backends = "cpu:gloo,cuda:nccl"  # The default has none for CPU tensors.
+    with naming("between nodes GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface; `ip -br addr` shows it"):
+        dist.init_process_group(backends, timeout=timedelta(minutes=5))
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))  # Ranks wait while one saves a model.
+    show = sys.excepthook  # torch's, which writes the rank before each line, and calls ours.
+
+    def end(*error):
+        show(*error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A usual exit would let vLLM take the process group down, which waits for ranks that may never come.
+        os._exit(1)
+
+    sys.excepthook = end
+    mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
+    if size == local_size:
+        mesh = mesh["shard"]
+    return World(rank, size, local_size, device, mesh)
+
+
+def seed_of(*parts):
+    """Return a 63-bit hash of the parts, the same in every process; near neighbours share nothing."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
+# --------------------------- record
+MAY_CHANGE = {  # These flags when a run is resumed; --steps, too, where the learning rate is constant.
+    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "max_num_seqs",
+    "micro_batch_tokens", "activation_checkpointing", "gpu_memory_utilization", "tensor_parallel", "track",
+}  # fmt: skip
+
+
+COLUMNS = {  # Metrics in the line of a step, where the script has them, and their headings.
+    "reward": "reward",
+    "response_length": "length",
+    "entropy": "entropy",
+    "clip_fraction": "clip",
+    "grad_norm": "grad norm",
+    "seconds/sample": "sample s",
+    "seconds/update": "update s",
+    "seconds": "step s",
+    "left": "left min",
+}
+
+
+def open_run(folder, args, world):
+    """Make the folder, run.json and code/1, or /2 if a run goes on with other code; return a file that is locked until
+    this process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
+    file = folder / "run.json"
+    flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
+    codes = []
+    if file.exists():
+        need(args.resume, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
+        before = json.loads(file.read_text())
+        codes = before["code"]
+        constant = args.lr_warmup == 0 and args.lr_floor == 1
+        for name, old in before["args"].items():
+            fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
+            need(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {flags.get(name)!r}")
+    (folder / "samples").mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "w")  # noqa: SIM115  closing it would unlock the folder
+    with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (folder / "stop").unlink(missing_ok=True)  # A start that was killed may have left it.
+    files = [Path(sys.argv[0]), ROOT / "common.py", *sorted(ROOT.glob("lib/*.py"))]
+    code = hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()
+    if code not in codes[-1:]:
+        codes.append(code)
+        if len(codes) > 1:
+            print("the code has changed since the run was started: code/ has all that ran")
+        kept = folder / "code" / f"{len(codes)}"
+        kept.mkdir(parents=True, exist_ok=True)
+        for each in files:
+            shutil.copy(each, kept)
+    info = {
+        "command": shlex.join(sys.argv),
+        "args": flags,
+        "code": codes,
+        "versions": {each.name: each.version for each in importlib.metadata.distributions()},
+    }
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(info, indent=2))
+    new.rename(file)
+    return lock
+
+
+class Record:
+    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
+
+    def __init__(self, args, world):
+        experiment = os.environ.get("EXPERIMENT", Path(sys.argv[0]).stem)
+        name = f"{experiment}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        self.args = args
+        self.world = world
+        self.folder = Path(args.run_dir or f"runs/{name}")
+        self.started = self.saved = time.time()  # When the run was, and its last checkpoint.
+        self.ends = []  # When step 0 or reading a checkpoint ended, and each step since.
+        self.best = -math.inf  # The highest sum of avg@n over sets, for --keep-best.
+        self.gap_checked = False  # Whether `sampler_gap` has compared trainer and sampler.
+        self.board = None
+        self.heading = ""  # The one above the last step's line.
+        self.start_step()
+        if world.rank == 0:
+            self.lock = open_run(self.folder, args, world)
+            if args.track:
+                import wandb
+
+                wandb.init(
+                    project=args.track,
+                    name=self.folder.name,
+                    id=f"{seed_of(str(self.folder.resolve())):x}",  # --resume goes on with the same curves.
+                    resume="allow",
+                    config=asdict(args),
+                    sync_tensorboard=True,
+                )
+        self.folder = world.decide(self.folder)  # Rank 0 has made it.
+        shared = all(world.all_gather(self.folder.is_dir()))
+        need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
+        datasets.disable_progress_bars()
+        self.say(f"run folder {self.folder}; next the engine starts")
+
+    def answer_signals(self):
+        """Let Ctrl-C and SIGTERM end the run with a line, and SIGUSR1, with which SLURM warns, with a checkpoint."""
+        # Rank 0 has something to say; on the others a Python function would only wait for what runs in CUDA.
+        end = SIG_DFL if self.world.rank else self.interrupt
+        signal(SIGINT, end)
+        signal(SIGTERM, end)
+        signal(SIGUSR1, self.ask_to_stop)
+
+    def interrupt(self, number, _):
+        """End at Ctrl-C or a SIGTERM, and say from where --resume goes on."""
+        self.say(f"stopped; --run-dir {self.folder} --resume goes on from the last checkpoint")
+        os._exit(128 + number)
+
+    def ask_to_stop(self, *_):
+        """Leave a file `stop`, at which the run ends after the step, with a checkpoint."""
+        if self.world.rank == 0:
+            (self.folder / "stop").touch()
+
+    def start_step(self):
+        """Reset what is counted in a step."""
+        self.metrics = Counter(skipped_updates=0)
+        self.norms = defaultdict(list)  # Norms of gradients by the name of their metric.
+
+    def write(self, name, line):
+        """Add a line to a file of the run folder."""
+        if self.world.rank == 0:
+            with open(self.folder / name, "a") as file:
+                print(line, file=file)
+
+    def say(self, text):
+        """Print a line on rank 0's terminal and, with the time of day, to log.txt."""
+        if self.world.rank == 0:
+            print(text)
+        self.write("log.txt", f"{datetime.now():%H:%M:%S} {text}")
+
+    def checkpoint_due(self, step):
+        """Say whether a checkpoint comes after a step; `stopping`: the run ends there, as a file `stop` asks for."""
+        file = self.folder / "stop"
+        late = time.time() - self.saved > 60 * self.args.checkpoint_minutes
+        self.stopping, late = self.world.decide((file.exists(), late))
+        if self.stopping:
+            file.unlink(missing_ok=True)
+            self.say("a stop file: ending with a checkpoint; --resume goes on")
+        return self.stopping or late or step % self.args.checkpoint_every == 0 or step == self.args.steps
+
+    @contextmanager
+    def phase(self, name):
+        """Add a block's wall-clock seconds, GPU work included, to a phase; note a GPU's memory."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()  # torch's own counters do not see that the engine sleeps.
+            self.metrics[f"memory_gib/{name}"] = (total - free) / 2**30
+        self.metrics[f"seconds/{name}"] += time.perf_counter() - start
+
+    def samples(self, name, groups):
+        """Write groups to samples/<name>.txt."""
+        if self.world.rank:
+            return
+        text = ""
+        for p, group in enumerate(groups):
+            text += f"\n==== problem {p}, answer {group.problem.answer}\n{group.problem.text}\n"
+            for g, rollout in enumerate(group.rollouts):
+                text += f"\n-- response {g}: reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens\n"
+                text += rollout.text + "\n"
+        (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
+
+    def training(self, step, batch, per_token, evaluated):
+        """In a step that was `evaluated` write the responses, and as .parquet what the loss saw: `per_token`. If all
+        are zero-advantage groups, write them to samples/zero-advantage.txt, over those of an earlier step."""
+        if not batch.valid_P.any():
+            self.samples("zero-advantage", batch.groups)
+        if self.world.rank or not evaluated:
+            return
+        name = f"train-step{step:05d}"
+        self.samples(name, batch.groups)
+        table = {
+            "group": batch.group_R,
+            "problem": [batch.groups[p].problem.text for p in batch.group_R],
+            "answer": [batch.groups[p].problem.answer for p in batch.group_R],
+            "reward": batch.reward_PG.flatten(),
+            "truncated": [rollout.truncated for rollout in batch.rollout_R],
+            "ids": [rollout.ids for rollout in batch.rollout_R],
+        }
+        for vector, x in {"sampler_logp_T": batch.sampler_logp_T, **per_token}.items():
+            if vector.endswith("_T"):
+                table[vector] = x.split(batch.length_R.tolist())
+        datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{name}.parquet")
+
+    def say_step(self, step, metrics):
+        """Say in columns how a step went."""
+        left = (self.args.steps - step) * np.diff(self.ends).mean() / 60
+        figures = metrics | {"seconds": self.ends[-1] - self.ends[-2], "left": left}
+        heading = "     step"
+        line = f"{step:>9}"
+        for name, title in COLUMNS.items():
+            if name in figures:
+                heading += f"{title:>10}"
+                line += f"{figures[name]:>10.4g}"
+        if step % 20 == 1 or heading != self.heading:  # A step without a trained response has no entropy.
+            self.say(heading)
+        self.heading = heading
+        self.say(line)
+
+    def step(self, step, metrics):
+        """Write a step's metrics, with the seconds of its phases, and say how it went."""
+        if step:
+            metrics["optimizer_steps"] = len(self.norms["grad_norm"])
+        for name, norms in self.norms.items():
+            metrics[name] = np.mean(norms or 0)
+        metrics.update(self.metrics)
+        self.ends.append(time.time())
+        self.write("metrics.jsonl", json.dumps({"step": step, "time": self.ends[-1] - self.started, **metrics}))
+        if self.world.rank == 0:
+            self.board = self.board or SummaryWriter(self.folder, purge_step=step)
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()  # A run may be ended at any time.
+        if step:
+            self.say_step(step, metrics)
+        if metrics.get("zero_advantage_share") == 1:
+            self.say(
+                f"no group whose rewards differ (mean {metrics['reward']:g}): too easy, too hard, wrong --template, "
+                "--max-response-tokens or --reward; see samples/zero-advantage.txt"
+            )
+        self.start_step()
+
+
+# ------------------------- checkpoint
+def checkpoints_of(folder):
+    """Return the checkpoints in a folder, oldest first; what has a suffix is being written or deleted, or another's."""
+    return sorted(folder.glob("step-" + 5 * "[0-9]"))
+
+
+def save_checkpoint(policy, optimizer, step, position, record):
+    """Write checkpoints/step-<step>, which is whole once it has this name, if one is due. The newest ones of
+    --checkpoint-every stay; one that the clock or a file `stop` asked for stays until the next is written."""
+    world = record.world
+    if not record.checkpoint_due(step):
+        return
+    final = record.folder / "checkpoints" / f"step-{step:05d}"
+    partial = final.with_suffix(".partial")
+    if world.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    state = {"policy": sharded.get_model_state_dict(policy)}
+    if optimizer.state:  # before the first step there is none, and asking for it would make it, with a step counted
+        state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)["state"]
+    writer = dcp.HuggingFaceStorageWriter(partial, save_distributed=True)
+    # By default a GPU's tensors go through pinned buffers, and the host keeps them.
+    writer.per_thread_copy_ahead = 0
+    dcp.save(state, storage_writer=writer)
+    if world.rank == 0:  # By now every rank's shards are on the disk.
+        manifest = {
+            "step": step,
+            "position": position,
+            "best": record.best,
+            "seconds": time.time() - record.started,
+            "metrics": (record.folder / "metrics.jsonl").stat().st_size,
+        }
+        (partial / "manifest.json").write_text(json.dumps(manifest))
+        give_name(partial, final)
+        there = checkpoints_of(final.parent)
+        planned = [each for each in there if int(each.name[5:]) % record.args.checkpoint_every == 0]
+        for old in {*there} - {*planned[-record.args.checkpoints_kept :], final}:
+            shutil.rmtree(old)
+    record.saved = time.time()
+    dist.barrier()
+
+
+def resume(policy, optimizer, record):
+    """With --resume load the newest checkpoint; return its step and position in the data, else 0 and 0."""
+    record.say(f"{record.args.model} is loaded; {record.world.size} x {record.world.device.type}")
+    if not record.args.resume:
+        return 0, 0
+    checkpoints = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
+    if not checkpoints:
+        record.say("the run has no checkpoint: it starts over")
+        (record.folder / "metrics.jsonl").unlink(missing_ok=True)
+        return 0, 0
+    newest = checkpoints[-1]
+    reader = dcp.HuggingFaceStorageReader(newest)
+    dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
+    moments = sharded.get_optimizer_state_dict(policy, optimizer)
+    for state in moments["state"].values():
+        # A checkpoint has no moments of a weight that no update gave a gradient, such as a tower's before the first
+        # image. The moments there stay as they were made, 0, and so must their count of steps, which was made 1.
+        state["step"].zero_()
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
+    sharded.set_optimizer_state_dict(policy, optimizer, moments)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    os.truncate(record.folder / "metrics.jsonl", manifest["metrics"])  # Those of later steps come again.
+    record.started -= manifest["seconds"]
+    record.best = manifest["best"]
+    record.ends = [time.time()]
+    record.say(f"resumed from {newest}")
+    return manifest["step"], manifest["position"]
+
+
+def give_name(partial, final):
+    """Give a folder that is whole its name. What had the name goes afterwards, so that a kill loses neither."""
+    old = final.with_suffix(".old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)  # A kill may have left it.
+        final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
