@@ -1,9 +1,12 @@
 """What the four scripts share and no paper defines, in the order of a step.
 
-Shape suffixes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _N packed tokens, _T response
-tokens, _S segments, _V vocabulary, _H hidden. After sampling, every rank holds the whole step (token ids, rewards,
-log-probs): what a paper defines is a pure function of it, on any number of ranks. Only forward and backward are
-sharded. Functions have no annotations: args, world, record, policy and batch are named after their classes.
+A suffix names what an axis counts: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _T response
+tokens, _N packed tokens, _S segments, _V vocabulary, _H hidden. So advantage_T has an entry for each response token of
+the step, without prompts or padding; a loss gets a micro-batch's part of it.
+
+After sampling, every rank holds the whole step (token ids, rewards, log-probs): what a paper defines is a pure function
+of it, on any number of ranks. Only forward and backward are sharded. Functions have no annotations: args, world,
+record, policy and batch are named after their classes.
 """
 
 import json
@@ -55,7 +58,7 @@ PROMPTS = {  # A text is a whole prompt, a dict the turns of a chat.
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
         "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
     ),
-    "open-rs": {  # CW-GRPO's Fig. 4 and GPG's released R1 recipe; GPG's B.4 lacks the box
+    "open-rs": {  # CW-GRPO's Fig. 4 and GPG's released R1 recipe; GPG's B.4 lacks box and English
         "system": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
         "The assistant first thinks about the reasoning process in the mind and then provides the user with the "
         "answer, and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within "
@@ -102,7 +105,9 @@ class Args:
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
     adam_betas: tuple[Share, Share] = (0.9, 0.999)  # How much AdamW's moments keep.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
-    tis_cap: NonNegativeFloat = 0.0  # Multiply advantages by min(pi_old / pi_sampler, cap). 0: off.
+    tis_cap: NonNegativeFloat = 0.0
+    """Truncated importance sampling, which no paper here has: multiply each token's advantage by
+    min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. 0: off."""
     eval_every: PositiveInt = 10  # Evaluate before training, after every N steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
@@ -953,7 +958,7 @@ def logprobs(policy, batch, micro_batches_by_update, record, phase):
 
 
 def tis_factor(logp_T, sampler_logp_T, cap):
-    """Return what truncated importance sampling multiplies advantages by: min(exp(logp - sampler's), cap)."""
+    """Return what --tis-cap multiplies advantages by: min(exp(logp - sampler's), cap)."""
     return (logp_T - sampler_logp_T).exp().clamp(max=cap)
 
 

@@ -1,8 +1,7 @@
 """CW-GRPO: Covariance-Aware GRPO with Gaussian-Kernel Advantage Reweighting, arXiv 2605.11538.
 
 CW-GRPO is GRPO with one update per rollout batch and a KL penalty. Tokens whose log-prob and advantage covary extremely
-weigh less in it. For one prompt it minimises the following (section 2.3, whose loss is the negative of this; the paper
-numbers no equation):
+weigh less in it. For one prompt it minimises the following (section 2.3, whose loss is the negative of this):
 
     L = 1/G sum_i 1/|o_i| sum_t -ratio_it w~_it A_i + beta KL_it                                         (loss)
     c_it = (logp_it - mean logp) (A_i - mean A)                                                    (covariance)
@@ -10,63 +9,21 @@ numbers no equation):
     w~_it = w_it N / sum w, N = tokens of the group                                             (normalisation)
     A_i = (r_i - mean r) / std r,   ratio = pi / pi_old,   KL = pi_ref / pi - log(pi_ref / pi) - 1
 
-The mean of logp is over the tokens of response i, and the mean of A is over the responses of the group. In the code,
-weight_T is the normaliser 1 / (G |o_i|), averaged over prompts; the paper's w~ comes from `kernel_weights`; factor_T is
-whatever multiplies the advantage: by default k of `effective_kernel`, which stands for w~ and the gradient through it,
-with --detach-kernel w~ itself, or Clip-Cov's mask, or 1.
-
-A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
-responses, _P: prompts, _G: responses to a prompt). `policy_loss` gets a micro-batch's part of it.
+The paper numbers no equation; the words in brackets mark the code's lines. The mean of logp is over the tokens of
+response i, and the mean of A is over the responses of the group. pi_old is the policy that sampled, pi_ref the initial
+one. In the code, weight_T is 1 / (G |o_i|), averaged over prompts, and factor_T is whatever multiplies the advantage: k
+of `effective_kernel`, which stands for w~ and the gradient through it, or with other flags w~ itself, Clip-Cov's mask
+or 1. common.py's docstring explains suffixes such as _T.
 
     ./run.sh cwgrpo-1.5b                     R1-Distill-Qwen-1.5B of Table 2; also cwgrpo-7b, grpo-kl-..., clip-cov-...
-    torchrun --nproc-per-node 4 cwgrpo.py    the same training; no activation checkpointing
+    torchrun --nproc-per-node 4 cwgrpo.py    the same training
 
-Settings: The paper's baseline GRPO is --reweight none. Its other baseline, Clip-Cov (arXiv 2505.22617), is --reweight
-clip-cov --normaliser token. Clip-Cov centres the covariance over the whole update. Among the tokens whose covariance
-lies between 1 and 5, it draws 2e-4 of all tokens at random, and these get no policy gradient. The fifth row of SSPO's
-Table 1 is ./run.sh sspo-clip-cov-1.5b.
+The paper's baselines are GRPO, --reweight none, and Clip-Cov (arXiv 2505.22617), --reweight clip-cov --normaliser
+token.
 
-Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
-not say, and we chose.
-- The paper takes its means "over responses". We read that as the released code (github.com/WangCheng0116/CW-GRPO)
-  does: log-probs over the tokens of the response itself, advantages over the responses of the group.
-- The gradient goes through w~, because the paper writes c with log pi_theta and the released code detaches nothing.
-  This couples all tokens of a group; `effective_kernel` says how we compute it. --detach-kernel takes w~ as constant
-  (ours).
-- sigma is the population std over a group's tokens, and 1e-8 is added to it, as in the released code. std r is the
-  unbiased one, and 1e-6 is added to it (released code: 1e-4).
-- N does not count padding. The released code counts it, so there the policy term of a group is larger by G times its
-  longest response / its tokens (1.58 in one example), and the KL weighs less beside it. Its GRPO has no such factor, so
-  its CW-GRPO is compared with a baseline whose KL weighs more. Ours have the same KL.
-- Section 2.1 writes GRPO with a ratio and a KL of whole responses, section 2.3 with those of tokens. We take the
-  latter.
-- The KL is k3. Its weight beta, 0.04, weight decay 0, AdamW's betas and the gradient norm are TRL's defaults, as in the
-  released recipe. That beta is the default of the TRL which the recipe pins, 0.16 or older; newer versions have 0.0.
-- All log-probs are taken at the sampling temperature, 0.7. The released code's ignore it, which shifts c, Table 1 and
-  the entropy of Fig. 1 (0.145 at 0.7 and 0.205 at 1, for the same samples).
-- Table 5 has batch size 12, 4 accumulation steps and 12 generations. We read that as 144 responses a step, 12 prompts x
-  12 responses (the released code has 3 x 12 x 4 responses).
-- Table 5 has 100 training steps. Our schedule has 300 (150 for 7B), as in the released code, and the paper's checkpoint
-  is that of step 100.
-- A prompt and its response share 4096 tokens, as in the released code. Table 5 gives 4096 to the response alone.
-- The format reward is 1 if "\\n</think>\\n" occurs in the text exactly once, as in the released code. The paper asks
-  for properly matched tags. The released 7B recipe rewards accuracy only, and so does ours.
-- Longer prompts are left out (ours); the released code cuts them on the left.
-- The paper's accuracy reward is a "verification function implemented in LaTeX", in the released code math_verify. Ours
-  asks for a box and applies rules of its own before math_verify (docs/evaluation.md). --reward
-  tasks/rewards.py:math_verify is math_verify alone, on the whole completion. The released recipe writes the prompt's
-  box as \\boxed{{}}; ours is \\boxed{}.
-- A zero-advantage group is one whose rewards are all equal. With --kl-coef 0 it goes through no backward pass, but it
-  still counts in the denominators.
-- Neither paper nor release has a setting of Clip-Cov; its authors' scripts do.
-- The released code makes one update a step, and so does the kernel here. With --updates-per-step above 1, Clip-Cov
-  draws its mask for each update among the update's own tokens, by the log-probs of the policy that the update starts
-  from, and the ratio is clipped to [0, 2]. Both are as its authors have them.
-- Clip-Cov's authors have no KL and leave out zero-advantage groups. So do we with --kl-coef 0. Our clip-cov-... has
-  the KL and keeps them, because the methods that it is compared with do (ours).
-- The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
-  advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. c is
-  computed without it.
+Departures from the paper and our readings of it stand where they act, beside a flag or in the code. (ours) means that
+the paper does not say, and we chose. docs/cwgrpo.md sets each equation beside its lines, with what the released code
+(github.com/WangCheng0116/CW-GRPO) does, and lists slips.
 """
 
 import math
@@ -88,25 +45,31 @@ class Args(common.Args):
     """Hub id, or folder with config.json and *.safetensors."""
     dataset: str = "knoveleng/open-rs"
     template: str = "open-rs"
-    """One of those that sspo.py has, or a text file with {problem} in it (Fig. 4)."""
+    """One of common.py's PROMPTS, here Fig. 4's with \\boxed{} (released recipe: \\boxed{{}}), or a text file with
+    {problem} in it."""
     steps: NonNegativeInt = 300
-    """Rollout steps, over which the learning rate is scheduled (released code). The paper's checkpoint is step 100."""
-    prompts_per_step: PositiveInt = 12  # Prompts sampled in a step (P; our reading of Table 5).
+    """Rollout steps, over which the learning rate is scheduled (released code; 150 for 7B). Table 5 has 100 training
+    steps, and the paper's checkpoint is step 100."""
+    prompts_per_step: PositiveInt = 12
+    """Prompts sampled in a step (P). With 12 responses to each these make 144, as we read Table 5: batch size 12, 4
+    accumulation steps, 12 generations (in the released code 3 x 12 x 4 responses)."""
     group_size: common.AtLeastTwo = 12  # Responses to each prompt (G; Table 5).
     max_prompt_tokens: PositiveInt = 512
-    """Longer prompts are left out of the data, and counted (Table 5)."""
+    """Longer prompts (Table 5) are left out of the data, and counted (ours); the released code cuts their beginning."""
     max_response_tokens: PositiveInt = 4096
     """A response is cut at this length and scores as it stands (Table 5)."""
     max_total_tokens: NonNegativeInt = 4096
     """A prompt and its response together have at most this many tokens (released code). 0: no such bound."""
     temperature: PositiveFloat = 0.7
-    """Divides the logits in the sampler and in the trainer alike (Table 5)."""
+    """Divides the logits in the sampler and in the trainer alike (Table 5). The released code's log-probs ignore it,
+    which shifts c, Table 1 and the entropy of Fig. 1."""
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (Table 5).
     lr_warmup: common.Share = 0.1
     """Share of --steps over which the learning rate rises in a straight line (Table 5)."""
     lr_floor: common.Share = 0.1
     """After the warm-up the rate falls along a cosine to this share of --lr (released code). 1: constant."""
-    weight_decay: NonNegativeFloat = 0.0  # AdamW's decay, on every parameter (TRL's default).
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decay, on every parameter (TRL's default, as in the released recipe; so are betas and gradient norm)."""
     checkpoints_kept: PositiveInt = 6
     """The newest checkpoints that stay. Table 3 needs those of steps 100, 150 and 200 of 300."""
     updates_per_step: PositiveInt = 1
@@ -119,11 +82,12 @@ class Args(common.Args):
     """How far below 1 the ratio may fall (Clip-Cov's authors). With a single update it is 1."""
     clip_high: NonNegativeFloat = 1.0  # How far above 1 it may rise (Clip-Cov's authors).
     kl_coef: NonNegativeFloat = 0.04
-    """Weight of the KL to the initial model (default of the recipe's TRL). 0: no reference model is loaded."""
+    """Weight of the KL to the initial model (default of the released recipe's TRL, 0.16 or older; newer ones have 0).
+    0: no reference model is loaded."""
     normaliser: Literal["response", "token"] = "response"
     """Weight of a token in the loss. response: 1/G 1/|o_i| (section 2.3). token: 1 / the update's tokens (Clip-Cov)."""
     format_reward: bool = True
-    """Add 1 to the reward of a response that is in the think format (appendix C)."""
+    """Add 1 to the reward of a response that is in the think format (appendix C; not in the released 7B recipe)."""
     clip_cov_share: common.Share = 2e-4
     """Clip-Cov masks this share of all tokens (its authors' scripts)."""
     clip_cov_low: float = 1.0
@@ -134,8 +98,8 @@ class Args(common.Args):
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG):
-    """Return advantage_PG (section 2.1). The std is unbiased, and 1e-6 is added to it. A zero-advantage group, whose
-    rewards are all equal, gets exactly 0."""
+    """Return advantage_PG (section 2.1). The std is unbiased, and 1e-6 is added to it (ours; released code: 1e-4). A
+    zero-advantage group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6
     return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
@@ -151,7 +115,8 @@ def covariance(logp_T, advantage_T, response_T, group_T):
 
 
 def bandwidth(c_T, group_T):
-    """Return sigma_P, the population standard deviation of c over each group's tokens, with 1e-8 added to it."""
+    """Return sigma_P, the population standard deviation of c over each group's tokens, with 1e-8 added to it, as in the
+    released code."""
     centred_T = c_T - common.mean_by(c_T, group_T)[group_T]
     variance_P = common.mean_by(centred_T**2, group_T)
     return variance_P.clamp(min=torch.finfo(c_T.dtype).tiny).sqrt() + 1e-8  # sqrt has no derivative at 0
@@ -213,7 +178,8 @@ def token_weights(length_R, normaliser: str = "response"):
 def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T, low, high, kl_coef):
     """Return the loss (section 2.3), summed over these tokens, and what it saw of each: its ratio, whether low or high
     clips it, and its KL to the reference (k3, nats). factor_T multiplies the advantage. Since it may be negative, the
-    sign of the product decides which bound acts."""
+    sign of the product decides which bound acts. Ratio and KL are a token's, as section 2.3 has them; section 2.1 has
+    those of whole responses."""
     ratio_T = (logp_T - old_logp_T).exp()
     gain_T = factor_T * advantage_T
     free_T = ratio_T * gain_T
@@ -225,7 +191,8 @@ def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T,
 
 
 def format_reward(text: str) -> float:
-    """Return 1.0 if the text has "</think>" on a line of its own exactly once (released code), else 0.0."""
+    """Return 1.0 if the text has "</think>" on a line of its own exactly once (released code), else 0.0. The paper asks
+    for "properly matched" tags (appendix C)."""
     return float(text.count("\n</think>\n") == 1)
 
 
@@ -289,6 +256,7 @@ def learn(policy, reference, optimizer, batch, step, record):
     # ---- the kernel, over the whole step: c, sigma and the normaliser span micro-batches and ranks
     factor_T = torch.ones_like(advantage_T)
     if args.reweight == "kernel":
+        # The factor of --tis-cap is not in c.
         c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
         kernel_T = factor_T = kernel_weights(c_T, group_T)
         if not args.detach_kernel:
@@ -311,6 +279,9 @@ def learn(policy, reference, optimizer, batch, step, record):
         if not micro_batches:
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         if args.reweight == "clip-cov":
+            # As Clip-Cov's authors have it, each update draws its mask among its own tokens, by the log-probs of the
+            # policy that it starts from. They have no KL and leave out zero-advantage groups, and so do we with
+            # --kl-coef 0; with a KL, as the methods have that it is compared with, these groups take part (ours).
             start_logp_T = old_logp_T
             if update:  # the policy has moved since it sampled
                 start_logp_T, _ = common.logprobs(policy, batch, [micro_batches], record, "start_logp")
@@ -390,6 +361,8 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     world = common.init_world()
+    # Appendix C rewards accuracy by a "verification function implemented in LaTeX", in the released code math_verify.
+    # docs/evaluation.md has the rules of ours.
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, world)
 

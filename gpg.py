@@ -7,63 +7,21 @@ it makes one update per rollout batch. For one prompt it minimises the following
     A_i = (r_i - mean r) / F_norm, with F_norm = 1, std r of the group, or std r of the batch             (6)
     J_hat = alpha J, alpha = B / (B - M)                                                               (7, 8)
 
-B responses are in the batch. M of them are in groups whose rewards are all equal; such a group is invalid and has no
-gradient. alpha turns the mean over the batch into a mean over the valid groups, which the paper calls accurate gradient
-estimation (AGE). While the share of valid groups is
-below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the valid groups (Algorithm 1).
-
-A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
-responses, _P: prompts, _G: responses to a prompt). `policy_loss` gets a micro-batch's part of it.
+The response o_i is one of G to the prompt and has the reward r_i and |o_i| tokens. B responses are in the batch. M of
+them are in groups whose rewards are all equal; such a group is invalid and has no gradient. alpha turns the mean over
+the batch into a mean over the valid groups, which the paper calls accurate gradient estimation (AGE). While the share
+of valid groups is below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the valid groups (Algorithm 1).
+common.py's docstring explains suffixes such as _T.
 
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4 (also gpg-rs1, gpg-rs3, the ablations: ./run.sh help)
     torchrun --nproc-per-node 8 gpg.py    the same training; no --eval, no activation checkpointing
 
-Settings: In Table 15, row A is --norm group --no-accurate-gradient --beta-th 0, row B is --no-accurate-gradient
---beta-th 0, row C is --beta-th 0, and row D is the default. The batch normalisation of Table 13 is row B with --norm
-batch. GPG-RS as released is row A (gpg-a-rs1, gpg-a-rs3). gpg-rs1 and gpg-rs3 are row D; their threshold of 0.6 is
-ours, because B.1 states it for the 7B run on DAPO-Math-17k only. The KL of section 3.4 is row A with a KL
-(gpg-kl-math); row D with a KL is ./run.sh gpg-math --kl-coef 0.04.
+Row D of Table 15 is the default. Row C is --beta-th 0, row B is --no-accurate-gradient --beta-th 0, and row A is row B
+with --norm group.
 
-Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
-not say, and we chose. docs/gpg.md compares the paper with its released code, github.com/AMAP-ML/GPG.
-- We take the expectation of Eq. 5 as the mean over groups. Inside a group, a long response then weighs more than a
-  short one.
-- Algorithm 1 and section 2.2 draw until the share of valid groups exceeds beta_th. Section 2.2 accumulates the valid
-  groups "into the resampled subsequent batch", so its share may be (carried + new valid) / (carried + P). Ours is that
-  of the released code: all valid groups / P, and we stop at equality, as it does.
-- The update has as many groups as one draw has prompts, P. It takes the valid groups that came first and fills up with
-  invalid groups of the last draw, which count in B and M. Valid groups beyond P are dropped and not counted. They are
-  not carried over, because the next step's policy did not sample them and GPG has no ratio to correct for that.
-- B.4 rewards an output that is "consistent with the ground truth", and the released code asks math_verify. Ours asks
-  for a box and applies rules of its own before math_verify (docs/evaluation.md). --reward tasks/rewards.py:math_verify
-  is math_verify alone, on the whole completion.
-- The released code takes the denominator of Eq. 5 over a device's micro-batch, and alpha of Eq. 7 over a quarter of the
-  step. Both are over the whole step here, as the equations have them.
-- We make one update per rollout batch, as Algorithm 1 suggests; the paper does not say it elsewhere.
-- If no group is valid, there is no update, except with a KL. The std is the unbiased one, and 1e-6 is added to it
-  (ours).
-- Section 3.4 does not print the weight of its KL; the released recipe inherits 0.04. The section says that the results
-  are in Table 13, which has none with a KL. We read it as row A with a KL: that table's rows have alpha 1, and the
-  released recipe sets neither alpha nor F_norm = 1. Only row A and the weight are that recipe's: it has learning rate
-  3e-6 with a cosine, a format reward and a prompt that asks for thoughts. The KL is k3 to the initial model and has the
-  token weights of J. alpha multiplies the policy gradient alone, because the KL of an invalid group is not 0 (ours; the
-  released code multiplies both).
-- The lengths and the temperature of GPG-Zero-7B are not given. We take responses of up to 3072 tokens and prompts of up
-  to 1024, which together fill the model's context, and temperature 1 (ours). AdamW's betas and the gradient norm are
-  verl's defaults.
-- For the ablations, a footnote names open-r1's config_simple_rl.yaml, but the released recipes disagree. We take
-  learning rate 2e-6 with warm-up 0.1 from the released GPG recipe; most of the others have 3e-6 with a cosine. We also
-  take weight decay 0.1 and temperature 1, where their TRL's defaults are 0 and 0.9, and prompt qwen-boxed and 64
-  prompts (ours).
-- The format reward is 1 for "<think>...</think> <answer>...</answer>" with nothing around it. The first tag may be
-  missing, because chat templates put it at the end of the prompt (ours).
-- The multimodal runs (Tables 5 to 8) are gpg-geoqa to gpg-lisa of run.sh. They average the loss per response and
-  reward the format, as the released code does; for gpg-lisa B.4 names the IoU alone.
-- The R1-distilled models train with the released code's prompt, open-rs, which asks for a box and for English. B.4
-  prints it without either. They are not evaluated while they train, because their evaluation has another prompt and
-  samples differently (./run.sh eval RUN --protocol open-rs).
-- The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
-  advantage by min(pi / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
+Departures from the paper and our readings of it stand where they act, beside a flag or in the code. (ours) means that
+the paper does not say, and we chose. docs/gpg.md sets each equation beside its lines, compares the paper with its
+released code (github.com/AMAP-ML/GPG) and lists slips.
 """
 
 from typing import Literal
@@ -78,7 +36,8 @@ import common
 
 @dataclass
 class Args(common.Args):
-    """GPG-Zero-7B (B.1)."""
+    """GPG-Zero-7B (B.1). The paper gives neither its lengths, of which ours together fill the model's context, nor its
+    temperature, which is 1 here (ours). AdamW's betas and the gradient norm are verl's defaults."""
 
     model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id or folder with config.json and *.safetensors.
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
@@ -102,14 +61,15 @@ class Args(common.Args):
     max_draws: PositiveInt = 20
     """After this many draws, go on with the groups there are (20 is the released code's limit)."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the initial model; section 3.4's released recipe inherits 0.04. 0: no reference is loaded."""
+    """Weight of the KL to the initial model. Section 3.4 prints none; its released recipe inherits 0.04.
+    0: no reference is loaded."""
     format_reward: bool = False
     """Add 1 to the reward of a response that is in the think and answer format (B.4; for the R1-distilled model)."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG, norm: str = "none"):
-    """Return advantage_PG (Eq. 6). The std of norm "group" or "batch" is unbiased, and 1e-6 is added to it. A
+    """Return advantage_PG (Eq. 6). The std of norm "group" or "batch" is unbiased, and 1e-6 is added to it (ours). A
     zero-advantage group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if norm != "none":
@@ -126,7 +86,8 @@ def alpha(reward_PG) -> float:
 
 def token_weights(length_R, group_size: int):
     """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of the batch's
-    responses. The weight is 1 / (P sum_i |o_i|), where the sum is over the token's own group (Eq. 5). group_size 1
+    responses. The weight is 1 / (P sum_i |o_i|), where the sum is over the token's own group (Eq. 5): we take the
+    expectation as the mean over groups, and inside a group a long response weighs more than a short one. group_size 1
     makes it 1 / (P G |o_i|), the mean per response. Either sums to 1."""
     tokens_P = length_R.view(-1, group_size).sum(1)
     weight_P = 1 / (len(tokens_P) * tokens_P.double())  # Eq. 5
@@ -134,7 +95,8 @@ def token_weights(length_R, group_size: int):
 
 
 def format_reward(text: str) -> float:
-    """Return 1.0 if thoughts and answer are in tags, with nothing around them and no tag twice, else 0.0 (B.4)."""
+    """Return 1.0 if the text is "<think>...</think> <answer>...</answer>" with nothing around it and no tag twice, else
+    0.0 (B.4). The first tag may be missing, because chat templates put it at the end of the prompt (ours)."""
     text = text.strip().removeprefix("<think>")
     once = [text.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")] == [0, 1, 1, 1]
     answer = text.partition("</think>")[2].strip()
@@ -144,7 +106,8 @@ def format_reward(text: str) -> float:
 def policy_loss(logp_T, advantage_T, weight_T, alpha, kl_coef=0.0, ref_logp_T=None):
     """Return the loss, summed over these tokens, and what it saw of each. The loss is Eq. 8; with ref_logp_T, the
     reference's log-probs, kl_coef times the KL to the reference is added, and the KL of each token is returned (k3,
-    nats)."""
+    nats). The KL has the token weights of J, but alpha multiplies the policy gradient alone, because the KL of an
+    invalid group is not 0 (ours; the released code multiplies both)."""
     loss = -alpha * (weight_T * logp_T * advantage_T).sum()  # Eq. 8; Algorithm 1, line 3
     per_token = {}
     if ref_logp_T is not None:
@@ -164,12 +127,14 @@ def learn(policy, reference, optimizer, batch, record):
 
     # ---- advantages, and everything else that needs no log-probs
     advantage_R = advantages(batch.reward_PG, args.norm).flatten().float()
-    trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL, A = 0 means no gradient
+    # Without KL, A = 0 means no gradient. Where no group is valid, there is then no update.
+    trained_R = (advantage_R != 0) | (args.kl_coef > 0)
     trained_T = trained_R[batch.response_T]
     together = args.group_size if args.normaliser == "group" else 1  # responses that share a denominator
     advantage_T = advantage_R[batch.response_T]
     weight_T = token_weights(batch.length_R, together).float()
     scale = alpha(batch.reward_PG) if args.accurate_gradient else 1.0
+    # One update per rollout batch, as Algorithm 1 suggests; the paper does not say it elsewhere.
     micro_batches_by_update = batch.deal_updates(batch.split(1), trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs; the loss has no ratio, so that only --tis-cap asks for the old ones
@@ -239,12 +204,18 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     world = common.init_world()
+    # B.4 rewards an output that is "consistent with the ground truth", and the released code asks math_verify.
+    # docs/evaluation.md has the rules of ours.
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, world)
 
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = None
+    # Section 3.4 says that its results with a KL are in Table 13, which has none. We read it as row A with a KL
+    # (./run.sh gpg-kl-math): that table's rows have alpha 1, and the released recipe sets neither alpha nor F_norm = 1.
+    # Only row A and the weight are that recipe's: it has learning rate 3e-6 with a cosine, a format reward and a prompt
+    # that asks for thoughts.
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = common.adamw(policy, args.lr, args)
@@ -268,6 +239,9 @@ def main(args: Args) -> None:
                     group.reward_G += torch.tensor([format_reward(rollout.text) for rollout in group.rollouts])
             drawn += groups
             position += len(groups)
+            # Algorithm 1 and section 2.2 draw until the share exceeds beta_th. Section 2.2 accumulates the valid groups
+            # "into the resampled subsequent batch", so its share may be (carried + new valid) / (carried + P). Ours is
+            # that of the released code: all valid groups / P, and equality is enough.
             reward_PG = torch.stack([group.reward_G for group in drawn])
             valid_P = common.valid(reward_PG)
             if valid_P.sum().item() / args.prompts_per_step >= args.beta_th:  # Algorithm 1, line 1
@@ -275,6 +249,9 @@ def main(args: Args) -> None:
         else:
             record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
         sampler.sleep()
+        # The update has P groups: the valid ones that came first, filled up with invalid ones of the last draw, which
+        # count in B and M. Valid groups beyond P are not carried over: the next step's policy did not sample them, and
+        # GPG has no ratio to correct for that.
         batch = common.Batch(common.choose_groups(drawn, valid_P, args.prompts_per_step))
 
         # ---- learn

@@ -9,62 +9,17 @@ stage minimises L, which is GRPO, and an IRL stage minimises L_IRL, which is Eq.
     KL = pi_ref / pi - log(pi_ref / pi) - 1                                                   (beta of Table 2)
     L_IRL = E_{y' ~ Y'} -log pi(y' | x), Y' the demonstrations                                           (Eq. 4)
 
-A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
-responses, _P: prompts, _G: responses to a prompt). `policy_loss` and `irl_loss` get a micro-batch's part of it.
+The response y_i is one of G to the prompt x and has the reward R_i and |y_i| tokens. pi is the policy that is trained,
+pi_old the one that sampled, and pi_ref the initial one. common.py's docstring explains suffixes such as _T.
 
     ./run.sh sps-1.5b-3k                   Qwen2.5-Math-1.5B, 3,000 problems (Table 1); also 7b, 5k, 10k; sps-grpo-...
-    torchrun --nproc-per-node 4 sps.py     the same, without evaluation and without recomputing activations
+    torchrun --nproc-per-node 4 sps.py     the same training without evaluation
 
-Settings: GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-1.5b-3k, gspo-...).
+GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-1.5b-3k, gspo-...). At the
+printed --irl-lr imitation moves next to nothing, so expect GRPO's results; ./run.sh sps-act-... has 5e-7 (ours).
 
-Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
-not say, and we chose.
-- --irl-lr is 5e-10, as printed. An AdamW step of that size is lost in the rounding of any float32 weight of 2**-6 =
-  0.016 or more, and a GPU samples in bfloat16, which sees almost none of the other changes. So expect GRPO's results. A
-  run says at its start how few of its weights can move. The paper means a small rate (sections 5.1 and F.2).
-  ./run.sh sps-act-... sets 5e-7, the RL stage's rate (ours).
-- Eq. 4 as printed maximises the KL to the rollouts. We take its sign for a slip. The rollout distribution is empirical,
-  so the KL is the cross-entropy (C.1). We take its mean over the tokens of a batch (ours).
-- An RL stage is one pass over the data (ours). At 3k problems that is 3k x 8 / 128 = 188 steps, at 10k 625 of the 700.
-  Section E.2 times the stages "on 3k prompts" and gives IRL 3 % of an "iteration"; 4 x 512 responses are 8.5 % of such
-  a pass's, and only those are trained on.
-- We read "four training steps per iteration" as an IRL stage of 4 steps, each with 512 responses. It may also mean four
-  updates on each rollout batch (--prompts-per-step 64 --updates-per-step 4). A pass over the demonstrations is a third
-  choice (--irl-steps 0 --irl-passes 1).
-- Algorithm 1 collects rollouts after the update, from the new policy. Sections 4.1 and 5.1 take the rollouts that the
-  RL stage generated, and so do we. This needs no second sampling pass, but a demonstration may be as old as the stage.
-- Demonstrations are 3 of each prompt's 8 responses (section 5.1). l2te takes the wrong responses with the lowest mean
-  log-prob of a token. Where these are too few, it fills up with the right ones of the lowest. The paper says of this
-  one choice that it is uniform (section 4.1, before L2TE), that it "preferentially samples" unlikely rollouts and
-  augments each "batch with positive trajectories" (L2TE), that it takes three of eight (5.1), and that it samples
-  "from the lower quantile of trajectories in each batch" (C.1, which reads as how L2TE is implemented). These cannot
-  all hold. Our choice is deterministic, made for each prompt, and takes wrong ones first (ours); uniform and quantile,
-  the lowest 3/8 of a step's responses, are the other readings. The log-prob is the sampler's, at sampling time (ours).
-- L2TE's "model likelihood" may be p(y) of Eq. 13, a product. Ours is the mean over tokens, since a sum mostly ranks by
-  length (ours): for responses of 200 to 1,500 tokens 39 % of the demonstrations would be others.
-- 188 x 16 prompts give 9,024 demonstrations, and a stage uses 4 x 512 of them. They are drawn without replacement until
-  all are used. More demonstrations of a prompt thus make a larger pool, not a longer stage, so the runs of Fig. 4 take
-  whole passes.
-- Every IRL stage has a fresh AdamW. The AdamW of the RL stages keeps its moments (ours). Weight decay 0.1 and betas 0.9
-  and 0.95 are ms-swift's, for both.
-- The KL is to the original model (ours; the policy at the start of the stage is the alternative). It is k3 with beta
-  0.01, as in Table 2. Eq. 23 has no KL.
-- The learning rate is constant, top-p is 1, top-k is off and the prompt is qwen-math (ours; ms-swift would take a
-  cosine, top-p 0.9 and top-k 50).
-- eps is 0.2, TRL's default. With one update per rollout batch the ratio is 1 and nothing clips. Eq. 24 writes GRPO's
-  ratio for whole responses. Ours is one per token, as in GRPO.
-- The paper rewards by Math-Verify alone. Ours asks for a box and applies rules of its own before math_verify
-  (docs/evaluation.md). --reward tasks/rewards.py:math_verify is math_verify alone, on the whole completion.
-- Section 5.1 rewards "without any additional format or length-based rewards", but Table 2 gives DAPO a
-  soft_cache_length of 2048, which is a reward of length. ./run.sh dapo-1.5b-3k has it; the other reading is
-  --overlong-buffer 0. DAPO here has no filter of overlong responses; sspo.py's docstring says more.
-- The std is the unbiased one, and 1e-6 is added to it. A response is cut at 3072 tokens, and prompts have up to 1024.
-  In both stages the gradient's norm is clipped at 1. The paper is silent on these (ours).
-- The paper reports the best checkpoint within 700 steps (section 5.2) and does not say how often it evaluates. Fig. 2c
-  evaluates every 100 steps, and so do the runs of run.sh. A run is also evaluated at the end of each RL stage, after
-  its IRL stage (ours), because stages of 188 steps do not end at a multiple of 100 within the 700.
-- The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
-  advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token.
+Departures from the paper and our readings of it stand where they act, beside a flag or in the code. (ours) means that
+the paper does not say, and we chose. docs/sps.md sets each equation beside its lines and lists slips of the paper.
 """
 
 import math
@@ -80,7 +35,8 @@ import common
 
 @dataclass
 class Args(common.Args):
-    """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2)."""
+    """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2). In both stages the learning rate is constant and the gradient's norm
+    is clipped at 1; sampling has top-p 1 and no top-k (ours; ms-swift would take a cosine, top-p 0.9 and top-k 50)."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id or folder with config.json and *.safetensors (section 5.1).
     dataset: str = "Elliott/Openr1-Math-46k-8192"
@@ -94,16 +50,17 @@ class Args(common.Args):
     max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted (ours).
     max_response_tokens: PositiveInt = 3072  # A response is cut at this length and scores as it stands (ours).
     lr: NonNegativeFloat = 5e-7  # AdamW's largest learning rate in RL stages (section 5.1).
-    weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter (ms-swift's default).
+    weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter, in both stages (ms-swift's).
     adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)
-    """How much AdamW's moments keep (ms-swift's default)."""
+    """How much AdamW's moments keep, in both stages (ms-swift's default)."""
     updates_per_step: PositiveInt = 1
-    """Optimiser steps on one rollout batch (ours). Each has its own prompts. 4 is another reading of section 5.1."""
+    """Optimiser steps on one rollout batch (ours). Each has its own prompts."""
     clip_low: NonNegativeFloat = 0.2
     """How far below 1 the ratio may fall in RL stages (TRL's default)."""
     clip_high: NonNegativeFloat = 0.2  # How far above 1 it may rise.
     kl_coef: NonNegativeFloat = 0.01
-    """Weight of the KL to the initial model in RL stages (Table 2). 0: no reference model is loaded."""
+    """Weight of the KL in RL stages (Table 2), to the initial model (ours; the policy at the start of the stage is the
+    alternative). 0: no reference model is loaded."""
     rl_steps: NonNegativeInt = 0
     """Number of steps of an RL stage. 0: as many as --rl-passes makes."""
     rl_passes: PositiveFloat = 1.0
@@ -115,7 +72,7 @@ class Args(common.Args):
     irl_batch: PositiveInt = 512
     """Number of demonstrations in an IRL step (section 5.1)."""
     irl_lr: NonNegativeFloat = 5e-10
-    """AdamW's learning rate in IRL stages (section 5.1)."""
+    """AdamW's learning rate in IRL stages, as printed in section 5.1; docs/sps.md says what it does to a weight."""
     demonstrations: PositiveInt = 3
     """Number of responses to each prompt that become demonstrations: the sampling size (sections 5.1, 5.3; Fig. 4)."""
     choose: Literal["l2te", "uniform", "quantile"] = "l2te"
@@ -125,8 +82,8 @@ class Args(common.Args):
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG):
-    """Return advantage_PG (Eq. 25). The std is unbiased, and 1e-6 is added to it. A zero-advantage group, whose rewards
-    are all equal, gets exactly 0."""
+    """Return advantage_PG (Eq. 25). The std is unbiased, and 1e-6 is added to it (ours). A zero-advantage group, whose
+    rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 25
     return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
@@ -135,7 +92,7 @@ def advantages(reward_PG):
 def token_weights(length_R, normaliser: str = "response"):
     """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
     responses. response: 1/R 1/|y_i|, which is 1/G and 1/|y_i| of Eq. 23 and the mean over prompts. token: 1 / sum |y_i|
-    (for Eq. 4). Either sums to 1."""
+    (for Eq. 4; ours). Either sums to 1."""
     weight_R = 1 / (len(length_R) * length_R.double())
     if normaliser == "token":
         weight_R[:] = 1 / length_R.double().sum()
@@ -159,7 +116,13 @@ def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=N
     response's mean log-prob of a token. There are k for each prompt, except with quantile.
     l2te: the wrong responses with the lowest mean log-prob; if these are too few, the right ones with the lowest, too.
     uniform: k at random, drawn by `generator`. quantile: the k * P responses with the lowest mean log-prob, whatever
-    their prompt. Of responses with the same mean log-prob, the first is taken."""
+    their prompt. Of responses with the same mean log-prob, the first is taken.
+
+    The paper says of this one choice that it is uniform (section 4.1, before L2TE), that it "preferentially samples"
+    unlikely rollouts and augments each batch "with positive trajectories" if negative ones are too few (L2TE), that it
+    takes three of eight (5.1), and that it samples "from the lower quantile of trajectories in each batch" (C.1, which
+    reads as how L2TE is implemented). These cannot all hold. l2te is deterministic, made for each prompt, and takes
+    wrong ones first (ours); the other two are other readings."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
         lowest = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1
@@ -261,8 +224,9 @@ def learn(policy, reference, optimizer, batch, record):
 
 
 def learn_irl(policy, batches, record):
-    """Train on the batches of demonstrations of an IRL stage, with an AdamW of the stage's own. Return the means of
-    their metrics and the loss of the last batch, the same on every rank."""
+    """Train on the batches of demonstrations of an IRL stage, with an AdamW of the stage's own, while that of the RL
+    stages keeps its moments (ours). Return the means of the batches' metrics and the loss of the last batch, the same
+    on every rank."""
     args = record.args
     world = record.world
     optimizer = common.adamw(policy, args.irl_lr, args)
@@ -310,6 +274,9 @@ def keep_demonstrations(folder, step, batch, problems, args):
     """Choose the demonstrations among the rollouts of an RL step and write them to step-<step>.pt: tensors, and the
     number of each problem in the data, so that no code runs when the file is read. Return, for each token, whether its
     response was chosen, and the mean log-prob that decided."""
+    # The log-probs are those at sampling time (ours). The "model likelihood" of L2TE may be p(y) of Eq. 13, a product.
+    # Ours is the mean over tokens, since a sum mostly ranks by length (ours): for responses of 200 to 1,500 tokens 39 %
+    # of the demonstrations would be others.
     mean_logp_R = common.mean_by(batch.sampler_logp_T.double(), batch.response_T)
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "demonstrations", step))
     chosen = choose_demonstrations(
@@ -343,7 +310,13 @@ def keep_demonstrations(folder, step, batch, problems, args):
 
 def stage_lengths(args, problems: int) -> tuple[int, int]:
     """Return the number of steps of an RL stage and of an IRL stage. `problems` is the number of training problems. A
-    pass that ends within a step takes the whole step."""
+    pass that ends within a step takes the whole step.
+
+    By default an RL stage is one pass over the data (ours): 188 steps at 3k problems, 625 of the 700 at 10k. Section
+    E.2 times the stages "on 3k prompts" and gives IRL 3 % of an "iteration". We read "four training steps per
+    iteration" (5.1) as an IRL stage of 4 steps of 512 responses, 8.5 % of such a pass's, and only these are trained on.
+    It may also mean four updates on each rollout batch (--prompts-per-step 64 --updates-per-step 4). A pass over the
+    demonstrations is a third choice (--irl-steps 0 --irl-passes 1)."""
     rl_steps = args.rl_steps or max(1, math.ceil(args.rl_passes * problems / args.prompts_per_step))
     chosen = rl_steps * args.prompts_per_step * args.demonstrations
     irl_steps = args.irl_steps or math.ceil(args.irl_passes * chosen / args.irl_batch)
@@ -352,7 +325,9 @@ def stage_lengths(args, problems: int) -> tuple[int, int]:
 
 def demonstrations(folder, steps, problems, count, seed):
     """Return `count` of the demonstrations that were kept in a stage's `steps`, groups of one. They are drawn without
-    replacement, and anew when all are used. Raises FileNotFoundError if the file of a step is gone."""
+    replacement, and anew when all are used. So more demonstrations of a prompt make a larger pool (3 of 188 x 16
+    prompts make 9,024, of which a stage uses 4 x 512), not a longer stage; for Fig. 4 stages take whole passes. Raises
+    FileNotFoundError if the file of a step is gone."""
     kept = []
     for step in steps:
         kept += torch.load(folder / f"step-{step:05d}.pt", weights_only=True)
@@ -417,6 +392,9 @@ def main(args: Args) -> None:
         position += len(groups)
         sampler.sleep()
         batch = common.Batch(groups)
+        # Algorithm 1 collects rollouts after the update, from the new policy. Sections 4.1 and 5.1 take those that the
+        # RL stage generated, and so do we: this needs no second pass of sampling, but a demonstration may be as old as
+        # the stage.
         kept = record.folder / "demonstrations"
         chosen = {}
         if irl_steps and world.rank == 0:  # Algorithm 1: collect Y, sample Y'
@@ -444,6 +422,8 @@ def main(args: Args) -> None:
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint
+        # The paper does not say how often it evaluates to find the best checkpoint within 700 steps (section 5.2). A
+        # stage's end is evaluated, too (ours), since stages of 188 steps end at no multiple of Fig. 2c's 100.
         evaluated = step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))

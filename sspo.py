@@ -9,42 +9,18 @@ the old policy in the segment sets how far that ratio may move before it is clip
     b_high = min(1 + alpha + H_ij, gamma)    b_low = max(0, min(1 - H_ij, beta))                      (14, 15)
     H_ij = mean over the segment of the old policy's entropy                                          (12, 13)
 
-A vector whose name ends in _T has an entry for each response token of the step, without prompts or padding (_R:
-responses, _P: prompts, _G: responses to a prompt, _S: segments). `policy_loss` gets a micro-batch's part of it.
+The response y_i is one of G to the prompt. It has the reward r_i and |y_i| tokens, |y_ij| of them in its segment j.
+pi is the policy that is trained, and pi_old the one that sampled. common.py's docstring explains suffixes such as _T.
 
     ./run.sh sspo-1.5b                     our reading of the paper's run, with its data and evaluation sets
-    torchrun --nproc-per-node 8 sspo.py    the same training; no --eval, no activation checkpointing
-                                           (./run.sh data fetches the data to where --dataset looks)
+    torchrun --nproc-per-node 8 sspo.py    the same training without evaluation
 
-GRPO, GSPO, clip-high, Dr. GRPO, "+SIR" (SSPO's ratio with a fixed clip) and DAPO are settings of this script, and
-./run.sh help names them. DAPO (arXiv 2503.14476) has the values that arXiv 2604.16995 prints in its Table 2. That paper
-takes the rest from SWIFT's recommended configuration, which also leaves responses that were cut off out of the loss
-(overlong_filter); ours only penalises them. Its Table 2 gives a KL weight of 0 to GSPO and none to DAPO; ours has no KL
-in either. CLIP-Cov, the fifth row of Table 1, is a setting of cwgrpo.py: ./run.sh sspo-clip-cov-1.5b.
+GRPO, GSPO, clip-high, Dr. GRPO, "+SIR" (SSPO's ratio with a fixed clip) and DAPO (arXiv 2503.14476, with the values
+that arXiv 2604.16995 prints in its Table 2) are settings of this script, which ./run.sh help names. CLIP-Cov of Table 1
+is a setting of cwgrpo.py.
 
-Where the paper is silent, contradicts itself, or is departed from, we do as follows. (ours) means that the paper does
-not say, and we chose.
-- We read a "batch size" of 128 as 128 prompts in a rollout batch, which is used for one epoch. The paper does not give
-  the number of updates. Fig. 3b shows clipping, so there were several. We make 4, of 32 prompts each (ours; verl's GSPO
-  example also makes 4).
-- The paper trains with verl and leaves these values out, so we take verl's defaults: learning rate 1e-6, constant and
-  without warm-up, weight decay 0.01, AdamW's betas, gradient norm 1, and temperature 1.
-- The paper gives neither the longest prompt nor the number of steps. We take 1024 tokens and 200 steps (ours). The std
-  of Eq. 8 is the unbiased one, and 1e-6 is added to it (ours).
-- BPE merges the delimiter into tokens such as ".\\n\\n", so we look for the delimiter in the text. Blank text after a
-  delimiter belongs to the segment that the delimiter closed, so no segment is empty. The stop token joins the last
-  segment.
-- Section 4.1 cuts at a "line break or double line break"; section 6.2.2 chooses the double one. Table 3 also tries a
-  period, which ends a segment wherever it stands, so --delimiter . cuts the number 3.14, too (ours).
-- The paper does not name its verifier. Ours asks for a box and applies rules of its own before math_verify
-  (docs/evaluation.md). --reward tasks/rewards.py:math_verify is math_verify alone, on the whole completion.
-- verl bounds the loss of a token with a negative advantage at 3 times the advantage (dual clip). Eq. 1 and Eq. 16 have
-  no such bound, and so neither has ours.
-- A response with A = 0 has no gradient. It is left out of the pass for old log-probs and out of the updates, but it
-  still counts in the loss's denominators.
-- The paper does not have --tis-cap (truncated importance sampling), which is off by default. It multiplies each token's
-  advantage by min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. Tokens of a
-  segment share a ratio, so their gradients see the mean of these factors.
+Departures from the paper and our readings of it stand where they act, beside a flag or in the code. (ours) means that
+the paper does not say, and we chose. docs/sspo.md sets each equation beside its lines and lists slips of the paper.
 """
 
 import subprocess
@@ -63,25 +39,30 @@ import common
 
 @dataclass
 class Args(common.Args):
-    """SSPO on Qwen2.5-Math-1.5B (§5.2). For 7B, set --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2. §5.2 prints
-    alpha 0.1 there, but the row of Table 5 that has the reported average, 56.00, has alpha 0.15."""
+    """SSPO on Qwen2.5-Math-1.5B (§5.2). For 7B, set --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2 (Table 5)."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id, or folder with config.json and *.safetensors (§5.2).
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
     """Training problems, cloned where they are missing (§5.2): a .jsonl, .json or .parquet file, a `save_to_disk`
     folder, or a hub id (`id:[name:]split`)."""
     template: str = "qwen-math"
-    """plain, qwen-math; in the tokenizer's format: chat, chat-boxed, open-rs; or a text file with {problem} in it."""
+    """plain, qwen-math, qwen-boxed; in the tokenizer's format: chat, chat-boxed, open-rs; or a text file with {problem}
+    in it."""
     steps: NonNegativeInt = 200  # Rollout steps (ours); 0 only evaluates.
-    prompts_per_step: PositiveInt = 128  # Prompts sampled in a step, or in each of its draws (P; our reading of §5.2).
+    prompts_per_step: PositiveInt = 128
+    """Prompts sampled in a step, or in each of its draws (P). This is how we read the "batch size" of §5.2."""
     group_size: common.AtLeastTwo = 8  # Responses to each prompt (G; §5.2).
     max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out and counted (ours).
     max_response_tokens: PositiveInt = 3000  # A response is cut at this length and scores as it stands (§5.2).
-    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (verl's default).
+    lr: NonNegativeFloat = 1e-6
+    """AdamW's largest learning rate. The paper trains with verl and does not say, so this is verl's default. So are the
+    constant schedule without warm-up, the weight decay, the betas, the gradient norm and the temperature."""
     updates_per_step: PositiveInt = 4
-    """Updates, each an optimiser's step, on one rollout batch. Each has its own prompts (ours)."""
+    """Updates, each an optimiser's step, on one rollout batch. Each has its own prompts: we read one epoch. The paper
+    gives no number, but Fig. 3b shows clipping, so there were several. 4 is ours; verl's GSPO example has 4, too."""
     delimiter: str = r"\n\n"
-    r"""Text that ends a segment: \n\n (§6.2.2), \n, . or any other ASCII text.
+    r"""Text that ends a segment: \n\n (§6.2.2; §4.1 says "line break or double line break"), \n, . or other ASCII text.
+    A period (Table 3) ends a segment wherever it stands, even inside 3.14 (ours).
     Empty: a response is one segment (GSPO). token: every token is one (GRPO)."""
     clip: Literal["entropy", "fixed"] = "entropy"
     """Bounds of the ratio. entropy: those of Eqs. 14 and 15. fixed: 1 - clip_low and 1 + clip_high."""
@@ -113,8 +94,8 @@ class Args(common.Args):
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG, scale: bool = True):
-    """Return advantage_PG (Eq. 8). The std is unbiased, and 1e-6 is added to it. `scale` False leaves the std out, as
-    Dr. GRPO does. A zero-advantage group, whose rewards are all equal, gets exactly 0."""
+    """Return advantage_PG (Eq. 8). The std is unbiased, and 1e-6 is added to it (ours). `scale` False leaves the std
+    out, as Dr. GRPO does. A zero-advantage group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if scale:
         advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 8
@@ -124,6 +105,8 @@ def advantages(reward_PG, scale: bool = True):
 def segments(pieces: list[str], delimiter: str) -> list[int]:
     """Return the 0-based segment number of each token of one response (section 4.1). `pieces` holds each token's text.
     A segment is closed once its text contains the delimiter. The next token with non-blank text then opens another.
+    The delimiter is looked for in the text, because BPE merges it into tokens such as ".\\n\\n". Blank text behind it
+    belongs to the segment that it closed, so no segment is empty, and the stop token joins the last one.
     The delimiter "" makes the response one segment, and "token" makes every token one."""
     if delimiter == "token":
         return list(range(len(pieces)))
@@ -177,14 +160,20 @@ def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
 
 def overlong_penalty(length_R, max_length: int, buffer: int):
     """Return penalty_R (float64), which DAPO, not SSPO, adds to the rewards. It is 0 up to max_length - buffer tokens
-    and falls from there in a straight line to -1 at max_length."""
+    and falls from there in a straight line to -1 at max_length. For what its Table 2 does not print, arXiv 2604.16995
+    takes SWIFT's recommended configuration, which also leaves responses that were cut off out of the loss
+    (overlong_filter); ours only penalises them."""
     return (max_length - buffer - length_R.double()).clamp(max=0) / max(1, buffer)
 
 
 def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weight_T):
     """Return -J (Eq. 16), summed over these tokens, and what it saw of each: its ratio, the ratio's bounds, and whether
     it is clipped, which means that the clipped branch is strictly the smaller one. Micro-batches hold whole responses,
-    so no segment is split; segment_T numbers the segments of the whole step, and indexes low_S and high_S."""
+    so no segment is split; segment_T numbers the segments of the whole step, and indexes low_S and high_S.
+
+    verl bounds the loss of a token with a negative advantage at 3 times the advantage (dual clip). Eqs. 1 and 16 have
+    no such bound, and neither has this loss. Nor has it a KL, to which Table 2 of arXiv 2604.16995 gives weight 0 for
+    GSPO and none for DAPO."""
     # ratio_S has a place for each segment up to the largest number here. Those of other micro-batches hold 1 and are
     # never looked up.
     ratio_S = common.mean_by(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
@@ -235,6 +224,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
     # ---- old log-probs and entropies, in the updates' micro-batches, so that all ratios of the first update are 1
     old_logp_T, entropy_T = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")  # Eq. 12
     if args.tis_cap:
+        # The tokens of a segment share a ratio, so their gradients see the mean of these factors.
         advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
 
     # ---- bounds of the ratio
@@ -313,6 +303,7 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     world = common.init_world()
+    # The paper does not name its verifier; docs/evaluation.md has the rules of ours.
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, world)
 
