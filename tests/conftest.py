@@ -59,7 +59,7 @@ def update(tmp_path_factory):
     """update(ranks, script, model, ...): a step of six prompts by four responses on that many processes.
 
     Two of them are two nodes of one each: sharded inside, replicated across. Three are sharded on one node. The third
-    group is dead unless another is; everything fits one micro-batch unless the budget is less.
+    group is a zero-advantage group unless another is; everything fits one micro-batch unless the budget is less.
     """
     folder = tmp_path_factory.mktemp("updates")
     shapes = {1: {"ranks": 1}, 2: {"nodes": 2}, 3: {"ranks": 3}}
@@ -67,7 +67,7 @@ def update(tmp_path_factory):
     done = {}
 
     def ask(ranks: int, script: str, model: Path, **options) -> dict:
-        job = {"script": script, "model": str(model), "budget": 5000, "dead": [2], "args": {}} | options
+        job = {"script": script, "model": str(model), "budget": 5000, "zero_advantage": [2], "args": {}} | options
         key = f"{ranks} {json.dumps(job)}"
         if key not in done:
             done[key] = started[ranks](**job)

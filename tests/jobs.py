@@ -37,7 +37,8 @@ def become(command: list[str], environment: dict[str, str], output: Path) -> Non
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)  # torch was there before OMP_NUM_THREADS
-    sys.modules.pop("common", None)  # so was this, which looks for its rank when it is imported
+    for name in ("common", "lib.run"):
+        sys.modules.pop(name, None)  # so were these, which look for their rank when they are imported
     sys.argv = command
     try:
         runpy.run_path(command[0], run_name="__main__")

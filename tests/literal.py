@@ -79,7 +79,8 @@ def grpo(logp, old, advantage, low, high, ref=None, beta=0.0, weight=None, norma
 def draw(seed: int, prompts: int = 3, group: int = 4, longest: int = 9, levels: int = 2, by: float = 0.3):
     """Return random logp, old, ref and reward, the first `by` away from the second.
 
-    There are a response of one token, where there is room a dead group, and with 3 levels a response with A = 0.
+    There are a response of one token, where there is room a zero-advantage group, and with 3 levels a response with
+    A = 0.
     """
     rng = random.Random(seed)
     lengths = [[rng.randint(1, longest) for _ in range(group)] for _ in range(prompts)]

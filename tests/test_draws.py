@@ -66,7 +66,7 @@ ADVANTAGES += [lambda x: sspo.advantages(x, scale=False), lambda x: gpg.advantag
 
 
 @pytest.mark.parametrize("advantages", ADVANTAGES)
-def test_a_dead_group_has_exactly_no_advantage(advantages):
+def test_a_zero_advantage_group_has_exactly_no_advantage(advantages):
     reward_PG = torch.tensor([[0.1] * 3, [1.0, 0.0, 0.0]], dtype=torch.float64)
     assert (reward_PG[0] - reward_PG[0].mean()).any(), "the mean of equal rewards rounds"
     advantage_PG = advantages(reward_PG)

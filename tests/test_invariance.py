@@ -57,8 +57,8 @@ def test_nodes_add_up_their_gradients_once_an_update(step):
 
 
 def test_several_updates_and_updates_without_anything_left(step):
-    """Six updates of one prompt, most of them dead: no optimiser step there, on any number of processes."""
-    options = {"args": {"updates_per_step": 6}, "dead": [2, 3, 4, 5], "budget": 60}
+    """Six updates of one prompt, four of them with zero advantage: no optimiser step there, on any number of ranks."""
+    options = {"args": {"updates_per_step": 6}, "zero_advantage": [2, 3, 4, 5], "budget": 60}
     one, two = (step(ranks, "sspo", **options) for ranks in (1, 2))
     assert one["metrics"]["optimizer_steps"] == two["metrics"]["optimizer_steps"] == 2
     assert largest_difference(two["gradient"], one["gradient"]) < 1e-4
@@ -66,7 +66,7 @@ def test_several_updates_and_updates_without_anything_left(step):
 
 
 def test_segments_that_are_not_trained_are_not_counted(step):
-    """Those of the dead group, which have no entropy: the same without it."""
+    """Those of the zero-advantage group, which have no entropy: the same without it."""
     metrics, whole = step(1, "sspo", change="only valid")["metrics"], step(1, "sspo")["metrics"]
     for name in metrics:
         if name.startswith(("segment", "at_")):
@@ -84,10 +84,10 @@ def test_clip_cov_draws_the_same_tokens_on_any_number_of_ranks(step):
 
 
 def test_an_update_of_clip_cov_knows_its_own_tokens_only(step):
-    """The second of two updates, after one of dead groups: as a step of its groups alone."""
-    args, dead = CLIP_COV | {"kl_coef": 0.0}, {"dead": [0, 1, 2]}
-    alone = step(1, "cwgrpo", args=args, change="only valid", **dead)
-    two = step(3, "cwgrpo", 60, args | {"updates_per_step": 2}, **dead)
+    """The second of two updates, after one of zero-advantage groups: as a step of its groups alone."""
+    args, which = CLIP_COV | {"kl_coef": 0.0}, {"zero_advantage": [0, 1, 2]}
+    alone = step(1, "cwgrpo", args=args, change="only valid", **which)
+    two = step(3, "cwgrpo", 60, args | {"updates_per_step": 2}, **which)
     assert two["metrics"]["optimizer_steps"] == 1
     assert largest_difference(two["gradient"], alone["gradient"]) < 1e-5
 
@@ -111,13 +111,13 @@ def test_the_logged_loss_of_cwgrpo_has_the_kernel_itself(step):
 
 
 @pytest.mark.parametrize("script", ["gpg", "cwgrpo", "sps"])
-def test_nothing_but_dead_groups(step, script):
+def test_nothing_but_zero_advantage_groups(step, script):
     """The KL term alone acts; without it no step is made."""
-    dead = {"dead": list(range(6))}
-    metrics = step(2, script, args={"kl_coef": 0.04}, **dead)["metrics"]
+    which = {"zero_advantage": list(range(6))}
+    metrics = step(2, script, args={"kl_coef": 0.04}, **which)["metrics"]
     assert metrics["optimizer_steps"] == 1 and metrics["kl"] > 0
     assert metrics["loss"] == pytest.approx(0.04 * metrics["kl"])
-    nothing = step(2, script, args={"kl_coef": 0.0}, **dead)
+    nothing = step(2, script, args={"kl_coef": 0.0}, **which)
     assert nothing["gradient"] == {} and nothing["metrics"]["optimizer_steps"] == 0
 
 
@@ -156,10 +156,10 @@ def test_three_scripts_have_the_same_grpo(step, tis_cap):
 
 
 def test_gpg_appendix_a(step):
-    """Half of the groups invalid, on three ranks: alpha times the mean over all groups is the mean over the valid."""
-    dead = {"dead": [0, 1, 4]}
-    true = step(1, "gpg", args={"accurate_gradient": False}, change="only valid", **dead)  # Eq. 11
-    several = step(3, "gpg", 60, **dead)  # alpha times Eq. 10
+    """Half of them zero-advantage groups, on three ranks: alpha times the mean over all is the mean over the valid."""
+    which = {"zero_advantage": [0, 1, 4]}
+    true = step(1, "gpg", args={"accurate_gradient": False}, change="only valid", **which)  # Eq. 11
+    several = step(3, "gpg", 60, **which)  # alpha times Eq. 10
     assert several["metrics"]["alpha"] == 2 and true["metrics"]["alpha"] == 1
     assert largest_difference(several["gradient"], true["gradient"]) < 1e-5
 

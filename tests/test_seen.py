@@ -24,7 +24,7 @@ OWN = {
 
 @pytest.mark.parametrize("script", OWN)
 def test_metrics_are_those_of_what_the_loss_saw(update, tiny, script):
-    """The third group is dead and, with SSPO, not trained."""
+    """The third is a zero-advantage group and, with SSPO, not trained."""
     tight = {"clip": "fixed", "clip_low": 0.01, "clip_high": 0.01}
     args = {"gpg": {"kl_coef": 0.04}, "sspo": tight | {"updates_per_step": 2}}.get(script, {})
     one, three = (update(ranks, script, tiny, budget=60, args=args) for ranks in (1, 3))

@@ -2,11 +2,11 @@
 
 ./run.sh prove mine.py [FLAGS]      two minutes on two CPU cores; FLAGS are the script's
 
-`learn` gets fixed rollouts, among them a dead group and responses of one token, and a learning rate of 0: on three
-ranks, and on each of them as if it were alone. Then the whole script runs for three steps of the toy, and again from
-its first checkpoint. A line has ok or FAIL, a figure and, where it failed, what to look at; then the exit code is not
-0. Where the script itself raises an error, that ends the table. `learn` may take any of policy, reference, optimizer,
-batch, batches, tokenizer, record and step, by these names.
+`learn` gets fixed rollouts, among them a zero-advantage group and responses of one token, and a learning rate of 0: on
+three ranks, and on each of them as if it were alone. Then the whole script runs for three steps of the toy, and again
+from its first checkpoint. A line has ok or FAIL, a figure and, where it failed, what to look at; then the exit code is
+not 0. Where the script itself raises an error, that ends the table. `learn` may take any of policy, reference,
+optimizer, batch, batches, tokenizer, record and step, by these names.
 """
 
 import importlib
@@ -59,9 +59,9 @@ def alone(world):
     return single
 
 
-def fixed_groups(settings, tokenizer, dead):
+def fixed_groups(settings, tokenizer, zero_advantage):
     """Return groups of four responses to the first problems: one of a single token, two with blank lines. Rewards of a
-    group differ, but for the dead ones."""
+    group differ, but for zero-advantage ones."""
     problems, _ = common.load_data(settings, tokenizer)
     groups = []
     for p, problem in enumerate(problems[: settings.prompts_per_step]):
@@ -70,7 +70,7 @@ def fixed_groups(settings, tokenizer, dead):
             ids = np.array(tokenizer.encode(text, add_special_tokens=False))
             rollouts.append(common.Rollout(ids, np.full(len(ids), -3, np.float32), text, False))
         reward_G = (torch.arange(4 * p, 4 * p + 4) % 3 == 0).double()
-        if p in dead:
+        if p in zero_advantage:
             reward_G[:] = 1.0
         groups.append(common.Group(problem, rollouts, reward_G=reward_G))
     return groups
@@ -86,7 +86,7 @@ def gradients(policy):
     return {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
 
 
-def step(world, module, settings, learn, dead=(2,), change=list):
+def step(world, module, settings, learn, zero_advantage=(2,), change=list):
     """Let a script's `learn` make a step of fixed rollouts, after a change of the groups; return what is to be seen of
     it: `gradient` is the sum over its updates; `calls` are those of policy_loss for a backward pass: log-probs of the
     policy, log-probs that the loss took, and the loss."""
@@ -100,7 +100,7 @@ def step(world, module, settings, learn, dead=(2,), change=list):
             parameter.mul_(1.1)  # or its KL would have no gradient
     with redirect_stdout(None):
         record = common.Record(replace(settings, run_dir=tempfile.mkdtemp()), world)
-        batch = common.Batch(change(fixed_groups(settings, tokenizer, dead)))
+        batch = common.Batch(change(fixed_groups(settings, tokenizer, zero_advantage)))
     record.gap_checked = True  # the sampler's log-probs are made up
     made = SimpleNamespace(
         policy=policy,
@@ -234,10 +234,10 @@ def steps(world, module, settings):
             yield from examine(small, module.policy_loss)
     look = "an update without micro-batches must `continue`: after gradients of 0 AdamW moves the weights"
     with common.naming(look):  # as one without gradients may raise
-        dead = step(single, module, settings, module.learn, dead=range(settings.prompts_per_step))
-    unusual = [name for name, value in dead.metrics.items() if not math.isfinite(value)]
-    idle = dead.steps and not any(gradient.any() for gradient in dead.gradient.values())
-    figure = f"{dead.steps} optimiser steps; metrics that are not finite: {unusual or 'none'}"
+        still = step(single, module, settings, module.learn, zero_advantage=range(settings.prompts_per_step))
+    unusual = [name for name, value in still.metrics.items() if not math.isfinite(value)]
+    idle = still.steps and not any(gradient.any() for gradient in still.gradient.values())
+    figure = f"{still.steps} optimiser steps; metrics that are not finite: {unusual or 'none'}"
     yield "5 a step without a valid group", not (unusual or idle), figure, look
 
 
