@@ -593,8 +593,9 @@ class Batch:
 
         First, consecutive responses to a prompt are joined to bundles, so that their prompt is computed once; such a
         bundle costs at most an eighth of a rank's load, or micro-batches could not be balanced. Then bundles are put,
-        the most costly first, into the emptiest micro-batch. There are as few rounds of a micro-batch for each rank as
-        it takes for all to stay within `budget` packed tokens, or within the longest response with its prompt."""
+        the most costly first, into the emptiest micro-batch. A round is a micro-batch for each rank. There are as few
+        rounds as it takes for all to stay within `budget` packed tokens, or within the longest response with its
+        prompt, if that alone is longer."""
         most = min(budget, int(self.cost_R[chosen_R].sum()) // (8 * world.size))
         bundles = []
         costs = []
@@ -619,7 +620,8 @@ class Batch:
                 loads[number] += costs[n]
             if loads.max(initial=0) <= budget:
                 break
-        fullest = np.argsort(-loads, kind="stable")  # Ranks take neighbours at a time.
+        # In this order the micro-batches of a round cost about the same, so that no rank waits long for another.
+        fullest = np.argsort(-loads, kind="stable")
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def split(self, updates):
