@@ -8,9 +8,10 @@ it makes one update per rollout batch. For one prompt it minimises the following
     J_hat = alpha J, alpha = B / (B - M)                                                               (7, 8)
 
 The response o_i is one of G to the prompt and has the reward r_i and |o_i| tokens. B responses are in the batch. M of
-them are in groups whose rewards are all equal; such a group is invalid and has no gradient. alpha turns the mean over
-the batch into a mean over the valid groups, which the paper calls accurate gradient estimation (AGE). While the share
-of valid groups is below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the valid groups (Algorithm 1).
+them are in zero-advantage groups, whose rewards are all equal; these have no gradient, and the paper calls them
+invalid. alpha turns the mean over the batch into a mean over the valid groups, which the paper calls accurate gradient
+estimation (AGE). While the share of valid groups is below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the
+valid groups (Algorithm 1).
 common.py's docstring explains suffixes such as _T.
 
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4 (also gpg-rs1, gpg-rs3, the ablations: ./run.sh help)
