@@ -1,4 +1,4 @@
-"""Every experiment of run.sh: its command has its method's flags, parses, and passes the checks before a run."""
+"""tools/experiments.py, run.sh: the command of every experiment parses and passes the checks before a run."""
 
 import importlib
 import os
@@ -60,18 +60,27 @@ def test_the_page_of_experiments_is_that_of_run_sh():
     assert page.split("```\n")[1] == run_sh("list"), "copy what ./run.sh list prints"
 
 
-def test_a_flag_at_the_end_replaces_the_experiments_and_paths_are_where_the_user_stands(tmp_path):
-    """What exists there, and the run's folder, which need not; words that name no file stay."""
-    for name in ("mine.jsonl", "other.jsonl", "reward.py", "chat", "track"):
-        (tmp_path / name).touch()
-    typed = "--dataset=mine.jsonl --eval mine.jsonl,other.jsonl --reward reward.py:score --run-dir out/first"
-    words = "--delimiter . --template=chat --track track"
-    _, *flags = shlex.split(run_sh("grpo-toy", *typed.split(), *words.split(), folder=tmp_path))
-    for name in ("mine.jsonl", "other.jsonl", "reward.py", "out/first"):
-        typed = typed.replace(name, f"{tmp_path}/{name}")
-    given = [*typed.split(), *words.split()]
-    assert flags[-len(given) :] == given
-    assert len(names_of(flags)) == len(set(names_of(flags)))
+def test_a_flag_at_the_end_replaces_the_experiments():
+    """Also one that is switched off, or has words of its own; the others stay."""
+    given = "--dataset=mine.jsonl --eval mine.jsonl,other.jsonl --keep-best --adam-betas 0 0.5 --updates-per-step=2"
+    _, *flags = shlex.split(run_sh("dapo-1.5b-3k", "--no-keep-best", *given.split()))
+    assert flags[-9:] == ["--no-keep-best", *given.split()]
+    assert names_of(flags).count("keep_best") == 2
+    rest = {*names_of(flags[:-9])}
+    assert "steps" in rest and rest.isdisjoint(names_of(given.split()))
+
+
+@pytest.mark.parametrize(("name", "files"), [("sspo-toy", 5), ("gpg-geoqa", 3)])
+def test_elsewhere_the_users_words_stay_and_the_experiments_files_are_found(name, files, tmp_path, table):
+    """The words name files that are there. The rest is the list's command, whose files are the repository's."""
+    for file in ("mine", "chat"):
+        (tmp_path / file).touch()
+    given = ["--delimiter", ".", "--track", "mine", "--run-dir", "out/first", "--chat-template-kwargs=chat"]
+    command = run_sh(name, *given, folder=tmp_path)
+    back = f"{os.path.relpath(ROOT, tmp_path)}/"
+    assert command.replace(back, "") == f"{shlex.join([*table[name], *given])}\n"
+    found = re.findall(rf"{back}[\w/.-]+", command)
+    assert len(found) == files and all((tmp_path / path).exists() for path in found)
 
 
 def test_every_experiment_that_is_written_somewhere_exists(table):
@@ -94,7 +103,8 @@ def machine(folder: Path, nvidia_smi: str) -> dict[str, str]:
     script = (folder / "run.sh").read_text()
     (folder / "run.sh").write_text(script.replace("/dev/nvidiactl", "/dev/null"))
     (folder / "tools").mkdir()
-    shutil.copy(ROOT / "tools" / "launch.py", folder / "tools")
+    for tool in ("experiments.py", "launch.py"):
+        shutil.copy(ROOT / "tools" / tool, folder / "tools")
     for requirements, venv in {"requirements-cpu.txt": ".venv", "requirements-gpu.txt": ".venv-gpu"}.items():
         shutil.copy(ROOT / requirements, folder)
         (folder / venv / "bin").mkdir(parents=True)
@@ -151,8 +161,9 @@ def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
     needs = {"gpg-image-toy": "toy_images.py", "gpg-135m": "smollm.py", "sspo-clip-cov-7b": "cwgrpo.py"}
     for name, file in needs.items():
         words = ["./run.sh", name, "--help"]
-        done = subprocess.run(words, env=environment, cwd=tmp_path, text=True, stderr=subprocess.PIPE)
+        done = subprocess.run(words, env=environment, cwd=tmp_path, text=True, capture_output=True)
         assert "can't open file" in done.stderr and file in done.stderr
+        assert ("torchrun" in done.stdout) == (file == "cwgrpo.py"), "what could not be made ends it"
     assert (tmp_path / "clones").read_text() == "understand-r1-zero\n"
 
 

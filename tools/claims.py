@@ -21,6 +21,7 @@ Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims gpg --jobs 4.
 
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -168,4 +169,5 @@ def main(
 
 
 if __name__ == "__main__":
+    os.chdir(sweep.ROOT)  # whose runs and files these are
     sys.exit(tyro.cli(main, description=__doc__))

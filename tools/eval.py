@@ -28,6 +28,7 @@ import pandas
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
+from experiments import REPO
 from pydantic.dataclasses import dataclass
 from transformers import AutoTokenizer
 
@@ -57,7 +58,7 @@ common.PROMPTS["r1-eval"] = {
     "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
     "answering.\n\n{problem}",
 }
-LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text().replace("REPO/", REPO))
 SETS = LISTS["sets"]
 PROTOCOLS = LISTS["protocols"]
 

@@ -1,4 +1,7 @@
-"""Start a script with a rank for each GPU, or with CPU processes that share the cores: tools/launch.py SCRIPT [FLAGS].
+"""Start a script with a rank for each GPU, or with CPU processes that share the cores.
+
+tools/launch.py NAME [FLAGS]          an experiment of tools/experiments.py, once there is what it needs
+tools/launch.py SCRIPT.py [FLAGS]
 
 A signal that ends torchrun leaves no traceback of torchrun's, since the script has said what there is to say.
 """
@@ -7,9 +10,11 @@ import logging
 import os
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import experiments
 import torch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -47,5 +52,27 @@ def launch(script, flags):
         sys.exit(f"run.sh: rank {rank} ended with exit code {failure.exitcode}")
 
 
+def start(name, given):
+    """Make or fetch what an experiment's flags name and the repository lacks, and launch it."""
+    script, *flags = experiments.command_of(name, given)
+    text = " ".join(flags).replace("=", " ")
+    for path, command in experiments.NEEDS.items():
+        if f" {path}" in text:
+            done = subprocess.run([experiments.ROOT / "run.sh", command])
+            if done.returncode:
+                sys.exit(done.returncode)
+    os.environ["EXPERIMENT"] = name  # a run's folder is named after it
+    if os.environ.get("SCRIPT"):
+        os.environ["EXPERIMENT"] = f"{Path(script).stem}-{name}"
+    if name.endswith("-135m"):
+        os.environ["PROCESSES"] = "1"  # two would exchange 540 MB a micro-batch
+    launch(script, flags)
+
+
 if __name__ == "__main__":
-    launch(sys.argv[1], sys.argv[2:])
+    word, *given = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a traceback of ours would say nothing
+    if word.endswith(".py"):
+        launch(word, given)
+    else:
+        start(word, given)

@@ -30,7 +30,7 @@ import tyro
 from plot import mean_over_steps
 
 ROOT = Path(__file__).parent.parent
-RUNS = ROOT / "runs" / "sweep"
+RUNS = Path("runs") / "sweep"
 OURS = ("common.py", "sspo.py", "gpg.py", "cwgrpo.py", "sps.py")
 # A difference is clear from so many standard errors on. Of the differences in docs/tables with five seeds, without
 # those to the untrained model, those in what flags set (prompts drawn, alpha, shares at a bound) and those that are
@@ -42,8 +42,8 @@ CLEAR = 3.8
 def code_of(script=""):
     """Return what stands for the code that there is now, ours or that of a fork: runs of other code have another
     folder."""
-    files = ["common.py", script] if script else OURS
-    text = b"".join((ROOT / file).read_bytes() for file in files)
+    files = [ROOT / "common.py", Path(script)] if script else [ROOT / file for file in OURS]
+    text = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(text).hexdigest()[:8]
 
 
@@ -53,7 +53,7 @@ def launch(words, folder, script=""):
     own = os.environ | {"SCRIPT": script}
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "a") as output:
-        subprocess.run(["./run.sh", *words], cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT, check=True)
+        subprocess.run([ROOT / "run.sh", *words], env=own, stdout=output, stderr=subprocess.STDOUT, check=True)
 
 
 def train(words, seed, folder, script=""):

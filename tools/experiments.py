@@ -1,0 +1,260 @@
+"""The experiments METHOD-SIZE: which there are, and their commands. Any Python runs it, as the set-up comes later.
+
+tools/experiments.py list | help | NAME [FLAGS]     all commands; the methods in words; one command, where FLAGS win
+"""
+
+import math
+import os
+import shlex
+import signal
+import sys
+from itertools import chain
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPO = f"{os.path.relpath(ROOT)}/".removeprefix("./")  # from where the user stands
+
+EXPERIMENTS = [  # methods and their sizes; at some grpo has rows of its own in METHODS
+    ("sspo sir newline period grpo clip-high gspo gspo-0.2 drgrpo dapo", "toy 135m 0.5b 1.5b 7b"),
+    ("cwgrpo grpo-kl clip-cov", "toy 135m 0.5b 1.5b 7b"),
+    ("dapo gspo", "1.5b-3k 1.5b-5k 1.5b-10k 7b-3k 7b-5k 7b-10k"),
+    ("dapo", "zero"),
+    ("drgrpo grpo/math", "math"),
+    ("grpo/rs", "rs1 rs3"),
+    ("sspo-clip-cov", "1.5b 7b"),
+    ("gpg gpg-a gpg-b gpg-c gpg-group-alpha gpg-beta0.8 gpg-batch gpg-kl", "toy 135m 0.5b 7b math rs1 rs3"),
+    ("gpg-g2 gpg-g4 gpg-g16", "toy 0.5b 7b math"),
+    ("gpg gpg-a gpg-b gpg-c grpo/images", "image-toy ground-toy"),
+    ("gpg grpo/images", "geoqa flower pets aircraft car sat lisa"),
+    ("sps sps-grpo", "135m"),
+    ("sps sps-grpo sps-act sps-uniform sps-quantile", "toy 0.5b 1.5b-3k 1.5b-5k 1.5b-10k 7b-3k 7b-5k 7b-10k"),
+    ("sps-k1 sps-k2 sps-k3 sps-k4 sps-k5", "toy 0.5b 1.5b-3k 1.5b-5k 1.5b-10k 7b-3k 7b-5k 7b-10k"),
+]
+
+# ------------------------------------------------------------------------ methods: script and flags, the paper's place
+GRPO = "sspo.py --clip=fixed --delimiter=token"
+DAPO = f"{GRPO} --clip-high=0.28 --normaliser=token --valid-share=1 --overlong-buffer=2048"
+ROW_A = "gpg.py --norm=group --no-accurate-gradient --beta-th=0"
+METHODS = {
+    "sspo": ("sspo.py", "SSPO (Table 1)"),
+    "sir": ("sspo.py --clip=fixed", '"+SIR": fixed clip 0.2 (ours; Table 2, \\n\\n of Table 3)'),
+    "newline": ("sspo.py --clip=fixed --delimiter=\\n", "segments end at \\n (inferred; Table 3)"),
+    "period": ("sspo.py --clip=fixed --delimiter=.", 'segments end at "." (inferred; Table 3)'),
+    "grpo": (GRPO, "GRPO: a ratio per token (Table 1)"),
+    "grpo/math": ("cwgrpo.py --reweight=none", "math: KL to the initial model (GPG: Tables 1, 15)"),
+    "grpo/rs": (f"{ROW_A} --normaliser=response --kl-coef=0.04", "rs1, rs3: GRPO's gradient, gpg.py's rewards"),
+    "grpo/images": (f"{ROW_A} --kl-coef=0.04", "images: with one update GRPO's gradient"),
+    "clip-high": (f"{GRPO} --clip-high=0.28", "GRPO with upper clip 0.28 (Table 1)"),
+    "gspo": ("sspo.py --clip=fixed --delimiter= --clip-low=3e-4 --clip-high=4e-4", "GSPO's own; SPS's Table 2"),
+    "gspo-0.2": ("sspo.py --clip=fixed --delimiter=", "a ratio per response, clip 0.2 (Fig. 3b, maybe Table 1)"),
+    "drgrpo": (f"{GRPO} --no-scale-advantage --normaliser=constant", "Dr. GRPO (Table 1)"),
+    "dapo": (DAPO, "SPS's Table 2, without SWIFT's filter; penalty over a response's last tokens"),
+    "cwgrpo": ("cwgrpo.py", "the Gaussian kernel, KL to the initial model"),
+    "grpo-kl": ("cwgrpo.py --reweight=none", "the same KL"),
+    "clip-cov": ("cwgrpo.py --reweight=clip-cov --normaliser=token", "Clip-Cov's mask, same KL"),
+    "sspo-clip-cov": ("cwgrpo.py --reweight=clip-cov --normaliser=token --kl-coef=0", "CLIP-Cov of SSPO (Table 1)"),
+    "gpg": ("gpg.py", "row D of Table 15, recommended: alpha, threshold 0.6"),
+    "gpg-a": (ROW_A, "row A: std of the group, no alpha, no threshold (Tables 11, 13)"),
+    "gpg-b": ("gpg.py --no-accurate-gradient --beta-th=0", "row B: no normalisation"),
+    "gpg-c": ("gpg.py --beta-th=0", "row C: row B with alpha"),
+    "gpg-group-alpha": ("gpg.py --norm=group --beta-th=0", "row A with alpha (Table 1)"),
+    "gpg-beta0.8": ("gpg.py --beta-th=0.8", "threshold 0.8 (Table 10)"),
+    "gpg-batch": (f"{ROW_A} --norm=batch", "std of the batch (Table 13)"),
+    "gpg-kl": (f"{ROW_A} --kl-coef=0.04", "row A with a KL (section 3.4)"),
+    "gpg-g2": (f"{ROW_A} --group-size=2", "row A, 2 responses to a prompt (Table 11)"),
+    "gpg-g4": (f"{ROW_A} --group-size=4", "row A, 4 responses (Table 11)"),
+    "gpg-g16": (f"{ROW_A} --group-size=16", "row A, 16 responses (Table 11)"),
+    "sps": ("sps.py --irl-lr=5e-10", "as printed: IRL learning rate 5e-10"),
+    "sps-grpo": ("sps.py --irl-lr=5e-10 --irl-steps=0", "without IRL stages"),
+    "sps-act": ("sps.py", "an IRL learning rate that acts, its size's (ours)"),
+    "sps-uniform": ("sps.py --choose=uniform", "demonstrations drawn at random (section 4.1)"),
+    "sps-quantile": ("sps.py --choose=quantile", "from a step's lower 3/8 (C.1; ours)"),
+    "sps-k1": ("sps.py --irl-steps=0 --irl-passes=1 --demonstrations=1", "K = 1 (Fig. 4)"),
+    "sps-k2": ("sps.py --irl-steps=0 --irl-passes=1 --demonstrations=2", "K = 2 (Fig. 4)"),
+    "sps-k3": ("sps.py --irl-steps=0 --irl-passes=1 --demonstrations=3", "K = 3 (Fig. 4)"),
+    "sps-k4": ("sps.py --irl-steps=0 --irl-passes=1 --demonstrations=4", "K = 4 (Fig. 4)"),
+    "sps-k5": ("sps.py --irl-steps=0 --irl-passes=1 --demonstrations=5", "K = 5 (Fig. 4)"),
+}
+
+# ------------------------------------------------------------------------ sizes: model, data, lengths and evaluation
+AIME24 = "HuggingFaceH4/aime_2024"
+OTHERS = "HuggingFaceH4/MATH-500,knoveleng/Minerva-Math,knoveleng/OlympiadBench"
+MATHARENA = "MathArena/brumo_2025,MathArena/hmmt_feb_2025,MathArena/hmmt_nov_2025"
+MATH_3TO5 = f"{REPO}data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
+SEE = f"{REPO}tasks/toy-images/"
+SMOLLM = f"{REPO}tasks/smollm/"
+NEEDS = {MATH_3TO5: "data", SEE: "toy-images", SMOLLM: "smollm"}  # run.sh makes them
+LARGE = "--activation-checkpointing"
+B1 = "--micro-batch-tokens=32768"
+B7 = f"{LARGE} --micro-batch-tokens=65536"  # 1.5B, 7B: 3/4 of 8 x 80 GB
+FLAT = "--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
+TOY = f"""--model={REPO}tasks/toy/model --template=plain --dataset={REPO}tasks/toy/train.jsonl
+    --eval={REPO}tasks/toy/heldout.jsonl,{REPO}tasks/toy/harder.jsonl --eval-samples=8 --eval-temperature=1
+    --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32 --max-response-tokens=96 --lr=2e-4 --steps=120"""
+if os.environ.get("MACHINE") == "gpu":  # run.sh has looked
+    TOY += " --gpu-memory-utilization=0.1"
+SEEN = f"{TOY} --model={SEE}model --image-column=image"
+PRETRAINED = f"""{FLAT} --model={SMOLLM}model --template={REPO}tasks/smollm.txt
+    --dataset={SMOLLM}train.jsonl --eval={SMOLLM}heldout.jsonl,{SMOLLM}harder.jsonl --eval-samples=8
+    --eval-temperature=1 --eval-every=100 --group-size=8 --prompts-per-step=8 --max-prompt-tokens=256
+    --max-response-tokens=48 --micro-batch-tokens=1024 --lr=5e-6 --steps=12"""
+GSM8K = f"""{LARGE} {FLAT} --gpu-memory-utilization=0.5 --model=Qwen/Qwen2.5-0.5B-Instruct
+    --template=chat-boxed --dataset=openai/gsm8k:main:train --eval=openai/gsm8k:main:test --eval-every=29
+    --max-prompt-tokens=512 --max-response-tokens=1024 --lr=2e-6"""  # untried
+SSPO = f"--eval={AIME24},AI-MO/aimo-validation-amc,{OTHERS} --keep-best --dataset={MATH_3TO5}"
+AS_SSPO = f"""{SSPO} {FLAT} --template=qwen-math --prompts-per-step=128 --group-size=8 --steps=200
+    --updates-per-step=4 --max-prompt-tokens=1024 --max-response-tokens=3000 --max-total-tokens=0 --no-format-reward
+    --checkpoints-kept=2"""  # sspo.py's defaults
+GPG = f"{B7} --eval={AIME24},knoveleng/AMC-23,{OTHERS}"
+AS_GPG = "--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1"  # gpg.py's
+MATH = f"""{GPG} --dataset=DigitalLearningGmbH/MATH-lighteval:train --max-prompt-tokens=512
+    --max-response-tokens=1024 --lr=2e-6 --lr-warmup=0.1"""
+RS = f"""{B1} --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward
+    --group-size=6 --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7
+    --lr-warmup=0.1 --lr-floor=0.1 --weight-decay=0"""  # the recipe of Open-RS; its decay is TRL's default
+# 16 prompts: 8 GPUs, one each, accumulated twice (sat: once); the rest is TRL's default
+IMAGES = f"""{LARGE} --image-column=image --max-pixels=401408 --model=Qwen/Qwen2-VL-2B-Instruct
+    --template=chat --beta-th=0.4 --normaliser=response --format-reward --prompts-per-step=16 --max-prompt-tokens=1024
+    --max-response-tokens=256 --weight-decay=0 --lr-floor=0"""
+IOU = f"--reward={REPO}tasks/rewards.py:iou"
+CLASSES = f"{IMAGES} --reward={REPO}tasks/rewards.py:class_name --dataset=laolao77/ViRFT_CLS"
+SPS_1B = f"{B1} --model=Qwen/Qwen2.5-Math-1.5B"
+SPS_7B = f"{LARGE} --micro-batch-tokens=49152 --model=Qwen/Qwen2.5-Math-7B"  # IRL has moments, too
+
+
+def epoch(flags, problems):
+    """Return a size: an epoch, 512 responses a step (GPG's code); a threshold draws more."""
+    there = {}
+    for key, group in {"all": 8, "gpg-g2": 2, "gpg-g4": 4, "gpg-g16": 16}.items():
+        prompts = 512 // group
+        there[key] = f"{flags} --prompts-per-step={prompts} --steps={problems // prompts}"
+    return there
+
+
+def sps(flags, problems):
+    """Return a size of SPS's paper: flags of a model, and how many problems there are."""
+    return {
+        "all": f"""{flags} --subset={problems} --eval={AIME24},math-ai/aime25,{MATHARENA}
+            --eval-samples=128 --eval-temperature=0.7 --eval-every=100 --keep-best""",
+        "sspo.py": """--dataset=Elliott/Openr1-Math-46k-8192 --max-response-tokens=3072 --lr=5e-7
+            --steps=700 --weight-decay=0.1 --adam-betas 0.9 0.95 --prompts-per-step=16 --updates-per-step=1""",
+        "sps.py": "--irl-lr=5e-7",
+        "gspo": "--prompts-per-step=64 --updates-per-step=4 --steps=175 --eval-every=25",
+        "sps-k": f"--steps={2 * math.ceil(problems / 16)}",  # two epochs
+    }
+
+
+SIZES = {  # the flags of all, of a script, and of methods by how their names begin
+    "toy": {  # docs/cwgrpo.md says why its KL is small
+        "all": TOY,
+        "cwgrpo.py": "--no-format-reward --group-size=8 --temperature=1 --kl-coef=0.004",
+        "sps.py": "--rl-steps=40 --irl-batch=256 --subset=0 --irl-lr=3e-4",  # three rounds
+        "dapo": "--overlong-buffer=32",  # of 96 tokens
+    },
+    "image-toy": {
+        "all": f"{SEEN} --dataset={SEE}image-train.parquet --eval={SEE}image-heldout.parquet --steps=60 --eval-every=20"
+    },
+    "ground-toy": {"all": f"{SEEN} --dataset={SEE}ground-train.parquet --eval={SEE}ground-heldout.parquet {IOU}"},
+    "135m": {
+        "all": PRETRAINED,
+        "sspo.py": "--updates-per-step=2",
+        "cwgrpo.py": "--no-format-reward",
+        "sps": "--subset=0 --rl-steps=5 --irl-batch=32 --irl-lr=3e-6",  # two rounds and two steps
+        "dapo": "--overlong-buffer=10",  # of 48
+    },
+    "0.5b": {
+        **epoch(GSM8K, 7473),
+        "sspo.py": "--lr=1e-6",  # four updates a step
+        "cwgrpo.py": "--group-size=8 --no-format-reward",
+        "sps.py": "--subset=0 --rl-steps=29 --irl-lr=5e-7",  # four rounds
+        "dapo": "--overlong-buffer=205",  # of 1,024
+    },
+    "1.5b": {"all": B1, "sspo.py": SSPO, "sspo-clip-cov": f"{AS_SSPO} --model=Qwen/Qwen2.5-Math-1.5B"},
+    "7b": {
+        "all": B7,
+        "sspo.py": f"{SSPO} --model=Qwen/Qwen2.5-Math-7B --alpha=0.15 --gamma=2.2",  # for --clip=entropy
+        "cwgrpo.py": "--model=Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps=150",
+        "gpg.py": GPG,
+        "sspo-clip-cov": f"{AS_SSPO} --model=Qwen/Qwen2.5-Math-7B",
+    },
+    "zero": {  # 614 of 3,072 tokens; draws as verl's (GPG's Table 9)
+        "all": f"{GPG} {AS_GPG} --dataset=BytedTsinghua-SIA/DAPO-Math-17k --max-response-tokens=3072",
+        "dapo": "--prompts-per-step=144 --steps=1100 --overlong-buffer=614 --max-draws=10",
+    },
+    "math": {
+        **epoch(MATH, 7500),
+        "sspo.py": f"{AS_GPG} --updates-per-step=1",
+        "cwgrpo.py": f"{AS_GPG} --no-format-reward --group-size=8 --temperature=1 --lr-floor=1",
+    },
+    "rs1": {"all": f"{RS} --dataset=knoveleng/open-s1 --steps=100"},
+    "rs3": {"all": f"{RS} --dataset=knoveleng/open-rs --steps=50"},
+    "geoqa": {  # 8,031 problems / 16
+        "all": f"""{IMAGES} --model=Qwen/Qwen2.5-VL-3B-Instruct --template={REPO}tasks/geoqa.txt
+            --reward={REPO}tasks/rewards.py:geoqa --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502""",
+    },
+    "flower": {"all": f"{CLASSES}_flower_4_shot --steps={102 * 4 * 8 // 16}"},  # classes, shots, epochs
+    "pets": {"all": f"{CLASSES}_pets37_4shot --steps={37 * 4 * 24 // 16}"},
+    "aircraft": {"all": f"{CLASSES}_fgvc_aircraft_4_shot --steps={100 * 4 * 8 // 16}"},
+    "car": {"all": f"{CLASSES}_car196_4shot --steps={196 * 4 * 8 // 16}"},
+    "sat": {  # about 12,000 x 2 / 8
+        "all": f"""{IMAGES} --model=Qwen/Qwen2-VL-2B --template={REPO}tasks/sat.txt --prompts-per-step=8 --steps=3000
+            --reward={REPO}tasks/rewards.py:option --max-response-tokens=700 --dataset={REPO}data/sat.parquet""",
+    },
+    "lisa": {"all": f"{IMAGES} {IOU} --dataset={REPO}data/lisa-train.parquet --steps=498"},  # 6 epochs, as Visual-RFT's
+    "1.5b-3k": sps(SPS_1B, 3000),
+    "1.5b-5k": sps(SPS_1B, 5000),
+    "1.5b-10k": sps(SPS_1B, 10000),
+    "7b-3k": sps(SPS_7B, 3000),
+    "7b-5k": sps(SPS_7B, 5000),
+    "7b-10k": sps(SPS_7B, 10000),
+}
+
+# ------------------------------------------------------------------------------------------------------- commands
+NAMES = {}  # as the list has them; what grpo has behind a stroke is not in the name
+for methods, sizes in EXPERIMENTS:
+    for method in methods.split():
+        for size in sizes.split():
+            NAMES[f"{method.partition('/')[0]}-{size}"] = (method, size)
+
+
+def key_of(flag):
+    """Return the name of a flag, --no-NAME's, too."""
+    return flag.removeprefix("--").removeprefix("no-").partition("=")[0]
+
+
+def command_of(name, given=()):
+    """Return the words of an experiment's command; `given` are a user's, which stay as they are. Of a flag that comes
+    twice the last counts: a method's own after those of its size, then what the size has for the method."""
+    method, size = NAMES[name]
+    there = SIZES[size]
+    script, *own = METHODS[method][0].split()
+    words = [*there["all"].split(), *there.get(script, "").split(), *own]
+    for beginning, flags in there.items():
+        if method.startswith(beginning):
+            words += flags.split()
+    kept = {}
+    for word in words:
+        if word.startswith("--"):
+            key = key_of(word)
+            kept[key] = []
+        kept[key].append(word)
+    for word in given:
+        if word.startswith("--"):
+            kept.pop(key_of(word), None)
+    return [os.environ.get("SCRIPT") or REPO + script, *chain(*kept.values()), *given]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list | head` ends without a traceback
+    word, *given = sys.argv[1:]
+    if word == "help":
+        for method, (_, place) in METHODS.items():
+            print(f"  {method}  {place}")
+    elif word == "list":
+        for name in NAMES:
+            print(shlex.join([name, *command_of(name)]))
+    elif word in NAMES:
+        print(shlex.join(command_of(word, given)))
+    else:
+        print(f"run.sh: no experiment or command {word}: ./run.sh list", file=sys.stderr)
+        sys.exit(2)
