@@ -7,7 +7,7 @@ import eval as evaluation
 import numpy as np
 import pytest
 import rewards
-from conftest import ROOT, TOY, refused
+from conftest import ROOT, TOY
 
 import common
 
@@ -93,24 +93,3 @@ def test_on_the_embedded_model(engine, tmp_path):
     [unboxed] = ask(tmp_path / "own.jsonl", "--reward", f"{ROOT}/tasks/rewards.py:math_verify")
     assert boxed["response_length"] == unboxed["response_length"]
     assert 0 < sum(boxed["right"]) <= sum(unboxed["right"]) < 4 * 30
-
-
-def test_where_nothing_can_run_a_table_stays(tmp_path, plain_python, monkeypatch):
-    """The flag is named: no prompt is short enough."""
-    out = tmp_path / "eval.json"
-    out.write_text("full")
-    words = [
-        TOY / "model",
-        "--sets",
-        TOY / "harder.jsonl",
-        "--template",
-        "plain",
-        "--max-prompt-tokens",
-        2,
-        "--out",
-        out,
-    ]
-    monkeypatch.setattr("sys.argv", ["eval.py", *map(str, words), "--max-response-tokens", "64"])
-    with refused(r"^--sets .*'prompt too long': 100.*--max-prompt-tokens"):
-        evaluation.main()
-    assert out.read_text() == "full"

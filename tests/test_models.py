@@ -1,7 +1,5 @@
 """Kinds of models: each trains as transformers and vLLM compute it, or is refused in words."""
 
-import shutil
-
 import pytest
 import torch
 from conftest import check_sampler, random_model, refused
@@ -90,20 +88,6 @@ def test_sampler_and_trainer_agree(kind, tmp_path):
     found = check_sampler(engine, ["--model", model, "--run-dir", tmp_path / "run"])
     engine.end()
     assert max(found["gap after the first sync"], found["gap after a changed sync"]) < 1e-4
-
-
-@pytest.mark.parametrize("size", ["1GB", "50KB"])
-def test_shards_of_an_older_save_are_left_aside(tiny, tmp_path, plain_python, size):
-    """Beside a whole file, and beside an index."""
-    args = model_of(tmp_path, "qwen2", {})
-    older = (tmp_path / "model.safetensors").rename(tmp_path / "older")
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    model.save_pretrained(tmp_path, max_shard_size=size)
-    for number in range(5):  # a reader of all of them would take the one that the file system names last
-        shutil.copy(older, tmp_path / f"model-0000{number}-of-00009.safetensors")
-    policy = common.load_policy(common.model_folder(args), args, common.init_world())
-    for name, parameter in policy.named_parameters():
-        assert torch.equal(parameter.full_tensor(), model.get_parameter(name)), name
 
 
 def test_files_with_other_weights_are_refused(tmp_path, plain_python):

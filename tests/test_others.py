@@ -4,7 +4,6 @@ something else."""
 import json
 import shutil
 
-import datasets
 import pytest
 import torch
 from conftest import TOY, random_model, refused
@@ -155,13 +154,6 @@ def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
     file = write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"})
     with refused("row 1: the tokenizer's chat template does not show every turn"):
         common.load_problems(file, chat, common.Args(template="open-rs"), "--dataset")
-
-
-def test_columns_of_bytes_are_refused(tokenizer, tmp_path):
-    for name, row in (("answer", {"problem": "1?", "answer": [b"4", b"5"]}), ("problem", {"problem": b"1?"})):
-        datasets.Dataset.from_list([row]).to_parquet(tmp_path / f"{name}.parquet")
-        with refused("row 1: ", Exception):
-            load(tmp_path / f"{name}.parquet", tokenizer)
 
 
 def test_a_solution_without_a_box_is_no_answer(tokenizer, tmp_path, capsys):

@@ -89,14 +89,3 @@ def test_clipped_tokens_are_those_without_a_gradient(script):
     assert torch.equal(seen["clipped_T"][trained_T], gradient_T[trained_T] == 0) and seen["clipped_T"].any()
     apart_T = literal.flat(ref) - logp_T
     torch.testing.assert_close(seen["kl_T"], apart_T.exp() - apart_T - 1)
-
-
-def test_a_figure_stands_under_its_heading(plain_python, tmp_path, capsys):
-    """Of a step, too, in which no response is trained: it has no entropy."""
-    record = common.Record(common.Args(model="m", run_dir=str(tmp_path)), common.init_world())
-    entropies = [{}, {"entropy": 0.5}, {"entropy": 0.5}, {}, {"entropy": 0.5}]
-    for step, entropy in enumerate(entropies):
-        record.step(step, {"reward": 0.25, **entropy})
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("     ")]
-    headings = [n for n, line in enumerate(lines) if "step" in line.split()[:1]]
-    assert headings == [0, 3, 5] and ["entropy" in lines[n] for n in headings] == [True, False, True], lines
