@@ -1,11 +1,12 @@
-"""What the four scripts share and no paper defines, in the order of a step.
+"""What sspo.py, gpg.py, cwgrpo.py and sps.py share and no paper defines, in the order of a step.
 
 A suffix names what an axis counts: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _T response
 tokens, _N packed tokens, _S segments, _V vocabulary, _H hidden. So advantage_T has an entry for each response token of
-the step, without prompts or padding; a loss gets a micro-batch's part of it.
+the step, without prompts or padding; a loss gets a micro-batch's part of it. response_T and group_R say of which
+response a token is, and of which group a response.
 
 After sampling, every rank holds the whole step (token ids, rewards, log-probs): what a paper defines is a pure function
-of it, on any number of ranks. Only forward and backward are sharded. Functions have no annotations: args, world,
+of it, on any number of ranks. Only forward and backward are sharded. Functions here have no annotations: args, world,
 record, policy and batch are named after their classes.
 """
 
@@ -39,7 +40,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedTokenizerFast
 
 from lib import rows, vision
-from lib.grading import VERDICTS, begin, grade
+from lib.grading import BY_ANSWER, VERDICTS, begin, grade
 from lib.run import FIRST, World, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
 
 # isort: split
@@ -95,7 +96,8 @@ class Args:
     run_dir: str = ""  # For what the run writes. Empty: runs/<experiment or script>-seed<seed>-<time>.
     seed: NonNegativeInt = 1  # Seeds the order of the data and every sampled token.
     max_total_tokens: NonNegativeInt = 0  # Bound of prompt and response together. 0: none.
-    reward: str = "math"  # The last box equals the answer; or FILE.py:FUNCTION, a float of (completion, data row).
+    reward: str = "math"
+    """The last box equals the answer. Else a name in tasks/rewards.py such as open_r1, or FILE.py:FUNCTION."""
     reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of sampler and trainer; weights, logits, sums over micro-batches are float32. auto (ours): bfloat16 on GPUs."""
@@ -213,7 +215,7 @@ def load_problems(source, tokenizer, args, flag):
             if row.get(args.image_column):
                 image = vision.picture_of(row, tokenizer, args)
                 turns[-1]["content"] = image.text + turns[-1]["content"]
-            if args.reward == "math" or args.reward.endswith(":math_verify"):
+            if args.reward in BY_ANSWER:
                 answer = rows.reference_of(row, args.answer_column)
                 graded_by = (answer, text)
             else:
@@ -340,8 +342,8 @@ class Sampler:
         self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
-            """For a kind that vLLM has no model of its own for it takes the class that transformers has registered, and
-            changes it in place: without a class of its own, that would be the policy's."""
+            """vLLM changes the class that is registered here in place. So that the policy's stays as it is, it gets one
+            of its own."""
 
         transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
         self.llm = LLM(
@@ -443,7 +445,7 @@ class Sampler:
 
 def sampler_gap(logp_T, sampler_logp_T, record):
     """Return how far trainer and sampler differ, mean and max |difference| (nats), on trained tokens that have both
-    log-probs. Raises ValueError if the mean is not rounding in the first step of a process that has some."""
+    log-probs. Refuses a mean that is no rounding in the first step of a process that has log-probs to compare."""
     known_T = ~sampler_logp_T.isnan()  # Where none were asked for they are NaN.
     if not known_T.any():
         return {}
@@ -451,7 +453,7 @@ def sampler_gap(logp_T, sampler_logp_T, record):
     mean = gap.mean()
     limit = 0.1 if compute_dtype(record.args, record.world) == torch.bfloat16 else 0.01  # nats
     need(
-        record.gap_checked or not mean > limit,  # NaN is no gap: updates without a finite gradient are skipped
+        record.gap_checked or not mean > limit,  # A NaN passes: such an update is skipped.
         f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step: see "
         "docs/running.md",
     )
@@ -461,7 +463,7 @@ def sampler_gap(logp_T, sampler_logp_T, record):
 
 def choose_groups(drawn, valid_P, count, updates=1):
     """Return `count` groups: of a single draw all, in their order; else the first valid ones, and if they are too few,
-    zero-advantage ones of the last draw, of both an equal share for each update."""
+    others of the last draw, of both an equal share for each update."""
     if len(drawn) == count:
         return drawn
     kept = [*compress(drawn, valid_P)]
@@ -565,7 +567,7 @@ def drawn_metrics(groups):
 
 
 # A row of packed tokens for the model, and where its response tokens stand; `Batch.pack` draws a picture of it.
-MicroBatch = namedtuple("MicroBatch", "row index_T target_T token_T")
+MicroBatch = namedtuple("MicroBatch", "row index_T target_T entry_T")
 
 
 class Batch:
@@ -584,17 +586,17 @@ class Batch:
         self.response_T = torch.repeat_interleave(self.length_R)  # Such as 0 0 0 1 1.
         self.entry_R = torch.arange(len(self.response_T)).split(lengths)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-        # Ranks run the layers together, and the vision tower. So each row, even one without responses, has a prompt,
-        # and an image if the step has any.
+        # Ranks run the layers together, and the vision tower. So each row, even one without responses, has at least one
+        # of these prompts: any, or if the step has images, one with an image.
         self.required = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
         """Return this rank's micro-batches, lists of response numbers: as many on every rank, some of them empty.
 
-        First, consecutive responses to a prompt are joined to bundles, so that their prompt is computed once; such a
-        bundle costs at most an eighth of a rank's load, or micro-batches could not be balanced. Then bundles are put,
-        the most costly first, into the emptiest micro-batch. A round is a micro-batch for each rank. There are as few
-        rounds as it takes for all to stay within `budget` packed tokens, or within the longest response with its
+        First, consecutive responses to a prompt are joined to bundles, so that their prompt is computed once; a bundle
+        of several costs at most an eighth of a rank's load, or micro-batches could not be balanced. Then bundles are
+        put, the most costly first, into the emptiest micro-batch. A round is a micro-batch for each rank. There are as
+        few rounds as it takes for all to stay within `budget` packed tokens, or within the longest response with its
         prompt, if that alone is longer."""
         most = min(budget, int(self.cost_R[chosen_R].sum()) // (8 * world.size))
         bundles = []
@@ -625,7 +627,7 @@ class Batch:
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def split(self, updates):
-        """Return update_R, in which of a step's updates a response is. Each has its own prompts, and as many."""
+        """Return update_R, in which of a step's updates a response is: each has consecutive prompts, and as many."""
         return torch.arange(len(self.rollout_R)) * updates // len(self.rollout_R)
 
     def deal_updates(self, update_R, chosen_R, world, budget):
@@ -640,9 +642,10 @@ class Batch:
             place in the row   0 1 2 3 4 5 6 7 8 9 10
             input_ids          P P P Q Q a b c d e f       five pieces: two prompts and three responses
             key_N              0 1 2, 3 4, 0 1 2 5 6, 0 1 2 7 8 9, 3 4 10       a piece sees its prompt and itself
-            index_T            2 5 2 7 8 4       the place, of the prompt or the response, before a token predicts it
+            index_T            2 5 2 7 8 4       the place whose hidden state predicts a token: just before it, or a
+                               prompt's last
             target_T           a b c d e f
-            token_T            where a b c d e f stand in the step's *_T: place 5 is not token 5 of the step
+            entry_T            where a b c d e f stand in the step's *_T: place 5 is not token 5 of the step
         """
         prompts = sorted({self.group_R[r] for r in responses})
         if self.required.isdisjoint(prompts):
@@ -665,17 +668,16 @@ class Batch:
         key_N = torch.cat(keys)
         position_3N = torch.cat(positions, 1)
         row = BatchFeature({"input_ids": ids_N[None], "position_ids": position_3N[:1], "key_N": key_N})
-        token_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
-        first = len(ids_N) - len(token_T)  # Here the responses begin.
+        entry_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
+        first = len(ids_N) - len(entry_T)  # Here the responses begin.
         if sees:
             vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
         for side, parts in (("q", pieces), ("k", keys)):  # transformers' names for queries and keys
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, parts))
-        # A response token's place is predicted from the place that its piece sees just before it.
         index_T = key_N[:-1][key_N[1:] >= first].to(device)
         target_T = ids_N[first:].to(device)
-        return MicroBatch(row.to(device), index_T, target_T, token_T)
+        return MicroBatch(row.to(device), index_T, target_T, entry_T)
 
 
 # ------------------------------- policy
@@ -684,7 +686,7 @@ def packed_attention(
 ):
     """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
     key_N lists the places that each piece sees, its prompt's before its own: the causal window ends with the keys."""
-    if key_N is not None:  # Threads would sum the gradient of key[:, :, key_N] in any order.
+    if key_N is not None:  # With key[:, :, key_N] threads would sum the gradient in any order.
         key = key.index_select(2, key_N)
         value = value.index_select(2, key_N)
     if query.is_cuda and query.dtype == torch.bfloat16:
@@ -757,7 +759,7 @@ def logits_gradient(logits_TV, target_T, entropy_T, temperature, grad_logp_T, gr
 
 class Head(torch.autograd.Function):
     """hidden_TH, weight_VH, target_T, temperature -> logp_T, entropy_T. Going back it makes the logits again, so that
-    none are kept."""
+    none are kept. A loss must depend on logp_T; a gradient of entropy_T is optional."""
 
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, target_T, temperature):
@@ -878,7 +880,8 @@ def load_policy(folder, args, world):
         for unit in units:
             unit.training = True  # In eval mode it would not be; dropout, inside, stays off.
     if torch.cuda.is_available():
-        # One graph for all lengths, with the norms' eps as a constant. Going back, it repeats what takes no product.
+        # One graph for all lengths, with the norms' eps as a constant. Going back, it computes again what is no
+        # product.
         torch._dynamo.config.specialize_float = True
         torch._functorch.config.activation_memory_budget = 0.9
         for unit in units:
@@ -921,14 +924,14 @@ def set_lr(optimizer, args, step):
 
 
 def passes(policy, micro_batches):
-    """Yield an update's micro-batches. Nodes add up their own gradients; the last backward pass, which a loop must
-    reach, adds those of all."""
+    """Yield an update's micro-batches. Where there are several nodes, only the last backward pass, which a loop must
+    reach, adds up the gradients of all; until then each node has its own sum."""
     for number, responses in enumerate(micro_batches, 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield responses
 
 
-def clip_and_step(policy, optimizer, record, name="grad_norm"):
+def optimizer_step(policy, optimizer, record, name="grad_norm"):
     """Scale the gradient down to --max-grad-norm and make an optimiser's step, or say that its norm is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), record.args.max_grad_norm)
     norm = norm.full_tensor().item()
@@ -952,9 +955,9 @@ def logprobs(policy, batch, micro_batches_by_update, record, phase):
         policy.to(world.device)
         for responses in chain(*micro_batches_by_update):
             micro = batch.pack(responses, world.device)
-            both_2T[:, micro.token_T] = torch.stack(policy(micro)).detach()
+            both_2T[:, micro.entry_T] = torch.stack(policy(micro)).detach()
         # FSDP2 leaves its root gathered after a forward pass, so the next would compute with weights from before the
-        # optimiser's step. It reshards when it is moved, even to where it is: here to the shards that were there.
+        # optimiser's step. It reshards before `_apply`, which then gets the shards: they stay those of before.
         policy._apply(lambda x: shards[x] if x in shards else x.to(home))
     return world.all_reduce(both_2T)
 

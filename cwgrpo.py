@@ -68,6 +68,8 @@ class Args(common.Args):
     """Share of --steps over which the learning rate rises in a straight line (Table 5)."""
     lr_floor: common.Share = 0.1
     """After the warm-up the rate falls along a cosine to this share of --lr (released code). 1: constant."""
+    reward: str = "open_r1"
+    """The release's (appendix C: a "verification function implemented in LaTeX"). docs/evaluation.md has others."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decay, on every parameter (TRL's default, as in the released recipe; so are betas and gradient norm)."""
     checkpoints_kept: PositiveInt = 6
@@ -241,6 +243,7 @@ def learn(policy, reference, optimizer, batch, step, record):
         weights.append(token_weights(batch.length_R[update_R == update], args.normaliser))
     weight_T = torch.cat(weights).float()
     low, high = 1 - args.clip_low, 1 + args.clip_high
+    # one list for each update; a micro-batch is a list of numbers of responses, which `pack` makes a row of tokens
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
@@ -265,8 +268,8 @@ def learn(policy, reference, optimizer, batch, step, record):
             factor_T = k_T.float()
 
     def loss_of(logp_T, factor_T, at=slice(None)):
-        """Return policy_loss of the tokens `at` these places of the step, of which logp_T are the log-probs. They stand
-        for those of the old policy or the reference where there are none: the ratio is 1, the KL 0."""
+        """Return policy_loss of some of the step's tokens: logp_T are their log-probs, `at` their entries, by default
+        all. They stand for those of the old policy or the reference where there are none: the ratio is 1, the KL 0."""
         old = logp_T.detach() if old_logp_T is None else old_logp_T[at]
         ref = ref_logp_T[at] if reference else logp_T.detach()
         scaled = (advantage_T * tis_T)[at]
@@ -302,11 +305,11 @@ def learn(policy, reference, optimizer, batch, step, record):
             for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)
-                loss, _ = loss_of(logp, factor_T, micro.token_T)
+                loss, _ = loss_of(logp, factor_T, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.token_T] = logp.detach()
-                entropy_T[micro.token_T] = entropy.detach()
-            common.clip_and_step(policy, optimizer, record)
+                logp_T[micro.entry_T] = logp.detach()
+                entropy_T[micro.entry_T] = entropy.detach()
+            common.optimizer_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)
@@ -410,7 +413,7 @@ def main(args: Args) -> None:
         record.training(step, batch, per_token, evaluated)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
-        if record.stopping:  # the checkpoint was asked for by a file `stop`
+        if record.stopping:  # a file `stop`, or a signal, asked for a checkpoint and an end
             break
 
     if args.steps:

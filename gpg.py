@@ -50,6 +50,8 @@ class Args(common.Args):
     max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted (ours).
     max_response_tokens: PositiveInt = 3072  # A response is cut at this length and scores as it stands (ours).
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (B.1).
+    reward: str = "open_r1_gpg"
+    """The release's (B.4: "consistent with the ground truth"). Others, ours among them, are in docs/evaluation.md."""
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter.
     norm: Literal["none", "group", "batch"] = "none"
     """F_norm of Eq. 6. none: 1. group or batch: the standard deviation of its rewards (Tables 1, 13)."""
@@ -136,6 +138,7 @@ def learn(policy, reference, optimizer, batch, record):
     weight_T = token_weights(batch.length_R, together).float()
     scale = alpha(batch.reward_PG) if args.accurate_gradient else 1.0
     # One update per rollout batch, as Algorithm 1 suggests; the paper does not say it elsewhere.
+    # one list for the only update; a micro-batch is a list of numbers of responses, which `pack` makes a row of tokens
     micro_batches_by_update = batch.deal_updates(batch.split(1), trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs; the loss has no ratio, so that only --tis-cap asks for the old ones
@@ -146,7 +149,8 @@ def learn(policy, reference, optimizer, batch, record):
         ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
     def loss_of(logp_T, at=slice(None)):
-        """Return policy_loss of the tokens `at` these places of the step, of which logp_T are the log-probs."""
+        """Return policy_loss of some of the step's tokens: logp_T are their log-probs, `at` their entries, by default
+        all."""
         ref = ref_logp_T[at] if reference else None
         return policy_loss(logp_T, advantage_T[at], weight_T[at], scale, args.kl_coef, ref)
 
@@ -160,11 +164,11 @@ def learn(policy, reference, optimizer, batch, record):
             for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)  # Algorithm 1, line 2
-                loss, _ = loss_of(logp, micro.token_T)
+                loss, _ = loss_of(logp, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.token_T] = logp.detach()
-                entropy_T[micro.token_T] = entropy.detach()
-            common.clip_and_step(policy, optimizer, record)
+                logp_T[micro.entry_T] = logp.detach()
+                entropy_T[micro.entry_T] = entropy.detach()
+            common.optimizer_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)
@@ -273,7 +277,7 @@ def main(args: Args) -> None:
         record.training(step, batch, per_token, evaluated)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
-        if record.stopping:  # the checkpoint was asked for by a file `stop`
+        if record.stopping:  # a file `stop`, or a signal, asked for a checkpoint and an end
             break
 
     if args.steps:

@@ -50,6 +50,8 @@ class Args(common.Args):
     max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted (ours).
     max_response_tokens: PositiveInt = 3072  # A response is cut at this length and scores as it stands (ours).
     lr: NonNegativeFloat = 5e-7  # AdamW's largest learning rate in RL stages (section 5.1).
+    reward: str = "open_r1"
+    """Math-Verify alone (section 5.1), as open-r1 and ms-swift call it (ours). docs/evaluation.md has others."""
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter, in both stages (ms-swift's).
     adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)
     """How much AdamW's moments keep, in both stages (ms-swift's default)."""
@@ -160,6 +162,7 @@ def learn(policy, reference, optimizer, batch, record):
     update_R = batch.split(args.updates_per_step)
     weights = [token_weights(batch.length_R[update_R == update]) for update in range(args.updates_per_step)]
     weight_T = torch.cat(weights).float()
+    # one list for each update; a micro-batch is a list of numbers of responses, which `pack` makes a row of tokens
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
@@ -172,8 +175,8 @@ def learn(policy, reference, optimizer, batch, record):
         ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
     def loss_of(logp_T, at=slice(None)):
-        """Return policy_loss of the tokens `at` these places of the step, of which logp_T are the log-probs. They stand
-        for those of the old policy or the reference where there are none: the ratio is 1, the KL 0."""
+        """Return policy_loss of some of the step's tokens: logp_T are their log-probs, `at` their entries, by default
+        all. They stand for those of the old policy or the reference where there are none: the ratio is 1, the KL 0."""
         old = logp_T.detach() if old_logp_T is None else old_logp_T[at]
         ref = ref_logp_T[at] if reference else logp_T.detach()
         low, high = 1 - args.clip_low, 1 + args.clip_high
@@ -189,11 +192,11 @@ def learn(policy, reference, optimizer, batch, record):
             for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)
-                loss, _ = loss_of(logp, micro.token_T)
+                loss, _ = loss_of(logp, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.token_T] = logp.detach()
-                entropy_T[micro.token_T] = entropy.detach()
-            common.clip_and_step(policy, optimizer, record)
+                logp_T[micro.entry_T] = logp.detach()
+                entropy_T[micro.entry_T] = entropy.detach()
+            common.optimizer_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)
@@ -239,10 +242,10 @@ def learn_irl(policy, batches, record):
         for responses in common.passes(policy, micro_batches):
             micro = batch.pack(responses, world.device)
             logp, _ = policy(micro)
-            loss, _ = irl_loss(logp, weight_T[micro.token_T])
+            loss, _ = irl_loss(logp, weight_T[micro.entry_T])
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-            logp_T[micro.token_T] = logp.detach()
-        common.clip_and_step(policy, optimizer, record, "irl/grad_norm")
+            logp_T[micro.entry_T] = logp.detach()
+        common.optimizer_step(policy, optimizer, record, "irl/grad_norm")
         loss, means = irl_loss(world.all_reduce(logp_T), weight_T)
         row = {
             "irl/loss": loss.item(),
@@ -431,7 +434,7 @@ def main(args: Args) -> None:
         record.training(step, batch, per_token, evaluated)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
-        if record.stopping:  # the checkpoint was asked for by a file `stop`
+        if record.stopping:  # a file `stop`, or a signal, asked for a checkpoint and an end
             break
 
     if args.steps:

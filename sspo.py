@@ -10,7 +10,8 @@ the old policy in the segment sets how far that ratio may move before it is clip
     H_ij = mean over the segment of the old policy's entropy                                          (12, 13)
 
 The response y_i is one of G to the prompt. It has the reward r_i and |y_i| tokens, |y_ij| of them in its segment j.
-pi is the policy that is trained, and pi_old the one that sampled. common.py's docstring explains suffixes such as _T.
+pi is the policy that is trained, and pi_old the policy before the step's updates, whose log-probs the trainer computes.
+common.py's docstring explains suffixes such as _T.
 
     ./run.sh sspo-1.5b                     our reading of the paper's run, with its data and evaluation sets
     torchrun --nproc-per-node 8 sspo.py    the same training without evaluation
@@ -69,7 +70,7 @@ class Args(common.Args):
     alpha: float = 0.0  # Slack added to the upper bound (Eq. 14; Table 4). See --gamma.
     beta: float = 0.8
     """Cap of the lower bound (Eq. 15; Table 4). To see where to search, look at the metrics of a short run (§6.2.3):
-    it should be about 1 - segment_entropy, and at_beta_share should be neither 0 nor 1."""
+    it should be about 1 - segment_entropy/p50, and at_beta_share should be neither 0 nor 1."""
     gamma: float = 1.75
     """Cap of the upper bound (Eq. 14; Table 4). To see where to search, look at the metrics of a short run (§6.2.3):
     take a percentile of segment_entropy, from p50 to p95, and add 1 + alpha and a small margin."""
@@ -86,7 +87,7 @@ class Args(common.Args):
     """Draw more prompts until this share of the step's groups has 0 < number correct < G. 0: draw once. 1: DAPO."""
     max_draws: PositiveInt = 4
     """After this many draws, go on with the groups there are.
-    Table 2 of arXiv 2604.16995 draws again at most 3 times."""
+    Table 2 of arXiv 2604.16995 (SPS) draws again at most 3 times."""
     overlong_buffer: NonNegativeInt = 0
     """The reward falls by up to 1 over this many tokens before --max-response-tokens (DAPO). 0: off.
     arXiv 2604.16995 has 2048."""
@@ -106,7 +107,8 @@ def segments(pieces: list[str], delimiter: str) -> list[int]:
     """Return the 0-based segment number of each token of one response (section 4.1). `pieces` holds each token's text.
     A segment is closed once its text contains the delimiter. The next token with non-blank text then opens another.
     The delimiter is looked for in the text, because BPE merges it into tokens such as ".\\n\\n". Blank text behind it
-    belongs to the segment that it closed, so no segment is empty, and the stop token joins the last one.
+    belongs to the segment that it closed, so only one at the very beginning may be blank, and the stop token joins the
+    last one.
     The delimiter "" makes the response one segment, and "token" makes every token one."""
     if delimiter == "token":
         return list(range(len(pieces)))
@@ -129,14 +131,12 @@ def clip_bounds(entropy_S, alpha: float, beta: float, gamma: float):
     return low_S, high_S
 
 
-def clip_summary(entropy_S, alpha: float, beta: float, gamma: float):
+def clip_summary(entropy_S, low_S, high_S, beta: float, gamma: float):
     """Return percentiles of these segments' entropies (nats), and the shares of segments whose upper bound is gamma and
     whose lower bound is beta. Section 6.2.3 searches alpha, beta and gamma in ranges that such figures suggest."""
-    at_gamma_S = 1 + alpha + entropy_S >= gamma
-    at_beta_S = 1 - entropy_S >= beta
     summary = {
-        "at_gamma_share": at_gamma_S.double().mean().item(),
-        "at_beta_share": at_beta_S.double().mean().item(),
+        "at_gamma_share": (high_S >= gamma).double().mean().item(),
+        "at_beta_share": (low_S >= beta).double().mean().item(),
     }
     for percent in (5, 25, 50, 75, 95, 99):
         summary[f"segment_entropy/p{percent}"] = float(np.percentile(entropy_S, percent))
@@ -144,8 +144,8 @@ def clip_summary(entropy_S, alpha: float, beta: float, gamma: float):
 
 
 def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
-    """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
-    responses.
+    """Return weight_T (float64), the factor in front of each token. length_R has the number of tokens of each of an
+    update's responses, those without an advantage, too.
     response: 1 / (R |y_i|), which is 1/G and 1/|y_i| of Eq. 16 and the mean over prompts. |y_ij| needs no factor,
     because each token of a segment adds the segment's term once.
     The other two are no part of SSPO. token: 1 / sum |y_i| (DAPO); this and the first sum to 1. constant:
@@ -160,9 +160,9 @@ def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
 
 def overlong_penalty(length_R, max_length: int, buffer: int):
     """Return penalty_R (float64), which DAPO, not SSPO, adds to the rewards. It is 0 up to max_length - buffer tokens
-    and falls from there in a straight line to -1 at max_length. For what its Table 2 does not print, arXiv 2604.16995
-    takes SWIFT's recommended configuration, which also leaves responses that were cut off out of the loss
-    (overlong_filter); ours only penalises them."""
+    and falls from there in a straight line to -1 at max_length; with a buffer of 0 there is none. For what its Table 2
+    does not print, arXiv 2604.16995 takes SWIFT's recommended configuration, which also leaves responses that were cut
+    off out of the loss (overlong_filter); ours only penalises them."""
     return (max_length - buffer - length_R.double()).clamp(max=0) / max(1, buffer)
 
 
@@ -172,8 +172,8 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
     so no segment is split; segment_T numbers the segments of the whole step, and indexes low_S and high_S.
 
     verl bounds the loss of a token with a negative advantage at 3 times the advantage (dual clip). Eqs. 1 and 16 have
-    no such bound, and neither has this loss. Nor has it a KL, to which Table 2 of arXiv 2604.16995 gives weight 0 for
-    GSPO and none for DAPO."""
+    no such bound, and neither has this loss. Nor has it a KL: Table 2 of arXiv 2604.16995 (SPS) has weight 0 for GSPO,
+    and for DAPO it lists none."""
     # ratio_S has a place for each segment up to the largest number here. Those of other micro-batches hold 1 and are
     # never looked up.
     ratio_S = common.mean_by(logp_T - old_logp_T, segment_T).exp()  # Eq. 9
@@ -195,9 +195,9 @@ def step_segments(batch, trained_R, tokenizer, delimiter: str):
     numbers = []
     first = 0
     for r, trained in enumerate(trained_R):
-        number = segments([pieces[token] for token in ids[r]], delimiter if trained else "")
-        numbers += [first + each for each in number]
-        first += len({*number})
+        own = segments([pieces[token] for token in ids[r]], delimiter if trained else "")
+        numbers += [first + number for number in own]
+        first += len({*own})
     return torch.tensor(numbers)
 
 
@@ -219,6 +219,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
         length_R = batch.length_R[update_R == update]
         weights.append(token_weights(length_R, args.normaliser, args.max_response_tokens))
     weight_T = torch.cat(weights).float()
+    # one list for each update; a micro-batch is a list of numbers of responses, which `pack` makes a row of tokens
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old log-probs and entropies, in the updates' micro-batches, so that all ratios of the first update are 1
@@ -235,7 +236,8 @@ def learn(policy, optimizer, batch, tokenizer, record):
         high_S = torch.full_like(entropy_S, 1 + args.clip_high)
 
     def loss_of(logp_T, at=slice(None)):
-        """Return policy_loss of the tokens `at` these places of the step, of which logp_T are the log-probs."""
+        """Return policy_loss of some of the step's tokens: logp_T are their log-probs, `at` their entries, by default
+        all."""
         return policy_loss(logp_T, old_logp_T[at], advantage_T[at], segment_T[at], low_S, high_S, weight_T[at])
 
     # ---- updates
@@ -248,10 +250,10 @@ def learn(policy, optimizer, batch, tokenizer, record):
             for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device)
                 logp, _ = policy(micro)
-                loss, _ = loss_of(logp, micro.token_T)
+                loss, _ = loss_of(logp, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.token_T] = logp.detach()
-            common.clip_and_step(policy, optimizer, record)
+                logp_T[micro.entry_T] = logp.detach()
+            common.optimizer_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since shares and extremes of micro-batches do not add up
     logp_T = world.all_reduce(logp_T)
@@ -273,11 +275,11 @@ def learn(policy, optimizer, batch, tokenizer, record):
         metrics["ratio_mean"] = ratio_T.mean().item()
         metrics["ratio_max"] = ratio_T.max().item()
         metrics.update(common.sampler_gap(old_logp_T[trained_T], batch.sampler_logp_T[trained_T], record))
-        trained_S = segment_T[trained_T].unique()
+        own = segment_T[trained_T].unique()  # numbers of the trained responses' segments
         metrics["entropy"] = entropy_T[trained_T].double().mean().item()
-        metrics["segments_per_response"] = len(trained_S) / trained_R.sum().item()
+        metrics["segments_per_response"] = len(own) / trained_R.sum().item()
         if args.clip == "entropy":
-            metrics.update(clip_summary(entropy_S[trained_S], args.alpha, args.beta, args.gamma))
+            metrics.update(clip_summary(entropy_S[own], low_S[own], high_S[own], args.beta, args.gamma))
     per_token |= {
         "logp_T": logp_T,
         "old_logp_T": old_logp_T,
@@ -357,7 +359,7 @@ def main(args: Args) -> None:
         record.training(step, batch, per_token, evaluated)
         record.step(step, metrics)
         common.save_checkpoint(policy, optimizer, step, position, record)
-        if record.stopping:  # the checkpoint was asked for by a file `stop`
+        if record.stopping:  # a file `stop`, or a signal, asked for a checkpoint and an end
             break
 
     if args.steps:

@@ -18,8 +18,9 @@ from types import FunctionType
 
 from sympy import Eq, Rel, count_ops, nan, sympify
 
-from lib.run import end_with_parent
+from lib.run import ROOT, end_with_parent
 
+BY_ANSWER = ("math", "open_r1", "open_r1_gpg", "lighteval", "math_verify")  # These compare with a reference answer.
 # What may come out for a completion. A process that has to be ended leaves `timeout` or `crash`.
 VERDICTS = ("graded", "no_answer", "too_long", "timeout", "error", "crash")
 # It would warn that it has no timeout of its own; ours ends the process.
@@ -169,8 +170,10 @@ def judge(completion, gold, problem=""):
 # ---------------------------------------------------------------------------------------------- a process of the pool
 @cache
 def reward_function(reward):
-    """Return the function of FILE:FUNCTION, which may import what the run may and what lies beside FILE."""
-    path, _, name = reward.partition(":")
+    """Return the function of FILE:FUNCTION, or of a name in tasks/rewards.py. It may import what the run may and what
+    lies beside its file."""
+    path, _, name = reward.rpartition(":")
+    path = path or str(ROOT / "tasks" / "rewards.py")
     sys.path.append(os.path.dirname(path))  # Last, so that nothing there is imported instead of ours.
     found = runpy.run_path(path)
     if name not in found:

@@ -1,10 +1,10 @@
 """Rewards of GPG's multimodal runs, and the papers' for mathematics.
 
---reward tasks/rewards.py:NAME calls NAME with a completion and its row. `math_verify` takes the reference answer in
-the row's place, as common.py's own reward does. For the others the row's `solution` is "<answer> … </answer>", as in
-leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tasks/images.py prepares has it, too. The format's reward
-is gpg.py's --format-reward: with it in here `accuracy` and evaluation would count format alone as right. docs/gpg.md
-says what the released rewards do otherwise.
+--reward NAME calls the function NAME of this file. Those for mathematics take a completion, the reference answer and
+the problem, as common.py's own reward does. The others take a completion and its row, whose `solution` is "<answer> …
+</answer>", as in leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tasks/images.py prepares has it, too. The
+format's reward is gpg.py's --format-reward: with it in here `accuracy` and evaluation would count format alone as
+right. docs/gpg.md says what the released rewards do otherwise.
 """
 
 import re
@@ -50,12 +50,13 @@ def squeezed(text):
 
 
 def class_name(completion, row):
-    """Return 1.0 where the answer is the name of the class, letters and digits in any case, else 0.0."""
+    """Return 1.0 where the answer is the name of a class or the words of SAT, letters and digits in any case, else
+    0.0."""
     return float(squeezed(inside(completion)) == squeezed(reference(row)))
 
 
 def option(completion, row):
-    """Return 1.0 where the answer is the letter, the words or both of a solution such as "(B) left", else 0.0."""
+    """Return 1.0 where the answer is the letter, the words or both of CV-Bench's solution, as "(B) left", else 0.0."""
     solution = reference(row)
     letter, _, words = solution.partition(" ")
     answer = squeezed(inside(completion))
@@ -86,10 +87,44 @@ def iou(completion, row):
     return shared / (overlap(box, box) + overlap(gold, gold) - shared)
 
 
-# ----------------------------------------------------------------------------------------------- the papers' reward
-def math_verify(completion, answer, _=""):
-    """Return 1.0 where math_verify alone, with its defaults, finds the answer in a whole completion, with or without a
-    box, else 0.0. It gives itself 5 seconds for whatever it parses or compares."""
+# ----------------------------------------------------------------------- mathematics (common.py lists these by name)
+# Each is math_verify alone on the whole completion, which gives itself 5 seconds for whatever it parses or compares.
+def open_r1(completion, answer, problem, unreadable=0.0):
+    """Return 1.0 where the answer is right by the reward of open-r1, with which the papers train: it reads LaTeX only,
+    a box before anything else, and without a box what stands behind words such as "the final answer is". Else return
+    0.0, or `unreadable` where it cannot read the reference. Sources: `accuracy_reward` of WangCheng0116/CW-GRPO at
+    4d46a2c, src/open_r1/rewards.py, which leaves such a row out of the mean, and of undyingjoker/GPG_OPENRS (below)."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    gold = parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig()], extraction_mode="first_match")
+    if not gold:
+        return unreadable
+    latex = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True, malformed_operators=False),
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+    )
+    return float(verify(gold, parse(completion, [latex], extraction_mode="first_match")))
+
+
+def open_r1_gpg(completion, answer, problem):
+    """Return the same as GPG's release has it: where the reference cannot be read, every response is right, so that its
+    group has no gradient. Source: undyingjoker/GPG_OPENRS at d23ffc0, open-r1/src/open_r1/rewards.py."""
+    return open_r1(completion, answer, problem, unreadable=1.0)
+
+
+def lighteval(completion, answer, problem):
+    """Return 1.0 where the answer is right by the evaluators of GPG and CW-GRPO, else 0.0: LaTeX, a box first, or a
+    plain number, rounded to 5 digits. Source: undyingjoker/GPG_OPENRS at d23ffc0, open-r1/src/open_r1/evaluate.py."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    found = parse(completion, [ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0)])
+    return float(verify(parse(rf"\boxed{{{answer}}}"), found, 5))
+
+
+def math_verify(completion, answer, problem):
+    """Return 1.0 where math_verify with its defaults finds the answer, with or without a box, else 0.0."""
     from math_verify import parse, verify
 
     return float(verify(parse(rf"\boxed{{{answer}}}"), parse(completion)))

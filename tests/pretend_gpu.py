@@ -268,7 +268,7 @@ def folders(model):
         mine, its = (common.adamw(policy, 1e-3, args) for _ in range(2))
         batch = common.Batch(groups(PROBLEMS))
         policy(batch.pack([0, 1], world.device))[0].sum().backward()
-        common.clip_and_step(policy, mine, record)
+        common.optimizer_step(policy, mine, record)
         record.write("metrics.jsonl", "{}")  # a checkpoint knows how far they went
         common.save_checkpoint(policy, mine, 1, 24, record)
         record.args = replace(args, resume=True)

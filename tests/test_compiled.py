@@ -91,7 +91,7 @@ def test_lengths_are_compiled_once(tmp_path, plain_python, monkeypatch, kind, re
             gradients.append({name: weight.grad.full_tensor() for name, weight in policy.named_parameters()})
             policy.zero_grad()
         assert torch.equal(reference(micro)[0], logp_T)  # as `score` calls it
-        if len(micro.token_T):
+        if len(micro.entry_T):
             assert largest_difference(gradients[1], gradients[0]) < 1e-5
     assert counters["stats"]["unique_graphs"] <= graphs
     assert not counters["graph_break"] and not counters["unimplemented"]

@@ -70,7 +70,7 @@ def test_packed_log_probs_and_gradients(models, kind):
     grids = [group.problem.image and group.problem.image.grid for group in batch.groups]
     assert grids == [[2, 2], [2, 3], [4, 4], [1, 8], None, [4, 1]], "the third is shrunk"
     everything = batch.pack(list(range(12))[::-1], CPU)
-    logp_T = torch.zeros(len(batch.response_T)).index_copy(0, everything.token_T, policy(everything)[0])
+    logp_T = torch.zeros(len(batch.response_T)).index_copy(0, everything.entry_T, policy(everything)[0])
     weight_T = torch.randn(len(logp_T))
     expected_T = one_at_a_time(reference, batch, 0.7)
     torch.testing.assert_close(logp_T, expected_T, atol=1e-5, rtol=1e-5)

@@ -53,7 +53,7 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
         parameter.data.mul_(1.1)  # as if trained
     batch = batch_of(3, prompt=longest)
     micro = batch.pack([10, 3, 7, 0, 1, 2, 4, 5, 6, 8, 9], CPU)
-    logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.token_T, x) for x in policy(micro))
+    logp_T, entropy_T = (torch.zeros(len(x)).index_copy(0, micro.entry_T, x) for x in policy(micro))
     assert logp_T.dtype == torch.float32
 
     logps, entropies = [], []
@@ -66,7 +66,7 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
     expected_2T = torch.stack([torch.cat(logps), torch.cat(entropies)])
     mine_2T = torch.stack([logp_T, entropy_T])
     torch.testing.assert_close(mine_2T, expected_2T, atol=5e-5, rtol=0)
-    torch.testing.assert_close(policy(micro)[1], entropy_T[micro.token_T], atol=1e-6, rtol=0)
+    torch.testing.assert_close(policy(micro)[1], entropy_T[micro.entry_T], atol=1e-6, rtol=0)
 
     weight_2T = torch.randn(2, len(logp_T))
     (mine_2T * weight_2T).sum().backward()

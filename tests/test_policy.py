@@ -44,7 +44,7 @@ def test_gradients_repeat_bit_for_bit_with_two_threads(tmp_path):
     rng = np.random.default_rng(0)
     group = group_of(rng.integers(0, 64, 40).tolist(), rng.integers(0, 64, (64, 20)))
     micro = common.Batch([group]).pack(rng.permutation(64).tolist(), CPU)
-    weight_T = torch.randn(len(micro.token_T))
+    weight_T = torch.randn(len(micro.entry_T))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     seen = []

@@ -106,7 +106,9 @@ def test_one_token_per_segment_is_grpo():
 
 def test_clip_summary():
     """The shares of three segments at the caps: 1 - h at beta up to 0.2, 1 + alpha + h at gamma from 0.65."""
-    found = sspo.clip_summary(torch.tensor([0.1, 0.5, 0.7]), ALPHA, BETA, GAMMA)
+    entropy_S = torch.tensor([0.1, 0.5, 0.7])
+    bounds = sspo.clip_bounds(entropy_S, ALPHA, BETA, GAMMA)
+    found = sspo.clip_summary(entropy_S, *bounds, BETA, GAMMA)
     assert (found["at_beta_share"], found["at_gamma_share"]) == pytest.approx((1 / 3, 1 / 3))
     assert found["segment_entropy/p50"] == 0.5
 

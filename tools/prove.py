@@ -165,7 +165,7 @@ def reinforce(made, inputs):
     made.policy.zero_grad()
     micro = made.batch.pack(range(len(made.batch.rollout_R)), "cpu")
     logp_T, _ = made.policy(micro)
-    (-factor_T[micro.token_T] * logp_T).sum().backward()
+    (-factor_T[micro.entry_T] * logp_T).sum().backward()
     return gradients(made.policy)
 
 
