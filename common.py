@@ -103,7 +103,8 @@ class Args:
     """Of sampler and trainer; weights, logits, sums over micro-batches are float32. auto (ours): bfloat16 on GPUs."""
     temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
-    lr_floor: Share = 1.0  # Then it falls along a cosine to this share of --lr. 1: constant.
+    lr_floor: Share = 1.0  # Then it falls to this share of --lr. 1: constant.
+    lr_schedule: Literal["cosine", "linear"] = "cosine"  # How it falls.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
     adam_betas: tuple[Share, Share] = (0.9, 0.999)  # How much AdamW's moments keep.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
@@ -642,8 +643,7 @@ class Batch:
             place in the row   0 1 2 3 4 5 6 7 8 9 10
             input_ids          P P P Q Q a b c d e f       five pieces: two prompts and three responses
             key_N              0 1 2, 3 4, 0 1 2 5 6, 0 1 2 7 8 9, 3 4 10       a piece sees its prompt and itself
-            index_T            2 5 2 7 8 4       the place whose hidden state predicts a token: just before it, or a
-                               prompt's last
+            index_T            2 5 2 7 8 4       the place whose hidden state predicts a token: the one before it
             target_T           a b c d e f
             entry_T            where a b c d e f stand in the step's *_T: place 5 is not token 5 of the step
         """
@@ -907,14 +907,14 @@ def adamw(policy, lr, args):
 
 
 def learning_rate(args, step):
-    """Return the learning rate of a step (the first is 1): up to --lr over the warm-up, then a cosine that would reach
-    its floor a step after the last, so that no step has rate 0."""
+    """Return the learning rate of a step (the first is 1): up to --lr over the warm-up, then down to a floor that it
+    would reach a step after the last, so that no step has rate 0."""
     warm_up = args.lr_warmup * args.steps
     if step < warm_up:
         return args.lr * (step / max(1, warm_up))
     progress = (step - warm_up) / max(1, args.steps + 1 - warm_up)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return args.lr * (cosine * (1 - args.lr_floor) + args.lr_floor)
+    left = 1 - progress if args.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return args.lr * (left * (1 - args.lr_floor) + args.lr_floor)
 
 
 def set_lr(optimizer, args, step):

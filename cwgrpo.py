@@ -282,8 +282,9 @@ def learn(policy, reference, optimizer, batch, step, record):
         if not micro_batches:
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
         if args.reweight == "clip-cov":
-            # As Clip-Cov's authors have it, each update draws its mask among its own tokens, by the log-probs of the
-            # policy that it starts from. They have no KL and leave out zero-advantage groups, and so do we with
+            # Each update draws its mask among its own tokens, by the log-probs of the policy that it starts from. Its
+            # authors centre and draw per micro-batch, at least one token in each; ours is over the update, since no
+            # result may depend on micro-batches. They have no KL and leave out zero-advantage groups, and so do we with
             # --kl-coef 0; with a KL, as the methods have that it is compared with, these groups take part (ours).
             start_logp_T = old_logp_T
             if update:  # the policy has moved since it sampled
@@ -364,8 +365,6 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     world = common.init_world()
-    # Appendix C rewards accuracy by a "verification function implemented in LaTeX", in the released code math_verify.
-    # docs/evaluation.md has the rules of ours.
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, world)
 

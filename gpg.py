@@ -209,8 +209,6 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     world = common.init_world()
-    # B.4 rewards an output that is "consistent with the ground truth", and the released code asks math_verify.
-    # docs/evaluation.md has the rules of ours.
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, world)
 

@@ -43,15 +43,15 @@ def geoqa(_, prompts, folder):
 
 
 def sat(_, file):
-    """Yield SAT's first rows that have one image; options in a seeded order, asked as CV-Bench asks."""
+    """Yield SAT's first rows that have one image, in the words of VisualThinker-R1-Zero's process_dataset.py (release
+    of GPG's Table 7): options in a seeded order, and the solution is an option's words."""
     rows = datasets.load_dataset("parquet", data_files=file, split="train", streaming=True)
     for number, one in enumerate(rows.take(15_000)):
         if len(one["image_bytes"]) == 1:
-            words = np.random.default_rng(number).permutation(one["answers"]).tolist()
-            options = [f"({letter}) {word}" for letter, word in zip(LETTERS, words, strict=False)]
-            problem = "\n".join([f"{one['question']} Select from the following choices.", *options])
-            solution = options[words.index(one["correct_answer"])]
-            yield row(one["image_bytes"][0], problem, solution)
+            *options, last = np.random.default_rng(number).permutation(one["answers"]).tolist()
+            options = f"{', '.join(options)} or {last}"
+            problem = f"Answer in natural language. {one['question']} Choose between the following options: {options}"
+            yield row(one["image_bytes"][0], problem, one["correct_answer"])
 
 
 def cvbench(name, source):

@@ -2,10 +2,11 @@
 
 import json
 
+import datasets
 import images
 import pytest
 import rewards
-from conftest import ROOT, grades, make_verifier
+from conftest import grades, make_verifier
 from seeing import png
 
 from lib import rows
@@ -35,11 +36,30 @@ def test_answers_in_words(reward, gold, right, wrong):
         assert reward(text, row(gold)) == 0, text
 
 
-def test_the_reward_of_the_papers():
-    """`--reward tasks/rewards.py:math_verify`: no box is needed, and what hangs costs its own score alone."""
-    texts = [r"so it is $2^{10}$", r"\boxed{1025}", "$9^{9^{9^{9}}}$", "It is 1024."]
-    verifier = make_verifier(2, f"{ROOT}/tasks/rewards.py:math_verify", 10)
-    assert grades(verifier, texts, ["1024"] * 4, ["?"] * 4) == [1, 0, 0, 1]
+PAPERS = {  # a completion, by what it is right where 42 is
+    r"so $\boxed{42}$": "open_r1 lighteval math_verify",
+    r"\boxed{42}. Therefore the final answer is 7.": "open_r1 lighteval",
+    "The answer is 42.": "lighteval math_verify",
+    "42": "lighteval math_verify",
+    "so we get $42$.": "lighteval math_verify",
+    r"The final answer is $42$. I hope it is correct.": "open_r1 lighteval math_verify",
+    r"\boxed{5}, or rather \boxed{42}": "",
+}
+
+
+@pytest.mark.parametrize("reward", ["open_r1", "lighteval", "math_verify"])
+def test_the_papers_rewards(reward, monkeypatch, tmp_path):
+    """A name is found from any folder. What hangs costs its own score alone."""
+    monkeypatch.chdir(tmp_path)
+    verifier = make_verifier(2, reward, 10)
+    texts = [*PAPERS, "$9^{9^{9^{9}}}$"]
+    expected = [reward in right.split() for right in PAPERS.values()]
+    assert grades(verifier, texts, ["42"] * len(texts), ["?"] * len(texts)) == [*expected, False]
+
+
+def test_a_reference_that_cannot_be_read():
+    """GPG's release takes every answer for right, so that the group has no gradient."""
+    assert [reward("7", "", "?") for reward in (rewards.open_r1, rewards.open_r1_gpg)] == [0, 1]
 
 
 BOXES = [
@@ -61,9 +81,24 @@ def test_boxes(answer, share):
 
 def test_as_a_flag():
     """An answer that never ends is wrong, and the next one is graded."""
-    verifier = make_verifier(1, f"{ROOT}/tasks/rewards.py:geoqa")
+    verifier = make_verifier(1, "geoqa")
     cases = [(answered(r"5^{5^{5^{5^5}}}"), row(r"\sqrt{5}+\sqrt{7}")), (answered(r"\sqrt{3}\cdot 2"), row("√(12)"))]
     assert verifier.judge(cases) == [(0.0, "timeout"), (1.0, "graded")]
+
+
+def test_sat_asks_for_words(tmp_path, monkeypatch):
+    """In the release's words, of rows with one image; the answer is an option."""
+    monkeypatch.chdir(tmp_path)
+    one = {"question": "How many?", "answers": ["three", "no chair", "one"], "correct_answer": "no chair"}
+    rows_ = [one | {"image_bytes": [png(8, 8)] * count} for count in (1, 2)]
+    datasets.Dataset.from_list(rows_).to_parquet("train.parquet")
+    images.main("sat", "train.parquet")
+    [found] = rows.read_table("data/sat.parquet")
+    start, _, options = found["problem"].partition(" options: ")
+    assert start == "Answer in natural language. How many? Choose between the following"
+    *first, last = options.replace(", ", " or ").split(" or ")
+    assert {*first, last} == {*one["answers"]} and len(first) == 2
+    assert rewards.class_name(answered("No chair."), found) == 1 and not rewards.class_name(answered("chair"), found)
 
 
 def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):

@@ -2,8 +2,8 @@
 
 ./run.sh eval MODEL --protocol sspo                  as SSPO's paper does
 ./run.sh eval MODEL --protocol sps --sets DIR/aime24.jsonl                         a set from a file
-./run.sh eval MODEL --protocol gpg-7b --reward tasks/rewards.py:math_verify        graded as GPG's and CW-GRPO's
-                                                      evaluators do: an answer counts without a box, too
+./run.sh eval MODEL --protocol gpg-7b                graded as GPG's and CW-GRPO's evaluators do: an answer counts
+                                                     without a box, too; --reward math counts a box alone
 ./run.sh eval runs/RUN                               a run's final model, as the run evaluates while it trains
 ./run.sh eval runs/RUN --sets mine.jsonl             the same on sets of one's own
 ./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint; runs/RUN/best, the best model that --keep-best kept
@@ -48,6 +48,7 @@ class Protocol(common.Args):
     """It reports these pass@k, k at most all completions; without one the mean IoU."""
     greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
     by_question: bool = False  # Its average is over questions, not over sets.
+    spread: bool = False  # It reports the spread of pass@k over problems, too, as GPG's Table 16 has it.
     gpu_memory_utilization: float = 0.9
 
 
@@ -155,6 +156,9 @@ def evaluate(label, problems, protocol, verifier, sampler):
     common.verify(verifier, groups)
     correct_PN = torch.stack([group.correct_G for group in groups])
     figures = {f"pass@{k}": 100 * common.pass_at_k(correct_PN, k) for k in sorted({min(k, n) for k in protocol.ks})}
+    if protocol.spread:
+        for name, percent in [*figures.items()]:
+            figures[f"{name} ±"] = math.sqrt(percent * (100 - percent) / (len(problems) - 1))
     if not protocol.ks:
         figures["mIoU"] = 100 * correct_PN.mean().item()
     if n > 1:

@@ -88,7 +88,7 @@ LARGE = "--activation-checkpointing"
 B1 = "--micro-batch-tokens=32768"
 B7 = f"{LARGE} --micro-batch-tokens=65536"  # 1.5B, 7B: 3/4 of 8 x 80 GB
 FLAT = "--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
-TOY = f"""--model={REPO}tasks/toy/model --template=plain --dataset={REPO}tasks/toy/train.jsonl
+TOY = f"""--model={REPO}tasks/toy/model --reward=math --template=plain --dataset={REPO}tasks/toy/train.jsonl
     --eval={REPO}tasks/toy/heldout.jsonl,{REPO}tasks/toy/harder.jsonl --eval-samples=8 --eval-temperature=1
     --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32 --max-response-tokens=96 --lr=2e-4 --steps=120"""
 if os.environ.get("MACHINE") == "gpu":  # run.sh has looked
@@ -97,27 +97,27 @@ SEEN = f"{TOY} --model={SEE}model --image-column=image"
 PRETRAINED = f"""{FLAT} --model={SMOLLM}model --template={REPO}tasks/smollm.txt
     --dataset={SMOLLM}train.jsonl --eval={SMOLLM}heldout.jsonl,{SMOLLM}harder.jsonl --eval-samples=8
     --eval-temperature=1 --eval-every=100 --group-size=8 --prompts-per-step=8 --max-prompt-tokens=256
-    --max-response-tokens=48 --micro-batch-tokens=1024 --lr=5e-6 --steps=12"""
+    --max-response-tokens=48 --micro-batch-tokens=1024 --lr=5e-6 --steps=12 --reward=math"""
 GSM8K = f"""{LARGE} {FLAT} --gpu-memory-utilization=0.5 --model=Qwen/Qwen2.5-0.5B-Instruct
     --template=chat-boxed --dataset=openai/gsm8k:main:train --eval=openai/gsm8k:main:test --eval-every=29
-    --max-prompt-tokens=512 --max-response-tokens=1024 --lr=2e-6"""  # untried
+    --max-prompt-tokens=512 --max-response-tokens=1024 --lr=2e-6 --reward=math"""  # untried
 SSPO = f"--eval={AIME24},AI-MO/aimo-validation-amc,{OTHERS} --keep-best --dataset={MATH_3TO5}"
 AS_SSPO = f"""{SSPO} {FLAT} --template=qwen-math --prompts-per-step=128 --group-size=8 --steps=200
     --updates-per-step=4 --max-prompt-tokens=1024 --max-response-tokens=3000 --max-total-tokens=0 --no-format-reward
-    --checkpoints-kept=2"""  # sspo.py's defaults
+    --checkpoints-kept=2 --reward=math"""  # sspo.py's defaults
 GPG = f"{B7} --eval={AIME24},knoveleng/AMC-23,{OTHERS}"
-AS_GPG = "--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1"  # gpg.py's
+AS_GPG = "--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1 --reward=open_r1_gpg"  # gpg.py's
 MATH = f"""{GPG} --dataset=DigitalLearningGmbH/MATH-lighteval:train --max-prompt-tokens=512
-    --max-response-tokens=1024 --lr=2e-6 --lr-warmup=0.1"""
+    --max-response-tokens=1024 --lr=3e-6 --lr-warmup=0.1 --lr-floor=0"""  # footnote 1's
 RS = f"""{B1} --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward
     --group-size=6 --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7
     --lr-warmup=0.1 --lr-floor=0.1 --weight-decay=0"""  # the recipe of Open-RS; its decay is TRL's default
 # 16 prompts: 8 GPUs, one each, accumulated twice (sat: once); the rest is TRL's default
 IMAGES = f"""{LARGE} --image-column=image --max-pixels=401408 --model=Qwen/Qwen2-VL-2B-Instruct
     --template=chat --beta-th=0.4 --normaliser=response --format-reward --prompts-per-step=16 --max-prompt-tokens=1024
-    --max-response-tokens=256 --weight-decay=0 --lr-floor=0"""
-IOU = f"--reward={REPO}tasks/rewards.py:iou"
-CLASSES = f"{IMAGES} --reward={REPO}tasks/rewards.py:class_name --dataset=laolao77/ViRFT_CLS"
+    --max-response-tokens=256 --weight-decay=0 --lr-schedule=linear --lr-floor=0"""
+IOU = "--reward=iou"
+CLASSES = f"{IMAGES} --reward=class_name --dataset=laolao77/ViRFT_CLS"
 SPS_1B = f"{B1} --model=Qwen/Qwen2.5-Math-1.5B"
 SPS_7B = f"{LARGE} --micro-batch-tokens=49152 --model=Qwen/Qwen2.5-Math-7B"  # IRL has moments, too
 
@@ -136,7 +136,7 @@ def sps(flags, problems):
     return {
         "all": f"""{flags} --subset={problems} --eval={AIME24},math-ai/aime25,{MATHARENA}
             --eval-samples=128 --eval-temperature=0.7 --eval-every=100 --keep-best""",
-        "sspo.py": """--dataset=Elliott/Openr1-Math-46k-8192 --max-response-tokens=3072 --lr=5e-7
+        "sspo.py": """--dataset=Elliott/Openr1-Math-46k-8192 --max-response-tokens=3072 --lr=5e-7 --reward=open_r1
             --steps=700 --weight-decay=0.1 --adam-betas 0.9 0.95 --prompts-per-step=16 --updates-per-step=1""",
         "sps.py": "--irl-lr=5e-7",
         "gspo": "--prompts-per-step=64 --updates-per-step=4 --steps=175 --eval-every=25",
@@ -179,18 +179,18 @@ SIZES = {  # the flags of all, of a script, and of methods by how their names be
     },
     "zero": {  # 614 of 3,072 tokens; draws as verl's (GPG's Table 9)
         "all": f"{GPG} {AS_GPG} --dataset=BytedTsinghua-SIA/DAPO-Math-17k --max-response-tokens=3072",
-        "dapo": "--prompts-per-step=144 --steps=1100 --overlong-buffer=614 --max-draws=10",
+        "dapo": "--prompts-per-step=144 --steps=1100 --overlong-buffer=614 --max-draws=10 --updates-per-step=1",
     },
     "math": {
         **epoch(MATH, 7500),
         "sspo.py": f"{AS_GPG} --updates-per-step=1",
-        "cwgrpo.py": f"{AS_GPG} --no-format-reward --group-size=8 --temperature=1 --lr-floor=1",
+        "cwgrpo.py": f"{AS_GPG} --no-format-reward --group-size=8 --temperature=1",
     },
     "rs1": {"all": f"{RS} --dataset=knoveleng/open-s1 --steps=100"},
     "rs3": {"all": f"{RS} --dataset=knoveleng/open-rs --steps=50"},
     "geoqa": {  # 8,031 problems / 16
         "all": f"""{IMAGES} --model=Qwen/Qwen2.5-VL-3B-Instruct --template={REPO}tasks/geoqa.txt
-            --reward={REPO}tasks/rewards.py:geoqa --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502""",
+            --reward=geoqa --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502""",
     },
     "flower": {"all": f"{CLASSES}_flower_4_shot --steps={102 * 4 * 8 // 16}"},  # classes, shots, epochs
     "pets": {"all": f"{CLASSES}_pets37_4shot --steps={37 * 4 * 24 // 16}"},
@@ -198,7 +198,7 @@ SIZES = {  # the flags of all, of a script, and of methods by how their names be
     "car": {"all": f"{CLASSES}_car196_4shot --steps={196 * 4 * 8 // 16}"},
     "sat": {  # about 12,000 x 2 / 8
         "all": f"""{IMAGES} --model=Qwen/Qwen2-VL-2B --template={REPO}tasks/sat.txt --prompts-per-step=8 --steps=3000
-            --reward={REPO}tasks/rewards.py:option --max-response-tokens=700 --dataset={REPO}data/sat.parquet""",
+            --reward=class_name --max-response-tokens=700 --dataset={REPO}data/sat.parquet""",
     },
     "lisa": {"all": f"{IMAGES} {IOU} --dataset={REPO}data/lisa-train.parquet --steps=498"},  # 6 epochs, as Visual-RFT's
     "1.5b-3k": sps(SPS_1B, 3000),
