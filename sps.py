@@ -68,7 +68,7 @@ class Args(common.Args):
     rl_passes: PositiveFloat = 1.0
     """How often an RL stage passes over the data, if --rl-steps is 0 (ours)."""
     irl_steps: NonNegativeInt = 4
-    """Number of steps of an IRL stage (section 5.1). 0: as many as --irl-passes makes."""
+    """Number of steps of an IRL stage (section 5.1, as we read it). 0: as many as --irl-passes makes."""
     irl_passes: NonNegativeFloat = 0.0
     """How often an IRL stage passes over its demonstrations, if --irl-steps is 0. 0: no IRL stage, which is GRPO."""
     irl_batch: PositiveInt = 512
@@ -278,8 +278,7 @@ def keep_demonstrations(folder, step, batch, problems, args):
     number of each problem in the data, so that no code runs when the file is read. Return, for each token, whether its
     response was chosen, and the mean log-prob that decided."""
     # The log-probs are those at sampling time (ours). The "model likelihood" of L2TE may be p(y) of Eq. 13, a product.
-    # Ours is the mean over tokens, since a sum mostly ranks by length (ours): for responses of 200 to 1,500 tokens 39 %
-    # of the demonstrations would be others.
+    # Ours is the mean over tokens, since a sum mostly ranks by length (ours).
     mean_logp_R = common.mean_by(batch.sampler_logp_T.double(), batch.response_T)
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "demonstrations", step))
     chosen = choose_demonstrations(

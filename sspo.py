@@ -40,7 +40,8 @@ import common
 
 @dataclass
 class Args(common.Args):
-    """SSPO on Qwen2.5-Math-1.5B (§5.2). For 7B, set --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2 (Table 5)."""
+    """SSPO on Qwen2.5-Math-1.5B (§5.2). For 7B, set --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2 (Table
+    5; §5.2 prints alpha 0.1)."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id, or folder with config.json and *.safetensors (§5.2).
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
@@ -54,7 +55,7 @@ class Args(common.Args):
     """Prompts sampled in a step, or in each of its draws (P). This is how we read the "batch size" of §5.2."""
     group_size: common.AtLeastTwo = 8  # Responses to each prompt (G; §5.2).
     max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out and counted (ours).
-    max_response_tokens: PositiveInt = 3000  # A response is cut at this length and scores as it stands (§5.2).
+    max_response_tokens: PositiveInt = 3000  # A response is cut at this length (§5.2) and scores as it stands (ours).
     lr: NonNegativeFloat = 1e-6
     """AdamW's largest learning rate. The paper trains with verl and does not say, so this is verl's default. So are the
     constant schedule without warm-up, the weight decay, the betas, the gradient norm and the temperature."""
@@ -70,10 +71,10 @@ class Args(common.Args):
     alpha: float = 0.0  # Slack added to the upper bound (Eq. 14; Table 4). See --gamma.
     beta: float = 0.8
     """Cap of the lower bound (Eq. 15; Table 4). To see where to search, look at the metrics of a short run (§6.2.3):
-    it should be about 1 - segment_entropy/p50, and at_beta_share should be neither 0 nor 1."""
+    it should be about 1 - segment_entropy/p50 (p50: ours), and at_beta_share should be neither 0 nor 1."""
     gamma: float = 1.75
     """Cap of the upper bound (Eq. 14; Table 4). To see where to search, look at the metrics of a short run (§6.2.3):
-    take a percentile of segment_entropy, from p50 to p95, and add 1 + alpha and a small margin."""
+    take a percentile of segment_entropy, from p50 to p95 (ours), and add 1 + alpha and a small margin."""
     clip_low: NonNegativeFloat = 0.2
     """How far below 1 the ratio may fall with --clip fixed.
     The paper gives no value for "+SIR" and GRPO; 0.2 is the usual one of PPO (ours; §6.2.3 names it)."""
@@ -172,8 +173,8 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
     so no segment is split; segment_T numbers the segments of the whole step, and indexes low_S and high_S.
 
     verl bounds the loss of a token with a negative advantage at 3 times the advantage (dual clip). Eqs. 1 and 16 have
-    no such bound, and neither has this loss. Nor has it a KL: Table 2 of arXiv 2604.16995 (SPS) has weight 0 for GSPO,
-    and for DAPO it lists none."""
+    no such bound, and neither has this loss. Nor have they a KL; for GSPO and DAPO, Table 2 of arXiv 2604.16995 (SPS)
+    agrees: a weight of 0, and none listed."""
     # ratio_S has a place for each segment up to the largest number here. Those of other micro-batches hold 1 and are
     # never looked up.
     ratio_S = common.mean_by(logp_T - old_logp_T, segment_T).exp()  # Eq. 9

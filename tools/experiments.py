@@ -64,7 +64,7 @@ METHODS = {
     "gpg-g2": (f"{ROW_A} --group-size=2", "row A, 2 responses to a prompt (Table 11)"),
     "gpg-g4": (f"{ROW_A} --group-size=4", "row A, 4 responses (Table 11)"),
     "gpg-g16": (f"{ROW_A} --group-size=16", "row A, 16 responses (Table 11)"),
-    "sps": ("sps.py --irl-lr=5e-10", "as printed: IRL learning rate 5e-10"),
+    "sps": ("sps.py --irl-lr=5e-10", "as printed: IRL learning rate 5e-10 (135m: 3e-6, ours)"),
     "sps-grpo": ("sps.py --irl-lr=5e-10 --irl-steps=0", "without IRL stages"),
     "sps-act": ("sps.py", "an IRL learning rate that acts, its size's (ours)"),
     "sps-uniform": ("sps.py --choose=uniform", "demonstrations drawn at random (section 4.1)"),
