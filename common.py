@@ -10,6 +10,7 @@ of it, on any number of ranks. Only forward and backward are sharded. Functions 
 record, policy and batch are named after their classes.
 """
 
+import atexit
 import json
 import math
 import os
@@ -101,7 +102,7 @@ class Args:
     reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of sampler and trainer; weights, logits, sums over micro-batches are float32. auto (ours): bfloat16 on GPUs."""
-    temperature: PositiveFloat = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
+    temperature: confloat(ge=0.01) = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
     lr_floor: Share = 1.0  # Then it falls to this share of --lr. 1: constant.
     lr_schedule: Literal["cosine", "linear"] = "cosine"  # How it falls.
@@ -204,7 +205,10 @@ def load_problems(source, tokenizer, args, flag):
                 need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
             turns = rows.turns_of(row, args.problem_column)
             text = "\n\n".join(turn["content"] for turn in turns)
-            need(text.strip(), f"no problem in {rows.PROBLEM_COLUMNS}; --problem-column names one of {list(row)}")
+            text.encode()  # A lone half of a surrogate pair cannot be written.
+            if not text.strip():
+                left_out["no problem"] += 1
+                continue
             if any(token in text for token in control):
                 left_out["spells a special token"] += 1
                 continue
@@ -222,6 +226,7 @@ def load_problems(source, tokenizer, args, flag):
             else:
                 answer = str(rows.answer_of(row, args.answer_column)) or "(graded by --reward)"
                 graded_by = (row,)
+            answer.encode()
             prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs)
         if not answer:
             left_out["no answer"] += 1
@@ -232,7 +237,8 @@ def load_problems(source, tokenizer, args, flag):
     left = f"left out: {dict(left_out)}"
     need(
         problems,
-        f"{flag} {source}: no usable row; {left}; --answer-column names one of {list(row)}; --max-prompt-tokens",
+        f"{flag} {source}: no usable row; {left}; --problem-column and --answer-column name one of {list(row)}; "
+        "--max-prompt-tokens",
     )
     if FIRST:
         first = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
@@ -374,6 +380,7 @@ class Sampler:
         `scored` responses of a group, or with --tis-cap all, have log-probs: all take a fifth of a CPU's time."""
         from vllm import SamplingParams
 
+        need(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs are of all tokens")
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         mine = [(key, g) for key in list(prompts)[engine::engines] for g in range(n)]
@@ -497,6 +504,10 @@ class Verifier:
             initargs=(self.reward,),
             context=get_context("forkserver"),
         )
+        # A process that the pool started while the interpreter exits would be waited for, for ever: it stops, then
+        # joins.
+        atexit.register(self.pool.join)
+        atexit.register(self.pool.stop)
         for problems in filter(None, sets):
             cases = [("", problems[0])]
             if self.reward != "math":
@@ -504,9 +515,6 @@ class Verifier:
             graded = self.judge([(text, *one.graded_by) for text, one in cases])
             for (text, one), (_, verdict) in zip(cases, graded, strict=True):
                 need(verdict in VERDICTS[:2], f"--reward: {one.origin}, completion {text[:500]!r}: {verdict}")
-            scores = {score for score, _ in graded}
-            if FIRST and len(cases) > 1 and len(scores) == 1:
-                print(f"--reward: {scores} for all of {len(cases)}, empty completions and rows' own answers in a box")
 
     def judge(self, cases):
         """Return score and verdict of each case, on every rank: a completion and what it is graded by."""
@@ -552,7 +560,7 @@ def drawn_metrics(groups):
     verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
     metrics = {
         "reward": reward_PG.mean(),
-        "accuracy": correct_PG.mean(),
+        "accuracy": (correct_PG >= 1).mean(),
         "reward_group_std": reward_PG.std(1).mean(),
         "all_right_share": (correct_PG >= 1).all(1).mean(),
         "all_wrong_share": (correct_PG < 1).all(1).mean(),

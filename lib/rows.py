@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import datasets
 
@@ -42,7 +43,8 @@ def read_table(source):
     if source.endswith((".json", ".jsonl")):
         return read_json(source)
     if source.endswith(".parquet"):
-        table = datasets.Dataset.from_parquet(source)
+        with TemporaryDirectory() as cache:  # The usual one knows a file by its time stamp, which may be old.
+            table = datasets.Dataset.from_parquet(source, cache_dir=cache, keep_in_memory=True)
     elif Path(path).is_dir():
         table = datasets.load_from_disk(path)
         if split and isinstance(table, datasets.Dataset):

@@ -370,7 +370,21 @@ class Record:
 # ------------------------- checkpoint
 def checkpoints_of(folder):
     """Return the checkpoints in a folder, oldest first; what has a suffix is being written or deleted, or another's."""
-    return sorted(folder.glob("step-" + 5 * "[0-9]"))
+    names = {each.name[5:]: each for each in folder.glob("step-*")}
+    return [names[digits] for digits in sorted(filter(str.isdecimal, names), key=int)]
+
+
+def sizes_of(checkpoint):
+    """Return the sizes of a checkpoint's shards by their names."""
+    return {each.name: each.stat().st_size for each in checkpoint.glob("*.safetensors")}
+
+
+def manifest_of(checkpoint):
+    """Return a checkpoint's manifest. Refuses one that is not whole: weights of a lost shard would stay --model's."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    sizes = manifest["shards"]
+    need(sizes_of(checkpoint) == sizes, f"{checkpoint} is not whole, or not alone: its shards were {sizes}")
+    return manifest
 
 
 def save_checkpoint(policy, optimizer, step, position, record):
@@ -399,6 +413,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
             "best": record.best,
             "seconds": time.time() - record.started,
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
+            "shards": sizes_of(partial),
         }
         (partial / "manifest.json").write_text(json.dumps(manifest))
         give_name(partial, final)
@@ -421,6 +436,7 @@ def resume(policy, optimizer, record):
         (record.folder / "metrics.jsonl").unlink(missing_ok=True)
         return 0, 0
     newest = checkpoints[-1]
+    manifest = manifest_of(newest)
     reader = dcp.HuggingFaceStorageReader(newest)
     dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
     moments = sharded.get_optimizer_state_dict(policy, optimizer)
@@ -431,8 +447,11 @@ def resume(policy, optimizer, record):
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
     sharded.set_optimizer_state_dict(policy, optimizer, moments)
-    manifest = json.loads((newest / "manifest.json").read_text())
-    os.truncate(record.folder / "metrics.jsonl", manifest["metrics"])  # Those of later steps come again.
+    figures = record.folder / "metrics.jsonl"
+    if figures.stat().st_size < manifest["metrics"]:
+        record.say(f"{figures} lacks figures of earlier steps")
+    else:
+        os.truncate(figures, manifest["metrics"])  # Those of later steps come again.
     record.started -= manifest["seconds"]
     record.best = manifest["best"]
     record.ends = [time.time()]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -92,10 +93,23 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
 def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
     answers = (["3", "4"], True, 7, "", None, "  ", float("nan"))
     rows = [{"problem": "1+1=?", "answer": answer} for answer in answers]
+    rows += [{"problem": None, "answer": "1"}, {"answer": "1"}]
     source = write(tmp_path / "a.jsonl", *rows, {"problem": "1+1=?"}, {"problem": "9" * 50, "answer": "1"})
     data = load(source, tokenizer, max_prompt_tokens=20)
     assert [problem.answer for problem in data] == ["3, 4", "True", "7"]
-    assert "a.jsonl: 3 problems; left out: {'no answer': 5, 'prompt too long': 1}; the fi" in capsys.readouterr().out
+    left_out = "{'no answer': 5, 'no problem': 2, 'prompt too long': 1}"
+    assert f"a.jsonl: 3 problems; left out: {left_out}; the fi" in capsys.readouterr().out
+    with refused(r"no usable row; left out: {'no problem': 1}; --problem-column .*\['text', 'answer'\]"):
+        load(write(tmp_path / "a.jsonl", {"text": "1", "answer": "2"}), tokenizer)
+
+
+def test_a_parquet_is_read_as_it_is_now(tokenizer, tmp_path):
+    """Whatever its time stamp says."""
+    for answer in ("2", "3"):
+        datasets.Dataset.from_list([{"problem": "1+1=?", "answer": answer}]).to_parquet(tmp_path / "a.parquet")
+        os.utime(tmp_path / "a.parquet", (1, 1))
+        [problem] = load(tmp_path / "a.parquet", tokenizer)
+        assert problem.answer == answer
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -125,7 +139,7 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"text": "1", "answer": "2"}, r", row 2: .*--problem-column .*\['text', 'answer'\]"),
+        ({"problem": "1?", "answer": "\ud835"}, ", row 2: .*surrogates not allowed"),
         ({"problem": "1?", "answer": {"is": 1}}, ", row 2: no answer: "),
         ({"answer": "lines"}, ": cannot be read as .* line 3"),
     ],

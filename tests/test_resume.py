@@ -120,6 +120,25 @@ def test_a_checkpoint_of_other_parameters_is_refused(run):
         go_on(run)
 
 
+def test_a_checkpoint_without_a_shard_is_refused(run):
+    """Or with half of one: these weights would stay those of --model."""
+    save(run, 2)
+    [shard] = run.record.folder.glob("checkpoints/*/*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with refused("step-00002 is not whole"):
+        go_on(run)
+
+
+def test_figures_that_are_lost_are_said_to_be(run, capsys):
+    """Those that are left stay as they are."""
+    run.record.write("metrics.jsonl", "more")
+    save(run, 2)
+    figures = run.record.folder / "metrics.jsonl"
+    figures.write_text("before\n")
+    go_on(run)
+    assert figures.read_text() == "before\n" and "lacks figures of earlier steps" in capsys.readouterr().out
+
+
 def test_only_older_checkpoints_are_pruned(run, tmp_path):
     """What is not named as a checkpoint is another's; one that was being written does not count."""
     checkpoints = tmp_path / "checkpoints"
@@ -127,9 +146,12 @@ def test_only_older_checkpoints_are_pruned(run, tmp_path):
     others = {"step-00100-copy2", "step-00101.partial", "step-other"}
     for name in others:
         (checkpoints / name).mkdir()
-    for step in (9, 99, 100):
+    for step in (9, 99, 100, 100_000):
         left = save(run, step)
-    assert left == others | {"step-00099", "step-00100"}
+    assert left == others | {"step-00100", "step-100000"}
+    assert go_on(run) == (100_000, 2)
+    shutil.rmtree(checkpoints / "step-100000")
+    save(run, 99)
     assert go_on(run, checkpoints_kept=1) == (100, 2)
     assert save(run, 101) == others - {"step-00101.partial"} | {"step-00101"}
 

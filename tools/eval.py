@@ -152,15 +152,16 @@ def evaluate(label, problems, protocol, verifier, sampler):
     """Sample and grade completions of a set; return what is known of it, and its `figures`."""
     n = protocol.eval_samples
     asked = {("eval", label, p): problem for p, problem in enumerate(problems)}
-    groups = sampler.sample(asked, n, protocol.eval_temperature, protocol, protocol.top_p)
+    groups = sampler.sample(asked, n, protocol.eval_temperature, protocol, protocol.top_p, scored=0)
     common.verify(verifier, groups)
-    correct_PN = torch.stack([group.correct_G for group in groups])
+    score_PN = torch.stack([group.correct_G for group in groups])
+    correct_PN = score_PN >= 1
     figures = {f"pass@{k}": 100 * common.pass_at_k(correct_PN, k) for k in sorted({min(k, n) for k in protocol.ks})}
     if protocol.spread:
         for name, percent in [*figures.items()]:
             figures[f"{name} ±"] = math.sqrt(percent * (100 - percent) / (len(problems) - 1))
     if not protocol.ks:
-        figures["mIoU"] = 100 * correct_PN.mean().item()
+        figures["mIoU"] = 100 * score_PN.mean().item()
     if n > 1:
         figures["similarity"] = similarity(groups)
     if protocol.greedy_logp:
@@ -172,7 +173,7 @@ def evaluate(label, problems, protocol, verifier, sampler):
         "set": label,
         "problems": len(groups),
         "n": n,
-        "right": (correct_PN >= 1).sum(1).tolist(),
+        "right": correct_PN.sum(1).tolist(),
         "figures": figures,
         **common.drawn_metrics(groups),
     }
