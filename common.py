@@ -1017,10 +1017,11 @@ def save_model(policy, folder, source, dtype, world):
 def finish(policy, source, dtype, record):
     """Write the trained model, and say what one may type next."""
     folder = record.folder
+    run = f"{os.path.relpath(Path(__file__).parent)}/run.sh"
     save_model(policy, folder / "model", source, dtype, record.world)
     record.say(
         f"written to {folder}: model, checkpoints, samples, metrics.jsonl. To look at it:\n"
-        f"  ./run.sh plot {folder}\n  ./run.sh plot {folder} --figure tokens\n  tensorboard --logdir {folder}"
+        f"  {run} plot {folder}\n  {run} plot {folder} --figure tokens\n  tensorboard --logdir {folder}"
     )
 
 

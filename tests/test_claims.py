@@ -13,6 +13,7 @@ import plot
 import pytest
 import sweep
 from conftest import ROOT
+from experiments import command_of
 from matplotlib.figure import Figure
 from test_commands import settings
 
@@ -87,15 +88,25 @@ def fork(tmp_path):
     return file
 
 
-def test_a_fork_is_another_method_and_says_how_it_differs(data, fork, capsys):
-    """With its baseline's flags and a copy's folder name; the difference is a file."""
+def test_a_fork_is_another_method_and_says_how_it_differs(data, fork, capsys, monkeypatch, tmp_path):
+    """With its baseline's flags and a copy's folder name; the difference is a file where the user stands."""
+    monkeypatch.chdir(tmp_path)
     rows = [{"step": 1, "reward": 0.5}]
     runs = [logged(data / "a-seed1", rows, seed=1, lr=2), logged(data / "m" / "a-seed2", rows, fork, seed=2, lr=1)]
     sweep.table(runs)
-    beside = runs[1] / "code" / "1" / "mine.diff"
+    beside = Path("mine.diff")
     said = capsys.readouterr().out
     assert f"\na script=mine lr=1: script=mine lr=1\nmine.py: +2 −1 lines, {beside}\n" in said
     assert "+    # mine\n+    loss = (weight_T" in beside.read_text()
+
+
+def test_nothing_is_written_through_a_link(data, tmp_path):
+    """A stranger's run folder may hold one."""
+    run = logged(data / "a-seed1", [{"step": 1, "reward": 1}], seed=1)
+    (tmp_path / "mine").write_text("precious")
+    (run / "curves.png").symlink_to(tmp_path / "mine")
+    plot.main((run,))
+    assert (tmp_path / "mine").read_text() == "precious" and not (run / "curves.png").is_symlink()
 
 
 def test_runs_of_other_code_are_not_pooled(data, fork):
@@ -114,8 +125,10 @@ def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
     asked = []
     monkeypatch.setattr(sweep, "RUNS", data)
     monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append((words, folder, script)))
-    ours = data / "steps-5" / sweep.code_of()
-    first = data / "steps-5" / sweep.code_of(str(fork))
+    script, *flags = command_of("grpo-toy", ["--steps", "5"])
+    ours = data / "steps-5" / sweep.code_of([script, *flags])
+    own = [str(fork), *command_of("grpo-toy", ["--lr", "1", "--steps", "5"])[1:]]
+    first = data / "steps-5" / sweep.code_of(own)
     finished = {first / f"mine-grpo-toy-lr-1-seed{seed}": (fork, seed) for seed in (1, 2, 3)}
     finished[ours / "grpo-toy-seed1"] = (ROOT / "sspo.py", 1)
     for folder, (script, seed) in finished.items():
@@ -133,8 +146,22 @@ def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
     sweep.main()
     anew = {folder for _, folder, script in asked if script == str(fork)}
     names = [folder.name for folder in finished if "mine" in folder.name]
-    assert anew == {data / "steps-5" / sweep.code_of(str(fork)) / name for name in names}
+    assert anew == {data / "steps-5" / sweep.code_of(own) / name for name in names}
     assert anew.isdisjoint(finished)
+
+
+def test_a_command_is_known_by_all_that_it_reads(tmp_path, monkeypatch):
+    """By its words, and by the contents of files that they name: a reward, a data set."""
+    monkeypatch.chdir(tmp_path)
+    files = [Path("a.jsonl"), Path("reward.py"), Path("b.jsonl")]
+    for file in files:
+        file.touch()
+    command = ["sspo.py", "--dataset=a.jsonl", "--reward", "reward.py:score", "--eval=b.jsonl,c.jsonl"]
+    codes = {sweep.code_of(command), sweep.code_of([*command, "--lr=1"]), sweep.code_of()}
+    for file in files:
+        file.write_text("new")
+        codes.add(sweep.code_of(command))
+    assert len(codes) == 6
 
 
 def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch):

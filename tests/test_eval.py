@@ -7,7 +7,7 @@ import eval as evaluation
 import numpy as np
 import pytest
 import rewards
-from conftest import TOY
+from conftest import TOY, refused
 
 import common
 
@@ -54,6 +54,14 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
         assert found["model"] == models[path.name]
     (tmp_path / "model").mkdir()
     assert evaluation.protocol_of("", tmp_path).model == f"{tmp_path}/model"
+
+
+def test_code_that_a_run_names_is_not_run(tmp_path, monkeypatch):
+    """It is asked for again: a run folder may be a stranger's."""
+    (tmp_path / "run.json").write_text(json.dumps({"args": {"reward": "mine.py:score", "eval": "a", "model": "m"}}))
+    monkeypatch.setattr("sys.argv", ["eval.py", str(tmp_path)])
+    with refused("^--reward mine.py:score: the run names this code"):
+        evaluation.main()
 
 
 def test_an_average_is_over_sets_or_over_questions():

@@ -74,8 +74,8 @@ class Args:
     """The last four are of images. Empty: how the run evaluates while it trains; for a model of no run greedily, up to
     1,024 tokens."""
     out: str = ""
-    """JSON file. Empty: eval-NAME.json in a run's folder, for the run and what lies in there, such as best or a
-    checkpoint; for any other model runs/eval-NAME.json."""
+    """JSON file. Empty: eval-NAME-PROTOCOL.json, or with the sets' names, in a run's folder, for the run and what lies
+    in there, such as best or a checkpoint; for any other model in runs/."""
 
 
 # ---------------------------------------------------------------------------------------------------------- what to do
@@ -112,8 +112,9 @@ def protocol_of(name, path):
 def problems_of(protocol, tokenizer):
     """Return {name: problems} of a protocol's sets."""
     sources = {Path(one).stem: SETS.get(one, one) for one in protocol.sets if one}
-    distinct = len(sources) == len(protocol.sets) > 0
-    common.need(distinct, f"--sets {' '.join(protocol.sets)}: name some, but not two of one name, which would mix")
+    common.need(sources, "--sets: name some, since neither a protocol nor the run does")
+    distinct = len(sources) == len(protocol.sets)
+    common.need(distinct, f"--sets {' '.join(protocol.sets)}: two of one name would mix")
     return {name: common.load_problems(source, tokenizer, protocol, "--sets") for name, source in sources.items()}
 
 
@@ -213,6 +214,9 @@ def main():
     path = Path(args.model)
     protocol = tyro.cli(Protocol, args=flags, default=protocol_of(args.protocol, path))
     common.validate(protocol)
+    named = any(flag.startswith("--reward") for flag in flags)
+    code = f"--reward {protocol.reward}: the run names this code; name it in this call, too, if it is to run"
+    common.need(named or ":" not in protocol.reward, code)
     world = common.init_world()
     # the context must hold what there is, which is not yet known
     folder = common.model_folder(replace(protocol, max_prompt_tokens=1))
@@ -226,8 +230,10 @@ def main():
     sampler.close()
     if world.rank == 0:
         print(f"\n{table_of(args.protocol, protocol, rows).to_string()}")
-        out = Path(args.out or run_of(path)[0] / f"eval-{path.name}.json")
+        what = args.protocol or "-".join(data)
+        out = Path(args.out or run_of(path)[0] / f"eval-{path.name}-{what}.json")
         out.parent.mkdir(exist_ok=True)
+        out.unlink(missing_ok=True)  # A link there would lead elsewhere.
         out.write_text(json.dumps({"command": sys.argv, "rows": rows}) + "\n")
         print(f"\nwritten  {out}")
 

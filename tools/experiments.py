@@ -249,7 +249,7 @@ if __name__ == "__main__":
     word, *given = sys.argv[1:]
     if word == "help":
         for method, (_, place) in METHODS.items():
-            print(f"  {method}  {place}")
+            print(f"  {method.partition('/')[0]}  {place}")
     elif word == "list":
         for name in NAMES:
             print(shlex.join([name, *command_of(name)]))

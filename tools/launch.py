@@ -35,12 +35,12 @@ def launch(script, flags):
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(cores // ranks or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    paths = [str(experiments.ROOT), os.environ.get("PYTHONPATH", "")]  # A fork may lie elsewhere.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # a run that is stopped ends at once, and leaves its semaphores
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"
     words = ["--nproc-per-node", str(ranks), script, *flags]
     print(shlex.join(["torchrun", *words]), flush=True)
-    if "--help" in flags:
-        print("The experiment sets these flags. The defaults below are those of the script alone.\n", flush=True)
     logging.disable(logging.ERROR)
     signal.signal(signal.SIGUSR1, pass_on)
     try:
@@ -61,6 +61,8 @@ def start(name, given):
             done = subprocess.run([experiments.ROOT / "run.sh", command])
             if done.returncode:
                 sys.exit(done.returncode)
+    if "--help" in flags:
+        print(f"{name} sets: {shlex.join(flags)}\nThe defaults below are those of the script alone.\n", flush=True)
     os.environ["EXPERIMENT"] = name  # a run's folder is named after it
     if os.environ.get("SCRIPT"):
         os.environ["EXPERIMENT"] = f"{Path(script).stem}-{name}"

@@ -16,6 +16,7 @@ as it is and, where runs of one NAME differ, with the flags that do. ./run.sh ta
 import json
 import math
 import re
+import sys
 import textwrap
 import tomllib
 from collections import defaultdict, namedtuple
@@ -50,6 +51,8 @@ def read(path):
                 group, _, k = name.rpartition("/pass@")
                 row[f"{group}/independent@{k}"] = 100 * (1 - (1 - row[f"{group}/pass@1"] / 100) ** int(k))
         return rows
+    if not (path / "metrics.jsonl").is_file():
+        sys.exit(f"{path}: no run, as it has no metrics.jsonl")
     *lines, _ = (path / "metrics.jsonl").read_text().split("\n")  # Of the line that is being written there may be half.
     return [json.loads(line) for line in lines]
 
@@ -217,9 +220,11 @@ def main(
     """
     if figure == "tokens":
         out = out or runs[0] / "tokens.html"
+        out.unlink(missing_ok=True)  # A link there would lead elsewhere.
         write_page(runs, out)
     else:
         out = out or runs[0] / "curves.png"
+        out.unlink(missing_ok=True)
         across = "time" if x == "seconds" else x
         draw_curves(methods_of(runs, mixed), panels or usual_panels(read(runs[0])), out, across)
     print(out)

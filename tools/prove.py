@@ -262,7 +262,8 @@ def runs(script, flags):
 def main():
     script, *flags = sys.argv[1:]
     if script == "--help":
-        sys.exit(__doc__)
+        print(__doc__)
+        return
     world = common.init_world()
     lines = steps(world, *load(script, flags))
     if world.rank:

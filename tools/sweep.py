@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import experiments
 import pandas
 import plot
 import tyro
@@ -31,7 +32,7 @@ from plot import mean_over_steps
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("runs") / "sweep"
-OURS = ("common.py", "sspo.py", "gpg.py", "cwgrpo.py", "sps.py")
+OURS = [file.name for file in (*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"))]
 # A difference is clear from so many standard errors on. Of the differences in docs/tables with five seeds, without
 # those to the untrained model, those in what flags set (prompts drawn, alpha, shares at a bound) and those that are
 # exactly 0, Benjamini-Hochberg at 5 % keeps these (p = 0.02 or less), as computed on 2026-11-26.
@@ -39,12 +40,18 @@ CLEAR = 3.8
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
-def code_of(script=""):
-    """Return what stands for the code that there is now, ours or that of a fork: runs of other code have another
-    folder."""
-    files = [ROOT / "common.py", Path(script)] if script else [ROOT / file for file in OURS]
-    text = b"".join(file.read_bytes() for file in files)
-    return hashlib.sha256(text).hexdigest()[:8]
+def code_of(command=()):
+    """Return what stands for a command and for all that it reads now: our code, a fork and what lies beside it, and the
+    files that its flags name. A run of anything else has another folder."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
+    for script in command[:1]:
+        files += Path(script).parent.glob("*.py")
+    for word in command:
+        files += filter(os.path.isfile, re.split("[=,:]", word))
+    digest = hashlib.sha256(repr(command).encode())
+    for file in files:
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def launch(words, folder, script=""):
@@ -134,13 +141,13 @@ def cells_of(figure, methods):
 
 def changes_of(fork):
     """Return how a fork that a run kept differs from the script it was copied from, the closest of ours, and write the
-    difference to a file beside it."""
+    difference to a file where the user stands."""
     diffs = []
-    for parent in OURS:
-        command = ["diff", "--unified=2", ROOT / parent, fork]
+    for parent in ROOT.glob("*.py"):
+        command = ["diff", "--unified=2", parent, fork]
         diffs.append(subprocess.run(command, capture_output=True, text=True).stdout)
     closest = min(diffs, key=len)
-    beside = fork.with_suffix(".diff")
+    beside = Path(fork.with_suffix(".diff").name)
     beside.write_text(closest)
     added = max(0, closest.count("\n+") - 1)  # one has the fork's name
     removed = closest.count("\n-")
@@ -214,7 +221,10 @@ def main():
         script = f"{script}.py" if colon else os.environ.get("SCRIPT", "")
         words = own.split(",")
         name = name_of([Path(script).stem, *words])
-        folder = RUNS / name_of(flags) / code_of(script) / f"{name}-seed{seed}"
+        command = experiments.command_of(words[0], [*words[1:], *flags])
+        if script:
+            command[0] = script
+        folder = RUNS / name_of(flags) / code_of(command) / f"{name}-seed{seed}"
         runs[folder] = ([*words, *flags], seed, folder, script)
     failed = run_all(lambda folder: train(*runs[folder]), itertools.filterfalse(finished, runs), args.jobs)
     done = [*filter(finished, runs)]
