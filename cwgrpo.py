@@ -84,7 +84,7 @@ class Args(common.Args):
     """How far below 1 the ratio may fall (Clip-Cov's authors). With a single update it is 1."""
     clip_high: NonNegativeFloat = 1.0  # How far above 1 it may rise (Clip-Cov's authors).
     kl_coef: NonNegativeFloat = 0.04
-    """Weight of the KL to the initial model (default of the released recipe's TRL, 0.16 or older; newer ones have 0).
+    """Weight of the KL to the initial model (default of the TRL that the release carries; TRL has 0 since 0.19).
     0: no reference model is loaded."""
     normaliser: Literal["response", "token"] = "response"
     """Weight of a token in the loss. response: 1/G 1/|o_i| (section 2.3). token: 1 / the update's tokens (Clip-Cov)."""

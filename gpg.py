@@ -217,8 +217,7 @@ def main(args: Args) -> None:
     reference = None
     # Section 3.4 says that its results with a KL are in Table 13, which has none. We read it as row A with a KL
     # (./run.sh gpg-kl-math): that table's rows have alpha 1, and the released recipe sets neither alpha nor F_norm = 1.
-    # Only row A and the weight are that recipe's: it has learning rate 3e-6 with a cosine, a format reward and a prompt
-    # that asks for thoughts.
+    # That recipe differs by a format reward and a prompt that asks for thoughts.
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = common.adamw(policy, args.lr, args)

@@ -64,13 +64,13 @@ def cvbench(name, source):
 
 
 def lisa(name, folder):
-    """Yield rows of ReasonSeg's images, each with a .json beside it: the box around all polygons of the target, in
-    thousandths; of the training set every wording of a question, else the first."""
+    """Yield rows of ReasonSeg's images, each with a .json beside it: the box around the target's first polygon, as
+    released, in thousandths; of the training set every wording of a question, else the first."""
     for file in sorted(Path(folder).glob("*.json")):
         about = json.loads(file.read_text(encoding="utf-8", errors="replace"))
         image = file.with_suffix(".jpg").read_bytes()
         targets = [shape["points"] for shape in about["shapes"] if shape["label"] not in ("flag", "ignore")]
-        points = 1000 * (np.concatenate(targets) / Image.open(io.BytesIO(image)).size)
+        points = 1000 * (np.array(targets[0]) / Image.open(io.BytesIO(image)).size)
         corners = [np.floor(points.min(0)), np.ceil(points.max(0))]
         left, top, right, bottom = np.concatenate(corners).clip(0, 1000).astype(int)
         texts = about["text"]

@@ -93,7 +93,7 @@ def open_r1(completion, answer, problem, unreadable=0.0):
     """Return 1.0 where the answer is right by the reward of open-r1, with which the papers train: it reads LaTeX only,
     a box before anything else, and without a box what stands behind words such as "the final answer is". Else return
     0.0, or `unreadable` where it cannot read the reference. Sources: `accuracy_reward` of WangCheng0116/CW-GRPO at
-    4d46a2c, src/open_r1/rewards.py, which leaves such a row out of the mean, and of undyingjoker/GPG_OPENRS (below)."""
+    4d46a2c, src/open_r1/rewards.py, which returns None there, and of undyingjoker/GPG_OPENRS (below)."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 

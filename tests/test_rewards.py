@@ -102,7 +102,7 @@ def test_sat_asks_for_words(tmp_path, monkeypatch):
 
 
 def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
-    """By tasks/images.py, around every polygon of the target."""
+    """By tasks/images.py, around the first polygon of the target."""
     polygons = [[[20, 10], [60, 20], [40, 50]], [[70, 30], [90, 30], [80, 45]]]
     shapes = [{"label": "target", "points": points} for points in polygons]
     folder = tmp_path / "train"
@@ -113,4 +113,4 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     images.main("lisa-train", folder)
     [found] = rows.read_table("data/lisa-train.parquet")
     assert "instruction: one Output the thinking process" in found["problem"]
-    assert rewards.corners(found["solution"]).tolist() == [[100, 100], [450, 500]]
+    assert rewards.corners(found["solution"]).tolist() == [[100, 100], [300, 500]]

@@ -123,7 +123,7 @@ SPS_7B = f"{LARGE} --micro-batch-tokens=49152 --model=Qwen/Qwen2.5-Math-7B"  # I
 
 
 def epoch(flags, problems):
-    """Return a size: an epoch, 512 responses a step (GPG's code); a threshold draws more."""
+    """Return a size: an epoch, 512 responses a step (16 x 4 on each of 8 devices, ours); a threshold draws more."""
     there = {}
     for key, group in {"all": 8, "gpg-g2": 2, "gpg-g4": 4, "gpg-g16": 16}.items():
         prompts = 512 // group
