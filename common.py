@@ -45,7 +45,7 @@ from lib.grading import BY_ANSWER, VERDICTS, begin, grade
 from lib.run import FIRST, World, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
 
 # isort: split
-from lib.run import Record, give_name, resume, save_checkpoint, seed_of  # noqa: F401
+from lib.run import Record, give_name, manifest_of, resume, save_checkpoint, seed_of  # noqa: F401
 
 # ---------------------------- arguments
 PROMPTS = {  # A text is a whole prompt, a dict the turns of a chat.

@@ -63,7 +63,7 @@ PEAK = {"H100": 989e12, "H200": 989e12}  # bf16 FLOP/s of dense products, NVIDIA
 @torch.no_grad()
 def end_after(lm, end, mean):
     """Make a token's probability about 1 / mean everywhere. Number 0 of every embedding becomes 1, so that of the last
-    hidden state hardly varies; the end's, by which the head multiplies it, is found by bisection."""
+    hidden state hardly varies; the end's, by which the head multiplies it, sets its odds to 1 to mean - 1."""
     weight_VH = lm.get_output_embeddings().weight
     lm.get_input_embeddings().weight[:, 0] = 1
     weight_VH[:, 0] = 1
@@ -71,16 +71,8 @@ def end_after(lm, end, mean):
     hidden_TH = lm.model(ids).last_hidden_state[0, 16:].float()
     logits_TV = hidden_TH @ weight_VH.float().T
     others_T = logits_TV.index_fill(1, torch.tensor([end], device=ids.device), -torch.inf).logsumexp(1)
-    own_T = logits_TV[:, end] - hidden_TH[:, 0]
-    low, high = -1e3, 1e3
-    for _ in range(60):
-        middle = (low + high) / 2
-        share = torch.sigmoid(own_T + hidden_TH[:, 0] * middle - others_T).mean()
-        if (share < 1 / mean) == (hidden_TH[:, 0].mean() > 0):
-            low = middle
-        else:
-            high = middle
-    weight_VH[end, 0] = middle
+    odds = (logits_TV[:, end] - hidden_TH[:, 0] - others_T).exp().mean()  # of the end if that number were 0
+    weight_VH[end, 0] = -(odds * (mean - 1)).log() / hidden_TH[:, 0].mean()
 
 
 def random_model(shape, folder, mean_length=0):

@@ -125,6 +125,7 @@ def weights_of(path, folder, dtype):
     if not is_checkpoint(path):
         yield from common.model_class(config).from_pretrained(folder, dtype=dtype).named_parameters()
         return
+    common.manifest_of(path)
     for name, parameter in common.empty_model(config).named_parameters():
         # one at a time, since every rank reads them all
         weights = {f"policy.{name}": torch.empty(parameter.shape)}
@@ -214,7 +215,7 @@ def main():
     path = Path(args.model)
     protocol = tyro.cli(Protocol, args=flags, default=protocol_of(args.protocol, path))
     common.validate(protocol)
-    named = any(flag.startswith("--reward") for flag in flags)
+    named = "--reward" in " ".join(flags)
     code = f"--reward {protocol.reward}: the run names this code; name it in this call, too, if it is to run"
     common.need(named or ":" not in protocol.reward, code)
     world = common.init_world()

@@ -35,8 +35,7 @@ def launch(script, flags):
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(cores // ranks or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    paths = [str(experiments.ROOT), os.environ.get("PYTHONPATH", "")]  # A fork may lie elsewhere.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.environ.setdefault("PYTHONPATH", str(experiments.ROOT))  # A fork may lie elsewhere.
     # a run that is stopped ends at once, and leaves its semaphores
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"
     words = ["--nproc-per-node", str(ranks), script, *flags]

@@ -205,7 +205,6 @@ def main(
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None,
     figure: Literal["curves", "tokens"] = "curves",
     panels: tuple[str, ...] = (),
-    x: Literal["step", "seconds"] = "step",
     mixed: bool = False,
 ):
     """Draw what one or more runs logged.
@@ -215,18 +214,14 @@ def main(
         out: the picture or page; otherwise it goes in the first run's folder
         figure: curves of --panels, or the page of what the loss saw
         panels: metrics, as named in metrics.jsonl; otherwise some that the first run has
-        x: what they are drawn over
         mixed: runs of one script and the same flags are a method even if their code differs
     """
+    out = out or runs[0] / f"{figure}.{'html' if figure == 'tokens' else 'png'}"
+    out.unlink(missing_ok=True)  # A link there would lead elsewhere.
     if figure == "tokens":
-        out = out or runs[0] / "tokens.html"
-        out.unlink(missing_ok=True)  # A link there would lead elsewhere.
         write_page(runs, out)
     else:
-        out = out or runs[0] / "curves.png"
-        out.unlink(missing_ok=True)
-        across = "time" if x == "seconds" else x
-        draw_curves(methods_of(runs, mixed), panels or usual_panels(read(runs[0])), out, across)
+        draw_curves(methods_of(runs, mixed), panels or usual_panels(read(runs[0])), out)
     print(out)
 
 
