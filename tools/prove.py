@@ -179,7 +179,8 @@ def slope(policy_loss, inputs):
 def examine(made, policy_loss):
     """Yield lines of a step in many micro-batches, of the loss in it and of the loss of the whole step."""
     common.need(made.calls, "learn does not call policy_loss")
-    inputs = {name: made.per_token.get(name, x) for name, x in made.inputs.items()}  # a factor may have another value
+    # CW-GRPO trains with another factor than the one that gives the logged loss its value.
+    inputs = {name: made.per_token.get(name, x) for name, x in made.inputs.items() if x is not None}
     given, taken, losses = zip(*made.calls, strict=True)
     given_T = torch.cat(given)
     taken_T = torch.cat(taken)
