@@ -97,8 +97,7 @@ class Args:
     run_dir: str = ""  # For what the run writes. Empty: runs/<experiment or script>-seed<seed>-<time>.
     seed: NonNegativeInt = 1  # Seeds the order of the data and every sampled token.
     max_total_tokens: NonNegativeInt = 0  # Bound of prompt and response together. 0: none.
-    reward: str = "math"
-    """The last box equals the answer. Else a name in tasks/rewards.py such as open_r1, or FILE.py:FUNCTION."""
+    reward: str = "math"  # The last box equals the answer. Else a name in tasks/rewards.py, or FILE.py:FUNCTION.
     reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of sampler and trainer; weights, logits, sums over micro-batches are float32. auto (ours): bfloat16 on GPUs."""
@@ -205,7 +204,6 @@ def load_problems(source, tokenizer, args, flag):
                 need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
             turns = rows.turns_of(row, args.problem_column)
             text = "\n\n".join(turn["content"] for turn in turns)
-            text.encode()  # A lone half of a surrogate pair cannot be written.
             if not text.strip():
                 left_out["no problem"] += 1
                 continue
@@ -226,7 +224,7 @@ def load_problems(source, tokenizer, args, flag):
             else:
                 answer = str(rows.answer_of(row, args.answer_column)) or "(graded by --reward)"
                 graded_by = (row,)
-            answer.encode()
+            (text + answer).encode()  # A lone half of a surrogate pair cannot be written.
             prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs)
         if not answer:
             left_out["no answer"] += 1
@@ -397,11 +395,7 @@ class Sampler:
             )
             for key, g in mine
         ]
-        outputs = self.llm.generate(
-            [prompts[key].for_sampler() for key, _ in mine],
-            params,
-            use_tqdm=False,
-        )
+        outputs = self.llm.generate([prompts[key].for_sampler() for key, _ in mine], params, use_tqdm=False)
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
             only = output.outputs[0]
@@ -480,8 +474,7 @@ def choose_groups(drawn, valid_P, count, updates=1):
 
 
 def valid(reward_PG):
-    """Return valid_P: which groups have rewards that differ by more than rounding. The others are zero-advantage
-    groups, which have no gradient."""
+    """Return valid_P: which groups have rewards that differ by more than rounding; the others have zero advantage."""
     return ((reward_PG - reward_PG[:, :1]).abs() > 1e-9).any(1)
 
 
@@ -733,8 +726,7 @@ LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 @cache
 def fused(function):
-    """Return a function that reads and writes its tensors once. Only where a GPU gains from it, torch's compiler is
-    loaded, which takes seconds."""
+    """Return a function that reads and writes its tensors once, where there is a GPU: the compiler loads in seconds."""
     return torch.compile(function) if torch.cuda.is_available() else function
 
 
@@ -1057,7 +1049,6 @@ def evaluate(held_out, sampler, verifier, record, step):
         for what, value in figures.items():
             metrics[f"eval/{name}/{what}"] = value
         record.samples(f"{name}-step{step:05d}", groups)
-    record.heading = ""
     return metrics
 
 

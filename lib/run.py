@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections import Counter, defaultdict, namedtuple
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -149,7 +149,7 @@ MAY_CHANGE = {  # These flags when a run is resumed; --steps, too, where the lea
 }  # fmt: skip
 
 
-COLUMNS = {  # Metrics in the line of a step, where the script has them, and their headings.
+COLUMNS = {  # Metrics in the line of a step, blank where the step or the script has none, and their headings.
     "reward": "reward",
     "response_length": "length",
     "entropy": "entropy",
@@ -217,7 +217,6 @@ class Record:
         self.best = -math.inf  # The highest sum of avg@n over sets, for --keep-best.
         self.gap_checked = False  # Whether `sampler_gap` has compared trainer and sampler.
         self.board = None
-        self.heading = ""  # The one above the last step's line.
         self.start_step()
         if world.rank == 0:
             self.lock = open_run(self.folder, args, world)
@@ -248,13 +247,12 @@ class Record:
 
     def interrupt(self, number, _):
         """End at Ctrl-C or a SIGTERM, and say from where --resume goes on."""
-        self.say(f"stopped; --run-dir {self.folder} --resume goes on from the last checkpoint")
+        self.say(f"stopped; --run-dir {self.folder} --resume goes on from the last checkpoint, or begins again")
         os._exit(128 + number)
 
     def ask_to_stop(self, *_):
         """Leave a file `stop`, at which the run ends after the step, with a checkpoint."""
-        if self.world.rank == 0:
-            (self.folder / "stop").touch()
+        (self.folder / "stop").touch()
 
     def start_step(self):
         """Reset what is counted in a step."""
@@ -332,15 +330,11 @@ class Record:
         """Say in columns how a step went."""
         left = (self.args.steps - step) * np.diff(self.ends).mean() / 60
         figures = metrics | {"seconds": self.ends[-1] - self.ends[-2], "left": left}
-        heading = "     step"
+        if step % 20 == 1 or len(self.ends) == 2:
+            self.say("     step" + "".join(f"{title:>10}" for title in COLUMNS.values()))
         line = f"{step:>9}"
-        for name, title in COLUMNS.items():
-            if name in figures:
-                heading += f"{title:>10}"
-                line += f"{figures[name]:>10.4g}"
-        if step % 20 == 1 or heading != self.heading:  # A step without a trained response has no entropy.
-            self.say(heading)
-        self.heading = heading
+        for name in COLUMNS:
+            line += f"{figures[name]:>10.4g}" if name in figures else 10 * " "
         self.say(line)
 
     def step(self, step, metrics):
@@ -433,7 +427,9 @@ def resume(policy, optimizer, record):
     checkpoints = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
     if not checkpoints:
         record.say("the run has no checkpoint: it starts over")
-        (record.folder / "metrics.jsonl").unlink(missing_ok=True)
+        figures = record.folder / "metrics.jsonl"
+        with suppress(FileNotFoundError):  # Another rank may have put it aside.
+            figures.rename(figures.with_suffix(".before.jsonl"))
         return 0, 0
     newest = checkpoints[-1]
     manifest = manifest_of(newest)

@@ -23,7 +23,7 @@ three at random, and each edge lies up to 2 pixels too far to the right or below
 teach is to trust what is seen.
 
     python tasks/toy_images.py      # writes tasks/toy-images/: model (bf16), image-train, image-heldout, ground-train,
-                                    # ground-heldout (.parquet files of image, problem, solution)
+                                    # ground-heldout (.parquet files of image, problem, answer, solution)
 
 The background has less red to the right and less green below, which tells every patch where it lies. No problem of the
 files was used to teach. The problems are always the same; the weights depend on the order of floating-point sums, so on
@@ -162,7 +162,8 @@ def write_problems(folder):
     folder.mkdir(exist_ok=True)
     taken = set()
     for name, problems in draw_files(FILES, map(random.Random, count(1000)), ask, taken):
-        rows = [{"image": paint(each), "problem": each.text, "solution": answer(each)} for each in problems]
+        rows = [{"image": paint(each), "problem": each.text, "answer": answer(each)} for each in problems]
+        rows = [row | {"solution": row["answer"]} for row in rows]
         datasets.Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
     return taken
 

@@ -26,4 +26,4 @@ def test_images_hold_the_answers(tmp_path, monkeypatch):
     toy_images.write_problems(tmp_path)
     for name in ("image-train", "image-heldout", "ground-train", "ground-heldout"):
         for row in datasets.Dataset.from_parquet(str(tmp_path / f"{name}.parquet")):
-            assert row["solution"] == right_answer(row["problem"], row["image"])
+            assert row["answer"] == row["solution"] == right_answer(row["problem"], row["image"])

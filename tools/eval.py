@@ -215,9 +215,8 @@ def main():
     path = Path(args.model)
     protocol = tyro.cli(Protocol, args=flags, default=protocol_of(args.protocol, path))
     common.validate(protocol)
-    named = "--reward" in " ".join(flags)
     code = f"--reward {protocol.reward}: the run names this code; name it in this call, too, if it is to run"
-    common.need(named or ":" not in protocol.reward, code)
+    common.need("--reward" in " ".join(flags) or ":" not in protocol.reward, code)
     world = common.init_world()
     # the context must hold what there is, which is not yet known
     folder = common.model_folder(replace(protocol, max_prompt_tokens=1))

@@ -6,7 +6,6 @@ tools/experiments.py list | help | NAME [FLAGS]     all commands; the methods in
 import math
 import os
 import shlex
-import signal
 import sys
 from itertools import chain
 from pathlib import Path
@@ -245,7 +244,6 @@ def command_of(name, given=()):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list | head` ends without a traceback
     word, *given = sys.argv[1:]
     if word == "help":
         for method, (_, place) in METHODS.items():

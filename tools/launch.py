@@ -40,6 +40,8 @@ def launch(script, flags):
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"
     words = ["--nproc-per-node", str(ranks), script, *flags]
     print(shlex.join(["torchrun", *words]), flush=True)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup's, which torchrun would take back
+        words = ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT", *words]
     logging.disable(logging.ERROR)
     signal.signal(signal.SIGUSR1, pass_on)
     try:

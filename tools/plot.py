@@ -42,15 +42,14 @@ Run = namedtuple("Run", "path flags seed code rows")
 
 def read(path):
     """Return {metric: value} of each step of a run folder, or of a csv that tools/claims.py wrote, where NaN stands for
-    what was not logged, too. SET/independent@k is what pass@k would be if all problems were as hard as pass@1 says and
-    samples independent (SPS, F.1)."""
+    what was not logged, too. sps/SET/independent@64 is what pass@64 would be if all problems were as hard as
+    pass@1 says (SPS, F.1)."""
     if path.suffix == ".csv":
-        rows = pandas.read_csv(path, comment="#").to_dict("records")
-        for row in rows:
-            for name in [name for name in row if name.startswith("sps/") and "/pass@" in name]:
-                group, _, k = name.rpartition("/pass@")
-                row[f"{group}/independent@{k}"] = 100 * (1 - (1 - row[f"{group}/pass@1"] / 100) ** int(k))
-        return rows
+        table = pandas.read_csv(path, comment="#")
+        for data in ("sps/heldout", "sps/harder"):
+            if f"{data}/pass@64" in table:
+                table[f"{data}/independent@64"] = 100 - 100 * (1 - table[f"{data}/pass@1"] / 100) ** 64
+        return table.to_dict("records")
     if not (path / "metrics.jsonl").is_file():
         sys.exit(f"{path}: no run, as it has no metrics.jsonl")
     *lines, _ = (path / "metrics.jsonl").read_text().split("\n")  # Of the line that is being written there may be half.
