@@ -12,6 +12,7 @@ from lib.grading import last_boxed
 KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split"
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "reward_model")
+NO_ANSWERS = ("proof", "notfound")  # So 143,300 rows of NuminaMath-1.5 say that they have none.
 DAPO_BEGINS = (  # DAPO-Math-17k puts these around each problem.
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
@@ -62,9 +63,11 @@ def read_table(source):
     return (row for batch in batches for row in batch.to_pylist())
 
 
-def first_of(row, *columns):
-    """Return what a row has in the first of these columns that it has, else an empty text."""
-    return next((row[column] for column in columns if column in row), "")
+def first_of(row, column, *others):
+    """Return what a row has in `column`, or where it has no such column in the first of the others that is not null; an
+    empty text where all are."""
+    columns = [column] if column in row else others
+    return next((row[name] for name in columns if row.get(name) is not None), "")
 
 
 def turns_of(row, column=""):
@@ -87,9 +90,9 @@ def answer_of(row, column=""):
 def reference_of(row, column=""):
     """Return a row's bare reference, empty where there is none. Of a `solution` it is the last box, unless `column`
     names it: without a box it would be a text that no response repeats. Raises ValueError for an object."""
-    value = answer_of(row, column)
-    if column not in row and not any(name in row for name in ANSWER_COLUMNS):
-        value = last_boxed(str(value))
+    value = first_of(row, column, *ANSWER_COLUMNS)
+    if value == "" and column not in row:
+        value = last_boxed(str(row.get("solution")))
     return bare(value)
 
 
@@ -105,4 +108,6 @@ def bare(value):
         return ""
     text = str(value).rpartition("####")[2].strip()  # GSM8K has it behind a worked solution.
     boxed = last_boxed(text)
-    return text if boxed is None else boxed.strip()
+    if boxed is not None:
+        text = boxed.strip()
+    return "" if text in NO_ANSWERS else text

@@ -103,6 +103,25 @@ def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
         load(write(tmp_path / "a.jsonl", {"text": "1", "answer": "2"}), tokenizer)
 
 
+def test_an_answer_is_the_first_that_a_row_has(tokenizer, tmp_path, capsys):
+    """A null is none, nor is a word of NuminaMath-1.5 for its absence; a named column is the only one."""
+    rows = [
+        {"problem": "1?", "answer": None, "ground_truth": "1"},
+        {"problem": None, "question": "2?", "answer": None, "solution": "so \\boxed{2}"},
+        {"problem": "3?", "answer": "proof", "ground_truth": "3", "solution": "\\boxed{3}"},
+        {"problem": "4?", "answer": "\\boxed{notfound}"},
+    ]
+    source = write(tmp_path / "a.jsonl", *rows)
+    assert [(p.text, p.answer) for p in load(source, tokenizer)] == [("1?", "1"), ("2?", "2")]
+    assert "left out: {'no answer': 2}" in capsys.readouterr().out
+    source = write(
+        tmp_path / "a.jsonl",
+        {"problem": "1?", "own": "1", "answer": "5"},
+        {"problem": "2?", "own": None, "answer": "5"},
+    )
+    assert [p.answer for p in load(source, tokenizer, answer_column="own")] == ["1"]
+
+
 def test_a_parquet_is_read_as_it_is_now(tokenizer, tmp_path):
     """Whatever its time stamp says."""
     for answer in ("2", "3"):

@@ -159,7 +159,7 @@ def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
 def test_a_solution_without_a_box_is_no_answer(tokenizer, tmp_path, capsys):
     """Unless its column is named: a worked solution is a text that no response repeats."""
     file = write(tmp_path / "a.jsonl", *({"problem": f"{n}?", "solution": n} for n in range(2)))
-    with refused("no usable row; left out: {'no answer': 2}; --answer-column names one of"):
+    with refused("no usable row; left out: {'no answer': 2}; --problem-column and --answer-column name one of"):
         load(file, tokenizer)
     data = common.load_problems(file, tokenizer, common.Args(template="plain", answer_column="solution"), "--dataset")
     assert [problem.answer for problem in data] == ["0", "1"]

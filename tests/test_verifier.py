@@ -141,13 +141,12 @@ def test_a_reward_is_tried_before_an_engine_starts(mine, error, tmp_path):
     assert error in str(caught.value)
 
 
-def test_a_reward_is_tried_on_every_row_with_its_own_answer(tmp_path, capsys):
-    """Among a set's first 1,000: the eighth raises; where all score the same, it is said."""
+def test_a_reward_is_tried_on_every_row_with_its_own_answer(tmp_path):
+    """Among a set's first 1,000: the eighth raises."""
     own = tmp_path / "mine.py"
     own.write_text("def f(completion, row): return 1 / row['n'] if completion else 1.0")
     problems = [replace(PROBLEM, answer="4", graded_by=({"n": (7 - n) or 1},), origin=f"row {n + 1}") for n in range(9)]
-    make_verifier(1, f"{own}:f", 5, [problems[6:7]])
-    assert "--reward: {1.0} for all of 2, empty" in capsys.readouterr().out
+    make_verifier(1, f"{own}:f", 5, [problems[:7]])
     problems[7].graded_by = ({"n": 0},)
     with refused(r"^--reward: row 8, completion '.*boxed.4}': Traceback"):
         make_verifier(1, f"{own}:f", 5, [problems])

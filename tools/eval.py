@@ -74,8 +74,8 @@ class Args:
     """The last four are of images. Empty: how the run evaluates while it trains; for a model of no run greedily, up to
     1,024 tokens."""
     out: str = ""
-    """JSON file. Empty: eval-NAME-PROTOCOL.json, or with the sets' names, in a run's folder, for the run and what lies
-    in there, such as best or a checkpoint; for any other model in runs/."""
+    """JSON file. Empty: eval-NAME-PROTOCOL-SETS.json (own-SETS without a protocol) in a run's folder, for the run and
+    what lies in there, such as best or a checkpoint; for any other model in runs/."""
 
 
 # ---------------------------------------------------------------------------------------------------------- what to do
@@ -113,8 +113,7 @@ def problems_of(protocol, tokenizer):
     """Return {name: problems} of a protocol's sets."""
     sources = {Path(one).stem: SETS.get(one, one) for one in protocol.sets if one}
     common.need(sources, "--sets: name some, since neither a protocol nor the run does")
-    distinct = len(sources) == len(protocol.sets)
-    common.need(distinct, f"--sets {' '.join(protocol.sets)}: two of one name would mix")
+    common.need(len(sources) == len(protocol.sets), f"--sets {protocol.sets}: two of one name would mix")
     return {name: common.load_problems(source, tokenizer, protocol, "--sets") for name, source in sources.items()}
 
 
@@ -160,7 +159,7 @@ def evaluate(label, problems, protocol, verifier, sampler):
     correct_PN = score_PN >= 1
     figures = {f"pass@{k}": 100 * common.pass_at_k(correct_PN, k) for k in sorted({min(k, n) for k in protocol.ks})}
     if protocol.spread:
-        for name, percent in [*figures.items()]:
+        for name, percent in list(figures.items()):
             figures[f"{name} ±"] = math.sqrt(percent * (100 - percent) / (len(problems) - 1))
     if not protocol.ks:
         figures["mIoU"] = 100 * score_PN.mean().item()
@@ -230,7 +229,7 @@ def main():
     sampler.close()
     if world.rank == 0:
         print(f"\n{table_of(args.protocol, protocol, rows).to_string()}")
-        what = args.protocol or "-".join(data)
+        what = "-".join([args.protocol or "own", *data])
         out = Path(args.out or run_of(path)[0] / f"eval-{path.name}-{what}.json")
         out.parent.mkdir(exist_ok=True)
         out.unlink(missing_ok=True)  # A link there would lead elsewhere.
