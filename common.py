@@ -260,8 +260,7 @@ def stop_tokens(tokenizer):
 
 
 def prompt_of(turns, template, tokenizer, options="{}"):
-    """Return the prompt's ids; `options` is JSON for a chat template. Raises ValueError for turns that a template has
-    no place for or does not show."""
+    """Return the prompt's ids; `options` is JSON for a chat template. Turns that it has no place for are refused."""
     form = prompt_format(template)
     *before, last = turns
     problem = last["content"]
@@ -347,8 +346,7 @@ class Sampler:
         self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
-            """vLLM changes the class that is registered here in place. So that the policy's stays as it is, it gets one
-            of its own."""
+            """vLLM changes the class that is registered here in place, which is why the policy's is another."""
 
         transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
         self.llm = LLM(
@@ -1007,7 +1005,9 @@ def save_model(policy, folder, source, dtype, world):
 
 
 def finish(policy, source, dtype, record):
-    """Write the trained model, and say what one may type next."""
+    """Write the trained model and say what one may type next, but after a stop, which a checkpoint has."""
+    if record.stopping:
+        return
     folder = record.folder
     run = f"{os.path.relpath(Path(__file__).parent)}/run.sh"
     save_model(policy, folder / "model", source, dtype, record.world)

@@ -212,6 +212,7 @@ class Record:
         self.args = args
         self.world = world
         self.folder = Path(args.run_dir or f"runs/{name}")
+        self.stopping = False
         self.started = self.saved = time.time()  # When the run was, and its last checkpoint.
         self.ends = []  # When step 0 or reading a checkpoint ended, and each step since.
         self.best = -math.inf  # The highest sum of avg@n over sets, for --keep-best.
@@ -278,7 +279,7 @@ class Record:
         self.stopping, late = self.world.decide((file.exists(), late))
         if self.stopping:
             file.unlink(missing_ok=True)
-            self.say("a stop file: ending with a checkpoint; --resume goes on")
+            self.say(f"asked to stop: --run-dir {self.folder} --resume goes on after step {step}")
         return self.stopping or late or step % self.args.checkpoint_every == 0 or step == self.args.steps
 
     @contextmanager

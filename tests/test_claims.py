@@ -109,14 +109,13 @@ def test_nothing_is_written_through_a_link(data, tmp_path):
     assert (tmp_path / "mine").read_text() == "precious" and not (run / "curves.png").is_symlink()
 
 
-def test_runs_of_other_code_are_not_pooled(data, fork):
-    """Unless they are asked for, in table and picture alike."""
+def test_runs_of_other_code_are_not_pooled_in_silence(data, fork, capsys):
+    """In table and picture alike."""
     runs = [logged(data / "a-seed1", [{"step": 1, "reward": 1}], fork, seed=1)]
     fork.write_text(fork.read_text() + "# changed")
     runs.append(logged(data / "a-seed2", [{"step": 1, "reward": 2}], fork, seed=2))
-    with pytest.raises(SystemExit, match=f"{runs[0]} and {runs[1]}: .*other code; --mixed"):
-        sweep.table(runs)
-    assert [run.seed for run in plot.methods_of(runs, mixed=True)["a"]] == ["1", "2"]
+    assert [run.seed for run in plot.methods_of(runs)["a"]] == ["1", "2"]
+    assert f"{runs[0]} and {runs[1]}: one script, the same flags, but other code" in capsys.readouterr().err
 
 
 def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):

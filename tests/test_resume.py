@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import faults
 import pytest
 import torch
-from conftest import flags_of, refused
+from conftest import ROOT, flags_of, refused
 from faults import differences, rows
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -69,10 +69,29 @@ def test_stopped_and_resumed(script, engine, request, tmp_path):
     result = engine.start(script=script, flags=flags_of(script, folder))
     wait_for(folder / "checkpoints" / "step-00002", engine.running, engine.output)
     faults.send([process.pid for process in engine.processes], signal.SIGUSR1)
-    assert "a stop file: ending with a checkpoint" in engine.result(result) and not (folder / "stop").exists()
+    assert "asked to stop: --run-dir" in engine.result(result) and not (folder / "stop").exists()
     assert rows(folder)[-1]["step"] == 3
     spoil_metrics(folder, 3)
     check_resumed(engine, script, folder, "step-00003", request.getfixturevalue(f"{script}_run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, times", [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_a_first_signal_to_run_sh_ends_after_the_step(number, times, tmp_path):
+    """With a checkpoint and without a model; a second one ends at once."""
+    folder = tmp_path / "run"
+    command = [ROOT / "run.sh", "sspo-toy", "--eval", "", "--checkpoint-every", 2, "--run-dir", folder]
+    running = faults.Launch(command, tmp_path / "log.txt")
+    try:
+        wait_for(folder / "checkpoints" / "step-00002", lambda: running.process.poll() is None, running.log)
+        for _ in range(times):
+            running.process.send_signal(number)
+            time.sleep(0.3)
+        assert running.gone_within(60) and running.process.returncode == (0 if times == 1 else -number)
+    finally:
+        running.end()
+    whole = f"goes on after step {rows(folder)[-1]['step']}\n" in running.log.read_text()
+    assert whole == (times == 1) and not (folder / "model").exists()
 
 
 def test_a_kill_while_the_first_checkpoint_is_written(engine, cwgrpo_run, tmp_path):

@@ -3,11 +3,12 @@
 tools/launch.py NAME [FLAGS]          an experiment of tools/experiments.py, once there is what it needs
 tools/launch.py SCRIPT.py [FLAGS]
 
-A signal that ends torchrun leaves no traceback of torchrun's, since the script has said what there is to say.
+A first Ctrl-C or SIGTERM lets a run end with a checkpoint after the step that it is in; a second one ends it at once.
 """
 
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,37 +18,42 @@ from pathlib import Path
 import experiments
 import torch
 import torch.distributed.run
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
-def pass_on(number, _):
-    """Send a signal to the ranks: at SIGUSR1, with which SLURM warns, they end with a checkpoint."""
+def stop(number, _):
+    """At a first Ctrl-C or SIGTERM, and at SIGUSR1, with which SLURM warns, have ranks that are in a step end after it,
+    with a checkpoint. Where none is, and at a second signal, end at once: the ranks end with this process."""
+    signal.signal(number, signal.SIG_DFL)
+    training = 0
     for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        os.kill(int(rank), number)
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{rank}/status").read_text())
+        training |= int(caught[1], 16) & 0x200  # the bit of SIGUSR1
+        os.kill(int(rank), signal.SIGUSR1)
+    if training:
+        print("run.sh: ends after this step, with a checkpoint; a second signal ends it at once")
+    else:
+        os.kill(os.getpid(), number)
 
 
 def launch(script, flags):
-    """Run torchrun in this process; exit with its status, or with 128 and the number of the signal that ended it."""
+    """Run torchrun in this process, and exit with its status."""
     ranks = torch.cuda.device_count() or int(os.environ.get("PROCESSES", "2"))
     if "--help" in flags:
         ranks = 1  # or each would print it
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores // ranks or 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // ranks or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONPATH", str(experiments.ROOT))  # A fork may lie elsewhere.
     # a run that is stopped ends at once, and leaves its semaphores
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"
     words = ["--nproc-per-node", str(ranks), script, *flags]
     print(shlex.join(["torchrun", *words]), flush=True)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup's, which torchrun would take back
-        words = ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT", *words]
     logging.disable(logging.ERROR)
-    signal.signal(signal.SIGUSR1, pass_on)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, stop)
     try:
-        torch.distributed.run.main(words)
-    except SignalException as stopped:
-        sys.exit(128 + stopped.sigval)
+        # or torchrun would take these, and SIGHUP, which nohup has ignored
+        torch.distributed.run.main(["--signals-to-handle", "SIGQUIT", *words])
     except ChildFailedError as error:  # the script has said why, unless it was killed
         rank, failure = error.get_first_failure()
         sys.exit(f"run.sh: rank {rank} ended with exit code {failure.exitcode}")
@@ -64,9 +70,9 @@ def start(name, given):
                 sys.exit(done.returncode)
     if "--help" in flags:
         print(f"{name} sets: {shlex.join(flags)}\nThe defaults below are those of the script alone.\n", flush=True)
-    os.environ["EXPERIMENT"] = name  # a run's folder is named after it
     if os.environ.get("SCRIPT"):
-        os.environ["EXPERIMENT"] = f"{Path(script).stem}-{name}"
+        name = f"{Path(script).stem}-{name}"
+    os.environ["EXPERIMENT"] = name  # a run's folder is named after it
     if name.endswith("-135m"):
         os.environ["PROCESSES"] = "1"  # two would exchange 540 MB a micro-batch
     launch(script, flags)

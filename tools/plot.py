@@ -2,13 +2,12 @@
 
 ./run.sh plot runs/A runs/B -o curve.png                                           without -o in the first run's folder
 ./run.sh plot runs/A runs/B --panels reward all_right_share all_wrong_share alpha
-./run.sh plot runs/A runs/B --x seconds                                             not over steps
 ./run.sh plot docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv -o curve.png        csv files of tools/claims.py, too
 ./run.sh plot runs/A --figure tokens                                                what the loss saw, a page
 
 Runs NAME-seedS of one script and the same flags, but for seed and folder, are one curve: their mean and its standard
-error; runs of other code are refused. What is logged at more than 20 steps, but for evaluations, is smoothed: a curve
-shows means of 9 steps, that of clipped tokens of 25.
+error; where their code differs, a line says so. What is logged at more than 20 steps, but for evaluations, is smoothed:
+a curve shows means of 9 steps, that of clipped tokens of 25.
 plot.toml has metrics in words, and the colours and names of methods. A name that it does not know stands in the legend
 as it is and, where runs of one NAME differ, with the flags that do. ./run.sh table prints figures.
 """
@@ -78,10 +77,10 @@ def apart(run, first):
     return " ".join(f"{flag}={value}" for flag, value in run.flags.items() if value != first.flags.get(flag))
 
 
-def methods_of(paths, mixed=False):
+def methods_of(paths):
     """Return {label: runs} of run folders and csv files: a method is a script and its flags, but for seed and folder. A
     label is what the name of the first run has before the seed and, where another method has that name, what differs.
-    Raises SystemExit for a seed that comes twice and, unless they may be mixed, for runs of other code."""
+    Says where the code of its runs differs; raises SystemExit for a seed that comes twice."""
     methods = defaultdict(list)
     for path in paths:
         run = run_of(path)
@@ -90,8 +89,8 @@ def methods_of(paths, mixed=False):
             both = f"{other.path} and {path}: one script, the same flags"
             if run.seed == other.seed:
                 raise SystemExit(f"{both} and seed; name one of them")
-            if run.code != other.code and not mixed:
-                raise SystemExit(f"{both}, but other code; --mixed takes both")
+            if run.code != other.code:
+                print(f"{both}, but other code", file=sys.stderr)
         its.append(run)
     found = {}
     for its in methods.values():
@@ -181,10 +180,7 @@ def draw_curves(methods, panels, path, across="step"):
         for number, (runs, look) in enumerate(zip(methods.values(), looks, strict=True), 1):
             words = f"{look['label']} ({len(runs)})"
             draw_band(axis, runs, metric, across, number, look | {"label": words})
-        title = in_words(metric)
-        if len(panels) > 4:
-            title = textwrap.fill(title, 16)
-        axis.set(title=title, xlabel=in_words(across))
+        axis.set(title=textwrap.fill(in_words(metric), 100 // len(panels)), xlabel=in_words(across))
         if metric in ("clip_fraction", "kl"):  # Methods or steps differ by a factor of a hundred, and some are 0.
             axis.set_yscale("symlog", linthresh=1e-3, subs=(2, 5))
             axis.set_ylim(bottom=0)
@@ -204,7 +200,6 @@ def main(
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None,
     figure: Literal["curves", "tokens"] = "curves",
     panels: tuple[str, ...] = (),
-    mixed: bool = False,
 ):
     """Draw what one or more runs logged.
 
@@ -213,14 +208,13 @@ def main(
         out: the picture or page; otherwise it goes in the first run's folder
         figure: curves of --panels, or the page of what the loss saw
         panels: metrics, as named in metrics.jsonl; otherwise some that the first run has
-        mixed: runs of one script and the same flags are a method even if their code differs
     """
     out = out or runs[0] / f"{figure}.{'html' if figure == 'tokens' else 'png'}"
     out.unlink(missing_ok=True)  # A link there would lead elsewhere.
     if figure == "tokens":
         write_page(runs, out)
     else:
-        draw_curves(methods_of(runs, mixed), panels or usual_panels(read(runs[0])), out)
+        draw_curves(methods_of(runs), panels or usual_panels(read(runs[0])), out)
     print(out)
 
 

@@ -32,7 +32,7 @@ from plot import mean_over_steps
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("runs") / "sweep"
-OURS = [file.name for file in (*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"))]
+OURS = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
 # A difference is clear from so many standard errors on. Of the differences in docs/tables with five seeds, without
 # those to the untrained model, those in what flags set (prompts drawn, alpha, shares at a bound) and those that are
 # exactly 0, Benjamini-Hochberg at 5 % keeps these (p = 0.02 or less), as computed on 2026-11-26.
@@ -43,7 +43,7 @@ CLEAR = 3.8
 def code_of(command=()):
     """Return what stands for a command and for all that it reads now: our code, a fork and what lies beside it, and the
     files that its flags name. A run of anything else has another folder."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
+    files = [*OURS]
     for script in command[:1]:
         files += Path(script).parent.glob("*.py")
     for word in command:
@@ -154,7 +154,7 @@ def changes_of(fork):
     return f"{fork.name}: +{added} −{removed} lines, {beside}"
 
 
-def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = (), mixed: bool = False):
+def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = ()):
     """Print a row for each method: runs of one script and the same flags, but for seed and folder; then what sets it
     apart from the first.
 
@@ -162,9 +162,8 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         runs: run folders or csv files; the first one's method is the one that differences are taken to
         figures: each a metric and of which steps it is the mean, such as "entropy, mean" or "reward, steps 1–30";
             none: the reward of the first run's last ten steps and its held-out accuracies after the last
-        mixed: runs of one script and the same flags are a method even if their code differs
     """
-    methods = plot.methods_of(runs, mixed)
+    methods = plot.methods_of(runs)
     first = plot.run_of(runs[0])
     if not figures:
         last = first.rows[-1]["step"]
@@ -178,10 +177,11 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         "\nmean over seeds; in brackets the difference to the first method, seed by seed; ± standard error; bold: five "
         f"seeds or more, and at least {CLEAR} standard errors from 0"
     )
+    ours = {file.name for file in OURS}
     for label, (run, *_) in methods.items():
         print(f"{label}: {plot.apart(run, first) or 'the first'}")
         for file in run.path.glob(f"code/{len(run.code)}/*.py"):
-            if file.name not in OURS:
+            if file.name not in ours:
                 print(changes_of(file))
 
 
