@@ -16,7 +16,7 @@ docs/tables/NAME.md, its picture docs/claims-NAME.png; claims.toml lists some mo
 On a core of its own a run takes some 3 minutes and 2.5 GiB, with stops up to 8 minutes. One of the claim `real`,
 whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB; one of `systems` a quarter
 of that.
-Ctrl-C ends all runs. Where there are GPUs: CPU=1 ./run.sh claims gpg --jobs 4.
+Ctrl-C ends all runs after their step. Where there are GPUs: CPU=1 ./run.sh claims gpg --jobs 4.
 """
 
 import itertools

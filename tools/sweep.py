@@ -9,7 +9,7 @@ PROCESSES=1 OMP_NUM_THREADS=1 ./run.sh sweep grpo-toy gpg-toy --jobs 2     two r
 A run goes to runs/sweep/FLAGS-OF-ALL/CODE/EXPERIMENT-OWN-FLAGS-seedS, and what it prints to output.txt there. CODE
 stands for what common.py and the scripts, or the fork, say. The same command again runs what is missing: a run that has
 finished stays, one that was cut off goes on from its last checkpoint, and runs whose code has changed begin anew.
-Ctrl-C ends all runs. On GPUs a run takes all that it sees, so that --jobs stays 1 there.
+Ctrl-C ends all runs after their step. On GPUs a run takes all that it sees, so that --jobs stays 1 there.
 """
 
 import hashlib
