@@ -42,7 +42,7 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedToke
 
 from lib import rows, vision
 from lib.grading import BY_ANSWER, VERDICTS, begin, grade
-from lib.run import FIRST, World, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
+from lib.run import FIRST, ROOT, World, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
 
 # isort: split
 from lib.run import Record, give_name, manifest_of, resume, save_checkpoint, seed_of  # noqa: F401
@@ -485,7 +485,7 @@ class Verifier:
         self.world = world
         self.reward = args.reward
         self.seconds = args.reward_seconds  # by the clock: a process may get a tenth of a core
-        with chdir(Path(__file__).parent):  # where Python 3.11's server finds this file and no other folder's
+        with chdir(ROOT):  # where Python 3.11's server finds this file and no other folder's
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
         cores = len(os.sched_getaffinity(0)) // world.local_size
@@ -1009,7 +1009,7 @@ def finish(policy, source, dtype, record):
     if record.stopping:
         return
     folder = record.folder
-    run = f"{os.path.relpath(Path(__file__).parent)}/run.sh"
+    run = f"{os.path.relpath(ROOT)}/run.sh"
     save_model(policy, folder / "model", source, dtype, record.world)
     record.say(
         f"written to {folder}: model, checkpoints, samples, metrics.jsonl. To look at it:\n"

@@ -426,9 +426,9 @@ def resume(policy, optimizer, record):
     if not record.args.resume:
         return 0, 0
     checkpoints = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
+    figures = record.folder / "metrics.jsonl"
     if not checkpoints:
         record.say("the run has no checkpoint: it starts over")
-        figures = record.folder / "metrics.jsonl"
         with suppress(FileNotFoundError):  # Another rank may have put it aside.
             figures.rename(figures.with_suffix(".before.jsonl"))
         return 0, 0
@@ -444,7 +444,6 @@ def resume(policy, optimizer, record):
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
     sharded.set_optimizer_state_dict(policy, optimizer, moments)
-    figures = record.folder / "metrics.jsonl"
     if figures.stat().st_size < manifest["metrics"]:
         record.say(f"{figures} lacks figures of earlier steps")
     else:

@@ -118,10 +118,11 @@ def test_runs_of_other_code_are_not_pooled_in_silence(data, fork, capsys):
     assert f"{runs[0]} and {runs[1]}: one script, the same flags, but other code" in capsys.readouterr().err
 
 
-def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
+def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork, tmp_path):
     """A run that has finished stays; one that was cut off goes on. A run of other code has another folder. Fork and
     baseline have flags of their own, and their names say only these."""
     asked = []
+    monkeypatch.chdir(tmp_path)  # the fork's difference is written where the user stands
     monkeypatch.setattr(sweep, "RUNS", data)
     monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append((words, folder, script)))
     script, *flags = command_of("grpo-toy", ["--steps", "5"])

@@ -12,11 +12,11 @@ import toy_images
 import tyro
 from conftest import ROOT, TOY
 from test_commands import table  # noqa: F401
+from test_others import TURNS
 from transformers import AutoTokenizer
 
 import common
 
-TURNS = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"
 SPLITS = {"openai/gsm8k": ("train", "test"), "DigitalLearningGmbH/MATH-lighteval": ("train", "test")}
 
 

@@ -28,9 +28,9 @@ import experiments
 import pandas
 import plot
 import tyro
+from experiments import ROOT
 from plot import mean_over_steps
 
-ROOT = Path(__file__).parent.parent
 RUNS = Path("runs") / "sweep"
 OURS = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
 # A difference is clear from so many standard errors on. Of the differences in docs/tables with five seeds, without
