@@ -15,8 +15,11 @@ import json
 import math
 import os
 import random
+import re
+import shlex
 import shutil
-from collections import ChainMap, Counter, namedtuple
+import time
+from collections import ChainMap, Counter, defaultdict, namedtuple
 from contextlib import chdir
 from dataclasses import dataclass
 from functools import cache
@@ -88,7 +91,7 @@ class Args:
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
 
     eval: str = ""  # Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation.
-    problem_column: str = ""  # In sets that have it; else problem, question or prompt.
+    problem_column: str = ""  # In sets that have it; else problem, question, prompt, messages.
     answer_column: str = ""  # In sets that have it; else answer, ground_truth, final_answer, reward_model, solution.
     chat_template_kwargs: str = "{}"  # JSON for the tokenizer's chat template: '{"enable_thinking": false}'.
     image_column: str = ""  # Image in front of a problem, in all sets; for Qwen2-VL and Qwen2.5-VL. Empty: none.
@@ -192,7 +195,7 @@ def load_problems(source, tokenizer, args, flag):
     use_own_file(tokenizer)
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     problems = []
-    left_out = Counter()
+    left_out = defaultdict(list)  # The numbers of rows.
     texts = set()
     row = {}
     with naming(f"{flag} {source}: cannot be read as one of {rows.KINDS}; ./run.sh data: sspo.py's"):
@@ -205,13 +208,13 @@ def load_problems(source, tokenizer, args, flag):
             turns = rows.turns_of(row, args.problem_column)
             text = "\n\n".join(turn["content"] for turn in turns)
             if not text.strip():
-                left_out["no problem"] += 1
+                left_out["no problem"].append(number)
                 continue
             if any(token in text for token in control):
-                left_out["spells a special token"] += 1
+                left_out["spells a special token"].append(number)
                 continue
             if "reward_model" in row and not args.image_column and text in texts:
-                left_out["repeated"] += 1  # DAPO has each problem a hundred times.
+                left_out["repeated"].append(number)  # DAPO has each problem a hundred times.
                 continue
             texts.add(text)
             image = None
@@ -227,12 +230,13 @@ def load_problems(source, tokenizer, args, flag):
             (text + answer).encode()  # A lone half of a surrogate pair cannot be written.
             prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs)
         if not answer:
-            left_out["no answer"] += 1
+            left_out["no answer"].append(number)
         elif len(prompt_ids) > args.max_prompt_tokens:
-            left_out["prompt too long"] += 1
+            left_out["prompt too long"].append(number)
         else:
             problems.append(Problem(text, prompt_ids, answer, graded_by, image, origin))
-    left = f"left out: {dict(left_out)}"
+    counts = [f"{len(numbers)} {reason} (row {numbers[0]} first)" for reason, numbers in left_out.items()]
+    left = f"left out: {', '.join(counts) or 'none'}"
     need(
         problems,
         f"{flag} {source}: no usable row; {left}; --problem-column and --answer-column name one of {list(row)}; "
@@ -255,8 +259,14 @@ def use_own_file(tokenizer):
 
 
 def stop_tokens(tokenizer):
-    """Return the tokens that end a response; a chat's end may be in the vocabulary only."""
-    return {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")} - {None}
+    """Return the tokens that end a response: a chat's end may be in the vocabulary only, or in the chat template."""
+    ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "An answer."}]
+        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("An answer.")[2]
+        first = tokenizer.encode(after.strip(), add_special_tokens=False)[:1]
+        ends |= tokenizer.added_tokens_decoder.keys() & first
+    return ends - {None}
 
 
 def prompt_of(turns, template, tokenizer, options="{}"):
@@ -265,14 +275,17 @@ def prompt_of(turns, template, tokenizer, options="{}"):
     *before, last = turns
     problem = last["content"]
     need(last["role"] == "user", "the last turn is not the user's")
+    options = json.loads(options)
     if isinstance(form, str):
-        need(not before, f"--template {template} is for rows of one turn")
+        need(not before and not options, f"--template {template} is no chat: one turn, no --chat-template-kwargs")
         text = form.replace("{problem}", problem)
         return tokenizer.encode(text, add_special_tokens=not text.startswith(tokenizer.bos_token or "\0"))
     if "system" in form and turns[0]["role"] != "system":
         before.insert(0, {"role": "system", "content": form["system"]})
     asked = {"role": "user", "content": form["user"].replace("{problem}", problem)}
-    options = {"tokenize": False, "add_generation_prompt": True} | json.loads(options)
+    for name in options:
+        need(re.search(rf"\b{name}\b", tokenizer.get_chat_template()), f"--chat-template-kwargs: it has no {name}")
+    options |= {"tokenize": False, "add_generation_prompt": True}
     text = tokenizer.apply_chat_template([*before, asked], **options)
     shown = all(turn["content"].strip() in text for turn in [*before, asked])
     need(shown, "the tokenizer's chat template does not show every turn")
@@ -499,13 +512,18 @@ class Verifier:
         # joins.
         atexit.register(self.pool.join)
         atexit.register(self.pool.stop)
+        if FIRST and self.reward != "math":
+            print(f"--reward {self.reward} is tried on 1000 rows of each set, for half a minute at most")
         for problems in filter(None, sets):
             cases = [("", problems[0])]
             if self.reward != "math":
                 cases = [(text, one) for one in problems[:1000] for text in ("", rf"\boxed{{{one.answer}}}")]
-            graded = self.judge([(text, *one.graded_by) for text, one in cases])
-            for (text, one), (_, verdict) in zip(cases, graded, strict=True):
-                need(verdict in VERDICTS[:2], f"--reward: {one.origin}, completion {text[:500]!r}: {verdict}")
+            late = time.monotonic() + 30
+            while cases and not world.decide(time.monotonic() > late):
+                tried, cases = cases[:32], cases[32:]
+                graded = self.judge([(text, *one.graded_by) for text, one in tried])
+                for (text, one), (_, verdict) in zip(tried, graded, strict=True):
+                    need(verdict in VERDICTS[:2], f"--reward: {one.origin}, completion {text[:500]!r}: {verdict}")
 
     def judge(self, cases):
         """Return score and verdict of each case, on every rank: a completion and what it is graded by."""
@@ -514,6 +532,7 @@ class Verifier:
         graded = []
         for future in [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]:
             end = future.exception(600)
+            need(not isinstance(end, RuntimeError), f"--reward {self.reward}: takes over a minute to load, or ends")
             if end:
                 late = isinstance(end, TimeoutError) or end.exitcode == -SIGPROF
                 graded.append((0.0, "timeout" if late else "crash"))
@@ -1008,9 +1027,9 @@ def finish(policy, source, dtype, record):
     """Write the trained model and say what one may type next, but after a stop, which a checkpoint has."""
     if record.stopping:
         return
-    folder = record.folder
-    run = f"{os.path.relpath(ROOT)}/run.sh"
-    save_model(policy, folder / "model", source, dtype, record.world)
+    folder = record.quoted
+    run = shlex.quote(f"{os.path.relpath(ROOT)}/run.sh")
+    save_model(policy, record.folder / "model", source, dtype, record.world)
     record.say(
         f"written to {folder}: model, checkpoints, samples, metrics.jsonl. To look at it:\n"
         f"  {run} plot {folder}\n  {run} plot {folder} --figure tokens\n  tensorboard --logdir {folder}"

@@ -3,6 +3,7 @@
 # ./run.sh METHOD-SIZE [FLAGS]    set up, run an experiment of tools/experiments.py; FLAGS win. Begin with
 #                                 toy, 135m (pretrained, 2 CPU cores) or 0.5b (one GPU); the papers' are for 8 GPUs
 # ./run.sh list|setup|data        every experiment with its whole command; set up; fetch sspo.py's data
+# ./run.sh fetch METHOD-SIZE      fetch its model and all its data, for nodes without a network
 # ./run.sh test|prove|eval|plot|why|sweep|table|claims [ARGS]    --help explains each
 # CPU=1: without GPUs, in PROCESSES=2. GPU=1: as if GPUs were seen. DRY=1: print the command. SCRIPT=mine.py: a fork.
 set -euo pipefail
@@ -59,7 +60,7 @@ start() {  # EXPERIMENT FLAGS...: one that there is not ends this before the set
 
 word=${1:-default}; shift $(($# > 0))
 case $word in
-  help | -h | --help) sed -nE '2,7s/^# //p' "$root/run.sh"; bare_python "$tools/experiments.py" help ;;
+  help | -h | --help) sed -nE '2,8s/^# //p' "$root/run.sh"; bare_python "$tools/experiments.py" help ;;
   list) bare_python "$tools/experiments.py" list ;;
   setup) setup ;;
   data) once data/understand-r1-zero/datasets/train/math_lvl3to5_8k \
@@ -75,5 +76,6 @@ case $word in
   default) run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)
     (start sspo-toy --run-dir "$run"); if [ -n "${DRY:-}" ]; then exit; fi
     "$python" "$tools/plot.py" "$run"; "$python" "$tools/plot.py" "$run" --figure=tokens ;;
+  fetch) bare_python "$tools/experiments.py" "$@" >/dev/null; setup; exec "$python" "$tools/launch.py" fetch "$@" ;;
   *) start "$word" "$@" ;;
 esac

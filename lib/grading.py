@@ -15,6 +15,7 @@ from resource import RLIMIT_DATA, setrlimit
 from signal import ITIMER_PROF, alarm, setitimer
 from traceback import format_exc
 from types import FunctionType
+from unicodedata import normalize
 
 from sympy import Eq, Rel, count_ops, nan, sympify
 
@@ -28,8 +29,12 @@ logging.getLogger("math_verify").setLevel("ERROR")
 
 
 def last_boxed(text):
-    """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off."""
-    _, box, inside = text.replace("\\boxed {", "\\boxed{").rpartition("\\boxed{")
+    """Return what stands in the last \\boxed{…} of a text, braces balanced; None without one or when it is cut off. A
+    text that has none may have \\fbox{5} or \\boxed 5."""
+    text = text.replace("\\boxed {", "\\boxed{")
+    if "\\boxed{" not in text:
+        text = re.sub(r"\\boxed ?(-?[\d\\][^\s$]*)", r"\\boxed{\1}", text).replace("\\fbox{", "\\boxed{")
+    _, box, inside = text.rpartition("\\boxed{")
     depth = 1
     for found in re.finditer(r"\\.|[{}]", inside if box else ""):  # An escaped brace, \{, does not count.
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -47,27 +52,49 @@ def exact(number):
     return f"({Fraction(number[0])})"
 
 
+# Signs of Unicode, each with what LaTeX has for it.
+UNICODE = (
+    "–- −- ∶: º° ×\\times ·\\cdot ⋅\\cdot ÷\\div ±\\pm ≈\\approx ≠\\ne ≤\\le ≥\\ge ∞\\infty ∈\\in ∩\\cap ∪\\cup "
+    "∅\\emptyset ℝ\\mathbb{R} ℤ\\mathbb{Z} ℕ\\mathbb{N} ℚ\\mathbb{Q} ℂ\\mathbb{C}"
+)
+SIGNS = {each[0]: f"{each[1:]} " for each in UNICODE.split()}
+
+
+def plain(sign):
+    """Return a sign of Unicode as LaTeX or ASCII has it: \\times for ×, 5 for ５, é for e with an accent behind it."""
+    return SIGNS.get(sign[0]) or normalize("NFKC", sign[0])
+
+
 # Rewritings, each with an example, that bring answers of one meaning to one spelling, where math_verify's own
 # normalisation does not. Their order matters: marks that only look, such as fonts and spaces, go first; text is marked
 # with ~, by which the next rule finds units and cuts them off; what encloses the whole answer goes; then numbers, which
 # have no units any more, are rewritten; last go the blanks around signs.
 SPELLINGS = (
+    (r"[⁰-ⁿ²³¹]+", r"^{\g<0>}"),  # x²
+    (r"[₀-₎]+", r"_{\g<0>}"),
+    (r"[¼-¾⅐-⅞]", r" \g<0>"),
+    (r".[\u0300-\u036f]|[^\x00-\x7f]", plain),
+    (r"(√|(?<![a-zA-Z\\])sqrt) ?(\([^()]*\)|\{\w+\}|\d+|\w)", r"\\sqrt{\2}"),
+    (r"(?<![^\W\d_])(?<!\\)(pi|sin|cos|tan|ln|log)(?![a-z ])", r"\\\1 "),  # 2*pi
     (r"(?<=\d)(,\\!|\{,\})\s?(?=\d{3})", ""),  # 10,\!080
-    (r"\\l?dots|'|(?<=[\d}])_", "?"),  # 7\ldots and 52_8 are no numbers: ? keeps them from being read as such
+    (r"\\l?dots|\.{2,}|'|(?<=[\d}])_", "?"),  # 7\ldots and 52_8 are no numbers: ? keeps them from being read as such
     (r"\\(bf|rm|it|left|right|\w+style|[bB]igg?[lr]?)(?![a-z])", ""),  # {\bf 5}, \left(1,2\right)
     (r"(\\?%|\^? ?\{?\\circ ?\}?|°)(?!\d)", ""),  # 5\%, 90^\circ
-    (r"((?<!\\)\\(q?quad(?![a-z])|[,;:!> ()\[\]$])|[~\s$€£])+", " "),  # 5\,\text{cm}, \(5\), \$5
+    (r"((?<!\\)\\(q?quad(?![a-z])|[,;:!> ()\[\]$])|[~\s$€£\u200b\ufeff])+", " "),  # 5\,\text{cm}, \(5\), \$5
     (
         r"\\(text|operator|math(?!bb)|bm|bold|under|[a-z]*box|color)[a-z]* ?"
         r"(\{\w+\} ?(?=\{))?(\{([^{}]*)\})?",
         r"~\4~",
     ),  # \mathrm{cm}, \textcolor{red}{5}
     (
-        rf"(?<=[\d}})i]) *(~|(?<= )(?=[a-zA-Z]{{2}}))(?!\W*\^)(?!.*\b({CHANGES})\b)([^\d,=+]|\^\{{?-?\d)+(?=,|$)",
+        rf"(?<=[\d}})i]) *(~|(?<= )(?=[a-zA-Z]{{2}})|(?=[぀-힣]))(?!\W*\^)(?!.*\b({CHANGES})\b)"
+        r"([^\d,=+]|\^\{?-?\d)+(?=,|$)",
         "",
-    ),  # 5 cm^2: any word or text behind a value is a unit
+    ),  # 5 cm^2, 5个: any word or text behind a value is a unit
     (r"~", " "),
-    (r"^ *(=|\\approx)|[\s.,:;]+$", ""),  # = 5.
+    (r"^ *(=|\\approx)|[\s.,:;\\]+$", ""),  # = 5.
+    (r"(?<![\d.])(\d+) (\d+)[/⁄](\d+)", r"\1\\frac{\2}{\3}"),  # 11 5/6
+    (r"⁄", "/"),
     (r"^ *\{(([^{}]|\{[^{}]*\})*)\}$", r"\1"),  # {5}
     (r"(?<![^,{])(?! *\\\{)([^,]*)\\pm([^,]*?)(?=,|\\\}|$)", r"\1+\2,\1-\2"),  # \{1\pm\sqrt5,-2\}
     (r" ?\\(times|cdot) ?10\^\{?(-?\d{1,3})\}?", r"e\2"),  # 3\times10^5
@@ -77,7 +104,24 @@ SPELLINGS = (
 )
 # x=5, f(x)=5, m+n=5, (x,y)=(1,2), x \in [1,2], but neither 2x=6 nor not=5
 NAME = r"(?<![^ ,])[a-zA-Z(](?!ot)([a-zA-Z{}(), ]|\+(?=[a-z])|_\{?\w++)*+(=|\\in(?![a-z]))"
-WORDS = r"(?=.*[A-Za-z]{3})[\w .,()-]*|[A-Z ,()]{2,}|.*[:?].*"  # even; (C) or A, C; 3:1; 52_8
+# even, no, Köln; A, C; 3:1, 52_8; 3-1, 2024-01-05; 5/1/2024
+WORDS = (
+    r"(?=.*([^\W\d_]{3}|[^\W\d_a-zA-ZͰ-Ͽ]))[\w .,()-]*|[a-w]{2}"
+    r"|[A-Z ,()]{2,}|.*[:?].*|[\d ()+]*\d-\d[\d-]*|\d+/\d+/\d+"
+)
+# B, (B), B. 12, (B) 12, B: text
+CHOICE = r"(?:\(?([A-Ja-j])(?:\)|[.:] |$)(?!\W*(?:and|or|is|not|[A-J]\)|[A-J]$)))?[.: ]*(.*)"
+
+
+def letter_of(text):
+    """Return letter and value of a choice, B and 12 of (B) 12; each may be empty."""
+    return re.fullmatch(CHOICE, text, re.DOTALL).groups("")
+
+
+def lowest(text):
+    """Say whether a spelled text is no fraction of two numbers that could be reduced."""
+    terms = re.fullmatch(r"\\frac\{(\d+)\}\{(\d+)\}", text)
+    return not terms or math.gcd(*map(int, terms.groups())) == 1
 
 
 def spell(text):
@@ -131,14 +175,26 @@ def equal(answer, gold, problem):
     """Say whether two spelled answers to a problem are equal: as text if they have to be, else as trees."""
     if answer == gold:
         return True
+    (letter, value), (chosen, rest) = letter_of(gold), letter_of(answer)
+    if letter and chosen:
+        same_letter = letter.upper() == chosen.upper()
+        return same_letter and (not value or not rest or equal(rest, value, problem))
+    if letter and value:
+        return equal(answer, value, problem)
     if re.fullmatch(WORDS, gold):
         digits = "base" in problem and gold.partition("?")[0]  # 52 for 52_8 where the question names the base
-        answer, gold = (re.sub(r"[\s.,(){}]", "", text).lower() for text in (answer, gold))
+        marks = r"[\s(){}]|(?<!\d)[.,]|[.,](?!\d)|\b0+(?=\d)"
+        answer, gold = (re.sub(marks, "", text).casefold() for text in (answer, gold))
         return answer in (gold, digits)
+    if not lowest(answer) and not lowest(gold):
+        return False  # 6/12 for 12/24
     if answer in spell(problem) and answer not in gold:
         return False  # the question is no answer: x^8-256 for its factors
     if "=" not in answer or "=" not in gold:
         answer, gold = (re.sub(NAME, "", text) for text in (answer, gold))
+    first, *others = gold.split(",")
+    if others and all(way != first and same(read(way), read(first)) for way in others):
+        gold = first  # ways to say one answer: 0.5, 1/2
     if answer.count(",") != gold.count(",") and not re.search(r"[<>]|\\[lgn]e", answer + gold):
         return False  # fewer or more values: -2 for -2,-2
     return same(read(answer), read(gold))

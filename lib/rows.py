@@ -10,9 +10,10 @@ import datasets
 from lib.grading import last_boxed
 
 KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split"
-PROBLEM_COLUMNS = ("problem", "question", "prompt")
+PROBLEM_COLUMNS = ("problem", "question", "prompt", "messages")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "reward_model")
-NO_ANSWERS = ("proof", "notfound")  # So 143,300 rows of NuminaMath-1.5 say that they have none.
+# What says that there is none, as 143,300 rows of NuminaMath-1.5 do, or gives no value: 3.14...
+NO_ANSWER = r"(?i)proof|not ?found|n/a|nan|[^,]*\d *(\.{2,}|…|\\l?dots)"
 DAPO_BEGINS = (  # DAPO-Math-17k puts these around each problem.
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
@@ -21,20 +22,12 @@ DAPO_ENDS = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def read_json(path):
-    """Return a file's rows as they stand there, where `datasets` would give all rows the same keys and kinds. They are
-    one list, or stand one after another; an error names its line."""
-    text = Path(path).read_text(encoding="utf-8-sig")
-    blank = re.compile(r"\s*")
-    decoder = json.JSONDecoder()
-    rows = []
-    at = blank.match(text).end()
-    while at < len(text):
-        row, end = decoder.raw_decode(text, at)
-        rows.append(row)
-        at = blank.match(text, end).end()
-    if len(rows) == 1 and isinstance(rows[0], list):
-        return rows[0]
-    return rows
+    """Return a file's rows as they stand there, where `datasets` would give all rows the same keys and kinds: one list,
+    or a row on each line. An error names its line."""
+    text = Path(path).read_text(encoding="utf-8-sig").strip()
+    if not text.startswith("["):
+        text = "[" + re.sub(r"\}(\s*\n\s*)\{", r"},\1{", text) + "]"
+    return json.loads(text)
 
 
 def read_table(source):
@@ -97,11 +90,13 @@ def reference_of(row, column=""):
 
 
 def bare(value):
-    """Return the text of an answer: out of a list or a last box."""
+    """Return the text of an answer: out of a list, which may be a text itself, or a last box. A list in a list is a
+    tuple."""
     if isinstance(value, dict):
         value = value.get("ground_truth", value)  # The column `reward_model` has the answer inside.
     if isinstance(value, list):
-        value = ", ".join(map(bare, value))
+        parts = [f"({bare(part)})" if isinstance(part, list) else bare(part) for part in value]
+        value = ", ".join(parts)
     if isinstance(value, dict | bytes):
         raise ValueError(f"no answer: {value}")
     if value is None or value != value:  # pandas writes NaN for None.
@@ -110,4 +105,10 @@ def bare(value):
     boxed = last_boxed(text)
     if boxed is not None:
         text = boxed.strip()
-    return "" if text in NO_ANSWERS else text
+    quoted = re.fullmatch(r"""\[\s*["'](.*)["']\s*\]""", text, re.DOTALL)
+    if quoted:
+        unescaped = re.sub(r"\\\\(?=[a-zA-Z{}%$])", r"\\", quoted[1])
+        return bare(re.split(r"""["']\s*,\s*["']""", unescaped))
+    if text in ("inf", "-inf"):
+        text = text.replace("inf", "\\infty")  # JSON's Infinity
+    return "" if re.fullmatch(NO_ANSWER, text) else text

@@ -56,13 +56,13 @@ def naming(where):
         raise Refused(f"{where}: {error}") from error
 
 
-def parse(kind, description):
-    """Return the command line as a `kind`, or end with what is wrong with it, said by the first rank. From here on what
-    is refused is said in a line."""
+def parse(kind, description, words=None):
+    """Return the command line, or these words, as a `kind`, or end with what is wrong with it, said by the first rank.
+    From here on what is refused is said in a line."""
     sys.excepthook = report
     try:
         with redirect_stderr(sys.stderr if FIRST else io.StringIO()):
-            return tyro.cli(kind, description=description)
+            return tyro.cli(kind, description=description, args=words)
     except SystemExit as end:
         if end.code and not FIRST:
             time.sleep(30)  # torchrun ends all ranks when one ends, and the first rank has something to say.
@@ -220,10 +220,13 @@ class Record:
         self.board = None
         self.start_step()
         if world.rank == 0:
-            self.lock = open_run(self.folder, args, world)
             if args.track:
                 import wandb
 
+                with naming("--track, which WANDB_MODE=offline lets do without a key"):
+                    wandb.login()
+            self.lock = open_run(self.folder, args, world)
+            if args.track:
                 wandb.init(
                     project=args.track,
                     name=self.folder.name,
@@ -233,6 +236,7 @@ class Record:
                     sync_tensorboard=True,
                 )
         self.folder = world.decide(self.folder)  # Rank 0 has made it.
+        self.quoted = shlex.quote(str(self.folder))
         shared = all(world.all_gather(self.folder.is_dir()))
         need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
         datasets.disable_progress_bars()
@@ -248,7 +252,7 @@ class Record:
 
     def interrupt(self, number, _):
         """End at Ctrl-C or a SIGTERM, and say from where --resume goes on."""
-        self.say(f"stopped; --run-dir {self.folder} --resume goes on from the last checkpoint, or begins again")
+        self.say(f"stopped; --run-dir {self.quoted} --resume goes on from the last checkpoint, or begins again")
         os._exit(128 + number)
 
     def ask_to_stop(self, *_):
@@ -279,7 +283,7 @@ class Record:
         self.stopping, late = self.world.decide((file.exists(), late))
         if self.stopping:
             file.unlink(missing_ok=True)
-            self.say(f"asked to stop: --run-dir {self.folder} --resume goes on after step {step}")
+            self.say(f"asked to stop: --run-dir {self.quoted} --resume goes on after step {step}")
         return self.stopping or late or step % self.args.checkpoint_every == 0 or step == self.args.steps
 
     @contextmanager

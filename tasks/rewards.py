@@ -29,18 +29,11 @@ def reference(row):
 
 
 # ----------------------------------------------------------------------------------------------------- GEOQA (Table 5)
-def latex(answer):
-    """Return an answer as common.py's verifier reads it: without GEOQA's units, roots and pi in LaTeX."""
-    root = r"√\s*(?:\{(\w+)\}|\((\w+)\)|(\d+|\w))"
-    answer = re.sub(root, r"\\sqrt{\1\2\3}", UNIT.sub("", answer))
-    return answer.replace("π", r"\pi ")
-
-
 def geoqa(completion, row):
     """Return 1.0 where the answer equals the reference, units left aside, else 0.0. Like `judge` it ends the
     process for an answer that takes more than a second of processor time."""
-    boxed = rf"\boxed{{{latex(inside(completion))}}}"
-    return judge(boxed, latex(reference(row)))[0]
+    boxed = rf"\boxed{{{UNIT.sub('', inside(completion))}}}"
+    return judge(boxed, UNIT.sub("", reference(row)))[0]
 
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)

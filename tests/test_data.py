@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import common
 import cwgrpo
-from lib.rows import DAPO_BEGINS, DAPO_ENDS
+from lib.rows import DAPO_BEGINS, DAPO_ENDS, bare
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
     second = row("1+2=?", {"ground_truth": "3"})
     source = write(tmp_path / "a.jsonl", first, second, first, row("3?", None))
     assert [(p.text, p.answer) for p in load(source, tokenizer)] == [("1+1=?", "2"), ("1+2=?", "3")]
-    assert "2 problems; left out: {'repeated': 1, 'no answer': 1}" in capsys.readouterr().out
+    assert "2 problems; left out: 1 repeated (row 3 first), 1 no answer (row 4 first)" in capsys.readouterr().out
     own = load(source, tokenizer, reward="x")
     assert [p.text for p in own] == ["1+1=?", "1+2=?", "3?"] and own[1].graded_by == (second,)
 
@@ -97,9 +97,9 @@ def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
     source = write(tmp_path / "a.jsonl", *rows, {"problem": "1+1=?"}, {"problem": "9" * 50, "answer": "1"})
     data = load(source, tokenizer, max_prompt_tokens=20)
     assert [problem.answer for problem in data] == ["3, 4", "True", "7"]
-    left_out = "{'no answer': 5, 'no problem': 2, 'prompt too long': 1}"
+    left_out = "5 no answer (row 4 first), 2 no problem (row 8 first), 1 prompt too long (row 11 first)"
     assert f"a.jsonl: 3 problems; left out: {left_out}; the fi" in capsys.readouterr().out
-    with refused(r"no usable row; left out: {'no problem': 1}; --problem-column .*\['text', 'answer'\]"):
+    with refused(r"no usable row; left out: 1 no problem \(row 1 first\); --problem-column .*\['text', 'answer'\]"):
         load(write(tmp_path / "a.jsonl", {"text": "1", "answer": "2"}), tokenizer)
 
 
@@ -113,7 +113,7 @@ def test_an_answer_is_the_first_that_a_row_has(tokenizer, tmp_path, capsys):
     ]
     source = write(tmp_path / "a.jsonl", *rows)
     assert [(p.text, p.answer) for p in load(source, tokenizer)] == [("1?", "1"), ("2?", "2")]
-    assert "left out: {'no answer': 2}" in capsys.readouterr().out
+    assert "left out: 2 no answer (row 3 first)" in capsys.readouterr().out
     source = write(
         tmp_path / "a.jsonl",
         {"problem": "1?", "own": "1", "answer": "5"},
@@ -129,6 +129,27 @@ def test_a_parquet_is_read_as_it_is_now(tokenizer, tmp_path):
         os.utime(tmp_path / "a.parquet", (1, 1))
         [problem] = load(tmp_path / "a.parquet", tokenizer)
         assert problem.answer == answer
+
+
+REFERENCES = {  # what a row has, and what a response needs
+    '["-1", "1"]': "-1, 1",
+    "['0.5', '1/2']": "0.5, 1/2",
+    r'["\frac{1}{2}"]': r"\frac{1}{2}",
+    r'["\\sqrt{3}"]': r"\sqrt{3}",
+    '["10:30"]': "10:30",
+    '["proof"]': "",
+    "[1,2)": "[1,2)",
+    "10...": "",
+    "3.14…": "",
+    "1, 2, ...": "1, 2, ...",
+    "Not found": "",
+    float("-inf"): r"-\infty",
+}
+
+
+def test_references_as_data_sets_write_them():
+    assert {text: bare(text) for text in REFERENCES} == REFERENCES
+    assert bare([[1, 2], [3, float("inf")]]) == r"(1, 2), (3, \infty)"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -152,7 +173,7 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
     source = write(tmp_path / "a.jsonl", *({"problem": text, "answer": "1"} for text in ("1?", "1?<|endoftext|>\n2!")))
     (kept,) = common.load_problems(source, chat, common.Args(template="chat"), "--dataset")
     assert kept.text == "1?" and chat.decode(kept.prompt_ids) == "user: 1?<|endoftext|>"
-    assert "1 problems; left out: {'spells" in capsys.readouterr().out
+    assert "1 problems; left out: 1 spells" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import re
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import faults
 import pytest
-from conftest import TOY, Run, flags_of, torchrun
+from conftest import ROOT, TOY, Run, flags_of, torchrun
 from hub import Hub
 from jobs import free_port
 
@@ -80,3 +81,27 @@ def test_an_id_is_fetched_once_or_refused_by_its_flag(tmp_path, monkeypatch):
     fetched = {path: count for path, count in hub.asked.items() if path.startswith("GET") and "/resolve/" in path}
     assert {Path(path).name for path in fetched} > {"model.safetensors", "train.jsonl"}
     assert {*fetched.values()} == {1}
+
+
+@pytest.mark.slow
+def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(tmp_path, monkeypatch):
+    """Model and all sets; then a run finds them, although the hub is gone."""
+    hub = Hub(tmp_path)
+    shutil.copytree(TOY / "model", tmp_path / "models" / "acme" / "toy")
+    for name in ("train", "held-out"):
+        letters = tmp_path / "datasets" / "acme" / name
+        letters.mkdir(parents=True)
+        shutil.copy(TOY / "harder.jsonl", letters / "train.jsonl")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.setenv("HF_HOME", f"{tmp_path}/home")
+    flags = ["--model=acme/toy", "--template=plain", "--dataset=acme/train", "--max-response-tokens=64"]
+    flags += ["--eval=acme/held-out", "--max-prompt-tokens=64"]
+    run_sh = [ROOT / "run.sh", "fetch", "grpo-0.5b"]
+    fetched = subprocess.run([*run_sh, *flags], capture_output=True, text=True, check=True).stdout
+    assert fetched.count("problems; left out: none") == 2
+    hub.shutdown()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    again = subprocess.run([*run_sh, *flags], capture_output=True, text=True, check=True).stdout
+    assert again.splitlines()[-2:] == fetched.splitlines()[-2:]
+    unknown = subprocess.run([*run_sh, *flags, "--dataset=acme/other"], capture_output=True, text=True)
+    assert unknown.returncode and "--dataset acme/other: " in unknown.stderr.splitlines()[-2]

@@ -132,7 +132,7 @@ def test_a_rows_turns_are_asked_whole(chat, tmp_path):
         "[user]3+3?[assistant]"
     )
     assert chat.decode(common.prompt_of([last], "chat-boxed", chat)).startswith("[user]3+3?\nPlease reason")
-    with refused("row 1: --template plain is for rows of one turn"):
+    with refused("row 1: --template plain is no chat: one turn"):
         load(file, chat)
     with refused("row 1: the last turn is not the user's"):
         load(write(tmp_path / "a.jsonl", {"prompt": example, "answer": "2"}), chat)
@@ -146,6 +146,19 @@ def test_options_of_a_chat_format_are_passed_on(chat, tmp_path):
         args = common.Args(template="chat", chat_template_kwargs=options)
         (problem,) = common.load_problems(file, chat, args, "--dataset")
         assert chat.decode(problem.prompt_ids).endswith(end)
+    for template, name, said in (("plain", "enable_thinking", "is no chat"), ("chat", "enable_think", "it has no en")):
+        args = common.Args(template=template, chat_template_kwargs=json.dumps({name: True}))
+        with refused(f"row 1: --.*{said}"):
+            common.load_problems(file, chat, args, "--dataset")
+
+
+def test_a_turn_ends_where_the_chat_format_ends_it(tmp_path, chat):
+    """In a token that is neither the end of a text nor of ChatML, as Gemma's; what is no special token ends nothing."""
+    end = chat.eos_token_id
+    chat.chat_template = TURNS.replace("{% endfor", "[/turn]{% endfor")
+    assert common.stop_tokens(chat) == {end}
+    chat.add_special_tokens({"additional_special_tokens": ["[/turn]"]})
+    assert common.stop_tokens(chat) == {end, chat.convert_tokens_to_ids("[/turn]")}
 
 
 def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
@@ -159,7 +172,9 @@ def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
 def test_a_solution_without_a_box_is_no_answer(tokenizer, tmp_path, capsys):
     """Unless its column is named: a worked solution is a text that no response repeats."""
     file = write(tmp_path / "a.jsonl", *({"problem": f"{n}?", "solution": n} for n in range(2)))
-    with refused("no usable row; left out: {'no answer': 2}; --problem-column and --answer-column name one of"):
+    with refused(
+        r"no usable row; left out: 2 no answer \(row 1 first\); --problem-column and --answer-column name one of"
+    ):
         load(file, tokenizer)
     data = common.load_problems(file, tokenizer, common.Args(template="plain", answer_column="solution"), "--dataset")
     assert [problem.answer for problem in data] == ["0", "1"]

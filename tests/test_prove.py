@@ -24,6 +24,11 @@ BROKEN = {  # what is replaced, by what, and the lines that fail with a word of 
         "loss_of(logp.roll(1), micro",
         {"log-probs": "off by one"},
     ),
+    "a ratio that is not detached": (
+        "torch.minimum(free_T, clipped_T)",
+        "ratio_T * advantage_T * logp_T",
+        {"REINFORCE": "not detached"},
+    ),
 }
 
 
@@ -56,6 +61,29 @@ def test_a_fault_is_named(update, fault, tmp_path):
         assert any(line in check and word in look for check, look in found.items()), found
 
 
+@pytest.mark.slow
+def test_an_entropy_bonus_and_stop_tokens_that_are_left_out(update, tmp_path):
+    """Both are legal: the one is an input with a gradient of its own, the other is told."""
+    edits = {
+        "def policy_loss(logp_T, ": "def policy_loss(logp_T, entropy_T, ",
+        "def loss_of(logp_T, ": "def loss_of(logp_T, entropy_T, ",
+        "return policy_loss(logp_T, ": "return policy_loss(logp_T, entropy_T, ",
+        "loss = (weight_T *": "loss = -0.01 * (weight_T * entropy_T).sum() + (weight_T *",
+        "loss_of(logp, micro": "loss_of(logp, entropy, micro",
+        "loss_of(logp_T)": "loss_of(logp_T, entropy_T)",
+        "    def loss_of": "    weight_T[batch.length_R.cumsum(0) - 1] = 0\n\n    def loss_of",
+    }
+    text = (ROOT / "sps.py").read_text()
+    for old, new in edits.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    (tmp_path / "with_bonus.py").write_text(text)
+    table = update(3, str(tmp_path / "with_bonus.py"), "tasks/toy/model", table=True)
+    assert all(holds for _, holds, *_ in table), table
+    [figure] = [figure for check, _, figure, _ in table if "weight 0" in check]
+    assert figure == "32, and 32 of them end a response, as a stop token does"
+
+
 RAISES = {  # what is replaced, in a script, by what, and what the error says
     "no continue": ("gpg.py", "            continue  #", "            pass  #", "must `continue`"),
 }
@@ -77,4 +105,4 @@ def test_an_error_ends_the_table(fault, tmp_path):
 @pytest.mark.slow
 def test_the_whole_of_it(tmp_path):
     output = torchrun("tools/prove.py", "gpg.py", ranks=3, OMP_NUM_THREADS="1")
-    assert "FAIL" not in output and output.count("| ok |") == 11
+    assert "FAIL" not in output and output.count("| ok |") == 12

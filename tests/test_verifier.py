@@ -153,6 +153,25 @@ def test_a_reward_is_tried_on_every_row_with_its_own_answer(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_slow_reward_is_tried_for_half_a_minute(tmp_path, capsys):
+    """On fewer rows, after a line that says so; one that takes more than a minute to load is named."""
+    own = tmp_path / "mine.py"
+    own.write_text(f"""
+import time
+def f(completion, row):
+    time.sleep(1.2)
+    open({str(tmp_path / "calls")!r}, "a").write("x")
+    return 1.0
+""")
+    make_verifier(1, f"{own}:f", 5, [[PROBLEM] * 40])
+    assert (tmp_path / "calls").read_text() == 32 * "x"
+    assert f"--reward {own}:f is tried on 1000 rows of each set, for half a minute at most" in capsys.readouterr().out
+    own.write_text("import time; time.sleep(70)")
+    with refused(f"^--reward {own}:f: takes over a minute to load, or ends"):
+        make_verifier(1, f"{own}:f", 5, [[PROBLEM]])
+
+
+@pytest.mark.slow
 def test_a_process_that_hangs_ends_with_a_killed_run(own, tmp_path):
     """It hangs in C code."""
     pid = tmp_path / "pid"

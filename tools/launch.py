@@ -1,11 +1,13 @@
 """Start a script with a rank for each GPU, or with CPU processes that share the cores.
 
 tools/launch.py NAME [FLAGS]          an experiment of tools/experiments.py, once there is what it needs
+tools/launch.py fetch NAME [FLAGS]    only what it needs: model and data sets go into the hub's cache
 tools/launch.py SCRIPT.py [FLAGS]
 
 A first Ctrl-C or SIGTERM lets a run end with a checkpoint after the step that it is in; a second one ends it at once.
 """
 
+import importlib
 import logging
 import os
 import re
@@ -19,6 +21,7 @@ import experiments
 import torch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from transformers import AutoTokenizer
 
 
 def stop(number, _):
@@ -59,15 +62,31 @@ def launch(script, flags):
         sys.exit(f"run.sh: rank {rank} ended with exit code {failure.exitcode}")
 
 
-def start(name, given):
-    """Make or fetch what an experiment's flags name and the repository lacks, and launch it."""
-    script, *flags = experiments.command_of(name, given)
+def prepare(flags):
+    """Make or fetch what flags name and the repository lacks."""
     text = " ".join(flags).replace("=", " ")
     for path, command in experiments.NEEDS.items():
         if f" {path}" in text:
             done = subprocess.run([experiments.ROOT / "run.sh", command])
             if done.returncode:
                 sys.exit(done.returncode)
+
+
+def fetch(name, given):
+    """Fetch an experiment's model and data sets, and read the problems, as a run does."""
+    script, *flags = experiments.command_of(name, given)
+    prepare(flags)
+    sys.path[:0] = [str(Path(script).parent), str(experiments.ROOT)]
+    import common
+
+    args = common.parse(importlib.import_module(Path(script).stem).Args, __doc__, flags)
+    common.load_data(args, AutoTokenizer.from_pretrained(common.model_folder(args)))
+
+
+def start(name, given):
+    """Launch an experiment, once there is what it needs."""
+    script, *flags = experiments.command_of(name, given)
+    prepare(flags)
     if "--help" in flags:
         print(f"{name} sets: {shlex.join(flags)}\nThe defaults below are those of the script alone.\n", flush=True)
     if os.environ.get("SCRIPT"):
@@ -81,7 +100,9 @@ def start(name, given):
 if __name__ == "__main__":
     word, *given = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a traceback of ours would say nothing
-    if word.endswith(".py"):
+    if word == "fetch":
+        fetch(given[0], given[1:])
+    elif word.endswith(".py"):
         launch(word, given)
     else:
         start(word, given)

@@ -113,6 +113,7 @@ def step(world, module, settings, learn, zero_advantage=(2,), change=list):
         step=5,
         per_token={},
         inputs={},
+        live=set(),
         gradient={},
         steps=0,
         calls=[],
@@ -124,11 +125,13 @@ def step(world, module, settings, learn, zero_advantage=(2,), change=list):
 
     def note_call(logp_T, *others, **named):
         loss, per_token = policy_loss(logp_T, *others, **named)
+        arguments = inspect.signature(policy_loss).bind(logp_T, *others, **named).arguments
+        made.live |= {name for name, x in arguments.items() if getattr(x, "requires_grad", False)}
         if logp_T.requires_grad:
             common.need(loss.requires_grad, "the loss has no gradient: log-prob or ratio is detached in policy_loss")
             made.calls.append((made.logp_T, logp_T.detach(), loss.item()))
         else:  # of the whole step
-            made.inputs = inspect.signature(policy_loss).bind(logp_T, *others, **named).arguments
+            made.inputs = arguments
         return loss, per_token
 
     def note_step(*_):
@@ -199,10 +202,21 @@ def examine(made, policy_loss):
     plain = reinforce(made, inputs)
     mine, others = (torch.cat([each[name].flatten() for name in plain]) for each in (made.gradient, plain))
     cosine = torch.cosine_similarity(mine, others, 0).item()
-    yield "3 gradient beside REINFORCE's", cosine > 0, f"cosine {cosine:.3f}", "the loss has the wrong sign"
-
-    names = [name for name in inputs if name.endswith("_T") and name != "logp_T"]
     before_T = slope(policy_loss, inputs)
+    shifted = {name: x + 1 for name, x in inputs.items() if name.endswith("logp_T")}  # ratios stay as they are
+    detached = torch.allclose(slope(policy_loss, inputs | shifted), before_T)
+    look = (
+        "the loss has the wrong sign" if detached else "what multiplies the log-prob, such as a ratio, is not detached"
+    )
+    yield "3 gradient beside REINFORCE's", cosine > 0, f"cosine {cosine:.3f}", look
+
+    idle_T = (before_T == 0) & (made.per_token.get("trained_T", torch.ones_like(before_T)) > 0)
+    last = idle_T[made.batch.length_R.cumsum(0) - 1].sum()
+    figure = f"{idle_T.sum()}, and {last} of them end a response, as a stop token does"
+    yield "4 trained tokens of weight 0", True, figure, ""
+
+    # What brings a gradient of its own, as an entropy does, need not change that of the log-probs.
+    names = [name for name in inputs if name.endswith("_T") and name not in made.live]
     idle = []
     for name in names:
         x = inputs[name]
