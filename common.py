@@ -15,7 +15,6 @@ import json
 import math
 import os
 import random
-import re
 import shlex
 import shutil
 import time
@@ -41,9 +40,10 @@ from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, BatchFeature
 
 from lib import rows, vision
+from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_own_file
 from lib.grading import BY_ANSWER, VERDICTS, begin, grade
 from lib.run import FIRST, ROOT, World, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
 
@@ -51,27 +51,6 @@ from lib.run import FIRST, ROOT, World, init_world, naming, need, parse, report 
 from lib.run import Record, give_name, manifest_of, resume, save_checkpoint, seed_of  # noqa: F401
 
 # ---------------------------- arguments
-PROMPTS = {  # A text is a whole prompt, a dict the turns of a chat.
-    "plain": "{problem}\n",
-    "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
-        "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
-        "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
-    ),
-    "chat": {"user": "{problem}"},
-    "chat-boxed": {"user": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."},
-    "qwen-boxed": (  # GPG's B.4, for the 7B model
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
-        "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
-    ),
-    "open-rs": {  # CW-GRPO's Fig. 4 and GPG's released R1 recipe; GPG's B.4 lacks box and English
-        "system": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
-        "The assistant first thinks about the reasoning process in the mind and then provides the user with the "
-        "answer, and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within "
-        "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
-        "<answer> answer here </answer>. Note that respond by English, NOT use other languages.",
-        "user": "{problem}",
-    },
-}
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
 
@@ -134,11 +113,6 @@ def longest_sequence(args):
     """Return how many tokens a prompt and its response may have."""
     most = args.max_prompt_tokens + args.max_response_tokens
     return min(most, args.max_total_tokens or most)
-
-
-def prompt_format(template):
-    """Return a template's prompt, or its turns: one of PROMPTS, or the text of a file."""
-    return PROMPTS.get(template) or Path(template).read_text(encoding="utf-8-sig")
 
 
 def validate(args):
@@ -249,47 +223,6 @@ def load_problems(source, tokenizer, args, flag):
             f"{problems[0].answer!r}"
         )
     return problems
-
-
-@cache  # Several sets share a tokenizer.
-def use_own_file(tokenizer):
-    """Let a tokenizer do what its tokenizer.json says, which transformers 5 replaces for some kinds of models."""
-    if Path(tokenizer.name_or_path, "tokenizer.json").exists():
-        tokenizer._tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.name_or_path)._tokenizer
-
-
-def stop_tokens(tokenizer):
-    """Return the tokens that end a response: a chat's end may be in the vocabulary only, or in the chat template."""
-    ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "An answer."}]
-        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("An answer.")[2]
-        first = tokenizer.encode(after.strip(), add_special_tokens=False)[:1]
-        ends |= tokenizer.added_tokens_decoder.keys() & first
-    return ends - {None}
-
-
-def prompt_of(turns, template, tokenizer, options="{}"):
-    """Return the prompt's ids; `options` is JSON for a chat template. Turns that it has no place for are refused."""
-    form = prompt_format(template)
-    *before, last = turns
-    problem = last["content"]
-    need(last["role"] == "user", "the last turn is not the user's")
-    options = json.loads(options)
-    if isinstance(form, str):
-        need(not before and not options, f"--template {template} is no chat: one turn, no --chat-template-kwargs")
-        text = form.replace("{problem}", problem)
-        return tokenizer.encode(text, add_special_tokens=not text.startswith(tokenizer.bos_token or "\0"))
-    if "system" in form and turns[0]["role"] != "system":
-        before.insert(0, {"role": "system", "content": form["system"]})
-    asked = {"role": "user", "content": form["user"].replace("{problem}", problem)}
-    for name in options:
-        need(re.search(rf"\b{name}\b", tokenizer.get_chat_template()), f"--chat-template-kwargs: it has no {name}")
-    options |= {"tokenize": False, "add_generation_prompt": True}
-    text = tokenizer.apply_chat_template([*before, asked], **options)
-    shown = all(turn["content"].strip() in text for turn in [*before, asked])
-    need(shown, "the tokenizer's chat template does not show every turn")
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def problems_from(problems, args, position):

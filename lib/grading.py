@@ -14,7 +14,6 @@ from multiprocessing import forkserver, set_start_method
 from resource import RLIMIT_DATA, setrlimit
 from signal import ITIMER_PROF, alarm, setitimer
 from traceback import format_exc
-from types import FunctionType
 from unicodedata import normalize
 
 from sympy import Eq, Rel, count_ops, nan, sympify
@@ -233,8 +232,7 @@ def reward_function(reward):
     sys.path.append(os.path.dirname(path))  # Last, so that nothing there is imported instead of ours.
     found = runpy.run_path(path)
     if name not in found:
-        functions = [name for name, value in found.items() if isinstance(value, FunctionType)]
-        raise ImportError(f"{path}:FUNCTION is needed, it has {', '.join(functions) or 'none'}")
+        raise ImportError(f"{path} has no {name}: --reward FILE.py:FUNCTION")
     return found[name]
 
 

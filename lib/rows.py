@@ -3,9 +3,9 @@
 import json
 import re
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import datasets
+from pyarrow.parquet import ParquetFile
 
 from lib.grading import last_boxed
 
@@ -30,6 +30,12 @@ def read_json(path):
     return json.loads(text)
 
 
+def rows_of(batches):
+    """Yield the rows of Arrow's batches, as Python values."""
+    for batch in batches:
+        yield from batch.to_pylist()
+
+
 def read_table(source):
     """Return an iterable of a source's rows, as Python values. Raises ValueError for a split that is not there, and for
     none where there are several."""
@@ -37,9 +43,8 @@ def read_table(source):
     if source.endswith((".json", ".jsonl")):
         return read_json(source)
     if source.endswith(".parquet"):
-        with TemporaryDirectory() as cache:  # The usual one knows a file by its time stamp, which may be old.
-            table = datasets.Dataset.from_parquet(source, cache_dir=cache, keep_in_memory=True)
-    elif Path(path).is_dir():
+        return rows_of(ParquetFile(source).iter_batches(1000))  # `datasets` knows a file by its time stamp.
+    if Path(path).is_dir():
         table = datasets.load_from_disk(path)
         if split and isinstance(table, datasets.Dataset):
             raise ValueError("it has no splits")
@@ -52,8 +57,7 @@ def read_table(source):
         if split not in table:
             raise ValueError(f"name one of its splits: {list(table)}")
         table = table[split]
-    batches = table.with_format("arrow").iter(1000)  # Not decoded: that might fetch what a row names.
-    return (row for batch in batches for row in batch.to_pylist())
+    return rows_of(table.with_format("arrow").iter(1000))  # Not decoded: that might fetch what a row names.
 
 
 def first_of(row, column, *others):

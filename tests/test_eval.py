@@ -101,3 +101,6 @@ def test_on_the_embedded_model(engine, tmp_path):
     [unboxed] = ask(tmp_path / "own.jsonl", "--reward", "math_verify")
     assert boxed["response_length"] == unboxed["response_length"]
     assert 0 < sum(boxed["right"]) <= sum(unboxed["right"]) < 4 * 30
+    (tmp_path / "half.py").write_text("def score(completion, row): return 0.5")
+    [half] = ask(tmp_path / "own.jsonl", "--reward", f"{tmp_path}/half.py:score")
+    assert (half["figures"]["pass@1"], half["figures"]["mean reward"]) == (0, 0.5)

@@ -189,13 +189,17 @@ def test_checkpoints_of_the_clock_take_no_place(run, monkeypatch):
 def test_a_tracked_run_goes_on_under_its_id(run, monkeypatch, tmp_path):
     """With a stand-in for wandb: a resumed run draws on in the same curves, another run in its own."""
     asked = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **how: asked.append(how)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=dict, init=lambda **how: asked.append(how)))
     for folder in (tmp_path, tmp_path, tmp_path / "other"):
         go_on(run, track="toys", run_dir=str(folder))
     first, again, other = asked
     assert first == again and first["id"] != other["id"]
     assert (first["project"], first["name"], first["resume"]) == ("toys", tmp_path.name, "allow")
     assert first["config"]["seed"] == 1 and first["sync_tensorboard"]
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=Path("no key").unlink))
+    with refused("^--track, which WANDB_MODE=offline .*no key"):
+        go_on(run, track="toys", run_dir=str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
 
 
 def evaluate(run, *averages: float) -> bytes:

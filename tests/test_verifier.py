@@ -128,7 +128,7 @@ def test_a_mistake_in_a_reward_ends_the_run(own, tmp_path):
     "mine, error",
     [
         (None, "No such file"),
-        ("def g(completion, row): pass\nimport math", ".py:FUNCTION is needed, it has g"),
+        ("def g(completion, row): pass\nimport math", "mine.py has no f: --reward FILE.py:FUNCTION"),
         ("def f(completion, row): return row['grade']", "KeyError: 'grade'"),
         ("def f(completion, row): return float('nan')", "nan is not a finite number"),
     ],

@@ -10,7 +10,8 @@
 
 Other flags are those of the scripts and of `Protocol`, and count instead of the protocol's: --template, --reward,
 --eval-samples, --eval-temperature, --max-response-tokens, --chat-template-kwargs, --compute-dtype, --seed and so on.
-Every figure is in percent, and log-probs are in nats. docs/evaluation.md names the sources.
+Every figure is in percent, but for log-probs, in nats, and the mean of a reward that is not only 0 and 1.
+docs/evaluation.md names the sources.
 """
 
 import json
@@ -163,6 +164,8 @@ def evaluate(label, problems, protocol, verifier, sampler):
             figures[f"{name} ±"] = math.sqrt(percent * (100 - percent) / (len(problems) - 1))
     if not protocol.ks:
         figures["mIoU"] = 100 * score_PN.mean().item()
+    elif not score_PN.isin(torch.tensor([0, 1])).all():
+        figures["mean reward"] = score_PN.mean().item()  # as it is, not in percent
     if n > 1:
         figures["similarity"] = similarity(groups)
     if protocol.greedy_logp:
