@@ -499,14 +499,14 @@ def drawn_metrics(groups):
     """Return metrics of everything drawn, trained on or not; docs/metrics.md explains each."""
     batch = Batch(groups)
     reward_PG = batch.reward_PG.numpy()
-    correct_PG = np.stack([group.correct_G for group in groups])
+    right_PG = np.stack([group.correct_G for group in groups]) >= 1
     verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
     metrics = {
         "reward": reward_PG.mean(),
-        "accuracy": (correct_PG >= 1).mean(),
+        "accuracy": right_PG.mean(),
         "reward_group_std": reward_PG.std(1).mean(),
-        "all_right_share": (correct_PG >= 1).all(1).mean(),
-        "all_wrong_share": (correct_PG < 1).all(1).mean(),
+        "all_right_share": right_PG.all(1).mean(),
+        "all_wrong_share": (~right_PG).all(1).mean(),
         "prompts_drawn": len(groups),
         "responses_drawn": len(batch.rollout_R),
         "response_length": batch.length_R.numpy().mean(),

@@ -109,7 +109,7 @@ WORDS = (
     r"|[A-Z ,()]{2,}|.*[:?].*|[\d ()+]*\d-\d[\d-]*|\d+/\d+/\d+"
 )
 # B, (B), B. 12, (B) 12, B: text
-CHOICE = r"(?:\(?([A-Ja-j])(?:\)|[.:] |$)(?!\W*(?:and|or|is|not|[A-J]\)|[A-J]$)))?[.: ]*(.*)"
+CHOICE = r"(?:\(?([A-Ja-j])(?:\)|[.:] |$)(?!\W*(?:and|or|is|not|,|[A-J]$)|.*[A-J]\)))?[.: ]*(.*)"
 
 
 def letter_of(text):
@@ -175,11 +175,12 @@ def equal(answer, gold, problem):
     if answer == gold:
         return True
     (letter, value), (chosen, rest) = letter_of(gold), letter_of(answer)
-    if letter and chosen:
-        same_letter = letter.upper() == chosen.upper()
-        return same_letter and (not value or not rest or equal(rest, value, problem))
+    if letter and chosen and letter.upper() != chosen.upper():
+        return False
+    if letter and chosen and not (value and rest):
+        return True
     if letter and value:
-        return equal(answer, value, problem)
+        answer, gold = rest, value
     if re.fullmatch(WORDS, gold):
         digits = "base" in problem and gold.partition("?")[0]  # 52 for 52_8 where the question names the base
         marks = r"[\s(){}]|(?<!\d)[.,]|[.,](?!\d)|\b0+(?=\d)"
@@ -191,7 +192,7 @@ def equal(answer, gold, problem):
         return False  # the question is no answer: x^8-256 for its factors
     if "=" not in answer or "=" not in gold:
         answer, gold = (re.sub(NAME, "", text) for text in (answer, gold))
-    first, *others = gold.split(",")
+    first, *others = gold.replace(", ", ",").split(",")
     if others and all(way != first and same(read(way), read(first)) for way in others):
         gold = first  # ways to say one answer: 0.5, 1/2
     if answer.count(",") != gold.count(",") and not re.search(r"[<>]|\\[lgn]e", answer + gold):

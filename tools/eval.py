@@ -164,7 +164,7 @@ def evaluate(label, problems, protocol, verifier, sampler):
             figures[f"{name} ±"] = math.sqrt(percent * (100 - percent) / (len(problems) - 1))
     if not protocol.ks:
         figures["mIoU"] = 100 * score_PN.mean().item()
-    elif not score_PN.isin(torch.tensor([0, 1])).all():
+    elif not torch.isin(score_PN, torch.tensor([0, 1])).all():
         figures["mean reward"] = score_PN.mean().item()  # as it is, not in percent
     if n > 1:
         figures["similarity"] = similarity(groups)
