@@ -39,14 +39,14 @@ install() {
   echo "setting up $venv (once, some minutes)"; bare_python -m venv $venv
   if [ $MACHINE = gpu ] ||
     ! "$python" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then index=; fi
-  "$python" -m pip install ${index:+--extra-index-url $index} -r requirements-$MACHINE.txt
+  "$python" -m pip install ${index:+--extra-index-url $index} -r requirements-$MACHINE.lock
   for package in torchvision torchaudio torchcodec; do  # builds for another torch break transformers
     "$python" -c "import $package" 2>/dev/null || "$python" -m pip uninstall -qqy $package; done
 }
 
 setup() {
   if [ -n "$wrong" ]; then echo "run.sh: $wrong; CPU=1 ./run.sh ... leaves GPUs unused" >&2; exit 1; fi
-  once "$venv/ready-$(cksum <"$root/requirements-$MACHINE.txt" | cut -d' ' -f1)" install
+  once "$venv/ready-$(cksum <"$root/requirements-$MACHINE.lock" | cut -d' ' -f1)" install
   if [[ $MACHINE = gpu && $driver-$word != none-setup ]]; then "$python" -c "import torch; torch.cuda.init()"; fi
 }
 

