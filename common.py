@@ -45,7 +45,7 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature
 from lib import rows, vision
 from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_own_file
 from lib.grading import BY_ANSWER, VERDICTS, begin, grade
-from lib.run import FIRST, ROOT, World, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
+from lib.run import FIRST, ROOT, Progress, World, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
 
 # isort: split
 from lib.run import Record, give_name, manifest_of, resume, save_checkpoint, seed_of  # noqa: F401
@@ -339,7 +339,9 @@ class Sampler:
             )
             for key, g in mine
         ]
-        outputs = self.llm.generate([prompts[key].for_sampler() for key, _ in mine], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [prompts[key].for_sampler() for key, _ in mine], params, use_tqdm=FIRST and Progress
+        )
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
             only = output.outputs[0]
@@ -463,7 +465,8 @@ class Verifier:
         world = self.world
         mine = cases[world.rank :: world.size]
         graded = []
-        for future in [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]:
+        futures = [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]
+        for future in Progress(futures, "graded"):
             end = future.exception(600)
             need(not isinstance(end, RuntimeError), f"--reward {self.reward}: takes over a minute to load, or ends")
             if end:
@@ -876,7 +879,7 @@ def set_lr(optimizer, args, step):
 def passes(policy, micro_batches):
     """Yield an update's micro-batches. Where there are several nodes, only the last backward pass, which a loop must
     reach, adds up the gradients of all; until then each node has its own sum."""
-    for number, responses in enumerate(micro_batches, 1):
+    for number, responses in enumerate(Progress(micro_batches, "update, passes"), 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield responses
 
@@ -903,7 +906,7 @@ def logprobs(policy, batch, micro_batches_by_update, record, phase):
         home = next(policy.parameters()).device  # A reference model waits in the host's memory.
         shards = {parameter: parameter.detach() for parameter in policy.parameters()}
         policy.to(world.device)
-        for responses in chain(*micro_batches_by_update):
+        for responses in Progress([*chain(*micro_batches_by_update)], f"{phase}, passes"):
             micro = batch.pack(responses, world.device)
             both_2T[:, micro.entry_T] = torch.stack(policy(micro)).detach()
         # FSDP2 leaves its root gathered after a forward pass, so the next would compute with weights from before the

@@ -43,7 +43,10 @@ def last_boxed(text):
 
 
 # Words behind a number that are no unit: 618 million, 618 tenths (but 618 months is), and before one: at least 618.
-CHANGES = r"\w*illion|thousand|hundred|dozen|not|is|at|below|or|plus|minus|\w+ed|hal\w+|(?!mon)\w*ths?"
+CHANGES = (
+    r"\w*illion|thousand|hundred|dozen|not|is|at|below|or|plus|minus|\w+ed|hal\w+|(?!mon)\w*ths?"
+    r"|[ap]m|[AP]M|BC|AD|\w+uary|March|April|May|June|July|August|\w+ber"
+)
 
 
 def exact(number):
@@ -53,15 +56,16 @@ def exact(number):
 
 # Signs of Unicode, each with what LaTeX has for it.
 UNICODE = (
-    "–- −- ∶: º° ×\\times ·\\cdot ⋅\\cdot ÷\\div ±\\pm ≈\\approx ≠\\ne ≤\\le ≥\\ge ∞\\infty ∈\\in ∩\\cap ∪\\cup "
-    "∅\\emptyset ℝ\\mathbb{R} ℤ\\mathbb{Z} ℕ\\mathbb{N} ℚ\\mathbb{Q} ℂ\\mathbb{C}"
+    "–- —- ‐- −- ∶: ⁄/ 、, 。. ×\\times ·\\cdot ⋅\\cdot ÷\\div ±\\pm ≈\\approx ≠\\ne ≤\\le ⩽\\le ≥\\ge ⩾\\ge ∞\\infty "
+    "∈\\in ∩\\cap ∪\\cup ∅\\emptyset ℝ\\mathbb{R} ℤ\\mathbb{Z} ℕ\\mathbb{N} ℚ\\mathbb{Q} ℂ\\mathbb{C}"
 )
-SIGNS = {each[0]: f"{each[1:]} " for each in UNICODE.split()}
+SIGNS = {each[0]: f"{each[1:]} " if each[2:] else each[1:] for each in UNICODE.split()}
 
 
 def plain(sign):
     """Return a sign of Unicode as LaTeX or ASCII has it: \\times for ×, 5 for ５, é for e with an accent behind it."""
-    return SIGNS.get(sign[0]) or normalize("NFKC", sign[0])
+    alike = SIGNS.get(sign[0]) or normalize("NFKC", sign[0])
+    return re.sub(r"(\d+)⁄(\d+)", r"\\frac{\1}{\2}", SIGNS.get(alike, alike))
 
 
 # Rewritings, each with an example, that bring answers of one meaning to one spelling, where math_verify's own
@@ -71,50 +75,54 @@ def plain(sign):
 SPELLINGS = (
     (r"[⁰-ⁿ²³¹]+", r"^{\g<0>}"),  # x²
     (r"[₀-₎]+", r"_{\g<0>}"),
-    (r"[¼-¾⅐-⅞]", r" \g<0>"),
     (r".[\u0300-\u036f]|[^\x00-\x7f]", plain),
-    (r"(√|(?<![a-zA-Z\\])sqrt) ?(\([^()]*\)|\{\w+\}|\d+|\w)", r"\\sqrt{\2}"),
+    (r"(√|(?<![a-zA-Z\\])sqrt) ?(\([^()]*\)|\{\w+\}|\d+(\.\d+)?|\w)", r"\\sqrt{\2}"),
     (r"(?<![^\W\d_])(?<!\\)(pi|sin|cos|tan|ln|log)(?![a-z ])", r"\\\1 "),  # 2*pi
     (r"(?<=\d)(,\\!|\{,\})\s?(?=\d{3})", ""),  # 10,\!080
     (r"\\l?dots|\.{2,}|'|(?<=[\d}])_", "?"),  # 7\ldots and 52_8 are no numbers: ? keeps them from being read as such
     (r"\\(bf|rm|it|left|right|\w+style|[bB]igg?[lr]?)(?![a-z])", ""),  # {\bf 5}, \left(1,2\right)
-    (r"(\\?%|\^? ?\{?\\circ ?\}?|°)(?!\d)", ""),  # 5\%, 90^\circ
+    (r"(\\?%|\^? ?(\{ ?\\circ ?\}|\\circ)|°)(?!\d)", ""),  # 5\%, 90^\circ
     (r"((?<!\\)\\(q?quad(?![a-z])|[,;:!> ()\[\]$])|[~\s$€£\u200b\ufeff])+", " "),  # 5\,\text{cm}, \(5\), \$5
     (
         r"\\(text|operator|math(?!bb)|bm|bold|under|[a-z]*box|color)[a-z]* ?"
         r"(\{\w+\} ?(?=\{))?(\{([^{}]*)\})?",
         r"~\4~",
     ),  # \mathrm{cm}, \textcolor{red}{5}
+    (r"^[~ ]*\(?([A-J])\)[~ ]*(?=\w|\\|\$|-)", r"\1: "),  # (B) 12
     (
-        rf"(?<=[\d}})i]) *(~|(?<= )(?=[a-zA-Z]{{2}})|(?=[぀-힣]))(?!\W*\^)(?!.*\b({CHANGES})\b)"
+        rf"(?<=[\d}})i]) *(~|(?<= )(?=[a-zA-Z]{{2}})|(?=[぀-힣])(?![十百千万萬億亿兆만억천半分点倍或不]))"
+        rf"(?!\W*\^)(?!.*\b({CHANGES})\b)"
         r"([^\d,=+]|\^\{?-?\d)+(?=,|$)",
         "",
     ),  # 5 cm^2, 5个: any word or text behind a value is a unit
     (r"~", " "),
     (r"^ *(=|\\approx)|[\s.,:;\\]+$", ""),  # = 5.
-    (r"(?<![\d.])(\d+) (\d+)[/⁄](\d+)", r"\1\\frac{\2}{\3}"),  # 11 5/6
-    (r"⁄", "/"),
+    (r"(?<![\d.])(\d+) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # 11 5/6
     (r"^ *\{(([^{}]|\{[^{}]*\})*)\}$", r"\1"),  # {5}
     (r"(?<![^,{])(?! *\\\{)([^,]*)\\pm([^,]*?)(?=,|\\\}|$)", r"\1+\2,\1-\2"),  # \{1\pm\sqrt5,-2\}
     (r" ?\\(times|cdot) ?10\^\{?(-?\d{1,3})\}?", r"e\2"),  # 3\times10^5
     (r"(?<=\d),(?=\d{3}([,.]\d+)*$)", ""),  # 58,500
     (r"(?=\.?\d)\d*+(\.\d*+(e[-+]?\d{1,3})?|e[-+]?\d{1,3})", exact),  # 0.5, 3e5
     (r" ?([-+=<>*/]) ?", r"\1"),  # x + 1
+    (r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1"),  # \in \mathbb{Z}
 )
 # x=5, f(x)=5, m+n=5, (x,y)=(1,2), x \in [1,2], but neither 2x=6 nor not=5
 NAME = r"(?<![^ ,])[a-zA-Z(](?!ot)([a-zA-Z{}(), ]|\+(?=[a-z])|_\{?\w++)*+(=|\\in(?![a-z]))"
 # even, no, Köln; A, C; 3:1, 52_8; 3-1, 2024-01-05; 5/1/2024
 WORDS = (
-    r"(?=.*([^\W\d_]{3}|[^\W\d_a-zA-ZͰ-Ͽ]))[\w .,()-]*|[a-w]{2}"
-    r"|[A-Z ,()]{2,}|.*[:?].*|[\d ()+]*\d-\d[\d-]*|\d+/\d+/\d+"
+    r"(?=.*([^\W\d_]{3}|[^\W\d_a-zA-ZͰ-Ͽ]))[\w .,()-]*|(?i:no|on|up|ja|si|da)"
+    r"|[A-Z ,()]{2,}|.*[:?].*|[\d ()+]*\d-\d[\d()-]*|\d+/\d+/\d+"
 )
-# B, (B), B. 12, (B) 12, B: text
-CHOICE = r"(?:\(?([A-Ja-j])(?:\)|[.:] |$)(?!\W*(?:and|or|is|not|,|[A-J]$)|.*[A-J]\)))?[.: ]*(.*)"
+HEDGE = r"\W*(?:and|or|is wrong|is not)\b|,|.*\b[A-J][:.)]"
 
 
-def letter_of(text):
-    """Return letter and value of a choice, B and 12 of (B) 12; each may be empty."""
-    return re.fullmatch(CHOICE, text, re.DOTALL).groups("")
+def choice(text, marks):
+    """Return letter and value of a choice to which one of these marks leads, B and 12 of B: 12, or B and nothing of
+    (B); of what is no choice, or of several, nothing and the text."""
+    found = re.fullmatch(rf"\(?([A-Ja-j])\)?|([A-J])[{marks}] (?!{HEDGE})(.+)", text, re.DOTALL)
+    if not found:
+        return "", text
+    return (found[1] or found[2]).upper(), found[3] or ""
 
 
 def lowest(text):
@@ -159,8 +167,8 @@ def same(answer, gold):
     """Say whether two trees are equal."""
     from math_verify import verify
 
-    if gold.is_Rational:
-        return answer == gold  # as written: 1/2 for 0.5, but not 5-8 for -3
+    if answer == gold or gold.is_Rational:
+        return answer == gold is not nan  # as written: 1/2 for 0.5, but not 5-8 for -3
     if shape(answer) != shape(gold):
         return False  # 3=2x+1 for 2x+1, x=x for 0.56=56\%
     if count_ops(gold) < count_ops(answer) > count_ops(answer.doit()):
@@ -174,27 +182,27 @@ def equal(answer, gold, problem):
     """Say whether two spelled answers to a problem are equal: as text if they have to be, else as trees."""
     if answer == gold:
         return True
-    (letter, value), (chosen, rest) = letter_of(gold), letter_of(answer)
-    if letter and chosen and letter.upper() != chosen.upper():
-        return False
-    if letter and chosen and not (value and rest):
-        return True
+    letter, value = choice(gold, ":")
+    chosen, rest = choice(answer, ":.")
+    if letter and chosen and (letter != chosen or not (value and rest)):
+        return letter == chosen
     if letter and value:
-        answer, gold = rest, value
+        return equal(rest, value, problem)
     if re.fullmatch(WORDS, gold):
-        digits = "base" in problem and gold.partition("?")[0]  # 52 for 52_8 where the question names the base
+        digits = "base" in problem.split() and gold.partition("?")[0]  # 52 for 52_8 where the question names the base
         marks = r"[\s(){}]|(?<!\d)[.,]|[.,](?!\d)|\b0+(?=\d)"
         answer, gold = (re.sub(marks, "", text).casefold() for text in (answer, gold))
         return answer in (gold, digits)
     if not lowest(answer) and not lowest(gold):
         return False  # 6/12 for 12/24
-    if answer in spell(problem) and answer not in gold:
-        return False  # the question is no answer: x^8-256 for its factors
+    if "," not in answer and "=" not in gold:
+        first, *others = gold.replace(", ", ",").split(",")
+        ways = all(way != first and same(read(way), read(first)) for way in others)
+        gold = first if ways else gold  # 0.5, 1/2 is one answer
     if "=" not in answer or "=" not in gold:
         answer, gold = (re.sub(NAME, "", text) for text in (answer, gold))
-    first, *others = gold.replace(", ", ",").split(",")
-    if others and all(way != first and same(read(way), read(first)) for way in others):
-        gold = first  # ways to say one answer: 0.5, 1/2
+    if answer in spell(problem) and answer not in gold:
+        return False  # the question is no answer: x^8-256 for its factors
     if answer.count(",") != gold.count(",") and not re.search(r"[<>]|\\[lgn]e", answer + gold):
         return False  # fewer or more values: -2 for -2,-2
     return same(read(answer), read(gold))

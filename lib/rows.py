@@ -2,6 +2,8 @@
 
 import json
 import re
+from ast import literal_eval
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
@@ -12,8 +14,8 @@ from lib.grading import last_boxed
 KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split"
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "messages")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "reward_model")
-# What says that there is none, as 143,300 rows of NuminaMath-1.5 do, or gives no value: 3.14...
-NO_ANSWER = r"(?i)proof|not ?found|n/a|nan|[^,]*\d *(\.{2,}|…|\\l?dots)"
+NO_ANSWERS = ("proof", "notfound", "na", "n/a", "nan")  # So 143,300 rows of NuminaMath-1.5 say that they have none.
+ENDLESS = r"[^,]*\d *(\.{2,}|…|\\l?dots)\W*"  # 3.14... gives no value
 DAPO_BEGINS = (  # DAPO-Math-17k puts these around each problem.
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
@@ -100,7 +102,7 @@ def bare(value):
         value = value.get("ground_truth", value)  # The column `reward_model` has the answer inside.
     if isinstance(value, list):
         parts = [f"({bare(part)})" if isinstance(part, list) else bare(part) for part in value]
-        value = ", ".join(parts)
+        value = ", ".join(filter(None, parts))
     if isinstance(value, dict | bytes):
         raise ValueError(f"no answer: {value}")
     if value is None or value != value:  # pandas writes NaN for None.
@@ -109,10 +111,10 @@ def bare(value):
     boxed = last_boxed(text)
     if boxed is not None:
         text = boxed.strip()
-    quoted = re.fullmatch(r"""\[\s*["'](.*)["']\s*\]""", text, re.DOTALL)
-    if quoted:
-        unescaped = re.sub(r"\\\\(?=[a-zA-Z{}%$])", r"\\", quoted[1])
-        return bare(re.split(r"""["']\s*,\s*["']""", unescaped))
-    if text in ("inf", "-inf"):
-        text = text.replace("inf", "\\infty")  # JSON's Infinity
-    return "" if re.fullmatch(NO_ANSWER, text) else text
+    if re.match(r"""\[\s*["']""", text):
+        with suppress(SyntaxError, ValueError):  # It is no list. A single backslash is LaTeX's, not an escape.
+            return bare(literal_eval(re.sub(r"(?<!\\)\\(?![\\\"']|u\d)", r"\\\\", text)))
+    if text.lower().lstrip("+-") in ("inf", "infinity"):
+        return "-\\infty" if text[0] == "-" else "\\infty"
+    squeezed = re.sub(r"\\text|[^\w/]", "", text).lower()
+    return "" if squeezed in NO_ANSWERS or re.fullmatch(ENDLESS, text) else text

@@ -20,7 +20,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
-from signal import SIG_DFL, SIG_IGN, SIGINT, SIGKILL, SIGTERM, SIGUSR1, signal
+from signal import SIG_DFL, SIG_IGN, SIGINT, SIGKILL, SIGUSR1, signal
 
 import datasets
 import numpy as np
@@ -30,6 +30,7 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 FIRST = os.environ.get("RANK", "0") == "0"  # torchrun sets it; there is no World yet.
@@ -76,6 +77,20 @@ def report(kind, error, trace):
     if not FIRST:
         time.sleep(30)  # as in `parse`
     print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr)
+
+
+class Progress(tqdm):
+    """A bar of what takes ten seconds and more, on the first rank. On a terminal it goes when it is done, elsewhere it
+    is a line each half minute."""
+
+    def __init__(self, *args, **how):
+        line = {"bar_format": "{desc}: {n_fmt} of {total_fmt}, {remaining} left\n", "mininterval": 30}
+        super().__init__(*args, **how, **({} if sys.stderr.isatty() else line), leave=False, disable=not FIRST)
+
+    def display(self, *args, **how):
+        """Show it, unless it is new."""
+        if self.format_dict["elapsed"] > 10:
+            super().display(*args, **how)
 
 
 # -------------------------- processes
@@ -243,17 +258,9 @@ class Record:
         self.say(f"run folder {self.folder}; next the engine starts")
 
     def answer_signals(self):
-        """Let Ctrl-C and SIGTERM end the run with a line, and SIGUSR1, with which SLURM warns, with a checkpoint."""
-        # Rank 0 has something to say; on the others a Python function would only wait for what runs in CUDA.
-        end = SIG_DFL if self.world.rank else self.interrupt
-        signal(SIGINT, end)
-        signal(SIGTERM, end)
+        """Let Ctrl-C end a rank without a traceback, and SIGUSR1, which run.sh and SLURM send, with a checkpoint."""
+        signal(SIGINT, SIG_DFL)
         signal(SIGUSR1, self.ask_to_stop)
-
-    def interrupt(self, number, _):
-        """End at Ctrl-C or a SIGTERM, and say from where --resume goes on."""
-        self.say(f"stopped; --run-dir {self.quoted} --resume goes on from the last checkpoint, or begins again")
-        os._exit(128 + number)
 
     def ask_to_stop(self, *_):
         """Leave a file `stop`, at which the run ends after the step, with a checkpoint."""

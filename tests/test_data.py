@@ -142,14 +142,16 @@ REFERENCES = {  # what a row has, and what a response needs
     "10...": "",
     "3.14…": "",
     "1, 2, ...": "1, 2, ...",
-    "Not found": "",
+    "Not found.": "",
+    r'["\u221a2"]': "√2",
+    "-Infinity": r"-\infty",
     float("-inf"): r"-\infty",
 }
 
 
 def test_references_as_data_sets_write_them():
     assert {text: bare(text) for text in REFERENCES} == REFERENCES
-    assert bare([[1, 2], [3, float("inf")]]) == r"(1, 2), (3, \infty)"
+    assert bare([[1, 2], None, [3, float("inf")]]) == r"(1, 2), (3, \infty)"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
