@@ -53,6 +53,7 @@ from lib.run import Record, give_name, manifest_of, resume, save_checkpoint, see
 # ---------------------------- arguments
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
+Temperature = confloat(ge=0.01)  # vLLM samples at no lower one.
 
 
 @pydantic.dataclasses.dataclass
@@ -83,7 +84,7 @@ class Args:
     reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of sampler and trainer; weights, logits, sums over micro-batches are float32. auto (ours): bfloat16 on GPUs."""
-    temperature: confloat(ge=0.01) = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
+    temperature: Temperature = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
     lr_floor: Share = 1.0  # Then it falls to this share of --lr. 1: constant.
     lr_schedule: Literal["cosine", "linear"] = "cosine"  # How it falls.

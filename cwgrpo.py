@@ -30,7 +30,7 @@ import math
 from typing import Literal
 
 import torch
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from transformers import AutoTokenizer
 
@@ -60,7 +60,7 @@ class Args(common.Args):
     """A response is cut at this length and scores as it stands (Table 5)."""
     max_total_tokens: NonNegativeInt = 4096
     """A prompt and its response together have at most this many tokens (released code). 0: no such bound."""
-    temperature: PositiveFloat = 0.7
+    temperature: common.Temperature = 0.7
     """Divides the logits in the sampler and in the trainer alike (Table 5). The released code's log-probs ignore it,
     which shifts c, Table 1 and the entropy of Fig. 1."""
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (Table 5).

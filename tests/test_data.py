@@ -1,6 +1,7 @@
 """Reading problems: formats, columns, what is left out, errors that name flag, file and row; flags; order of data."""
 
 import copy
+import importlib
 import json
 import os
 import shutil
@@ -253,3 +254,11 @@ def test_flags_that_cannot_work(plain_python, monkeypatch, settings, message):
     monkeypatch.chdir(ROOT)
     with refused(message):
         cwgrpo.main(cwgrpo.Args(max_response_tokens=4000, **settings))
+
+
+@pytest.mark.parametrize("script", ["sspo", "gpg", "cwgrpo", "sps"])
+def test_a_temperature_is_one_at_which_vllm_samples(script):
+    """It would raise a lower one in silence."""
+    importlib.import_module(script).Args(temperature=0.01)
+    with pytest.raises(ValueError, match="greater than or equal to 0.01"):
+        importlib.import_module(script).Args(temperature=0.009)
