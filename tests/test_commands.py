@@ -189,6 +189,14 @@ def test_baselines_have_the_recipe_of_what_they_are_compared_with():
     assert settings("grpo-rs1").format_reward and settings("gpg-a-rs1").format_reward
 
 
+def test_a_refused_flag_is_the_last_line(tmp_path):
+    """Of two ranks'; and no traceback stands above it."""
+    command = [ROOT / "run.sh", "sspo-toy", "--eval-temperature", "0"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"CPU": "1"}, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.split()) < 50
+    assert done.stderr.strip().splitlines()[-1] == "sspo.py: --eval-samples: at --eval-temperature 0 all are the same"
+
+
 def test_what_is_imported_is_required():
     """And what is required is in the locks, with this version."""
     own = {"lib", "tools", "tasks", "toy"}

@@ -57,8 +57,10 @@ def launch(script, flags):
     try:
         # or torchrun would take these, and SIGHUP, which nohup has ignored
         torch.distributed.run.main(["--signals-to-handle", "SIGQUIT", *words])
-    except ChildFailedError as error:  # the script has said why, unless it was killed
+    except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode == 2:  # what is refused has been said
+            sys.exit(2)
         sys.exit(f"run.sh: rank {rank} ended with exit code {failure.exitcode}")
 
 
