@@ -76,9 +76,7 @@ def report(kind, error, trace):
         return sys.__excepthook__(kind, error, trace)
     if not FIRST:
         time.sleep(30)  # as in `parse`
-    print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(2)  # as for a flag that cannot be parsed: run.sh adds no line
+    print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr)
 
 
 class Progress(tqdm):

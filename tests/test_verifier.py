@@ -115,7 +115,7 @@ def test_a_mistake_in_a_reward_ends_the_run(own, tmp_path):
     main.mkdir()
     (main / "run.py").write_text(RANKS)
     ranks = Jobs(main / "run.py", tmp_path / "home", own, ranks=2)
-    assert ranks.processes[0].wait(120) == 2 and ranks.processes[1].poll() is None, ranks.output.read_text()
+    assert ranks.processes[0].wait(120) == 1 and ranks.processes[1].poll() is None, ranks.output.read_text()
     ranks.processes[1].kill()
     said = ranks.output.read_text()
     for rank in range(2):

@@ -59,8 +59,8 @@ def launch(script, flags):
         torch.distributed.run.main(["--signals-to-handle", "SIGQUIT", *words])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode == 2:  # what is refused has been said
-            sys.exit(2)
+        if failure.exitcode in (1, 2):  # the script has said why
+            sys.exit(failure.exitcode)
         sys.exit(f"run.sh: rank {rank} ended with exit code {failure.exitcode}")
 
 
