@@ -45,7 +45,7 @@ def last_boxed(text):
 # Words behind a number that are no unit: 618 million, 618 tenths (but 618 months is), and before one: at least 618.
 CHANGES = (
     r"\w*illion|thousand|hundred|dozen|not|is|at|below|or|plus|minus|\w+ed|hal\w+|(?!mon)\w*ths?"
-    r"|[ap]m|[AP]M|BC|AD|\w+uary|March|April|May|June|July|August|\w+ber"
+    r"|[AP]M|BC|AD|\w+uary|March|April|May|June|July|August|\w+ber"
 )
 
 
@@ -90,7 +90,7 @@ SPELLINGS = (
     ),  # \mathrm{cm}, \textcolor{red}{5}
     (r"^[~ ]*\(?([A-J])\)[~ ]*(?=\w|\\|\$|-)", r"\1: "),  # (B) 12
     (
-        rf"(?<=[\d}})i]) *(~|(?<= )(?=[a-zA-Z]{{2}})|(?=[぀-힣])(?![十百千万萬億亿兆만억천半分点倍或不]))"
+        rf"(?<=[\d}})i])(?<!:\d\d) *(~|(?<= )(?=[a-zA-Z]{{2}})|(?=[぀-힣])(?![十百千万萬億亿兆만억천半分点倍或不]))"
         rf"(?!\W*\^)(?!.*\b({CHANGES})\b)"
         r"([^\d,=+]|\^\{?-?\d)+(?=,|$)",
         "",
