@@ -19,9 +19,9 @@ from conftest import ROOT
 import common
 
 
-def run_sh(*words: str, folder: Path = ROOT) -> str:
+def run_sh(*words: str, folder: Path = ROOT, **more: str) -> str:
     """Return what run.sh prints from this folder; DRY=1 keeps it from setting up and starting anything."""
-    environment = os.environ | {"DRY": "1", "CPU": "1"}
+    environment = os.environ | {"DRY": "1", "CPU": "1"} | more
     return subprocess.check_output([ROOT / "run.sh", *words], cwd=folder, env=environment, text=True)
 
 
@@ -153,7 +153,9 @@ def test_two_first_uses_at_once_set_up_once(tmp_path):
     (tmp_path / "bin" / "link").symlink_to(tmp_path / "run.sh")
     starts = [subprocess.Popen([tmp_path / name, "setup"], env=environment) for name in ("run.sh", "bin/link")]
     assert [start.wait() for start in starts] == [0, 0]
-    assert (tmp_path / "notes").read_text() == "-m venv .venv-gpu\n-m pip install -r requirements-gpu.txt -c requirements-gpu.lock\n"
+    assert (
+        tmp_path / "notes"
+    ).read_text() == "-m venv .venv-gpu\n-m pip install -r requirements-gpu.txt -c requirements-gpu.lock\n"
 
 
 def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
@@ -162,8 +164,7 @@ def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
     executable(tmp_path / "bin" / "git", 'mkdir -p "$5/datasets/train/math_lvl3to5_8k"; ls data >>clones')
     needs = {"gpg-image-toy": "toy_images.py", "gpg-135m": "smollm.py", "sspo-clip-cov-7b": "cwgrpo.py"}
     for name, file in needs.items():
-        words = ["./run.sh", name, "--help"]
-        done = subprocess.run(words, env=environment, cwd=tmp_path, text=True, capture_output=True)
+        done = subprocess.run(["./run.sh", name], env=environment, cwd=tmp_path, text=True, capture_output=True)
         assert "can't open file" in done.stderr and file in done.stderr
         assert ("torchrun" in done.stdout) == (file == "cwgrpo.py"), "what could not be made ends it"
     assert (tmp_path / "clones").read_text() == "understand-r1-zero\n"
@@ -195,6 +196,21 @@ def test_a_refused_flag_is_the_last_line(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"CPU": "1"}, capture_output=True, text=True)
     assert done.returncode == 1 and len(done.stderr.split()) < 50
     assert done.stderr.strip().splitlines()[-1] == "sspo.py: --eval-samples: at --eval-temperature 0 all are the same"
+
+
+@pytest.mark.parametrize(
+    "script", ["sspo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpg", "cwgrpo", "sps"))]
+)
+def test_help_is_in_groups(script):
+    """It has every flag once, and no path is broken."""
+    help_ = run_sh(f"{script}-toy", "--help", DRY="", COLUMNS="80")
+    args = importlib.import_module(script).Args
+    flags = re.findall(r"^  --([\w-]+)", help_, re.MULTILINE)
+    assert sorted(flags) == sorted(name.replace("_", "-") for name in args.__dataclass_fields__)
+    assert f"{args().dataset})\n" in help_ and args().model in help_
+    assert help_.index("\noptimiser\n  --lr-warmup") < help_.index("\nmachine\n  --compute-dtype")
+    about = help_[: help_.index("\nmost wanted\n  --model")].splitlines()
+    assert len(about) < 12 and any("torchrun" in line for line in about)
 
 
 def test_what_is_imported_is_required():

@@ -12,9 +12,11 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import experiments
@@ -22,6 +24,19 @@ import torch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import AutoTokenizer
+
+GROUPS = {  # of the flags of --help
+    "most wanted": """model dataset template steps prompts-per-step group-size max-prompt-tokens max-response-tokens lr
+        reward eval""",
+    "the paper's own": "",
+    "data, prompts and rollout": """subset problem-column answer-column image-column max-pixels chat-template-kwargs
+        temperature max-total-tokens reward-seconds seed""",
+    "optimiser": "lr-warmup lr-floor lr-schedule weight-decay adam-betas max-grad-norm tis-cap",
+    "evaluation": "eval-every eval-samples eval-temperature keep-best",
+    "run": "run-dir resume checkpoint-every checkpoint-minutes checkpoints-kept track",
+    "machine": """compute-dtype micro-batch-tokens activation-checkpointing tensor-parallel max-num-seqs
+        gpu-memory-utilization""",
+}
 
 
 def stop(number, _):
@@ -39,11 +54,38 @@ def stop(number, _):
         os.kill(os.getpid(), number)
 
 
+def show_help(script):
+    """Print what a script is, how it is started, and its flags in groups, no word of them broken."""
+    wide = os.environ | {"COLUMNS": "2000"}
+    told = subprocess.run([sys.executable, script, "--help"], env=wide, stdout=subprocess.PIPE, text=True)
+    about, _, options = told.stdout.partition("╭")
+    for line in about.splitlines()[2:]:
+        if re.match(r"\S+: |  +(\./run|torchrun)", line):
+            print(line)
+    group_of = {flag: group for group, flags in GROUPS.items() for flag in flags.split()}
+    entries = {group: "" for group in GROUPS}
+    for entry in re.sub("[│╰─╯]", " ", options).split("\n  --")[1:]:
+        head = re.split("  |\n", entry)[0]
+        flag = re.match(r"[\w-]+", head)[0]
+        text = textwrap.fill(
+            " ".join(entry.removeprefix(head).split()),
+            shutil.get_terminal_size().columns - 1,
+            initial_indent="      ",
+            subsequent_indent="      ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        entries[group_of.get(flag, "the paper's own")] += f"  --{head}\n{text}\n"
+    for group, text in entries.items():
+        print(f"\n{group}\n{text}", end="")
+    sys.exit(told.returncode)
+
+
 def launch(script, flags):
     """Run torchrun in this process, and exit with its status."""
     ranks = torch.cuda.device_count() or int(os.environ.get("PROCESSES", "2"))
     if "--help" in flags:
-        ranks = 1  # or each would print it
+        ranks = 1  # or each would print it: eval.py, prove.py
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // ranks or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONPATH", str(experiments.ROOT))  # A fork may lie elsewhere.
@@ -88,9 +130,12 @@ def fetch(name, given):
 def start(name, given):
     """Launch an experiment, once there is what it needs."""
     script, *flags = experiments.command_of(name, given)
-    prepare(flags)
     if "--help" in flags:
-        print(f"{name} sets: {shlex.join(flags)}\nThe defaults below are those of the script alone.\n", flush=True)
+        print(
+            f"{name} is {shlex.join([script, *flags])}\nThe defaults below are those of the script alone.\n", flush=True
+        )
+        show_help(script)
+    prepare(flags)
     if os.environ.get("SCRIPT"):
         name = f"{Path(script).stem}-{name}"
     os.environ["EXPERIMENT"] = name  # a run's folder is named after it
