@@ -2,7 +2,8 @@
 
 ./run.sh sweep grpo-toy gpg-toy                             seeds 1, 2 and 3 of each, one run after another
 ./run.sh sweep grpo-toy gpg-toy --seeds 1 2 --steps 30      flags that are not its own go to the scripts
-PROCESSES=1 OMP_NUM_THREADS=1 ./run.sh sweep grpo-toy gpg-toy --jobs 2     two runs at a time, each on a core of its own
+./run.sh sweep grpo-toy gpg-toy --jobs 2                    two runs at a time; each on a core of its own, where
+                                                            PROCESSES=1 OMP_NUM_THREADS=1 stands in front
 ./run.sh sweep grpo-toy mine.py:grpo-toy,--normaliser,token   a fork with a flag of its own beside its baseline
 ./run.sh table runs/sweep/*/grpo-toy-seed* runs/sweep/lr-1e-4/*/grpo-toy-seed*
 
