@@ -17,6 +17,7 @@ import os
 import random
 import shlex
 import shutil
+import sys
 import time
 from collections import ChainMap, Counter, defaultdict, namedtuple
 from contextlib import chdir
@@ -966,10 +967,11 @@ def finish(policy, source, dtype, record):
         return
     folder = record.quoted
     run = shlex.quote(f"{os.path.relpath(ROOT)}/run.sh")
+    tensorboard = shlex.quote(os.path.relpath(Path(sys.executable).with_name("tensorboard")))
     save_model(policy, record.folder / "model", source, dtype, record.world)
     record.say(
         f"written to {folder}: model, checkpoints, samples, metrics.jsonl. To look at it:\n"
-        f"  {run} plot {folder}\n  {run} plot {folder} --figure tokens\n  tensorboard --logdir {folder}"
+        f"  {run} plot {folder}\n  {run} plot {folder} --figure tokens\n  {tensorboard} --logdir {folder}"
     )
 
 

@@ -272,7 +272,7 @@ def grade(reward, completion, *graded_by):
         return score, "graded"
     except (MemoryError, SystemExit):
         os._exit(1)  # the next completion gets a new process
-    except ImportError as error:  # The function is not there, or something that the reward needs.
+    except (ImportError, FileNotFoundError) as error:  # File or function are not there, or what the reward needs.
         return None, str(error)
     except Exception:
         return None, format_exc()

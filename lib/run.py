@@ -72,10 +72,10 @@ def parse(kind, description, words=None):
 
 def report(kind, error, trace):
     """Say in one line what is refused, and show the traceback of everything else."""
+    if not FIRST:
+        time.sleep(10)  # as in `parse`; or it fails because the first one has ended
     if not isinstance(error, Refused):
         return sys.__excepthook__(kind, error, trace)
-    if not FIRST:
-        time.sleep(30)  # as in `parse`
     print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr)
 
 
@@ -439,7 +439,7 @@ def resume(policy, optimizer, record):
     checkpoints = record.world.decide(checkpoints_of(record.folder / "checkpoints"))
     figures = record.folder / "metrics.jsonl"
     if not checkpoints:
-        record.say("the run has no checkpoint: it starts over")
+        record.say("there is no checkpoint: the run begins")
         with suppress(FileNotFoundError):  # Another rank may have put it aside.
             figures.rename(figures.with_suffix(".before.jsonl"))
         return 0, 0

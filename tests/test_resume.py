@@ -101,7 +101,7 @@ def test_a_kill_while_the_first_checkpoint_is_written(engine, cwgrpo_run, tmp_pa
     checkpoints = folder / "checkpoints"
     shutil.rmtree(checkpoints / "step-00004")
     (checkpoints / "step-00002").rename(checkpoints / "step-00002.partial")
-    assert "it starts over" in engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
+    assert "the run begins" in engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
     assert differences(folder, cwgrpo_run.folder) == []
 
 

@@ -92,7 +92,7 @@ def launch(script, flags):
     # a run that is stopped ends at once, and leaves its semaphores
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"
     words = ["--nproc-per-node", str(ranks), script, *flags]
-    print(shlex.join(["torchrun", *words]), flush=True)
+    print(shlex.join([os.path.relpath(Path(sys.executable).with_name("torchrun")), *words]), flush=True)
     logging.disable(logging.ERROR)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, stop)
@@ -113,7 +113,7 @@ def prepare(flags):
         if f" {path}" in text:
             done = subprocess.run([experiments.ROOT / "run.sh", command])
             if done.returncode:
-                sys.exit(done.returncode)
+                sys.exit(f"run.sh: {path} is missing, and ./run.sh {command} has failed: it may need a network")
 
 
 def fetch(name, given):
