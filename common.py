@@ -341,9 +341,8 @@ class Sampler:
             )
             for key, g in mine
         ]
-        outputs = self.llm.generate(
-            [prompts[key].for_sampler() for key, _ in mine], params, use_tqdm=FIRST and Progress
-        )
+        asked = [prompts[key].for_sampler() for key, _ in mine]
+        outputs = self.llm.generate(asked, params, use_tqdm=FIRST and Progress)
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
             only = output.outputs[0]

@@ -7,7 +7,7 @@
 # ./run.sh test|prove|eval|plot|why|sweep|table|claims [ARGS]    --help explains each
 # CPU=1: without GPUs, in PROCESSES=2. GPU=1: as if GPUs were seen. DRY=1: print the command. SCRIPT=mine.py: a fork.
 set -euo pipefail
-root=$(dirname "$(readlink -f "$0")") venv=.venv wrong=
+root=$(dirname "$(readlink -f "$0")") venv=.venv wrong= verb=
 export MACHINE=cpu  # for tools/experiments.py
 if [[ ${1:-} = @(test|prove) ]]; then CPU=1; fi  # exact in float32
 driver=$(nvidia-smi --id=0 --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=none
@@ -50,12 +50,12 @@ setup() {
   if [[ $MACHINE = gpu && $driver-$word != none-setup ]]; then "$python" -c "import torch; torch.cuda.init()"; fi
 }
 
-start() {  # EXPERIMENT FLAGS...: one that there is not ends this before the set-up
+start() {  # EXPERIMENT FLAGS...: one that there is not ends this before the set-up; $verb may be fetch
   local command
   command=$(bare_python "$tools/experiments.py" "$@")
   if [ -n "${DRY:-}" ]; then echo "$command"; exit; fi
   setup
-  exec "$python" "$tools/launch.py" "$@"
+  exec "$python" "$tools/launch.py" ${verb:-} "$@"
 }
 
 word=${1:-default}; shift $(($# > 0))
@@ -76,6 +76,6 @@ case $word in
   default) run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S)
     (start sspo-toy --run-dir "$run"); if [ -n "${DRY:-}" ]; then exit; fi
     "$python" "$tools/plot.py" "$run"; "$python" "$tools/plot.py" "$run" --figure=tokens ;;
-  fetch) bare_python "$tools/experiments.py" "$@" >/dev/null; setup; exec "$python" "$tools/launch.py" fetch "$@" ;;
+  fetch) verb=fetch start "$@" ;;
   *) start "$word" "$@" ;;
 esac

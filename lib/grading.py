@@ -54,7 +54,7 @@ def exact(number):
     return f"({Fraction(number[0])})"
 
 
-# Signs of Unicode, each with what LaTeX has for it.
+# Signs of Unicode, each with what LaTeX has for it; behind a command comes a blank.
 UNICODE = (
     "–- —- ‐- −- ∶: ⁄/ 、, 。. ×\\times ·\\cdot ⋅\\cdot ÷\\div ±\\pm ≈\\approx ≠\\ne ≤\\le ⩽\\le ≥\\ge ⩾\\ge ∞\\infty "
     "∈\\in ∩\\cap ∪\\cup ∅\\emptyset ℝ\\mathbb{R} ℤ\\mathbb{Z} ℕ\\mathbb{N} ℚ\\mathbb{Q} ℂ\\mathbb{C}"
@@ -113,6 +113,7 @@ WORDS = (
     r"(?=.*([^\W\d_]{3}|[^\W\d_a-zA-ZͰ-Ͽ]))[\w .,()-]*|(?i:no|on|up|ja|si|da)"
     r"|[A-Z ,()]{2,}|.*[:?].*|[\d ()+]*\d-\d[\d()-]*|\d+/\d+/\d+"
 )
+# What may not stand behind a choice's letter: another choice, or that it is wrong.
 HEDGE = r"\W*(?:and|or|is wrong|is not)\b|,|.*\b[A-J][:.)]"
 
 
@@ -131,6 +132,7 @@ def lowest(text):
     return not terms or math.gcd(*map(int, terms.groups())) == 1
 
 
+@lru_cache(1000)  # A group has one problem and one reference, and answers come again.
 def spell(text):
     """Return an answer in one spelling of its LaTeX, without its unit."""
     from latex2sympy2_extended import NormalizationConfig
@@ -141,7 +143,7 @@ def spell(text):
     return normalize_latex(text, NormalizationConfig(malformed_operators=True, boxed="none"))
 
 
-@lru_cache(1000)  # A group has one reference, and answers come again.
+@lru_cache(1000)
 def read(text):
     """Return the tree that math_verify reads in a spelled answer, with nothing computed: 2+2 stays a sum. What it
     cannot read is nan, which equals nothing."""

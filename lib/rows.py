@@ -26,8 +26,8 @@ DAPO_ENDS = '\n\nRemember to put your answer on its own line after "Answer:".'
 def read_json(path):
     """Return a file's rows as they stand there, where `datasets` would give all rows the same keys and kinds: one list,
     or a row on each line. An error names its line."""
-    text = Path(path).read_text(encoding="utf-8-sig").strip()
-    if not text.startswith("["):
+    text = Path(path).read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("["):
         text = "[" + re.sub(r"\}(\s*\n\s*)\{", r"},\1{", text) + "]"
     return json.loads(text)
 

@@ -57,13 +57,13 @@ def naming(where):
         raise Refused(f"{where}: {error}") from error
 
 
-def parse(kind, description, words=None):
-    """Return the command line, or these words, as a `kind`, or end with what is wrong with it, said by the first rank.
-    From here on what is refused is said in a line."""
+def parse(kind, description):
+    """Return the command line as a `kind`, or end with what is wrong with it, said by the first rank. From here on what
+    is refused is said in a line."""
     sys.excepthook = report
     try:
         with redirect_stderr(sys.stderr if FIRST else io.StringIO()):
-            return tyro.cli(kind, description=description, args=words)
+            return tyro.cli(kind, description=description)
     except SystemExit as end:
         if end.code and not FIRST:
             time.sleep(30)  # torchrun ends all ranks when one ends, and the first rank has something to say.
@@ -84,8 +84,9 @@ class Progress(tqdm):
     is a line each half minute."""
 
     def __init__(self, *args, **how):
-        line = {"bar_format": "{desc}: {n_fmt} of {total_fmt}, {remaining} left\n", "mininterval": 30}
-        super().__init__(*args, **how, **({} if sys.stderr.isatty() else line), leave=False, disable=not FIRST)
+        if not sys.stderr.isatty():
+            how |= {"bar_format": "{desc}: {n_fmt} of {total_fmt}, {remaining} left\n", "mininterval": 30}
+        super().__init__(*args, **how, leave=False, disable=not FIRST)
 
     def display(self, *args, **how):
         """Show it, unless it is new."""
@@ -258,7 +259,7 @@ class Record:
         self.say(f"run folder {self.folder}; next the engine starts")
 
     def answer_signals(self):
-        """Let Ctrl-C end a rank without a traceback, and SIGUSR1, which run.sh and SLURM send, with a checkpoint."""
+        """Let Ctrl-C end a rank without a traceback, and SIGUSR1, which run.sh sends, the run with a checkpoint."""
         signal(SIGINT, SIG_DFL)
         signal(SIGUSR1, self.ask_to_stop)
 

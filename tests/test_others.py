@@ -152,7 +152,7 @@ def test_options_of_a_chat_format_are_passed_on(chat, tmp_path):
             common.load_problems(file, chat, args, "--dataset")
 
 
-def test_a_turn_ends_where_the_chat_format_ends_it(tmp_path, chat):
+def test_a_turn_ends_where_the_chat_format_ends_it(chat):
     """In a token that is neither the end of a text nor of ChatML, as Gemma's; what is no special token ends nothing."""
     end = chat.eos_token_id
     chat.chat_template = TURNS.replace("{% endfor", "[/turn]{% endfor")

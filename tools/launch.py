@@ -23,7 +23,6 @@ import experiments
 import torch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from transformers import AutoTokenizer
 
 GROUPS = {  # of the flags of --help
     "most wanted": """model dataset template steps prompts-per-step group-size max-prompt-tokens max-response-tokens lr
@@ -120,10 +119,13 @@ def fetch(name, given):
     """Fetch an experiment's model and data sets, and read the problems, as a run does."""
     script, *flags = experiments.command_of(name, given)
     prepare(flags)
+    sys.argv = [script, *flags]
     sys.path[:0] = [str(Path(script).parent), str(experiments.ROOT)]
-    import common
+    from transformers import AutoTokenizer
 
-    args = common.parse(importlib.import_module(Path(script).stem).Args, __doc__, flags)
+    import common  # These take seconds to load, and no other word needs them.
+
+    args = common.parse(importlib.import_module(Path(script).stem).Args, __doc__)
     common.load_data(args, AutoTokenizer.from_pretrained(common.model_folder(args)))
 
 

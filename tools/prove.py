@@ -205,9 +205,9 @@ def examine(made, policy_loss):
     before_T = slope(policy_loss, inputs)
     shifted = {name: x + 1 for name, x in inputs.items() if name.endswith("logp_T")}  # ratios stay as they are
     detached = torch.allclose(slope(policy_loss, inputs | shifted), before_T)
-    look = (
-        "the loss has the wrong sign" if detached else "what multiplies the log-prob, such as a ratio, is not detached"
-    )
+    look = "the loss has the wrong sign"
+    if not detached:
+        look = "what multiplies the log-prob, such as a ratio, is not detached"
     yield "3 gradient beside REINFORCE's", cosine > 0, f"cosine {cosine:.3f}", look
 
     idle_T = (before_T == 0) & (made.per_token.get("trained_T", torch.ones_like(before_T)) > 0)
