@@ -47,7 +47,7 @@ def main(args: Args) -> None:
     policy = common.load_policy(model, args, world)
     record = common.Record(args, world)
     record.gap_checked = True  # weights are stale on purpose
-    found = {}
+    found = {"bases of the policy": [base.__module__ for base in type(policy.model).__mro__]}
 
     def sampled(stream, n=3, temperature=args.temperature, settings=args, scored=3):
         prompts = {(stream, p): problem for p, problem in enumerate(problems)}
