@@ -176,7 +176,7 @@ def load_problems(source, tokenizer, args, flag):
     row = {}
     with naming(f"{flag} {source}: cannot be read as one of {rows.KINDS}; ./run.sh data: sspo.py's"):
         table = rows.read_table(source)
-    for number, row in enumerate(table, 1):
+    for number, row in enumerate(Progress(table, f"{flag} {source}, rows"), 1):
         origin = f"{flag} {source}, row {number}"
         with naming(origin):
             for column in filter(None, (args.problem_column, args.answer_column, args.image_column)):
@@ -297,25 +297,26 @@ class Sampler:
             """vLLM changes the class that is registered here in place, which is why the policy's is another."""
 
         transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
-        self.llm = LLM(
-            model=str(folder),
-            dtype=self.dtype,
-            max_model_len=longest_sequence(args),
-            max_num_seqs=args.max_num_seqs,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            tensor_parallel_size=args.tensor_parallel,
-            distributed_executor_backend="external_launcher",
-            enable_sleep_mode=cuda,
-            enforce_eager=not cuda,
-            enable_chunked_prefill=cuda,  # On a CPU vLLM 0.32 cannot rewind a seed after it.
-            load_format="dummy",
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # A model's own may have a top-p or a penalty.
-            # On a CPU vLLM 0.32 does not reload a tied head; the policy, too, computes logits in float32.
-            hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
-            skip_tokenizer_init=not sees,
-            **(vision.engine_settings(args, cuda) if sees else {}),
-        )
+        with Progress(total=1, desc="the engine starts"):
+            self.llm = LLM(
+                model=str(folder),
+                dtype=self.dtype,
+                max_model_len=longest_sequence(args),
+                max_num_seqs=args.max_num_seqs,
+                gpu_memory_utilization=args.gpu_memory_utilization,
+                tensor_parallel_size=args.tensor_parallel,
+                distributed_executor_backend="external_launcher",
+                enable_sleep_mode=cuda,
+                enforce_eager=not cuda,
+                enable_chunked_prefill=cuda,  # On a CPU vLLM 0.32 cannot rewind a seed after it.
+                load_format="dummy",
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # A model's own may have a top-p or a penalty.
+                # On a CPU vLLM 0.32 does not reload a tied head; the policy, too, computes logits in float32.
+                hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
+                skip_tokenizer_init=not sees,
+                **(vision.engine_settings(args, cuda) if sees else {}),
+            )
         self.sleep()
 
     def sample(self, prompts, n, temperature, args, top_p=1.0, scored=1):
@@ -849,9 +850,10 @@ def load_policy(folder, args, world):
     for parameter in policy.parameters():
         parameter._is_hf_initialized = True
     policy.apply(lm._init_weights)  # This makes the buffers, which no checkpoint has.
-    weights = read_weights(folder) if world.rank == 0 else {}
-    options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    sharded.set_model_state_dict(policy, weights, options=options)
+    with Progress(total=1, desc=f"{folder} is read"):
+        weights = read_weights(folder) if world.rank == 0 else {}
+        options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        sharded.set_model_state_dict(policy, weights, options=options)
     return policy
 
 
@@ -955,7 +957,8 @@ def save_model(policy, folder, source, dtype, world):
         ends.update(np.atleast_1d(generation["eos_token_id"]).tolist())
         generation["eos_token_id"] = sorted(ends - {None})
         file.write_text(json.dumps(generation, indent=2))
-        save_torch_state_dict(weights, partial)
+        with Progress(total=1, desc=f"{folder} is written"):
+            save_torch_state_dict(weights, partial)
         give_name(partial, folder)
     dist.barrier()
 

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from signal import SIG_DFL, SIG_IGN, SIGINT, SIGKILL, SIGUSR1, signal
+from threading import Event, Thread
 
 import datasets
 import numpy as np
@@ -80,18 +81,36 @@ def report(kind, error, trace):
 
 
 class Progress(tqdm):
-    """A bar of what takes ten seconds and more, on the first rank. On a terminal it goes when it is done, elsewhere it
-    is a line each half minute."""
+    """A bar of what takes ten seconds and more, on the first rank. On a terminal it goes when it is done; elsewhere it
+    is a line each half minute, even while nothing moves, so that nothing is silent for longer. For what is done in one
+    go write `with Progress(total=1, desc="what it is"):`."""
 
     def __init__(self, *args, **how):
-        if not sys.stderr.isatty():
-            how |= {"bar_format": "{desc}: {n_fmt} of {total_fmt}, {remaining} left\n", "mininterval": 30}
+        self.ended = Event()
+        self.on_terminal = sys.stderr.isatty()
+        if not self.on_terminal:
+            how["file"] = io.StringIO()
+            how["bar_format"] = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} left"
         super().__init__(*args, **how, leave=False, disable=not FIRST)
+        Thread(target=self.keep_showing, daemon=True).start()
+
+    def keep_showing(self):
+        """Show it each half minute."""
+        while FIRST and not self.ended.wait(30):
+            if self.on_terminal:
+                self.refresh()
+            else:
+                print(self, file=sys.stderr)
 
     def display(self, *args, **how):
         """Show it, unless it is new."""
         if self.format_dict["elapsed"] > 10:
             super().display(*args, **how)
+
+    def close(self):
+        """End it."""
+        self.ended.set()
+        super().close()
 
 
 # -------------------------- processes
@@ -412,7 +431,8 @@ def save_checkpoint(policy, optimizer, step, position, record):
     writer = dcp.HuggingFaceStorageWriter(partial, save_distributed=True)
     # By default a GPU's tensors go through pinned buffers, and the host keeps them.
     writer.per_thread_copy_ahead = 0
-    dcp.save(state, storage_writer=writer)
+    with Progress(total=1, desc="a checkpoint is written"):
+        dcp.save(state, storage_writer=writer)
     if world.rank == 0:  # By now every rank's shards are on the disk.
         manifest = {
             "step": step,
@@ -454,7 +474,8 @@ def resume(policy, optimizer, record):
         # image. The moments there stay as they were made, 0, and so must their count of steps, which was made 1.
         state["step"].zero_()
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
+    with Progress(total=1, desc=f"{newest} is read"):
+        dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
     sharded.set_optimizer_state_dict(policy, optimizer, moments)
     if figures.stat().st_size < manifest["metrics"]:
         record.say(f"{figures} lacks figures of earlier steps")

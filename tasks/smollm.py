@@ -81,7 +81,7 @@ def write_problems(folder):
 # ----------------------------------------------------------------------------------------------------------- the model
 def pip_install(*words):
     """Let pip install packages."""
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *words], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", *words], check=True)
 
 
 def fetch(folder):

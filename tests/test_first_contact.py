@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from conftest import ROOT, TOY, Run, flags_of, torchrun
 from hub import Hub
 from jobs import free_port
+
+from lib import run
 
 
 def figures(run: Run) -> list:
@@ -105,3 +108,17 @@ def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(tmp_pat
     assert again.splitlines()[-2:] == fetched.splitlines()[-2:]
     unknown = subprocess.run([*run_sh, *flags, "--dataset=acme/other"], capture_output=True, text=True)
     assert unknown.returncode and "--dataset acme/other: " in unknown.stderr.splitlines()[-2]
+
+
+def test_a_log_gets_a_line_each_half_minute_even_while_nothing_moves(monkeypatch, capfd):
+    class Soon(threading.Event):
+        def wait(self, seconds):
+            return super().wait(seconds / 300)
+
+    monkeypatch.setattr(run, "Event", Soon)
+    with run.Progress(total=4, desc="graded") as bar:
+        bar.update()
+        time.sleep(0.35)
+    time.sleep(0.2)
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split(" so far")[0] for line in lines] == 3 * ["graded: 1 of 4, 00:00"]

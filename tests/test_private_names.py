@@ -1,4 +1,4 @@
-"""What libraries do not promise and we lean on. A version without it fails here, and not in silence or only on a GPU."""
+"""What libraries do not promise and we lean on. A version without it fails here, not in silence or only on a GPU."""
 
 from multiprocessing import forkserver
 from pathlib import Path

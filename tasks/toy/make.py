@@ -185,7 +185,7 @@ def teach_model(model, batches, steps, peak_lr=3e-3):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0:
+        if step % 50 == 0:
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
 
 
