@@ -43,7 +43,7 @@ class Launch:
 
     def __init__(self, command, log):
         self.mark = f"{MARK}={log.parent.resolve()}"
-        self.log = log
+        self.output = log
         with open(log, "w") as output:
             self.process = subprocess.Popen(
                 [str(word) for word in command],
@@ -52,6 +52,9 @@ class Launch:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+
+    def running(self):
+        return self.process.poll() is None
 
     def processes(self):
         """Return {pid: command line} of what is alive."""
@@ -69,7 +72,7 @@ class Launch:
         """Say whether everything ends by itself in that time."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if self.process.poll() is not None and not self.processes():
+            if not (self.running() or self.processes()):
                 return True
             time.sleep(0.1)
         return False
@@ -154,7 +157,7 @@ def trial(script, run, last):
         how = random.choice(WAYS)
         kill(running, how)
     seconds = 60
-    if how == "SIGKILL of torchrun" and "next the engine starts" not in running.log.read_text():
+    if how == "SIGKILL of torchrun" and "next the engine starts" not in running.output.read_text():
         seconds = 900  # Ranks that have not met look for it; torch tries twice for five minutes and waits between.
     gone = running.gone_within(seconds)
     running.end()

@@ -6,10 +6,10 @@ weights and buffers until they are loaded, as a GPU's memory is lost. It prints 
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import sampler_checks
 import torch
 from transformers import AutoTokenizer
 from triton.backends import backends
@@ -32,7 +32,7 @@ def wake_up(worker, tags: list[str]) -> None:
 
 
 def main(model: str, folder: str) -> None:
-    """Three times wake, load, sample, and sleep; before the third the weights change."""
+    """Do what sampler_checks.py does, asleep between any two samplings."""
     # vLLM asks for a driver of the device before it takes Triton's kernels
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
     from vllm.platforms.cpu import CpuPlatform
@@ -52,34 +52,15 @@ def main(model: str, folder: str) -> None:
     world = common.init_world()
     tokenizer = AutoTokenizer.from_pretrained(model)
     sampler = common.Sampler(model, tokenizer, args, world)
-    sampler.stop = {17, 24}  # the digits 2 and 9, so that of these short responses some stop and some are cut
+    sampler.stop = set(range(0, 263, 9))  # so many that of these short responses some stop and some are cut
     sampler.sleeps = True
     sampler.sleep()
-    policy = common.load_policy(Path(model), args, world)
-    record = common.Record(args, world)
     problems = [common.Problem("", tokenizer.encode("hdx39=?\n" * 3)[: 6 + 3 * n], "0") for n in range(3)]
-    asked = {("a", n): problem for n, problem in enumerate(problems)}
+    policy = common.load_policy(Path(model), args, world)
+    found = sampler_checks.check(args, sampler, policy, problems)
     config = sampler.llm.llm_engine.vllm_config
-    found = {"runner": config.use_v2_model_runner, "ahead": config.scheduler_config.async_scheduling, "rounds": []}
-    for number in range(3):
-        sampler.load(policy)
-        groups = sampler.sample(asked, 4, args.temperature, args, scored=4)
-        sampler.sleep()
-        batch = common.Batch([replace(group, reward_G=torch.zeros(4)) for group in groups])
-        dealt = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
-        logp_T, _ = common.logprobs(policy, batch, [dealt], record, "gap")
-        found["rounds"].append(
-            {
-                "gap": (logp_T - batch.sampler_logp_T).abs().max().item(),
-                "ids": [rollout.ids.tolist() for rollout in batch.rollout_R],
-                "cut": [rollout.truncated for rollout in batch.rollout_R],
-            }
-        )
-        if number == 1:
-            with torch.no_grad():
-                for parameter in policy.parameters():
-                    mine = parameter.to_local()
-                    mine.mul_(1 + 0.3 * torch.randn_like(mine))
+    found["runner"] = config.use_v2_model_runner
+    found["ahead"] = config.scheduler_config.async_scheduling
     found["stop"] = sorted(sampler.stop)
     print(json.dumps(found))
 

@@ -47,17 +47,6 @@ def become(command: list[str], environment: dict[str, str], output: Path) -> Non
         os._exit(1)
 
 
-class Rank(FORKS.Process):
-    """A fork with the methods of subprocess.Popen."""
-
-    def poll(self) -> int | None:
-        return self.exitcode
-
-    def wait(self, timeout: float) -> int | None:
-        self.join(timeout)
-        return self.exitcode
-
-
 class Jobs:
     """The side of the tests: a process for each rank, with what torchrun would tell it."""
 
@@ -78,12 +67,12 @@ class Jobs:
         command = [str(word) for word in (ROOT / "tests" / script, *words, folder)]
         for rank in range(ranks * nodes):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks)}
-            process = Rank(target=become, args=(command, os.environ | shared | own, self.output))
+            process = FORKS.Process(target=become, args=(command, os.environ | shared | own, self.output))
             process.start()
             self.processes.append(process)
 
     def running(self) -> bool:
-        return all(process.poll() is None for process in self.processes)
+        return all(process.is_alive() for process in self.processes)
 
     def start(self, **job) -> Path:
         """Hand in a job; return where its result will be."""
@@ -106,7 +95,7 @@ class Jobs:
     def end(self) -> None:
         (self.folder / "end").touch()
         for process in self.processes:
-            process.wait(60)
+            process.join(60)
             process.kill()  # one that waits for others
 
 

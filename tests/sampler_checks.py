@@ -1,4 +1,5 @@
-"""Check a real vLLM engine in each process against the policy: runs.py does it as a script, and prints the findings."""
+"""Check a real vLLM engine in each process against the policy: runs.py does it as a script, and prints the findings.
+gpu_runner.py does `check` with what vLLM samples with on GPUs."""
 
 import json
 import math
@@ -33,25 +34,19 @@ def of_another_image(group: common.Group, args: Args) -> common.Group:
     return replace(group, problem=replace(group.problem, image=other))
 
 
-def main(args: Args) -> None:
-    """Sample six problems, and two of them again, with weights as loaded, changed, and unloaded."""
-    world = common.init_world()
-    model = Path(args.model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    # long enough to fill a block of the prefix cache (128 tokens on a CPU), which must not outlive the weights
-    problems = [common.Problem("", tokenizer.encode(f"{n}+1=?\n" * 26), "0") for n in range(6)]
-    if args.image_column:
-        problems, _ = common.load_data(args, tokenizer)
-    problems += problems[:2]  # the same prompt twice must not give the same samples
-    sampler = common.Sampler(model, tokenizer, args, world)
-    policy = common.load_policy(model, args, world)
+def check(args: Args, sampler: common.Sampler, policy: common.Policy, problems: list) -> dict:
+    """Sample problems, some of them twice, before and after the weights change; return what is found."""
+    world, tokenizer = sampler.world, sampler.tokenizer
     record = common.Record(args, world)
     record.gap_checked = True  # weights are stale on purpose
     found = {"bases of the policy": [base.__module__ for base in type(policy.model).__mro__]}
 
     def sampled(stream, n=3, temperature=args.temperature, settings=args, scored=3):
         prompts = {(stream, p): problem for p, problem in enumerate(problems)}
-        return sampler.sample(prompts, n, temperature, settings, scored=scored)
+        sampler.load(policy)
+        groups = sampler.sample(prompts, n, temperature, settings, scored=scored)
+        sampler.sleep()  # on a GPU
+        return groups
 
     def gap(groups):
         batch = common.Batch([replace(group, reward_G=torch.zeros(len(group.rollouts))) for group in groups])
@@ -67,7 +62,6 @@ def main(args: Args) -> None:
 
     tokenizer.add_special_tokens({"additional_special_tokens": ["\\boxed"]})  # as some models' think tags are
     change(0.1)  # far from what was taught, so that responses end anywhere
-    sampler.load(policy)
     first = sampled("a")
     if args.image_column:
         others = [of_another_image(group, args) for group in first if group.problem.image]
@@ -76,14 +70,13 @@ def main(args: Args) -> None:
     spoken = "".join(one.text for group in first for one in group.rollouts)
     found["special tokens in texts"] = [spoken.count(word) for word in ("\\boxed", tokenizer.eos_token)]
     found["stops"] = [[one.truncated, int(one.ids[-1]), len(one.ids)] for group in first for one in group.rollouts]
-    found["gap after the first sync"] = gap(first)
+    loaded = gap(first)
     found["repeatable"] = ids(sampled("a")) == found["texts"]
     found["streams differ"] = ids(sampled("b")) != found["texts"]
     change(0.1)
-    found["gap with stale weights"] = gap(sampled("a"))
-    sampler.load(policy)
+    found["gap with stale weights"] = gap(first)
     after = sampled("a")
-    found["gap after a changed sync"] = gap(after)
+    found["gap after a sync"] = max(loaded, gap(after))
     found["samples changed"] = ids(after) != found["texts"]
     one = sampled("a", scored=1)
     found["one of a group"] = [scored_in(one), gap(one), ids(one) == ids(after)]
@@ -92,13 +85,29 @@ def main(args: Args) -> None:
     found["greedy at the sampling temperature"] = gap(greedy)
     policy.temperature = 1.0
     found["greedy at temperature 1"] = gap(greedy)
-    sampler = common.Sampler(model, tokenizer, replace(args, max_total_tokens=160), world)
-    sampler.load(policy)
+    return found
+
+
+def main(args: Args) -> None:
+    """Check an engine, then one with less room, and last what it says of a missing name."""
+    world = common.init_world()
+    model = Path(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    # long enough to fill a block of the prefix cache (128 tokens on a CPU), which must not outlive the weights
+    problems = [common.Problem("", tokenizer.encode(f"{n}+1=?\n" * 26), "0") for n in range(6)]
+    if args.image_column:
+        problems, _ = common.load_data(args, tokenizer)
+    problems += problems[:2]  # the same prompt twice must not give the same samples
+    policy = common.load_policy(model, args, world)
+    found = check(args, common.Sampler(model, tokenizer, args, world), policy, problems)
+    short = common.Sampler(model, tokenizer, replace(args, max_total_tokens=160), world)
+    short.load(policy)
+    groups = short.sample({("a", p): problem for p, problem in enumerate(problems)}, 3, args.temperature, args)
     found["room"] = [
-        [one.truncated, len(group.problem.prompt_ids), len(one.ids)] for group in sampled("a") for one in group.rollouts
+        [one.truncated, len(group.problem.prompt_ids), len(one.ids)] for group in groups for one in group.rollouts
     ]
-    sampler.expected.add("another")
+    short.expected.add("another")
     with suppress(ValueError):  # for want of a name
-        sampler.load(policy)
+        short.load(policy)
         found["loaded"] = "although a name was missing"
     print(json.dumps(found))

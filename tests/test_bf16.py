@@ -25,38 +25,30 @@ def test_sampler_and_trainer_agree_through_two_steps(engine, tmp_path, script):
     """A head in bf16, of either, has a gap of 0.0016 or more. The second step samples with weights that have moved."""
     folder = tmp_path / "run"
     flags = [*FLAGS, *STEPS, *OWN[script], "--compute-dtype", "bfloat16", "--run-dir", folder]
-    run = Run(folder, engine(script=script, flags=flags))
-    steps = [row for row in run.rows if "gap_mean" in row]
+    engine(script=script, flags=flags)
+    steps = [row for row in Run(folder).rows if "gap_mean" in row]
     assert len(steps) == 2
     for row in steps:
         assert 1e-5 < row["gap_mean"] < 0.00045
         assert row["grad_norm"] > 0 and row["skipped_updates"] == 0
 
 
-@pytest.fixture(scope="module")
-def step(update, tiny):
-    """step(ranks, script, budget, ...): one update in bf16, as in test_invariance.py."""
-
-    def ask(ranks: int, script: str, budget: int = 5000, change: str = "", **args) -> dict:
-        return update(ranks, script, tiny, budget=budget, change=change, args=BF16 | args)
-
-    return ask
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("delimiter", ["", "token"])
-def test_the_ratio_is_one_while_the_weights_have_not_moved(step, delimiter):
+def test_the_ratio_is_one_while_the_weights_have_not_moved(update, tiny, delimiter):
     """Exactly: what GSPO clips at 3e-4 would be noise."""
-    metrics = step(3, "sspo", 50, delimiter=delimiter, updates_per_step=3, lr=0.0)["metrics"]
+    args = BF16 | {"delimiter": delimiter, "updates_per_step": 3, "lr": 0.0}
+    metrics = update(3, "sspo", tiny, budget=50, args=args)["metrics"]
     assert metrics["optimizer_steps"] == 3
     assert metrics["ratio_min"] == metrics["ratio_max"] == 1 and metrics["clip_fraction"] == 0
 
 
-def test_the_gradient_on_more_ranks_and_in_small_micro_batches(step):
+def test_the_gradient_on_more_ranks_and_in_small_micro_batches(update, tiny):
     """bf16 has 8 bits, so a rounding changes a number by at most 2^-9. A number passes about 16 roundings in each of
     the two layers, and twice as many going back: some 100. If all went the same way they would add up to 0.2. If there
     were fewer than one, nothing would be in bf16."""
-    one, three = step(1, "sps"), step(3, "sps", 50, change="reverse")
-    exact = step(1, "sps", compute_dtype="float32")
+    one = update(1, "sps", tiny, args=BF16)
+    three = update(3, "sps", tiny, args=BF16, budget=50, change="reverse")
+    exact = update(1, "sps", tiny)
     assert largest_difference(three["gradient"], one["gradient"]) < 100 * 2**-9
     assert 2**-9 < largest_difference(one["gradient"], exact["gradient"]) < 100 * 2**-9

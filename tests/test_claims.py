@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import claims
+import pandas
 import plot
 import pytest
 import sweep
@@ -52,7 +53,7 @@ def test_arms_are_experiments_of_equal_responses_and_steps():
 
 def seed_of(seed: int, rows: list[dict]) -> plot.Run:
     """Return a run that logged these rows."""
-    return plot.Run(Path(), {}, seed, [], rows)
+    return plot.Run(Path(), {}, seed, [], pandas.DataFrame(rows))
 
 
 def test_mean_error_and_paired_difference_by_hand():
@@ -190,7 +191,7 @@ def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch
         assert file.exists() != failed
     about = "# commit: [0-9a-f]{7,}-dirty\n# CPU: .* AVX-512\n# date: .*\n# command: .*grpo-135m .* --seed=6\nstep,"
     assert re.match(about, file.read_text())
-    assert [row["reward"] for row in plot.read(file)] == [8, 16]
+    assert plot.read(file)["reward"].tolist() == [8, 16]
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)

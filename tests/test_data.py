@@ -28,8 +28,8 @@ def write(path: Path, *rows) -> str:
     return str(path)
 
 
-def load(source, tokenizer, **settings) -> list[common.Problem]:
-    return common.load_problems(str(source), tokenizer, common.Args(template="plain", **settings), "--dataset")
+def load(source, tokenizer, template: str = "plain", **settings) -> list[common.Problem]:
+    return common.load_problems(str(source), tokenizer, common.Args(template=template, **settings), "--dataset")
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "unheard_of"])
@@ -105,22 +105,19 @@ def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
 
 
 def test_an_answer_is_the_first_that_a_row_has(tokenizer, tmp_path, capsys):
-    """A null is none, nor is a word of NuminaMath-1.5 for its absence; a named column is the only one."""
+    """A null is none, nor is a word of NuminaMath-1.5 for its absence; a solution has it in a box, unless named."""
     rows = [
         {"problem": "1?", "answer": None, "ground_truth": "1"},
         {"problem": None, "question": "2?", "answer": None, "solution": "so \\boxed{2}"},
         {"problem": "3?", "answer": "proof", "ground_truth": "3", "solution": "\\boxed{3}"},
         {"problem": "4?", "answer": "\\boxed{notfound}"},
+        {"problem": "5?", "solution": "a text that no response repeats"},
     ]
     source = write(tmp_path / "a.jsonl", *rows)
     assert [(p.text, p.answer) for p in load(source, tokenizer)] == [("1?", "1"), ("2?", "2")]
-    assert "left out: 2 no answer (row 3 first)" in capsys.readouterr().out
-    source = write(
-        tmp_path / "a.jsonl",
-        {"problem": "1?", "own": "1", "answer": "5"},
-        {"problem": "2?", "own": None, "answer": "5"},
-    )
-    assert [p.answer for p in load(source, tokenizer, answer_column="own")] == ["1"]
+    assert "left out: 3 no answer (row 3 first)" in capsys.readouterr().out
+    (problem,) = load(write(tmp_path / "a.jsonl", rows[-1]), tokenizer, answer_column="solution")
+    assert problem.answer == rows[-1]["solution"]
 
 
 def test_a_parquet_is_read_as_it_is_now(tokenizer, tmp_path):
@@ -174,7 +171,7 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
     chat = copy.deepcopy(tokenizer)
     chat.chat_template = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}<|endoftext|>{% endfor %}"
     source = write(tmp_path / "a.jsonl", *({"problem": text, "answer": "1"} for text in ("1?", "1?<|endoftext|>\n2!")))
-    (kept,) = common.load_problems(source, chat, common.Args(template="chat"), "--dataset")
+    (kept,) = load(source, chat, "chat")
     assert kept.text == "1?" and chat.decode(kept.prompt_ids) == "user: 1?<|endoftext|>"
     assert "1 problems; left out: 1 spells" in capsys.readouterr().out
 
@@ -195,7 +192,9 @@ def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
 
 
 def test_columns_of_ones_own(tokenizer, tmp_path):
-    source = write(tmp_path / "a.jsonl", {"problem": "not this", "q": "1+1=?", "answer": "3", "a": "2"})
+    """They are the only ones: the second row has no answer."""
+    rows = [{"problem": "not this", "q": f"{n}+1=?", "answer": "3", "a": answer} for n, answer in ((1, "2"), (2, None))]
+    source = write(tmp_path / "a.jsonl", *rows)
     (data,) = load(source, tokenizer, problem_column="q", answer_column="a")
     assert data.graded_by == ("2", "1+1=?")
     with refused("--dataset .*a.jsonl.*'b'.*'problem', 'q', 'answer', 'a'"):

@@ -25,7 +25,7 @@ def test_a_long_run_does_not_grow(tmp_path):
     run = tmp_path / "run"
     launch = faults.Launch(faults.torchrun("sspo", "--steps", 90, "--run-dir", run), tmp_path / "log.txt")
     kibibytes = {20: 0, 80: 0}
-    while launch.process.poll() is None:
+    while launch.running():
         time.sleep(0.1)
         steps = len(faults.read(run / "metrics.jsonl"))
         if steps in kibibytes:

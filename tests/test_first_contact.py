@@ -28,7 +28,7 @@ def figures(run: Run) -> list:
 def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkeypatch):
     """They do what one node's ranks do, though each holds all weights; the other node ends, and the run goes on."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's choice where a node has several ranks
-    run = Run(tmp_path / "run", "")
+    run = Run(tmp_path / "run")
     flags = flags_of("sspo", run.folder)
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
     agent += ["--master-addr", "127.0.0.1", "--master-port", free_port(), "--node-rank"]
@@ -38,7 +38,7 @@ def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkey
         folder.mkdir()
         nodes.append(faults.Launch([*agent, rank, "sspo.py", *flags], folder / "log.txt"))
     while not (run.folder / "checkpoints" / "step-00002").exists():
-        assert all(node.process.poll() is None for node in nodes), nodes[0].log.read_text()
+        assert all(node.running() for node in nodes), nodes[0].output.read_text()
         time.sleep(0.05)
     nodes[lost].end()
     assert nodes[1 - lost].gone_within(60)
@@ -53,11 +53,25 @@ def test_ranks_that_share_an_engine_sample_what_they_train(tmp_path):
     """What one engine each samples, too: its weights come in halves, after each step anew."""
     rewards = []
     for ranks in (1, 2):
-        run = Run(tmp_path / f"{ranks}", "")
+        run = Run(tmp_path / f"{ranks}")
         torchrun("sspo.py", *flags_of("sspo", run.folder), "--tensor-parallel", ranks)
         rewards.append([row["reward"] for row in run.rows[1:]])
         assert max(row["gap_max"] for row in run.rows[1:]) < 1e-4
     assert rewards[0] == rewards[1]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with a model and two data sets; what a test starts asks it, with a cache of the test's own."""
+    shutil.copytree(TOY / "model", tmp_path / "models" / "acme" / "toy")
+    for name in ("letters", "held-out"):
+        folder = tmp_path / "datasets" / "acme" / name
+        folder.mkdir(parents=True)
+        shutil.copy(TOY / "harder.jsonl", folder / "train.jsonl")
+    hub = Hub(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.setenv("HF_HOME", f"{tmp_path}/home")
+    return hub
 
 
 SAID = {
@@ -68,15 +82,8 @@ SAID = {
 
 
 @pytest.mark.slow
-def test_an_id_is_fetched_once_or_refused_by_its_flag(tmp_path, monkeypatch):
-    """By two ranks with one cache, from a hub with a model and a data set."""
-    hub = Hub(tmp_path)
-    shutil.copytree(TOY / "model", tmp_path / "models" / "acme" / "toy")
-    letters = tmp_path / "datasets" / "acme" / "letters"
-    letters.mkdir(parents=True)
-    shutil.copy(TOY / "harder.jsonl", letters / "train.jsonl")
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
-    monkeypatch.setenv("HF_HOME", f"{tmp_path}/home")
+def test_an_id_is_fetched_once_or_refused_by_its_flag(hub):
+    """By two ranks with one cache."""
     output = torchrun("tests/hub.py", *SAID)
     hub.shutdown()
     for said in SAID.values():
@@ -87,26 +94,18 @@ def test_an_id_is_fetched_once_or_refused_by_its_flag(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(tmp_path, monkeypatch):
+def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(hub, monkeypatch):
     """Model and all sets; then a run finds them, although the hub is gone."""
-    hub = Hub(tmp_path)
-    shutil.copytree(TOY / "model", tmp_path / "models" / "acme" / "toy")
-    for name in ("train", "held-out"):
-        letters = tmp_path / "datasets" / "acme" / name
-        letters.mkdir(parents=True)
-        shutil.copy(TOY / "harder.jsonl", letters / "train.jsonl")
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
-    monkeypatch.setenv("HF_HOME", f"{tmp_path}/home")
-    flags = ["--model=acme/toy", "--template=plain", "--dataset=acme/train", "--max-response-tokens=64"]
+    flags = ["--model=acme/toy", "--template=plain", "--dataset=acme/letters", "--max-response-tokens=64"]
     flags += ["--eval=acme/held-out", "--max-prompt-tokens=64"]
-    run_sh = [ROOT / "run.sh", "fetch", "grpo-0.5b"]
-    fetched = subprocess.run([*run_sh, *flags], capture_output=True, text=True, check=True).stdout
+    command = [ROOT / "run.sh", "fetch", "grpo-0.5b", *flags]
+    fetched = subprocess.check_output(command, text=True)
     assert fetched.count("problems; left out: none") == 2
     hub.shutdown()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    again = subprocess.run([*run_sh, *flags], capture_output=True, text=True, check=True).stdout
+    again = subprocess.check_output(command, text=True)
     assert again.splitlines()[-2:] == fetched.splitlines()[-2:]
-    unknown = subprocess.run([*run_sh, *flags, "--dataset=acme/other"], capture_output=True, text=True)
+    unknown = subprocess.run([*command, "--dataset=acme/other"], capture_output=True, text=True)
     assert unknown.returncode and "--dataset acme/other: " in unknown.stderr.splitlines()[-2]
 
 

@@ -7,14 +7,14 @@ import json
 import re
 
 import pytest
-from conftest import ROOT, grades, judged, make_verifier
+from conftest import ROOT, grades, judged, make_verifier, slow
 
 from lib.grading import last_boxed
 from lib.rows import bare
 
 SHARED = ROOT.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real answers to grade")
-one_in = pytest.mark.parametrize("share", [16, pytest.param(1, marks=pytest.mark.slow)])
+one_in = pytest.mark.parametrize("share", [16, *slow(1)])
 
 
 @pytest.fixture(scope="module")

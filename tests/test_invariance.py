@@ -50,10 +50,6 @@ def test_nodes_add_up_their_gradients_once_an_update(step):
     assert many["across nodes"] == 2 * 3
     whole = step(1, "sspo", args={"updates_per_step": 2})
     assert largest_difference(many["gradient"], whole["gradient"]) < 1e-4
-    check_alike(
-        step(2, "sps", 50, {"irl_lr": 0.0}, function="learn_irl"),
-        step(1, "sps", 5000, {"irl_lr": 0.0}, function="learn_irl"),
-    )
 
 
 def test_several_updates_and_updates_without_anything_left(step):
@@ -76,18 +72,13 @@ def test_segments_that_are_not_trained_are_not_counted(step):
 CLIP_COV = {"reweight": "clip-cov", "clip_cov_share": 0.2, "clip_cov_low": -5.0, "normaliser": "token"}
 
 
-def test_clip_cov_draws_the_same_tokens_on_any_number_of_ranks(step):
-    """Means, candidates and the draw span the whole update."""
-    one, three = (step(ranks, "cwgrpo", 60, CLIP_COV) for ranks in (1, 3))
-    assert 0.1 < one["metrics"]["weight_removed"] < 0.3  # a fifth of all tokens
-    check_alike(three, one)
-
-
 def test_an_update_of_clip_cov_knows_its_own_tokens_only(step):
-    """The second of two updates, after one of zero-advantage groups: as a step of its groups alone."""
+    """Means, candidates and the draw, on any number of ranks: the second of two updates, after one of zero-advantage
+    groups, is as a step of its groups alone."""
     args, which = CLIP_COV | {"kl_coef": 0.0}, {"zero_advantage": [0, 1, 2]}
     alone = step(1, "cwgrpo", args=args, change="only valid", **which)
     two = step(3, "cwgrpo", 60, args | {"updates_per_step": 2}, **which)
+    assert 0.1 < alone["metrics"]["weight_removed"] < 0.3  # a fifth of all tokens
     assert two["metrics"]["optimizer_steps"] == 1
     assert largest_difference(two["gradient"], alone["gradient"]) < 1e-5
 
@@ -122,10 +113,12 @@ def test_nothing_but_zero_advantage_groups(step, script):
 
 
 def test_an_irl_step(step):
-    """The same on three processes, in small micro-batches, in another order; the demonstrations become likelier."""
+    """The same on two nodes and on three processes, in small micro-batches, in another order; the demonstrations become
+    likelier."""
     still = {"irl_lr": 0.0}
     one = step(1, "sps", args=still, function="learn_irl")
-    check_alike(step(3, "sps", 50, still, function="learn_irl", change="reverse"), one)
+    for ranks in (2, 3):
+        check_alike(step(ranks, "sps", 50, still, function="learn_irl", change="reverse"), one)
     metrics = step(1, "sps", args={"irl_lr": 1e-3}, function="learn_irl")["metrics"]
     assert metrics["irl/loss_last"] < metrics["irl/loss"] - 0.05
     assert metrics["irl/probability"] > one["metrics"]["irl/probability"]

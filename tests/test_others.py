@@ -25,13 +25,9 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TOY / "model")
-
-
-@pytest.fixture
-def chat(tokenizer):
+def chat():
     """A tokenizer with a chat format."""
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     tokenizer.chat_template = TURNS
     return tokenizer
 
@@ -79,9 +75,6 @@ def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
     assert after == before | {"dtype": "float32"} != before
     ends = json.loads((saved / "generation_config.json").read_text())
     assert ends == {"temperature": 0.6, "eos_token_id": [5, 200, 262]}
-    weights = load_file(model / "model.safetensors")
-    for name, weight in load_file(saved / "model.safetensors").items():
-        assert torch.equal(weight, weights[name].float()), name
 
 
 # ------------------------------------------------------------------------------------------------------- the tokenizer
@@ -125,7 +118,7 @@ def test_a_rows_turns_are_asked_whole(chat, tmp_path):
     example = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     last = {"role": "user", "content": "3+3?"}
     file = write(tmp_path / "a.jsonl", {"prompt": [system, *example, last], "answer": "6"})
-    (problem,) = common.load_problems(file, chat, common.Args(template="open-rs"), "--dataset")
+    (problem,) = load(file, chat, "open-rs")
     assert chat.decode(problem.prompt_ids) == "[system]Be brief.[user]1+1?[assistant]2[user]3+3?[assistant]"
     asked = chat.decode(common.prompt_of([last], "open-rs", chat))
     assert asked.startswith("[system]A conversation between User and Assistant.") and asked.endswith(
@@ -143,13 +136,11 @@ def test_options_of_a_chat_format_are_passed_on(chat, tmp_path):
     chat.chat_template = TURNS + "{% if not enable_thinking %}<no thoughts>{% endif %}"
     file = write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"})
     for options, end in (('{"enable_thinking": false}', "<no thoughts>"), ('{"enable_thinking": true}', "]")):
-        args = common.Args(template="chat", chat_template_kwargs=options)
-        (problem,) = common.load_problems(file, chat, args, "--dataset")
+        (problem,) = load(file, chat, "chat", chat_template_kwargs=options)
         assert chat.decode(problem.prompt_ids).endswith(end)
     for template, name, said in (("plain", "enable_thinking", "is no chat"), ("chat", "enable_think", "it has no en")):
-        args = common.Args(template=template, chat_template_kwargs=json.dumps({name: True}))
         with refused(f"row 1: --.*{said}"):
-            common.load_problems(file, chat, args, "--dataset")
+            load(file, chat, template, chat_template_kwargs=json.dumps({name: True}))
 
 
 def test_a_turn_ends_where_the_chat_format_ends_it(chat):
@@ -166,15 +157,4 @@ def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
     chat.chat_template = TURNS.replace("turn.content", "turn.content if turn.role == 'user' else ''")
     file = write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"})
     with refused("row 1: the tokenizer's chat template does not show every turn"):
-        common.load_problems(file, chat, common.Args(template="open-rs"), "--dataset")
-
-
-def test_a_solution_without_a_box_is_no_answer(tokenizer, tmp_path, capsys):
-    """Unless its column is named: a worked solution is a text that no response repeats."""
-    file = write(tmp_path / "a.jsonl", *({"problem": f"{n}?", "solution": n} for n in range(2)))
-    with refused(
-        r"no usable row; left out: 2 no answer \(row 1 first\); --problem-column and --answer-column name one of"
-    ):
-        load(file, tokenizer)
-    data = common.load_problems(file, tokenizer, common.Args(template="plain", answer_column="solution"), "--dataset")
-    assert [problem.answer for problem in data] == ["0", "1"]
+        load(file, chat, "open-rs")

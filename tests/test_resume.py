@@ -14,16 +14,17 @@ from types import SimpleNamespace
 import faults
 import pytest
 import torch
-from conftest import ROOT, flags_of, refused
+from conftest import ROOT, flags_of, refused, slow
 from faults import differences, rows
 from torch.distributed.checkpoint.api import CheckpointException
 
 import common
 
 
-def wait_for(checkpoint: Path, still_running, log: Path) -> None:
-    while not checkpoint.is_dir():
-        assert still_running(), log.read_text()[-6000:]
+def wait_for_checkpoint(folder: Path, running) -> None:
+    """Wait for the first checkpoint of what is running."""
+    while not (folder / "checkpoints" / "step-00002").is_dir():
+        assert running.running(), running.output.read_text()[-6000:]
         time.sleep(0.01)
 
 
@@ -48,7 +49,7 @@ def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
     folder.mkdir()
     running = faults.Launch(faults.torchrun("sspo", *flags_of("sspo", folder)), tmp_path / "log.txt")
     try:
-        wait_for(folder / "checkpoints" / "step-00002", lambda: running.process.poll() is None, running.log)
+        wait_for_checkpoint(folder, running)
         assert all(running.pids(sign) for sign in (faults.AGENT, faults.TRAINER, faults.WORKER))
         faults.kill(running, how)
         assert running.gone_within(60), running.processes()
@@ -61,13 +62,13 @@ def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
     )
 
 
-@pytest.mark.parametrize("script", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpg", "cwgrpo")), "sps"])
+@pytest.mark.parametrize("script", [*slow("gpg", "cwgrpo"), "sps"])
 def test_stopped_and_resumed(script, engine, request, tmp_path):
     """By a SIGUSR1, which leaves a file `stop`, after the first checkpoint. sps.py is stopped in its second stage,
     whose demonstrations are then of both runs."""
     folder = tmp_path / "run"
     result = engine.start(script=script, flags=flags_of(script, folder))
-    wait_for(folder / "checkpoints" / "step-00002", engine.running, engine.output)
+    wait_for_checkpoint(folder, engine)
     faults.send([process.pid for process in engine.processes], signal.SIGUSR1)
     assert "asked to stop: --run-dir" in engine.result(result) and not (folder / "stop").exists()
     assert rows(folder)[-1]["step"] == 3
@@ -83,14 +84,14 @@ def test_a_first_signal_to_run_sh_ends_after_the_step(number, times, tmp_path):
     command = [ROOT / "run.sh", "sspo-toy", "--eval", "", "--checkpoint-every", 2, "--run-dir", folder]
     running = faults.Launch(command, tmp_path / "log.txt")
     try:
-        wait_for(folder / "checkpoints" / "step-00002", lambda: running.process.poll() is None, running.log)
+        wait_for_checkpoint(folder, running)
         for _ in range(times):
             running.process.send_signal(number)
             time.sleep(0.3)
         assert running.gone_within(60) and running.process.returncode == (0 if times == 1 else -number)
     finally:
         running.end()
-    whole = f"goes on after step {rows(folder)[-1]['step']}\n" in running.log.read_text()
+    whole = f"goes on after step {rows(folder)[-1]['step']}\n" in running.output.read_text()
     assert whole == (times == 1) and not (folder / "model").exists()
 
 

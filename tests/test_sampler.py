@@ -11,9 +11,8 @@ def found(engine, tmp_path_factory):
 
 
 def test_logp_of_sampler_and_trainer_agree(found):
-    assert found["gap after the first sync"] < 1e-4
+    assert found["gap after a sync"] < 1e-4
     assert found["gap with stale weights"] > 1e-2  # the check itself can fail
-    assert found["gap after a changed sync"] < 1e-4
     assert found["samples changed"]
 
 
@@ -50,8 +49,12 @@ def test_a_text_has_special_tokens_but_the_one_that_ends_it(found):
     assert boxes > 0 and ends == 0
 
 
-def test_the_stop_token_is_part_of_the_response(found):
-    end = AutoTokenizer.from_pretrained(TOY / "model").eos_token_id
+def check_stops(found, ends, longest):
+    """Check that a response has its stop token or is cut off, and that there are both."""
     for truncated, last, length in found["stops"]:
-        assert (length == 64 and last != end) if truncated else last == end
+        assert (length == longest and last not in ends) if truncated else last in ends
     assert {truncated for truncated, _, _ in found["stops"]} == {True, False}
+
+
+def test_the_stop_token_is_part_of_the_response(found):
+    check_stops(found, [AutoTokenizer.from_pretrained(TOY / "model").eos_token_id], 64)

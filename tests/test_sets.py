@@ -1,7 +1,6 @@
 """Every data set that an experiment names, loaded with that experiment's flags: those that the repository makes as they
 are, those of the hub as two rows of ours in the columns that their pages show."""
 
-import importlib
 import re
 from dataclasses import replace
 
@@ -9,9 +8,8 @@ import datasets
 import pytest
 import smollm
 import toy_images
-import tyro
 from conftest import ROOT, TOY
-from test_commands import table  # noqa: F401
+from test_commands import parsed, table  # noqa: F401
 from test_others import TURNS
 from transformers import AutoTokenizer
 
@@ -75,9 +73,8 @@ def test_the_sets_of_every_experiment_load(table, folder, monkeypatch, capsys): 
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     tokenizer.chat_template = TURNS
     seen = set()
-    for experiment, (script, *flags) in table.items():
-        Args = importlib.import_module(script.removesuffix(".py")).Args
-        args = replace(tyro.cli(Args, args=flags), image_column="", subset=0, max_prompt_tokens=10_000)
+    for experiment, command in table.items():
+        args = replace(parsed(*command), image_column="", subset=0, max_prompt_tokens=10_000)
         read = (args.dataset, args.eval, args.template, args.reward)
         if read in seen:
             continue

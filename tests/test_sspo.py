@@ -76,32 +76,27 @@ def test_loss_and_gradient_equal_eq_16(seed):
     literal.check(ours(*numbers), lambda: literal_loss(*numbers), numbers[0])
 
 
-def test_one_segment_is_gspo():
-    """Eqs. 4 to 6: GRPO's loss of one ratio a response."""
-    logp, old, reward, entropy, segment = draw(3)
-    whole = [[[0] * len(response) for response in row] for row in segment]
-
-    def mean(nested):
-        return [[[sum(response) / len(response)] for response in row] for row in nested]
-
+def check_limit(logp, old, reward, entropy, segment, seen=lambda nested: nested):
+    """Check the loss of these segments, clipped at 0.2, against GRPO's of what is `seen` of the log-probs."""
     advantage = list(map(literal.advantages, reward))
     literal.check(
-        ours(logp, old, reward, entropy, whole, fixed=0.2),
-        lambda: literal.grpo(mean(logp), mean(old), advantage, 0.8, 1.2),
+        ours(logp, old, reward, entropy, segment, fixed=0.2),
+        lambda: literal.grpo(seen(logp), seen(old), advantage, 0.8, 1.2),
         logp,
     )
+
+
+def test_one_segment_is_gspo():
+    """Eqs. 4 to 6: GRPO's loss of one ratio a response."""
+    *numbers, segment = draw(3)
+    whole = [[[0] * len(response) for response in row] for row in segment]
+    check_limit(*numbers, whole, lambda nested: [[[sum(x) / len(x)] for x in row] for row in nested])
 
 
 def test_one_token_per_segment_is_grpo():
     """Eqs. 1 to 3."""
-    logp, old, reward, entropy, _ = draw(4)
-    tokens = [[list(range(len(response))) for response in row] for row in logp]
-    advantage = list(map(literal.advantages, reward))
-    literal.check(
-        ours(logp, old, reward, entropy, tokens, fixed=0.2),
-        lambda: literal.grpo(logp, old, advantage, 0.8, 1.2),
-        logp,
-    )
+    *numbers, segment = draw(4)
+    check_limit(*numbers, [[list(range(len(response))) for response in row] for row in segment])
 
 
 def test_clip_summary():

@@ -1,15 +1,12 @@
 """The verifier's processes: hostile answers, rewards of one's own, and workers that hang or die. What is right is in
 tests/test_grading.py."""
 
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, grades, judged, make_verifier, refused
+from conftest import grades, judged, make_verifier, refused
 from jobs import Jobs
 
 import common
@@ -108,15 +105,22 @@ if __name__ == "__main__":
 """
 
 
+def started(tmp_path, program: str, *words, ranks: int = 1) -> Jobs:
+    """Start ranks of a program, which does not lie where the reward's csv.py is."""
+    main = tmp_path / "main"
+    main.mkdir()
+    (main / "run.py").write_text(program)
+    return Jobs(main / "run.py", tmp_path / "home", *words, ranks=ranks)
+
+
 def test_a_mistake_in_a_reward_ends_the_run(own, tmp_path):
     """The first rank says it, with row and completion, while the other waits for torchrun to end it; what hangs or dies
     before it does not."""
-    main = tmp_path / "main"  # not where the reward's csv.py is
-    main.mkdir()
-    (main / "run.py").write_text(RANKS)
-    ranks = Jobs(main / "run.py", tmp_path / "home", own, ranks=2)
-    assert ranks.processes[0].wait(120) == 1 and ranks.processes[1].poll() is None, ranks.output.read_text()
-    ranks.processes[1].kill()
+    ranks = started(tmp_path, RANKS, own, ranks=2)
+    first, other = ranks.processes
+    first.join(120)
+    assert first.exitcode == 1 and other.is_alive(), ranks.output.read_text()
+    other.kill()
     said = ranks.output.read_text()
     for rank in range(2):
         assert f"rank {rank}: {list(ENDS.values())}" in said
@@ -177,20 +181,17 @@ def test_a_process_that_hangs_ends_with_a_killed_run(own, tmp_path):
     pid = tmp_path / "pid"
     hangs = f"open({str(pid)!r}, 'w').write(str(os.getpid())); 9**9**9"
     program = f"""
+import sys
+sys.path.append("tests")
 from conftest import make_verifier
 if __name__ == "__main__":
     make_verifier(1, {own!r}, 600).judge([({hangs!r}, {{}})])
 """
-    main = tmp_path / "main"  # not where the reward's csv.py is
-    main.mkdir()
-    (main / "run.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools:{ROOT}/tests"}
-    run = subprocess.Popen([sys.executable, main / "run.py"], env=environment)
+    run = started(tmp_path, program)
     while not (pid.exists() and pid.read_text()):
-        assert run.poll() is None
+        assert run.running(), run.output.read_text()
         time.sleep(0.1)
-    run.kill()
-    run.wait()
+    run.processes[0].kill()
     deadline = time.monotonic() + 10
     while Path(f"/proc/{pid.read_text()}").exists():
         assert time.monotonic() < deadline, "the process is still there"

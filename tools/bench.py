@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import datasets
 import numpy as np
+import pandas
 import torch
 import tyro
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -56,7 +57,12 @@ SHAPES = {
 }
 
 
-PEAK = {"H100": 989e12, "H200": 989e12}  # bf16 FLOP/s of dense products, NVIDIA's data sheets of SXM cards
+PEAK = 989e12  # bf16 FLOP/s of dense products of an H100 and an H200, NVIDIA's data sheets of SXM cards
+
+
+def config_of(shape, **more):
+    """Return the config of a shape of SHAPES."""
+    return Qwen2Config(**dict(zip(NAMES, SHAPES[shape], strict=True)), **more)
 
 
 # ------------------------------------------------------------------------------------------------------- random weights
@@ -83,8 +89,7 @@ def random_model(shape, folder, mean_length=0):
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     end = tokenizer["added_tokens"][0]
-    sizes = dict(zip(NAMES, SHAPES[shape], strict=True))
-    config = Qwen2Config(**sizes, max_position_embeddings=32_768, bos_token_id=None, eos_token_id=end["id"])
+    config = config_of(shape, max_position_embeddings=32_768, bos_token_id=None, eos_token_id=end["id"])
     words = {f"w{number}": number for number in range(end["id"] + 1, config.vocab_size)}
     tokenizer["model"]["vocab"].update({end["content"]: end["id"]}, **words)  # TRL's tokenizer counts the vocabulary
     file.write_text(json.dumps(tokenizer))
@@ -134,9 +139,8 @@ def policy(
             optimizer.zero_grad()
         speed = count * length / np.median(seconds[2:])
         line = f"{count:6d} x {length:6d} tokens: {speed:9.0f} tokens/s"
-        for name, peak in PEAK.items():
-            if name in card:
-                line += f"  {6 * speed * weights / peak:.1%} of {peak / 1e12:.0f} TFLOP/s"
+        if "H100" in card or "H200" in card:
+            line += f"  {6 * speed * weights / PEAK:.1%} of {PEAK / 1e12:.0f} TFLOP/s"
         record.say(f"{line}  {record.metrics['memory_gib/train']:.2f} GiB")
     torch.distributed.destroy_process_group()
 
@@ -176,8 +180,8 @@ def fit(tokens: int = common.Args.micro_batch_tokens, activation_checkpointing: 
         tokens: packed tokens of a micro-batch
     """
     print("| shape | 24 GiB | 48 GiB | 80 GiB | 140 GiB |\n|---|---|---|---|---|")
-    for shape, sizes in SHAPES.items():
-        lm = common.empty_model(Qwen2Config(**dict(zip(NAMES, sizes, strict=True))))
+    for shape in SHAPES:
+        lm = common.empty_model(config_of(shape))
         weights = lm.num_parameters()
         cells = []
         for size in (24, 48, 80, 140):
@@ -261,13 +265,9 @@ def pace(command, env):
 
 def phases(run):
     """Return what the phases of a run's steps took, medians after the fifth."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[6:]]
-    found = []
-    for name in steps[0]:
-        if name.startswith("seconds/"):
-            seconds = np.median([step.get(name, 0) for step in steps])
-            found.append(f"{name[8:]} {seconds:.2f}")
-    return ", ".join(found)
+    steps = pandas.read_json(run / "metrics.jsonl", lines=True)[6:]
+    medians = steps.fillna(0).filter(like="seconds/").median()
+    return ", ".join(f"{name[8:]} {seconds:.2f}" for name, seconds in medians.items())
 
 
 def trl(shape: str = "", mean_length: int = 0, flags: tyro.conf.Positional[tuple[str, ...]] = ()):

@@ -76,7 +76,7 @@ def write(folder, about):
     found, with 4 significant digits. It has all the columns that the claims use; a cell is empty where a step has no
     such metric, or not a finite one."""
     arm = folder.name.rpartition("-seed")[0]
-    rows = plot.read(folder)
+    rows = plot.read(folder).to_dict("records")
     for row in rows:
         file = folder / f"eval-step{row['step']:g}.json"
         if file.exists():

@@ -13,13 +13,11 @@ as it is and, where runs of one NAME differ, with the flags that do. ./run.sh ta
 """
 
 import json
-import math
 import re
 import sys
 import textwrap
 import tomllib
 from collections import defaultdict, namedtuple
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,30 +33,24 @@ matplotlib.rcParams.update(LOOKS["style"])
 
 # ------------------------------------------------------------------------------------------------------------- the runs
 # A run folder or csv: its path; what the runs of all seeds share, {flag: value} and the script's name; its seed; the
-# hashes of its code; its rows. A csv is taken for a run of a script of its name.
+# hashes of its code; its table, a row for each step. A csv is taken for a run of a script of its name.
 Run = namedtuple("Run", "path flags seed code rows")
 
 
 def read(path):
-    """Return {metric: value} of each step of a run folder, or of a csv that tools/claims.py wrote, where NaN stands for
-    what was not logged, too. sps/SET/independent@64 is what pass@64 would be if all problems were as hard as
+    """Return the table of a run folder, or of a csv that tools/claims.py wrote: a row for each step, with NaN for what
+    was not logged. sps/SET/independent@64 is what pass@64 would be if all problems were as hard as
     pass@1 says (SPS, F.1)."""
     if path.suffix == ".csv":
         table = pandas.read_csv(path, comment="#")
         for data in ("sps/heldout", "sps/harder"):
             if f"{data}/pass@64" in table:
                 table[f"{data}/independent@64"] = 100 - 100 * (1 - table[f"{data}/pass@1"] / 100) ** 64
-        return table.to_dict("records")
+        return table
     if not (path / "metrics.jsonl").is_file():
         sys.exit(f"{path}: no run, as it has no metrics.jsonl")
     *lines, _ = (path / "metrics.jsonl").read_text().split("\n")  # Of the line that is being written there may be half.
-    return [json.loads(line) for line in lines]
-
-
-def mean_over_steps(rows, metric):
-    """Return a metric's mean over the steps that logged a finite value; NaN if none did."""
-    values = [row[metric] for row in rows if metric in row and math.isfinite(row[metric])]
-    return sum(values) / len(values) if values else math.nan
+    return pandas.DataFrame(map(json.loads, lines))
 
 
 def run_of(path):
@@ -104,7 +96,7 @@ def methods_of(paths):
 def usual_panels(rows):
     """Return the metrics of a run that are drawn unless others are asked for."""
     usual = "reward|entropy|clip_fraction|response_length|eval/.*/avg@.*"
-    return [metric for metric in dict.fromkeys(chain(*rows)) if re.fullmatch(usual, metric)]
+    return [metric for metric in rows if re.fullmatch(usual, metric)]
 
 
 # --------------------------------------------------------------------------------------------------------------- curves
@@ -127,7 +119,7 @@ def looks_of(labels):
 
 def by_step(runs, metric):
     """Return a table of a metric: a row for each step at which some run has a value, a column for each run."""
-    logged = {run.seed: {row["step"]: row[metric] for row in run.rows if metric in row} for run in runs}
+    logged = {run.seed: run.rows.set_index("step", drop=False)[metric] for run in runs if metric in run.rows}
     return pandas.DataFrame(logged, dtype=float).dropna(how="all").sort_index()
 
 

@@ -15,6 +15,7 @@ Ctrl-C ends all runs after their step. On GPUs a run takes all that it sees, so 
 
 import hashlib
 import itertools
+import math
 import os
 import re
 import signal
@@ -30,7 +31,6 @@ import pandas
 import plot
 import tyro
 from experiments import ROOT
-from plot import mean_over_steps
 
 RUNS = Path("runs") / "sweep"
 OURS = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
@@ -85,11 +85,10 @@ def run_all(run, folders, jobs):
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-def chosen(rows, how):
-    """Return the rows that a figure is the mean of: `mean`, all; `end`, the last; `step 40`; `steps 1–30`; `at reward
-    0.5`, five around the first whose last ten have that mean; `at 3,840 prompts`, the last ten until these were drawn,
-    which are 120 steps of 32."""
-    table = pandas.DataFrame(rows)
+def mean_of(table, metric, how):
+    """Return a metric's mean over the steps that logged a finite value, of those that a figure names; NaN if none did:
+    `mean`, all; `end`, the last; `step 40`; `steps 1–30`; `at reward 0.5`, five around the first whose last ten have
+    that mean; `at 3,840 prompts`, the last ten until these were drawn, which are 120 steps of 32."""
     if how == "end":
         table = table[-1:]
     elif how == "at reward 0.5":
@@ -101,7 +100,8 @@ def chosen(rows, how):
     elif how != "mean":
         steps = [int(step) for step in re.findall(r"\d+", how)]
         table = table[table["step"].between(steps[0], steps[-1])]
-    return table.to_dict("records")
+    values = [x for x in table.get(metric, []) if math.isfinite(x)]
+    return sum(values) / len(values) if values else math.nan
 
 
 def with_error(values, sign=""):
@@ -125,7 +125,7 @@ def cells_of(figure, methods):
     first = pandas.Series(dtype=float)
     cells = []
     for runs in methods.values():
-        values = pandas.Series({run.seed: mean_over_steps(chosen(run.rows, how), metric) for run in runs})
+        values = pandas.Series({run.seed: mean_of(run.rows, metric, how) for run in runs})
         if values.hasnans:
             cells.append("–")
             continue
@@ -166,7 +166,7 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
     methods = plot.methods_of(runs)
     first = plot.run_of(runs[0])
     if not figures:
-        last = first.rows[-1]["step"]
+        last = first.rows["step"].max()
         figures = [f"reward, steps {max(1, last - 9):g}–{last:g}"]
         figures += [f"{name}, step {last:g}" for name in plot.usual_panels(first.rows) if "/" in name]
     columns = {"seeds": [" ".join(run.seed for run in its) for its in methods.values()]}

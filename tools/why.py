@@ -6,7 +6,6 @@
 import json
 from pathlib import Path
 
-import pandas
 import tyro
 from plot import read
 
@@ -109,7 +108,7 @@ def example(folder, shows, args):
 
 def main(folder: tyro.conf.Positional[Path]):
     args = json.loads((folder / "run.json").read_text())["args"]
-    rows = pandas.DataFrame(read(folder))
+    rows = read(folder)
     # NaN where a run has not logged them: no comparison holds for it
     rows = rows.reindex(columns=rows.columns.union(["ratio_max", "entropy", "grad_norm"]))
     steps = rows.dropna(subset="reward")
