@@ -167,7 +167,7 @@ def main(
     for name, picture in pictures.items():
         panels = picture["panels"].split()
         if panels:
-            plot.draw_curves(runs_of(picture), panels, DOCS / f"{name}.png", picture.get("across", "step"))
+            plot.draw_curves(runs_of(picture), panels, DOCS / f"{name}.png")
     return failed
 
 

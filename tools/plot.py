@@ -39,14 +39,9 @@ Run = namedtuple("Run", "path flags seed code rows")
 
 def read(path):
     """Return the table of a run folder, or of a csv that tools/claims.py wrote: a row for each step, with NaN for what
-    was not logged. sps/SET/independent@64 is what pass@64 would be if all problems were as hard as
-    pass@1 says (SPS, F.1)."""
+    was not logged."""
     if path.suffix == ".csv":
-        table = pandas.read_csv(path, comment="#")
-        for data in ("sps/heldout", "sps/harder"):
-            if f"{data}/pass@64" in table:
-                table[f"{data}/independent@64"] = 100 - 100 * (1 - table[f"{data}/pass@1"] / 100) ** 64
-        return table
+        return pandas.read_csv(path, comment="#")
     if not (path / "metrics.jsonl").is_file():
         sys.exit(f"{path}: no run, as it has no metrics.jsonl")
     *lines, _ = (path / "metrics.jsonl").read_text().split("\n")  # Of the line that is being written there may be half.
@@ -123,12 +118,10 @@ def by_step(runs, metric):
     return pandas.DataFrame(logged, dtype=float).dropna(how="all").sort_index()
 
 
-def draw_band(axis, runs, metric, across, number, look):
-    """Draw a metric's mean over seeds: over the mean of another metric or, if there is no such metric, where `number`
-    says. What has been logged at more than 20 steps is a curve of moving means and a band of their standard error; an
-    evaluation is a point with a bar. Points over an evaluation have their step."""
+def draw_band(axis, runs, metric, look):
+    """Draw a metric's mean over seeds. What has been logged at more than 20 steps is a curve of moving means and a band
+    of their standard error; an evaluation is a point with a bar."""
     values = by_step(runs, metric)
-    places = by_step(runs, across).mean(axis=1).reindex(values.index, fill_value=number)
     dense = len(values) > 20 and not metric.startswith("eval/")
     if dense:
         width = 25 if metric == "clip_fraction" else 9  # Many steps clip nothing.
@@ -136,9 +129,9 @@ def draw_band(axis, runs, metric, across, number, look):
     means = values.mean(axis=1)
     errors = values.sem(axis=1).fillna(0)  # One seed has none.
     if dense:
-        axis.plot(places, means, **look)
+        axis.plot(means, **look)
         axis.fill_between(
-            places,
+            means.index,
             means - errors,
             means + errors,
             color=look["color"],
@@ -146,33 +139,19 @@ def draw_band(axis, runs, metric, across, number, look):
             linewidth=0,
         )
         return
-    axis.errorbar(places, means, errors, marker="o", **look)
-    if across.startswith("eval/"):
-        sides = ("left", "bottom"), ("right", "top")  # One after the other, since some points are close.
-        for count, (step, place) in enumerate(places.items()):
-            ha, va = sides[count % 2]
-            axis.text(
-                place,
-                means[step],
-                f" {step:g}",
-                ha=ha,
-                va=va,
-                rotation=45,
-                color=look["color"],
-            )
+    axis.errorbar(means.index, means, errors, marker="o", **look)
 
 
-def draw_curves(methods, panels, path, across="step"):
-    """A panel for each metric: what the runs of each label logged, by steps, by the mean of another metric or, where
-    `across` is none, by a label's place among the labels."""
+def draw_curves(methods, panels, path):
+    """A panel for each metric: what the runs of each label logged, by steps."""
     figure = Figure()
     looks = looks_of(methods)
     for place, metric in enumerate(panels, 1):
         axis = figure.add_subplot(1, len(panels), place)
-        for number, (runs, look) in enumerate(zip(methods.values(), looks, strict=True), 1):
+        for runs, look in zip(methods.values(), looks, strict=True):
             words = f"{look['label']} ({len(runs)})"
-            draw_band(axis, runs, metric, across, number, look | {"label": words})
-        axis.set(title=textwrap.fill(in_words(metric), 100 // len(panels)), xlabel=in_words(across))
+            draw_band(axis, runs, metric, look | {"label": words})
+        axis.set(title=textwrap.fill(in_words(metric), 100 // len(panels)), xlabel="step")
         if metric in ("clip_fraction", "kl"):  # Methods or steps differ by a factor of a hundred, and some are 0.
             axis.set_yscale("symlog", linthresh=1e-3, subs=(2, 5))
             axis.set_ylim(bottom=0)
