@@ -205,7 +205,7 @@ def test_a_curve_is_a_moving_mean_with_its_error_by_hand():
     one = [{"step": n, "reward": n} for n in range(1, 30)]
     two = [{"step": n, "reward": n + 2} for n in range(1, 31)]
     axis = Figure().add_subplot()
-    plot.draw_band(axis, [seed_of(1, one), seed_of(2, two)], "reward", "step", 1, {"color": "red"})
+    plot.draw_band(axis, [seed_of(1, one), seed_of(2, two)], "reward", {"color": "red"})
     means = axis.lines[0].get_ydata()
     # The first is the mean of 1 to 5 and of 3 to 7, the last that of 26 to 29 and of 28 to 32.
     assert [means[0], means[14], means[29]] == pytest.approx([4, 16, 28.75])
