@@ -19,7 +19,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections import ChainMap, Counter, defaultdict, namedtuple
+from collections import ChainMap, defaultdict, namedtuple
 from contextlib import chdir
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +38,7 @@ from huggingface_hub import save_torch_state_dict, snapshot_download
 from pebble import ProcessPool
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint
 from torch.distributed.checkpoint import state_dict as sharded
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AutoConfig, AutoTokenizer, BatchFeature
@@ -146,10 +146,6 @@ class Problem:
         """How many tokens the prompt has, and patches its image."""
         return len(self.prompt_ids) + (self.image.patches if self.image else 0)
 
-    def for_sampler(self):
-        """Return the prompt as vLLM takes it."""
-        return vision.for_sampler(self) if self.image else {"prompt_token_ids": self.prompt_ids}
-
 
 def load_data(args, tokenizer):
     """Return --dataset's training problems, or --subset of them, and --eval's held-out ones by name."""
@@ -183,19 +179,20 @@ def load_problems(source, tokenizer, args, flag):
                 need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
             turns = rows.turns_of(row, args.problem_column)
             text = "\n\n".join(turn["content"] for turn in turns)
+            reason = ""
             if not text.strip():
-                left_out["no problem"].append(number)
-                continue
-            if any(token in text for token in control):
-                left_out["spells a special token"].append(number)
-                continue
-            if "reward_model" in row and not args.image_column and text in texts:
-                left_out["repeated"].append(number)  # DAPO has each problem a hundred times.
+                reason = "no problem"
+            elif any(token in text for token in control):
+                reason = "spells a special token"
+            elif "reward_model" in row and not args.image_column and text in texts:
+                reason = "repeated"  # DAPO has each problem a hundred times.
+            if reason:
+                left_out[reason].append(number)
                 continue
             texts.add(text)
             image = None
             if row.get(args.image_column):
-                image = vision.picture_of(row, tokenizer, args)
+                image = vision.Picture(row.pop(args.image_column)["bytes"], tokenizer, args.max_pixels)
                 turns[-1]["content"] = image.text + turns[-1]["content"]
             if args.reward in BY_ANSWER:
                 answer = rows.reference_of(row, args.answer_column)
@@ -219,7 +216,7 @@ def load_problems(source, tokenizer, args, flag):
         "--max-prompt-tokens",
     )
     if FIRST:
-        first = tokenizer.decode(problems[0].for_sampler()["prompt_token_ids"])
+        first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
         print(
             f"{flag} {source}: {len(problems)} problems; {left}; the first prompt: {first!r}, its answer: "
             f"{problems[0].answer!r}"
@@ -342,7 +339,7 @@ class Sampler:
             )
             for key, g in mine
         ]
-        asked = [prompts[key].for_sampler() for key, _ in mine]
+        asked = [vision.for_sampler(prompts[key]) for key, _ in mine]
         outputs = self.llm.generate(asked, params, use_tqdm=FIRST and Progress)
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
@@ -376,8 +373,7 @@ class Sampler:
             torch.cuda.empty_cache()  # Torch's cache holds memory that the engine needs.
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
-        if sent != self.expected:
-            raise ValueError(f"vLLM has no or wants other weights: {sent ^ self.expected}")
+        need(sent == self.expected, f"vLLM has no or wants other weights: {sent ^ self.expected}")
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
@@ -449,18 +445,23 @@ class Verifier:
         # joins.
         atexit.register(self.pool.join)
         atexit.register(self.pool.stop)
-        if FIRST and self.reward != "math":
-            print(f"--reward {self.reward} is tried on 1000 rows of each set, for half a minute at most")
-        for problems in filter(None, sets):
-            cases = [("", problems[0])]
-            if self.reward != "math":
-                cases = [(text, one) for one in problems[:1000] for text in ("", rf"\boxed{{{one.answer}}}")]
-            late = time.monotonic() + 30
-            while cases and not world.decide(time.monotonic() > late):
-                tried, cases = cases[:32], cases[32:]
-                graded = self.judge([(text, *one.graded_by) for text, one in tried])
-                for (text, one), (_, verdict) in zip(tried, graded, strict=True):
-                    need(verdict in VERDICTS[:2], f"--reward: {one.origin}, completion {text[:500]!r}: {verdict}")
+        if self.reward != "math":
+            if FIRST:
+                print(f"--reward {self.reward} is tried on 1000 rows of each set, for half a minute at most")
+            for problems in sets:
+                self.try_reward(problems[:1000])
+
+    def try_reward(self, problems):
+        """Grade an empty completion of each problem and its own answer, for half a minute."""
+        late = time.monotonic() + 30
+        for first in range(0, len(problems), 16):
+            if self.world.decide(time.monotonic() > late):
+                break
+            groups = []
+            for problem in problems[first : first + 16]:
+                texts = ("", f"\\boxed{{{problem.answer}}}")
+                groups.append(Group(problem, [Rollout((), (), text, False) for text in texts]))
+            verify(self, groups, legal=["graded"])
 
     def judge(self, cases):
         """Return score and verdict of each case, on every rank: a completion and what it is graded by."""
@@ -480,14 +481,15 @@ class Verifier:
         return [parts[n % world.size][n // world.size] for n in range(len(cases))]
 
 
-def verify(verifier, groups):
-    """Grade every response; fill in what was right, rewards and verdicts. Raises ValueError where a reward raises."""
+def verify(verifier, groups, legal=VERDICTS):
+    """Grade every response; fill in what was right, rewards and verdicts. Raises ValueError where a reward raises: its
+    traceback is no legal verdict."""
     cases = [(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
     graded = iter(verifier.judge(cases))
     for group in groups:
         scores, group.verdicts = zip(*[next(graded) for _ in group.rollouts], strict=True)
-        for rollout, score, verdict in zip(group.rollouts, scores, group.verdicts, strict=True):
-            need(score is not None, f"--reward: {group.problem.origin}, completion {rollout.text[:500]!r}: {verdict}")
+        for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
+            need(verdict in legal, f"--reward: {group.problem.origin}, completion {rollout.text[:500]!r}: {verdict}")
         group.correct_G = torch.tensor(scores, dtype=torch.float64)
         group.reward_G = group.correct_G.clone()
 
@@ -505,7 +507,6 @@ def drawn_metrics(groups):
     batch = Batch(groups)
     reward_PG = batch.reward_PG.numpy()
     right_PG = np.stack([group.correct_G for group in groups]) >= 1
-    verdicts = Counter(verdict for group in groups for verdict in group.verdicts)
     metrics = {
         "reward": reward_PG.mean(),
         "accuracy": right_PG.mean(),
@@ -519,7 +520,7 @@ def drawn_metrics(groups):
         "sampler_nll": -batch.sampler_logp_T.nanmean().item(),
     }
     for verdict in VERDICTS:
-        metrics[f"verifier/{verdict}"] = verdicts[verdict]
+        metrics[f"verifier/{verdict}"] = sum(group.verdicts.count(verdict) for group in groups)
     return metrics
 
 
@@ -612,10 +613,7 @@ class Batch:
         ids_N = torch.from_numpy(np.concatenate(pieces))
         place_N = torch.arange(len(ids_N))
         keys = list(place_N.split([len(piece) for piece in pieces]))
-        sees = any(problem.image for problem in problems)
-        positions = [torch.arange(len(problem.prompt_ids)).repeat(3, 1) for problem in problems]
-        if sees:
-            positions = [vision.positions(problem) for problem in problems]
+        positions = [vision.positions(problem) for problem in problems]
         for n, r in enumerate(responses, len(prompts)):
             prompt = prompts.index(self.group_R[r])
             keys[n] = torch.cat([keys[prompt], keys[n]])
@@ -626,8 +624,7 @@ class Batch:
         row = BatchFeature({"input_ids": ids_N[None], "position_ids": position_3N[:1], "key_N": key_N})
         entry_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
         first = len(ids_N) - len(entry_T)  # Here the responses begin.
-        if sees:
-            vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
+        vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
         for side, parts in (("q", pieces), ("k", keys)):  # transformers' names for queries and keys
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, parts))
@@ -867,9 +864,9 @@ def learning_rate(args, step):
     would reach a step after the last, so that no step has rate 0."""
     warm_up = args.lr_warmup * args.steps
     if step < warm_up:
-        return args.lr * (step / max(1, warm_up))
-    progress = (step - warm_up) / max(1, args.steps + 1 - warm_up)
-    left = 1 - progress if args.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return args.lr * (step / warm_up)
+    done = (step - warm_up) / (args.steps + 1 - warm_up)
+    left = 1 - done if args.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return args.lr * (left * (1 - args.lr_floor) + args.lr_floor)
 
 
@@ -924,14 +921,10 @@ def tis_factor(logp_T, sampler_logp_T, cap):
 
 
 def full_weights(policy, dtype):
-    """Yield (name, whole tensor); every rank must take every item. A unit of FSDP is gathered at once."""
-    for path, unit in policy.named_modules():
-        if isinstance(unit, FSDPModule):
-            unit.unshard()
-            for name, parameter in unit.named_parameters(path):
-                if not isinstance(parameter, dist.tensor.DTensor):  # Those are of a unit inside.
-                    yield name, parameter.detach().to(dtype, copy=True)  # It outlives the unit.
-            unit.reshard()
+    """Yield (name, whole tensor), one gathered at a time; every rank must take every item."""
+    for name, parameter in policy.named_parameters():
+        whole = parameter.detach().to(dtype).full_tensor()
+        yield name, whole.clone()  # without the padding of unequal shards, which would be saved with it
 
 
 def save_model(policy, folder, source, dtype, world):
@@ -967,13 +960,13 @@ def finish(policy, source, dtype, record):
     """Write the trained model and say what one may type next, but after a stop, which a checkpoint has."""
     if record.stopping:
         return
-    folder = record.quoted
-    run = shlex.quote(f"{os.path.relpath(ROOT)}/run.sh")
-    tensorboard = shlex.quote(os.path.relpath(Path(sys.executable).with_name("tensorboard")))
     save_model(policy, record.folder / "model", source, dtype, record.world)
+    folder = record.quoted
+    plot = f"{shlex.quote(os.path.relpath(ROOT))}/run.sh plot {folder}"
+    python = shlex.quote(os.path.relpath(sys.executable))
     record.say(
         f"written to {folder}: model, checkpoints, samples, metrics.jsonl. To look at it:\n"
-        f"  {run} plot {folder}\n  {run} plot {folder} --figure tokens\n  {tensorboard} --logdir {folder}"
+        f"  {plot}\n  {plot} --figure tokens\n  {python} -m tensorboard.main --logdir {folder}"
     )
 
 

@@ -10,6 +10,7 @@ import datasets
 from pyarrow.parquet import ParquetFile
 
 from lib.grading import last_boxed
+from lib.run import need
 
 KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split"
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "messages")
@@ -48,16 +49,14 @@ def read_table(source):
         return rows_of(ParquetFile(source).iter_batches(1000))  # `datasets` knows a file by its time stamp.
     if Path(path).is_dir():
         table = datasets.load_from_disk(path)
-        if split and isinstance(table, datasets.Dataset):
-            raise ValueError("it has no splits")
+        need(not split or isinstance(table, dict), "it has no splits")
     else:
         configuration, _, split = split.rpartition(":")
         table = datasets.load_dataset(path, configuration or None)
     if isinstance(table, dict):
         if len(table) == 1:
             split = split or next(iter(table))
-        if split not in table:
-            raise ValueError(f"name one of its splits: {list(table)}")
+        need(split in table, f"name one of its splits: {list(table)}")
         table = table[split]
     return rows_of(table.with_format("arrow").iter(1000))  # Not decoded: that might fetch what a row names.
 
@@ -103,8 +102,7 @@ def bare(value):
     if isinstance(value, list):
         parts = [f"({bare(part)})" if isinstance(part, list) else bare(part) for part in value]
         value = ", ".join(filter(None, parts))
-    if isinstance(value, dict | bytes):
-        raise ValueError(f"no answer: {value}")
+    need(not isinstance(value, dict | bytes), f"no answer: {value}")
     if value is None or value != value:  # pandas writes NaN for None.
         return ""
     text = str(value).rpartition("####")[2].strip()  # GSM8K has it behind a worked solution.

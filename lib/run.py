@@ -217,7 +217,7 @@ def open_run(folder, args, world):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "stop").unlink(missing_ok=True)  # A start that was killed may have left it.
     files = [Path(sys.argv[0]), ROOT / "common.py", *sorted(ROOT.glob("lib/*.py"))]
-    code = hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()
+    code = seed_of(*[each.read_bytes() for each in files])
     if code not in codes[-1:]:
         codes.append(code)
         if len(codes) > 1:
@@ -280,11 +280,7 @@ class Record:
     def answer_signals(self):
         """Let Ctrl-C end a rank without a traceback, and SIGUSR1, which run.sh sends, the run with a checkpoint."""
         signal(SIGINT, SIG_DFL)
-        signal(SIGUSR1, self.ask_to_stop)
-
-    def ask_to_stop(self, *_):
-        """Leave a file `stop`, at which the run ends after the step, with a checkpoint."""
-        (self.folder / "stop").touch()
+        signal(SIGUSR1, lambda *_: (self.folder / "stop").touch())  # The run ends after the step.
 
     def start_step(self):
         """Reset what is counted in a step."""
@@ -302,16 +298,6 @@ class Record:
         if self.world.rank == 0:
             print(text)
         self.write("log.txt", f"{datetime.now():%H:%M:%S} {text}")
-
-    def checkpoint_due(self, step):
-        """Say whether a checkpoint comes after a step; `stopping`: the run ends there, as a file `stop` asks for."""
-        file = self.folder / "stop"
-        late = time.time() - self.saved > 60 * self.args.checkpoint_minutes
-        self.stopping, late = self.world.decide((file.exists(), late))
-        if self.stopping:
-            file.unlink(missing_ok=True)
-            self.say(f"asked to stop: --run-dir {self.quoted} --resume goes on after step {step}")
-        return self.stopping or late or step % self.args.checkpoint_every == 0 or step == self.args.steps
 
     @contextmanager
     def phase(self, name):
@@ -360,14 +346,13 @@ class Record:
 
     def say_step(self, step, metrics):
         """Say in columns how a step went."""
-        left = (self.args.steps - step) * np.diff(self.ends).mean() / 60
-        figures = metrics | {"seconds": self.ends[-1] - self.ends[-2], "left": left}
-        if step % 20 == 1 or len(self.ends) == 2:
+        seconds = np.diff(self.ends)
+        left = (self.args.steps - step) * seconds.mean() / 60
+        figures = metrics | {"seconds": seconds[-1], "left": left}
+        if step % 20 == 1 or len(seconds) == 1:
             self.say("     step" + "".join(f"{title:>10}" for title in COLUMNS.values()))
-        line = f"{step:>9}"
-        for name in COLUMNS:
-            line += f"{figures[name]:>10.4g}" if name in figures else 10 * " "
-        self.say(line)
+        cells = [f"{figures[name]:.4g}" if name in figures else "" for name in COLUMNS]
+        self.say(f"{step:>9}" + "".join(f"{cell:>10}" for cell in cells))
 
     def step(self, step, metrics):
         """Write a step's metrics, with the seconds of its phases, and say how it went."""
@@ -396,8 +381,8 @@ class Record:
 # ------------------------- checkpoint
 def checkpoints_of(folder):
     """Return the checkpoints in a folder, oldest first; what has a suffix is being written or deleted, or another's."""
-    names = {each.name[5:]: each for each in folder.glob("step-*")}
-    return [names[digits] for digits in sorted(filter(str.isdecimal, names), key=int)]
+    whole = [each for each in folder.glob("step-*") if each.name[5:].isdecimal()]
+    return sorted(whole, key=lambda each: int(each.name[5:]))
 
 
 def sizes_of(checkpoint):
@@ -417,7 +402,14 @@ def save_checkpoint(policy, optimizer, step, position, record):
     """Write checkpoints/step-<step>, which is whole once it has this name, if one is due. The newest ones of
     --checkpoint-every stay; one that the clock or a file `stop` asked for stays until the next is written."""
     world = record.world
-    if not record.checkpoint_due(step):
+    args = record.args
+    stop = record.folder / "stop"
+    late = time.time() - record.saved > 60 * args.checkpoint_minutes
+    record.stopping, late = world.decide((stop.exists(), late))
+    if record.stopping:
+        stop.unlink(missing_ok=True)
+        record.say(f"asked to stop: --run-dir {record.quoted} --resume goes on after step {step}")
+    elif not late and step % args.checkpoint_every != 0 and step != args.steps:
         return
     final = record.folder / "checkpoints" / f"step-{step:05d}"
     partial = final.with_suffix(".partial")
@@ -445,8 +437,8 @@ def save_checkpoint(policy, optimizer, step, position, record):
         (partial / "manifest.json").write_text(json.dumps(manifest))
         give_name(partial, final)
         there = checkpoints_of(final.parent)
-        planned = [each for each in there if int(each.name[5:]) % record.args.checkpoint_every == 0]
-        for old in {*there} - {*planned[-record.args.checkpoints_kept :], final}:
+        planned = [each for each in there if int(each.name[5:]) % args.checkpoint_every == 0]
+        for old in {*there} - {*planned[-args.checkpoints_kept :], final}:
             shutil.rmtree(old)
     record.saved = time.time()
     dist.barrier()

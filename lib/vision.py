@@ -10,30 +10,23 @@ from functools import cache, lru_cache
 import torch
 from PIL import Image, ImageOps
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoImageProcessor
 
 
 @cache
 def processor_of(folder, max_pixels):
-    """Return a model's image processor and the id of the token that stands for a piece of an image."""
-    processor = AutoImageProcessor.from_pretrained(folder, max_pixels=max_pixels, trust_remote_code=False)
-    return processor, AutoConfig.from_pretrained(folder, trust_remote_code=False).image_token_id
-
-
-def picture_of(row, tokenizer, args):
-    """Take the image of --image-column out of a row and return it. It lies in the data set itself: a path, which might
-    lead anywhere, is not followed."""
-    value = row.pop(args.image_column)
-    return Picture(value["bytes"], tokenizer.name_or_path, args.max_pixels)
+    """Return a model's image processor."""
+    return AutoImageProcessor.from_pretrained(folder, max_pixels=max_pixels, trust_remote_code=False)
 
 
 class Picture:
-    """The image of a problem. `token` is the id of its tokens, `grid` its height and width in them; `text` is what
-    stands for it in a prompt."""
+    """The image of a problem. Its data lie in the data set: a path, which might lead anywhere, is not followed. `token`
+    is the id of its tokens, `grid` its height and width in them; `text` is what stands for it in a prompt."""
 
-    def __init__(self, data, folder, max_pixels):
+    def __init__(self, data, tokenizer, max_pixels):
         self.data = data
-        self.processor, self.token = processor_of(folder, max_pixels)
+        self.token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self.processor = processor_of(tokenizer.name_or_path, max_pixels)
         grid = self.processed()["image_grid_thw"][0, 1:]
         self.patches = grid.prod().item()
         self.grid = (grid // self.processor.merge_size).tolist()
@@ -54,9 +47,11 @@ class Picture:
 
 
 def for_sampler(problem):
-    """Return a prompt with an image as vLLM takes it, with one placeholder for the image, which vLLM multiplies."""
+    """Return a prompt as vLLM takes it, with one placeholder for an image, which vLLM multiplies."""
     ids = problem.prompt_ids
     image = problem.image
+    if not image:
+        return {"prompt_token_ids": ids}
     at = ids.index(image.token)
     return {
         "prompt_token_ids": ids[: at + 1] + ids[at + image.tokens :],
@@ -78,8 +73,11 @@ def positions(problem):
 
 
 def add_images(row, problems, position_3N, prompts_N):
-    """Add to a packed row what the tower needs of its images. prompts_N are the ids with which it begins, prompts'."""
+    """Add to a packed row what the tower needs of its images, if it has any. prompts_N are the ids with which it
+    begins, prompts'."""
     images = [problem.image for problem in problems if problem.image]
+    if not images:
+        return
     row["position_ids"] = position_3N[:, None]
     # Only of prompts: a response may hold the placeholder as a word.
     row["image_N"] = torch.nonzero(prompts_N == images[0].token)[:, 0]

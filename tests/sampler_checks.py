@@ -30,7 +30,8 @@ def scored_in(groups: list[common.Group]) -> list[list[int]]:
 def of_another_image(group: common.Group, args: Args) -> common.Group:
     """Return the same tokens behind other pixels."""
     height, width = group.problem.image.grid
-    other = common.vision.Picture(png(8 * height, 8 * width, 99), args.model, args.max_pixels)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    other = common.vision.Picture(png(8 * height, 8 * width, 99), tokenizer, args.max_pixels)
     return replace(group, problem=replace(group.problem, image=other))
 
 
