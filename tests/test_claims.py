@@ -40,14 +40,11 @@ def logged(folder: Path, rows: list[dict], script: Path = ROOT / "sspo.py", **fl
 
 
 def test_arms_are_experiments_of_equal_responses_and_steps():
-    """But for one of twice the prompts, and where a pretrained model should clip."""
     for name, arm in claims.ARMS.items():
         args = settings(*arm.split())
-        real = "-135m" in arm
-        responses = 512 if name == "gpg-g16-p32" else 64 if real and "p32" not in name else 256
-        assert args.prompts_per_step * args.group_size == responses, name
-        last = 48 if "-48" in name else 12 if real else 120
-        assert args.steps == (0 if name == "before" else last), name
+        real = name.endswith("-135m-48")
+        assert args.prompts_per_step * args.group_size == (64 if real else 256), name
+        assert args.steps == (48 if real else 0 if name == "before" else 120), name
         assert claims.STOPS.get(name, [args.steps])[-1] == args.steps, name
 
 

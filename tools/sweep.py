@@ -55,12 +55,21 @@ def code_of(command=()):
 
 
 def launch(words, folder, script=""):
-    """Let run.sh do something, a fork in a script's place, and add what it prints to a file of a folder. Raises
-    CalledProcessError."""
+    """Let run.sh do something, a fork in a script's place; add what it prints to a file of a folder, and say the last
+    line of that each half minute. Raises CalledProcessError."""
     own = os.environ | {"SCRIPT": script}
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "output.txt", "a") as output:
-        subprocess.run([ROOT / "run.sh", *words], env=own, stdout=output, stderr=subprocess.STDOUT, check=True)
+    file = folder / "output.txt"
+    with open(file, "a") as output:
+        run = subprocess.Popen([ROOT / "run.sh", *words], env=own, stdout=output, stderr=subprocess.STDOUT)
+    while run.returncode is None:
+        try:
+            run.wait(30)
+        except subprocess.TimeoutExpired:
+            last = file.read_text().rstrip().rpartition("\n")[2]
+            print(f"{folder.name}: {last}", flush=True)
+    if run.returncode:
+        raise subprocess.CalledProcessError(run.returncode, words)
 
 
 def train(words, seed, folder, script=""):
