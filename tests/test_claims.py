@@ -175,7 +175,7 @@ def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch
 
     monkeypatch.setattr(sweep, "launch", launch)
     monkeypatch.chdir(data)
-    claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end", "seeds": (6,)}
+    claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end"}
     monkeypatch.setattr(claims, "CLAIMS", {"real": claim})
     monkeypatch.setattr(claims, "LISTS", {"pictures": {}})
     (data / "changed.py").touch()
@@ -184,7 +184,7 @@ def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch
     (data / "changed.py").write_text("1")
     file = data / "grpo-135m-48-seed6.csv"
     for failed in (1, 0, 0):
-        assert claims.main(("real",)) == failed
+        assert claims.main(("real",), seeds=(6,)) == failed
         assert file.exists() != failed
     about = "# commit: [0-9a-f]{7,}-dirty\n# CPU: .* AVX-512\n# date: .*\n# command: .*grpo-135m .* --seed=6\nstep,"
     assert re.match(about, file.read_text())

@@ -2,7 +2,7 @@
 
 ./run.sh claims                        no runs: tables and pictures of what there is
 ./run.sh claims gpg sps-k              what is missing of these
-./run.sh claims real --seeds 1 2       these seeds; some claims have their own
+./run.sh claims real --seeds 1 2       these seeds
 ./run.sh claims gpg sps-k --jobs 4     four runs at a time
 
 A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
@@ -11,11 +11,10 @@ commit, CPU, date and command. A run is not repeated while its csv is there; one
 checkpoint, or begins again if it has none or if the code, for which CODE stands, has changed.
 Delete a csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/CODE has what runs
 printed and wrote but weights; ./run.sh plot draws what is there while they run. A claim's table is
-docs/tables/NAME.md, its picture docs/claims-NAME.png; claims.toml lists some more pictures.
+docs/tables/NAME.md, its picture docs/claims-NAME.png; claims.toml lists another picture.
 
-On a core of its own a run takes some 3 minutes and 2.5 GiB, with stops up to 8 minutes. One of the claim `real`,
-whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB; one of `systems` a quarter
-of that.
+On a core of its own a run takes some 4 minutes and 2.5 GiB, with stops up to 8 minutes. One of the claim `real`,
+whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB.
 Ctrl-C ends all runs after their step. Where there are GPUs: CPU=1 ./run.sh claims gpg --jobs 4.
 """
 
@@ -110,9 +109,9 @@ def run(folder):
 
 # --------------------------------------------------------------------------------------------------------------- report
 def runs_of(claim):
-    """Return {arm: runs} of the csv files that there are, of a claim's own seeds if it has them."""
-    names = [f"{arm}-seed{seed}.csv" for arm in claim["arms"].split() for seed in claim.get("seeds", "*")]
-    return plot.methods_of([file for name in names for file in sorted(DATA.glob(name))])
+    """Return {arm: runs} of the csv files that there are."""
+    files = [sorted(DATA.glob(f"{arm}-seed*.csv")) for arm in claim["arms"].split()]
+    return plot.methods_of(list(itertools.chain(*files)))
 
 
 def page(name):
@@ -155,8 +154,7 @@ def main(
     code = sweep.code_of()
     missing = {}
     for name in names:
-        claim = CLAIMS[name]
-        for seed, arm in itertools.product(claim.get("seeds", seeds), claim["arms"].split()):
+        for seed, arm in itertools.product(seeds, CLAIMS[name]["arms"].split()):
             folder = RUNS / code / f"{arm}-seed{seed}"
             if not (DATA / f"{folder.name}.csv").exists():
                 missing[folder] = None  # once

@@ -72,11 +72,12 @@ class Args:
     model: Annotated[str, tyro.conf.Positional]
     """Hub id, folder with safetensors, run folder, or checkpoint of a run."""
     protocol: Literal["", *PROTOCOLS] = ""
-    """The last four are of images. Empty: how the run evaluates while it trains; for a model of no run greedily, up to
-    1,024 tokens."""
+    """The last four are of images. Empty: as the run evaluates
+    while it trains; a model of no run greedily, up to 1,024 tokens."""
     out: str = ""
-    """JSON file. Empty: eval-NAME-PROTOCOL-SETS.json (own-SETS without a protocol) in a run's folder, for the run and
-    what lies in there, such as best or a checkpoint; for any other model in runs/."""
+    """JSON file. Empty: eval-NAME-PROTOCOL-SETS.json (own-SETS
+    without a protocol) in a run's folder, for the run and what
+    lies in there; for any other model in runs/."""
 
 
 # ---------------------------------------------------------------------------------------------------------- what to do
