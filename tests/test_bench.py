@@ -1,4 +1,4 @@
-"""tools/bench.py: what fits, a random model, and a side that is killed."""
+"""tools/bench.py: what fits."""
 
 import bench
 

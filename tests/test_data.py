@@ -201,17 +201,14 @@ def test_columns_of_ones_own(tokenizer, tmp_path):
         load(source, tokenizer, answer_column="b")
 
 
-def test_columns_of_the_papers_sets(tokenizer, tmp_path):
-    """A column of one's own is for --dataset; these held-out sets have the usual ones."""
-    write(tmp_path / "olympiad.jsonl", {"question": "q", "final_answer": ["1"]})
-    write(tmp_path / "math.jsonl", *({"problem": "p", "solution": f"so {box}."} for box in ("\\boxed{7}", "7")))
-    write(tmp_path / "gsm8k.jsonl", {"question": "p", "answer": "It is 8 or\n#### 9"})
-    held_out = ",".join(f"{tmp_path}/{name}.jsonl" for name in ("olympiad", "math", "gsm8k"))
-    args = common.Args(template="plain", eval=held_out, steps=0, answer_column="x")
+def test_held_out_sets_have_the_usual_columns(tokenizer, tmp_path):
+    """A column of one's own is for --dataset. The papers' sets are loaded in tests/test_sets.py."""
+    source = write(tmp_path / "a.jsonl", {"question": "q", "final_answer": ["1"]})
+    args = common.Args(template="plain", eval=source, steps=0, answer_column="x")
     _, found = common.load_data(args, tokenizer)
-    assert [(p.text, p.answer) for (p,) in found.values()] == [("q", "1"), ("p", "7"), ("p", "9")]
+    assert [(p.text, p.answer) for p in found["a"]] == [("q", "1")]
     with refused("two sets of one name"):
-        common.load_data(replace(args, eval=f"{held_out},{tmp_path}/math.jsonl"), tokenizer)
+        common.load_data(replace(args, eval=f"{source},{source}"), tokenizer)
 
 
 def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):

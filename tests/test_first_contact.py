@@ -4,9 +4,9 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from threading import Event
 
 import faults
 import pytest
@@ -110,14 +110,10 @@ def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(hub, mo
 
 
 def test_a_log_gets_a_line_each_half_minute_even_while_nothing_moves(monkeypatch, capfd):
-    class Soon(threading.Event):
-        def wait(self, seconds):
-            return super().wait(seconds / 300)
-
-    monkeypatch.setattr(run, "Event", Soon)
+    soon = type("Soon", (Event,), {"wait": lambda event, seconds: Event.wait(event, seconds / 300)})
+    monkeypatch.setattr(run, "Event", soon)
     with run.Progress(total=4, desc="graded") as bar:
         bar.update()
         time.sleep(0.35)
-    time.sleep(0.2)
     lines = capfd.readouterr().err.splitlines()
     assert [line.split(" so far")[0] for line in lines] == 3 * ["graded: 1 of 4, 00:00"]
