@@ -92,11 +92,12 @@ class Progress(tqdm):
             how["file"] = io.StringIO()
             how["bar_format"] = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} left"
         super().__init__(*args, **how, leave=False, disable=not FIRST)
-        Thread(target=self.keep_showing, daemon=True).start()
+        if FIRST:
+            Thread(target=self.keep_showing, daemon=True).start()
 
     def keep_showing(self):
         """Show it each half minute."""
-        while FIRST and not self.ended.wait(30):
+        while not self.ended.wait(30):
             if self.on_terminal:
                 self.refresh()
             else:
@@ -459,14 +460,14 @@ def resume(policy, optimizer, record):
     newest = checkpoints[-1]
     manifest = manifest_of(newest)
     reader = dcp.HuggingFaceStorageReader(newest)
-    dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
-    moments = sharded.get_optimizer_state_dict(policy, optimizer)
-    for state in moments["state"].values():
-        # A checkpoint has no moments of a weight that no update gave a gradient, such as a tower's before the first
-        # image. The moments there stay as they were made, 0, and so must their count of steps, which was made 1.
-        state["step"].zero_()
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     with Progress(total=1, desc=f"{newest} is read"):
+        dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
+        moments = sharded.get_optimizer_state_dict(policy, optimizer)
+        for state in moments["state"].values():
+            # A checkpoint has no moments of a weight that no update gave a gradient, such as a tower's before the first
+            # image. The moments there stay as they were made, 0, and so must their count of steps, which was made 1.
+            state["step"].zero_()
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
     sharded.set_optimizer_state_dict(policy, optimizer, moments)
     if figures.stat().st_size < manifest["metrics"]:
