@@ -690,22 +690,29 @@ def head_logits(hidden_TH, weight_VH):
 
 
 def logp_and_entropy(logits_TV, target_T, temperature):
-    """Return logp_T and entropy_T."""
-    logp_TV = (logits_TV / temperature).log_softmax(-1)
-    entropy_T = -logp_TV.exp().mul_(logp_TV).sum(-1)
-    return logp_TV.gather(1, target_T[:, None])[:, 0], entropy_T
+    """Return logp_T, entropy_T, and max_T1 and sum_T1, which `logits_gradient` need not find again: the softmax is
+    exp(logits / temperature - max) / sum."""
+    scaled_TV = logits_TV / temperature
+    max_T1 = scaled_TV.amax(-1, keepdim=True)
+    scaled_TV -= max_T1
+    weight_TV = scaled_TV.exp()
+    sum_T1 = weight_TV.sum(-1, keepdim=True)
+    logp_T1 = scaled_TV.gather(1, target_T[:, None]) - sum_T1.log()
+    entropy_T1 = sum_T1.log() - weight_TV.mul_(scaled_TV).sum(-1, keepdim=True) / sum_T1
+    return logp_T1[:, 0], entropy_T1[:, 0], max_T1, sum_T1
 
 
-def logits_gradient(logits_TV, target_T, entropy_T, temperature, grad_logp_T, grad_entropy_T, dtype):
+def logits_gradient(logits_TV, target_T, entropy_T, max_T1, sum_T1, temperature, grad_logp_T, grad_entropy_T, dtype):
     """Return the gradient by logits_TV of a loss that has these by logp_T and, unless it is None, by entropy_T. With
     p = softmax(logits / temperature), d logp / d logits is (1 at the target - p) / temperature and d entropy / d logits
     is -p (log p + entropy) / temperature."""
-    scaled_TV = logits_TV / temperature
+    scaled_TV = (logits_TV / temperature).sub_(max_T1)
+    p_TV = scaled_TV.exp().div_(sum_T1)
     target_TV = torch.arange(logits_TV.shape[1], device=logits_TV.device) == target_T[:, None]
-    grad_TV = scaled_TV.softmax(-1).add_(target_TV, alpha=-1).mul_(-grad_logp_T[:, None] / temperature)
+    grad_TV = (p_TV - target_TV.float()).mul_(-grad_logp_T[:, None] / temperature)
     if grad_entropy_T is not None:
-        logp_TV = scaled_TV.log_softmax(-1)
-        grad_TV -= logp_TV.exp() * (logp_TV + entropy_T[:, None]) * grad_entropy_T[:, None] / temperature
+        logp_TV = scaled_TV - sum_T1.log()
+        grad_TV -= p_TV * (logp_TV + entropy_T[:, None]) * grad_entropy_T[:, None] / temperature
     return grad_TV.to(dtype)
 
 
@@ -716,23 +723,17 @@ class Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, target_T, temperature):
         ctx.set_materialize_grads(False)
-        logp_T, entropy_T = fused(logp_and_entropy)(head_logits(hidden_TH, weight_VH), target_T, temperature)
-        ctx.save_for_backward(hidden_TH, weight_VH, target_T, entropy_T)
+        logp_T, *others = fused(logp_and_entropy)(head_logits(hidden_TH, weight_VH), target_T, temperature)
+        ctx.save_for_backward(hidden_TH, weight_VH, target_T, *others)
         ctx.temperature = temperature
-        return logp_T, entropy_T
+        return logp_T, others[0]
 
     @staticmethod
     def backward(ctx, grad_logp_T, grad_entropy_T):
-        hidden_TH, weight_VH, target_T, entropy_T = ctx.saved_tensors
-        grad_TV = fused(logits_gradient)(
-            head_logits(hidden_TH, weight_VH),
-            target_T,
-            entropy_T,
-            ctx.temperature,
-            grad_logp_T,
-            grad_entropy_T,
-            hidden_TH.dtype,
-        )
+        hidden_TH, weight_VH, *known = ctx.saved_tensors
+        logits_TV = head_logits(hidden_TH, weight_VH)
+        given = (ctx.temperature, grad_logp_T, grad_entropy_T, hidden_TH.dtype)
+        grad_TV = fused(logits_gradient)(logits_TV, *known, *given)
         return grad_TV @ weight_VH, grad_TV.T @ hidden_TH, None, None
 
 
@@ -833,9 +834,9 @@ def load_policy(folder, args, world):
             unit.training = True  # In eval mode it would not be; dropout, inside, stays off.
     if torch.cuda.is_available():
         # One graph for all lengths, with the norms' eps as a constant. Going back, it computes again what is no
-        # product.
+        # product, unless the whole layer is computed again.
         torch._dynamo.config.specialize_float = True
-        torch._functorch.config.activation_memory_budget = 0.9
+        torch._functorch.config.activation_memory_budget = 1.0 if args.activation_checkpointing else 0.9
         for unit in units:
             unit.compile(dynamic=True)
     dtype = compute_dtype(args, world)
