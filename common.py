@@ -833,12 +833,14 @@ def load_policy(folder, args, world):
         for unit in units:
             unit.training = True  # In eval mode it would not be; dropout, inside, stays off.
     if torch.cuda.is_available():
-        # One graph for all lengths, with the norms' eps as a constant. Going back, it computes again what is no
-        # product, unless the whole layer is computed again.
+        # One graph for all lengths: what a layer is given varies, but nothing of its own, such as the size of a head.
+        # (dynamic=True would make that a variable, too, and RoPE's kernels four times as slow.)
+        torch.compiler.config.dynamic_sources = r"L\['(?!self|.*_T)"  # Not the head's tensors, of one vocabulary.
         torch._dynamo.config.specialize_float = True
+        # Going back, a layer computes again what is no product, unless the whole layer is computed again.
         torch._functorch.config.activation_memory_budget = 1.0 if args.activation_checkpointing else 0.9
         for unit in units:
-            unit.compile(dynamic=True)
+            unit.compile()
     dtype = compute_dtype(args, world)
     # lm_head stays in the root's unit. In one of its own it would be gathered for each chunk of logits, of which ranks
     # have different numbers, and so they would wait for each other.

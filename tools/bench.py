@@ -135,8 +135,9 @@ def policy(
                 logp_T, _ = policy(micro)
                 logp_T.sum().backward()
             seconds.append(record.metrics["seconds/train"])
-            optimizer.step()
-            optimizer.zero_grad()
+            with record.phase("step"):  # It waits until the GPU is done, so that the next pass is timed alone.
+                optimizer.step()
+                optimizer.zero_grad()
         speed = count * length / np.median(seconds[2:])
         line = f"{count:6d} x {length:6d} tokens: {speed:9.0f} tokens/s"
         if "H100" in card or "H200" in card:
