@@ -277,7 +277,7 @@ def trl(shape: str = "", mean_length: int = 0, flags: tyro.conf.Positional[tuple
     processes in float32, TRL without vLLM. Print what a step takes, or end with an error where a side fails.
 
     Args:
-        shape: of SHAPES, with random weights and rewards by chance; else the toy
+        shape: of SHAPES, with random weights, rewards by chance and a learning rate of 0; else the toy
         mean_length: of its responses, about; 0: all have --max-response-tokens
         flags: behind --, of sps.py, with which both run; another model, say
     """
@@ -294,7 +294,7 @@ def trl(shape: str = "", mean_length: int = 0, flags: tyro.conf.Positional[tuple
         run = Path(home, "run")
         if shape:
             model = random_model(shape, Path(home, "model"), mean_length)
-            ours += ["--model", model, "--reward", "tools/bench.py:chance", "--lr", "1e-6"]
+            ours += ["--model", model, "--reward", "tools/bench.py:chance", "--lr", "0"]
         print(f"sps.py  {pace([*ours, *flags, '--run-dir', run], env)}: {phases(run)}", flush=True)
         shutil.rmtree(run / "checkpoints")
         args = SimpleNamespace(**json.loads((run / "run.json").read_text())["args"])
