@@ -698,7 +698,7 @@ def logp_and_entropy(logits_TV, target_T, temperature):
     weight_TV = scaled_TV.exp()
     sum_T1 = weight_TV.sum(-1, keepdim=True)
     logp_T1 = scaled_TV.gather(1, target_T[:, None]) - sum_T1.log()
-    entropy_T1 = sum_T1.log() - weight_TV.mul_(scaled_TV).sum(-1, keepdim=True) / sum_T1
+    entropy_T1 = sum_T1.log() - weight_TV.mul_(scaled_TV).sum(-1, keepdim=True) / sum_T1  # -sum of p log p
     return logp_T1[:, 0], entropy_T1[:, 0], max_T1, sum_T1
 
 
@@ -709,7 +709,7 @@ def logits_gradient(logits_TV, target_T, entropy_T, max_T1, sum_T1, temperature,
     scaled_TV = (logits_TV / temperature).sub_(max_T1)
     p_TV = scaled_TV.exp().div_(sum_T1)
     target_TV = torch.arange(logits_TV.shape[1], device=logits_TV.device) == target_T[:, None]
-    grad_TV = (p_TV - target_TV.float()).mul_(-grad_logp_T[:, None] / temperature)
+    grad_TV = p_TV.add(target_TV, alpha=-1).mul_(-grad_logp_T[:, None] / temperature)
     if grad_entropy_T is not None:
         logp_TV = scaled_TV - sum_T1.log()
         grad_TV -= p_TV * (logp_TV + entropy_T[:, None]) * grad_entropy_T[:, None] / temperature
