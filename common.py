@@ -834,7 +834,7 @@ def load_policy(folder, args, world):
             unit.training = True  # In eval mode it would not be; dropout, inside, stays off.
     if torch.cuda.is_available():
         # One graph for all lengths: what a layer is given varies, but nothing of its own, such as the size of a head.
-        # (dynamic=True would make that a variable, too, and RoPE's kernels four times as slow.)
+        # With dynamic=True that would be a variable, too, for FSDP marks its modules: H200s took 6 % longer.
         torch.compiler.config.dynamic_sources = r"L\['(?!self|.*_T)"  # Not the head's tensors, of one vocabulary.
         torch._dynamo.config.specialize_float = True
         # Going back, a layer computes again what is no product, unless the whole layer is computed again.
