@@ -835,7 +835,7 @@ def load_policy(folder, args, world):
     if torch.cuda.is_available():
         # One graph for all lengths: what a layer is given varies, but nothing of its own, such as the size of a head.
         # With dynamic=True that would be a variable, too, for FSDP marks its modules: H200s took 6 % longer.
-        torch.compiler.config.dynamic_sources = r"L\['(?!self|.*_T)"  # Not the head's tensors, of one vocabulary.
+        torch.compiler.config.dynamic_sources = r"L\['(hidden|position|rotary|cu_|kwargs)"  # Not what vLLM compiles.
         torch._dynamo.config.specialize_float = True
         # Going back, a layer computes again what is no product, unless the whole layer is computed again.
         torch._functorch.config.activation_memory_budget = 1.0 if args.activation_checkpointing else 0.9
