@@ -204,7 +204,7 @@ def test_held_out_sets_have_the_usual_columns(tokenizer, tmp_path):
     source = write(tmp_path / "a.jsonl", {"question": "q", "final_answer": ["1"]})
     args = common.Args(template="plain", eval=source, steps=0, answer_column="x")
     _, found = common.load_data(args, tokenizer)
-    assert [p.answer for p in found["a"]] == ["1"]
+    assert [(p.text, p.answer) for p in found["a"]] == [("q", "1")]
     with refused("two sets of one name"):
         common.load_data(replace(args, eval=f"{source},{source}"), tokenizer)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import ROOT, flags_of, refused, slow
 from faults import differences, rows
+from torch.distributed.checkpoint.api import CheckpointException
 
 import common
 
@@ -129,6 +130,14 @@ def go_on(run, **changes) -> tuple[int, int]:
     run.record.lock.close()
     run.record = common.Record(replace(run.record.args, resume=True, **changes), run.record.world)
     return common.resume(run.policy, run.optimizer, run.record)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(run):
+    """What is not there must not stay as --model has it."""
+    save(run, 2)
+    run.policy.more = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: policy\.more"):
+        go_on(run)
 
 
 def test_a_checkpoint_without_a_shard_is_refused(run):
