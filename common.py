@@ -640,8 +640,8 @@ def packed_attention(
     """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
     key_N lists the places that each piece sees, its prompt's before its own: the causal window ends with the keys."""
     if key_N is not None:  # With key[:, :, key_N] threads would sum the gradient in any order.
-        key = key.index_select(2, key_N)
-        value = value.index_select(2, key_N)
+        # Gradients of a prompt's keys are summed over its responses in float32, which Triton adds faster than bf16.
+        key, value = (x.float().index_select(2, key_N).to(x.dtype) for x in (key, value))
     if query.is_cuda and query.dtype == torch.bfloat16:
         from torch.nn.attention.varlen import varlen_attn  # It exists for bf16 on GPUs alone.
 
