@@ -673,7 +673,7 @@ transformers.AttentionInterface.register("packed", packed_attention)
 transformers.AttentionInterface.register("packed_flash", packed_attention)
 
 # Logits in a chunk of the head. Each chunk writes a whole gradient of the head's weights, so few are faster.
-LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 29}
+LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 30}
 
 
 @cache
@@ -844,8 +844,11 @@ def load_policy(folder, args, world):
     dtype = compute_dtype(args, world)
     # lm_head stays in the root's unit. In one of its own it would be gathered for each chunk of logits, of which ranks
     # have different numbers, and so they would wait for each other.
+    # Without recomputation a layer stays gathered until its backward pass; by default only the root, `policy`, does.
+    again = None if args.activation_checkpointing else False
+    types = MixedPrecisionPolicy(dtype, torch.float32)
     for module in (*units, policy):
-        fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+        fully_shard(module, mesh=world.mesh, reshard_after_forward=again, mp_policy=types)
     policy.to_empty(device=world.device)
     for parameter in policy.parameters():
         parameter._is_hf_initialized = True

@@ -151,7 +151,8 @@ def training_bytes(lm, gpus, tokens, recompute):
     """Return what one of so many GPUs holds at most while it trains on micro-batches of so many packed tokens.
 
     16 bytes a weight (float32 weight, gradient and two moments) over the GPUs; embedding and head gathered in bf16; of
-    each layer its input where activations are recomputed, else all that its backward pass reads. Beside these lies
+    each layer its input where activations are recomputed, else all that its backward pass reads, its gathered weights
+    among it. Beside these lies
     either a chunk of the head's logits, four times in float32, with gradients of the head, or in the backward pass the
     head's gradient, what the last layer reads and makes, and weights and gradients of two layers. It was counted on a
     trace of torch 2.13 (2026-11-23); what is less for all shapes here is left out.
@@ -165,7 +166,7 @@ def training_bytes(lm, gpus, tokens, recompute):
     intermediate = 2 * tokens * lm.config.intermediate_size
     kept = hidden
     if not recompute:
-        kept = 4 * hidden + 2 * intermediate + 4 * tokens * layers[0].self_attn.k_proj.out_features
+        kept = 4 * hidden + 2 * intermediate + 4 * tokens * layers[0].self_attn.k_proj.out_features + 2 * layer
     logits = 2 * head + 2 * layer + 8 * hidden + 6 * common.LOGITS_AT_ONCE["cuda"]
     backward = 2 * head + 10 * layer + 11 * hidden + 8 * intermediate
     return 16 * weights / gpus + 2 * root + len(layers) * kept + max(logits, backward)
