@@ -184,7 +184,8 @@ def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch
     for failed in (1, 0, 0):
         assert claims.main(("real",), seeds=(6,)) == failed
         assert file.exists() != failed
-    about = "# commit: [0-9a-f]{7,}-dirty\n# CPU: .* AVX-512\n# date: .*\n# command: .*grpo-135m .* --seed=6\nstep,"
+    about = "# commit: [0-9a-f]{7,}-dirty\n# CPU: .* AVX-512\n# versions: torch 2.*, vllm.* [0-9.]+\n# date: .*\n"
+    about += "# command: .*grpo-135m .* --seed=6\nstep,"
     assert re.match(about, file.read_text())
     assert plot.read(file)["reward"].tolist() == [8, 16]
 

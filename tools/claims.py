@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Literal
 
@@ -63,8 +64,10 @@ def origin(command):
     cpu = Path("/proc/cpuinfo").read_text()
     name = cpu.partition("model name\t: ")[2].partition("\n")[0]
     avx512 = "with" if "avx512f" in cpu else "without"
+    packages = ("torch", "transformers", *packages_distributions()["vllm"])
     return f"""# commit: {commit}
 # CPU: {name} {avx512} AVX-512
+# versions: {", ".join(f"{package} {version(package)}" for package in packages)}
 # date: {time.strftime("%Y-%m-%d")}
 # command: {command}
 """
