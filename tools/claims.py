@@ -7,8 +7,8 @@
 
 A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
 several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv when it ends, below its
-commit, CPU, date and command. A run is not repeated while its csv is there; one that was cut off goes on from its
-checkpoint, or begins again if it has none or if the code, for which CODE stands, has changed.
+commit, CPU, versions, date and command. A run is not repeated while its csv is there; one that was cut off goes on from
+its checkpoint, or begins again if it has none or if the code, for which CODE stands, has changed.
 Delete a csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/CODE has what runs
 printed and wrote but weights; ./run.sh plot draws what is there while they run. A claim's table is
 docs/tables/NAME.md, its picture docs/claims-NAME.png; claims.toml lists another picture.
