@@ -845,10 +845,10 @@ def load_policy(folder, args, world):
     # lm_head stays in the root's unit. In one of its own it would be gathered for each chunk of logits, of which ranks
     # have different numbers, and so they would wait for each other.
     # Without recomputation a layer stays gathered until its backward pass; by default only the root, `policy`, does.
-    again = None if args.activation_checkpointing else False
+    reshard = None if args.activation_checkpointing else False
     types = MixedPrecisionPolicy(dtype, torch.float32)
     for module in (*units, policy):
-        fully_shard(module, mesh=world.mesh, reshard_after_forward=again, mp_policy=types)
+        fully_shard(module, mesh=world.mesh, reshard_after_forward=reshard, mp_policy=types)
     policy.to_empty(device=world.device)
     for parameter in policy.parameters():
         parameter._is_hf_initialized = True
