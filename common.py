@@ -640,7 +640,7 @@ def packed_attention(
     """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
     key_N lists the places that each piece sees, its prompt's before its own: the causal window ends with the keys."""
     if key_N is not None:  # With key[:, :, key_N] threads would sum the gradient in any order.
-        # Gradients of a prompt's keys are summed over its responses in float32, which Triton adds faster than bf16.
+        # In float32, since a prompt's keys sum gradients of all its responses, and Triton adds bf16 more slowly.
         key, value = (x.float().index_select(2, key_N).to(x.dtype) for x in (key, value))
     if query.is_cuda and query.dtype == torch.bfloat16:
         from torch.nn.attention.varlen import varlen_attn  # It exists for bf16 on GPUs alone.
@@ -842,11 +842,11 @@ def load_policy(folder, args, world):
         for unit in units:
             unit.compile()
     dtype = compute_dtype(args, world)
-    # lm_head stays in the root's unit. In one of its own it would be gathered for each chunk of logits, of which ranks
-    # have different numbers, and so they would wait for each other.
     # Without recomputation a layer stays gathered until its backward pass; by default only the root, `policy`, does.
     reshard = None if args.activation_checkpointing else False
     types = MixedPrecisionPolicy(dtype, torch.float32)
+    # lm_head stays in the root's unit. In one of its own it would be gathered for each chunk of logits, of which ranks
+    # have different numbers, and so they would wait for each other.
     for module in (*units, policy):
         fully_shard(module, mesh=world.mesh, reshard_after_forward=reshard, mp_policy=types)
     policy.to_empty(device=world.device)
@@ -915,8 +915,8 @@ def logprobs(policy, batch, micro_batches_by_update, record, phase):
         for responses in Progress([*chain(*micro_batches_by_update)], f"{phase}, passes"):
             micro = batch.pack(responses, world.device)
             both_2T[:, micro.entry_T] = torch.stack(policy(micro)).detach()
-        # FSDP2 leaves its root gathered after a forward pass, so the next would compute with weights from before the
-        # optimiser's step. It reshards before `_apply`, which then gets the shards: they stay those of before.
+        # What a forward pass leaves gathered, at least the root, the next would take for the weights, also after the
+        # optimiser's step. FSDP2 reshards before `_apply`, which then gets the shards: they stay those of before.
         policy._apply(lambda x: shards[x] if x in shards else x.to(home))
     return world.all_reduce(both_2T)
 

@@ -152,10 +152,9 @@ def training_bytes(lm, gpus, tokens, recompute):
 
     16 bytes a weight (float32 weight, gradient and two moments) over the GPUs; embedding and head gathered in bf16; of
     each layer its input where activations are recomputed, else all that its backward pass reads, its gathered weights
-    among it. Beside these lies
-    either a chunk of the head's logits, four times in float32, with gradients of the head, or in the backward pass the
-    head's gradient, what the last layer reads and makes, and weights and gradients of two layers. It was counted on a
-    trace of torch 2.13 (2026-11-23); what is less for all shapes here is left out.
+    among it. Beside these lies either a chunk of the head's logits, four times in float32, with gradients of the head,
+    or in the backward pass the head's gradient, what the last layer reads and makes, and weights and gradients of two
+    layers. It was counted on a trace of torch 2.13 (2026-11-23); what is less for all shapes here is left out.
     """
     layers = lm.model.layers
     layer = sum(parameter.numel() for parameter in layers[0].parameters())
