@@ -12,11 +12,11 @@ from unittest import mock
 import faults
 import pytest
 import torch
-from jobs import ROOT, Jobs
+from faults import ROOT, TOY
+from jobs import Jobs
 
 import common
 
-TOY = ROOT / "tasks" / "toy"
 PACKED = "packed"  # common.py's attention, as transformers knows it
 torch.set_num_threads(1)  # the models here are too small for more: their threads would only wait for each other
 
@@ -44,12 +44,20 @@ def plain_python(monkeypatch):
         torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
-def engine(tmp_path_factory) -> Jobs:
-    """Two processes, each with one vLLM engine, that run scripts with flags one after another."""
-    jobs = Jobs("runs.py", tmp_path_factory.mktemp("engine"), TOY / "model", "float32", ranks=2)
-    yield jobs
-    jobs.end()
+def serving(script: str, *words, scope: str = "module", **shape):
+    """Return a fixture: Jobs of a script."""
+
+    @pytest.fixture(scope=scope)
+    def jobs(tmp_path_factory) -> Jobs:
+        jobs = Jobs(script, tmp_path_factory.mktemp("jobs"), *words, **shape)
+        yield jobs
+        jobs.end()
+
+    return jobs
+
+
+# Two processes, each with one vLLM engine, that run scripts with flags one after another.
+engine = serving("runs.py", TOY / "model", "float32", scope="session", ranks=2)
 
 
 @pytest.fixture(scope="session")
@@ -144,6 +152,11 @@ def make_verifier(workers: int = 2, reward: str = "math", limit: float = 60, set
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda process: range(workers))
         return common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), world, sets)
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    return make_verifier()
 
 
 def slow(*values) -> list:

@@ -47,6 +47,14 @@ def become(command: list[str], environment: dict[str, str], output: Path) -> Non
         os._exit(1)
 
 
+def wait_for(file: Path, *running) -> None:
+    """Wait for what these Jobs or Launches write; fail with the output of one that ends instead."""
+    while not file.exists():
+        for each in running:
+            assert each.running(), each.output.read_text()[-6000:]
+        time.sleep(0.02)
+
+
 class Jobs:
     """The side of the tests: a process for each rank, with what torchrun would tell it."""
 
@@ -83,10 +91,7 @@ class Jobs:
         return result
 
     def result(self, file: Path):
-        """Wait for a job's result; fail with the output of processes that ended instead."""
-        while not file.exists():
-            assert self.running(), self.output.read_text()[-6000:]
-            time.sleep(0.02)
+        wait_for(file, self)
         return torch.load(file)
 
     def __call__(self, **job):

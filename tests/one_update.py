@@ -34,8 +34,13 @@ def update(script, model, budget, args, zero_advantage, table=False, change="", 
         made = prove.step(world, module, settings, getattr(module, function), zero_advantage, changes.get(change, list))
     across = sum("group" in call.kwargs for call in all_reduce.call_args_list)  # ours names none
     metrics = {name: float(value) for name, value in made.metrics.items()} | {"optimizer_steps": made.steps}
-    found = {"gradient": made.gradient, "metrics": metrics, "per_token": made.per_token}
-    return found | {"mesh": world.mesh.shape, "across nodes": across}
+    return {
+        "gradient": made.gradient,
+        "metrics": metrics,
+        "per_token": made.per_token,
+        "mesh": world.mesh.shape,
+        "across nodes": across,
+    }
 
 
 def poison(groups):

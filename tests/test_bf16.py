@@ -1,9 +1,8 @@
 """bf16 on a CPU, with the values of a GPU's: sampler and trainer agree, ratios are 1, gradients stay the same."""
 
 import pytest
-from conftest import TOY, Run
+from conftest import TOY, Run, serving
 from faults import FLAGS
-from jobs import Jobs
 from test_invariance import largest_difference
 
 BF16 = {"compute_dtype": "bfloat16"}
@@ -11,12 +10,7 @@ STEPS = ["--steps", 2, "--prompts-per-step", 16, "--group-size", 8, "--max-respo
 OWN = {"sspo": [], "gpg": [], "cwgrpo": [], "sps": ["--rl-steps", 1, "--irl-steps", 1, "--irl-lr", 1e-4]}
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory) -> Jobs:
-    """A process with an engine in bf16."""
-    jobs = Jobs("runs.py", tmp_path_factory.mktemp("engine"), TOY / "model", "bfloat16")
-    yield jobs
-    jobs.end()
+engine = serving("runs.py", TOY / "model", "bfloat16")  # which is conftest.py's in float32
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import faults
 import pytest
 from conftest import ROOT, TOY, Run, flags_of, torchrun
 from hub import Hub
-from jobs import free_port
+from jobs import free_port, wait_for
 
 from lib import run
 
@@ -37,9 +37,7 @@ def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkey
         folder = tmp_path / f"node-{rank}"
         folder.mkdir()
         nodes.append(faults.Launch([*agent, rank, "sspo.py", *flags], folder / "log.txt"))
-    while not (run.folder / "checkpoints" / "step-00002").exists():
-        assert all(node.running() for node in nodes), nodes[0].output.read_text()
-        time.sleep(0.05)
+    wait_for(run.folder / "checkpoints" / "step-00002", *nodes)
     nodes[lost].end()
     assert nodes[1 - lost].gone_within(60)
     output = engine(script="sspo", flags=[*flags, "--resume"])

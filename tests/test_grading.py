@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from conftest import ROOT, grades, judged, make_verifier, slow
+from conftest import ROOT, grades, judged, slow
 
 from lib.grading import last_boxed
 from lib.rows import bare
@@ -15,11 +15,6 @@ from lib.rows import bare
 SHARED = ROOT.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real answers to grade")
 one_in = pytest.mark.parametrize("share", [16, *slow(1)])
-
-
-@pytest.fixture(scope="module")
-def verifier():
-    return make_verifier()
 
 
 def rows(name: str) -> list[dict]:

@@ -3,7 +3,7 @@ this cannot see."""
 
 import pytest
 import torch
-from jobs import Jobs
+from conftest import serving
 from seeing import random_seeing_model
 
 pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="it takes torch's CPU build")
@@ -11,12 +11,7 @@ pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="it takes torch
 OWN = {"sspo": {"updates_per_step": 2}, "gpg": {"kl_coef": 0.1}, "cwgrpo": {}, "sps": {}}
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory) -> Jobs:
-    """A process with a pretended GPU; its patch lasts as long as it does."""
-    jobs = Jobs("pretend_gpu.py", tmp_path_factory.mktemp("gpu"))
-    yield jobs
-    jobs.end()
+traced = serving("pretend_gpu.py")  # The patch lasts as long as the process does.
 
 
 @pytest.mark.parametrize("script", OWN)

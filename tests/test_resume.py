@@ -16,16 +16,12 @@ import pytest
 import torch
 from conftest import ROOT, flags_of, refused, slow
 from faults import differences, rows
+from jobs import wait_for
 from torch.distributed.checkpoint.api import CheckpointException
 
 import common
 
-
-def wait_for_checkpoint(folder: Path, running) -> None:
-    """Wait for the first checkpoint of what is running."""
-    while not (folder / "checkpoints" / "step-00002").is_dir():
-        assert running.running(), running.output.read_text()[-6000:]
-        time.sleep(0.01)
+FIRST = "checkpoints/step-00002"
 
 
 def spoil_metrics(folder: Path, step: int) -> None:
@@ -49,7 +45,7 @@ def test_sspo_killed_and_resumed(sspo_run, engine, tmp_path, how):
     folder.mkdir()
     running = faults.Launch(faults.torchrun("sspo", *flags_of("sspo", folder)), tmp_path / "log.txt")
     try:
-        wait_for_checkpoint(folder, running)
+        wait_for(folder / FIRST, running)
         assert all(running.pids(sign) for sign in (faults.AGENT, faults.TRAINER, faults.WORKER))
         faults.kill(running, how)
         assert running.gone_within(60), running.processes()
@@ -68,7 +64,7 @@ def test_stopped_and_resumed(script, engine, request, tmp_path):
     whose demonstrations are then of both runs."""
     folder = tmp_path / "run"
     result = engine.start(script=script, flags=flags_of(script, folder))
-    wait_for_checkpoint(folder, engine)
+    wait_for(folder / FIRST, engine)
     faults.send([process.pid for process in engine.processes], signal.SIGUSR1)
     assert "asked to stop: --run-dir" in engine.result(result) and not (folder / "stop").exists()
     assert rows(folder)[-1]["step"] == 3
@@ -84,7 +80,7 @@ def test_a_first_signal_to_run_sh_ends_after_the_step(number, times, tmp_path):
     command = [ROOT / "run.sh", "sspo-toy", "--eval", "", "--checkpoint-every", 2, "--run-dir", folder]
     running = faults.Launch(command, tmp_path / "log.txt")
     try:
-        wait_for_checkpoint(folder, running)
+        wait_for(folder / FIRST, running)
         for _ in range(times):
             running.process.send_signal(number)
             time.sleep(0.3)

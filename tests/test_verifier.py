@@ -19,11 +19,6 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(scope="module")
-def verifier():
-    return make_verifier()
-
-
 def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     """Every hostile answer ends within its deadlines, scores 0, and the good answers among them are graded."""
     cases = []
