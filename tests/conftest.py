@@ -49,9 +49,9 @@ def serving(script: str, *words, scope: str = "module", **shape):
 
     @pytest.fixture(scope=scope)
     def jobs(tmp_path_factory) -> Jobs:
-        jobs = Jobs(script, tmp_path_factory.mktemp("jobs"), *words, **shape)
-        yield jobs
-        jobs.end()
+        started = Jobs(script, tmp_path_factory.mktemp("jobs"), *words, **shape)
+        yield started
+        started.end()
 
     return jobs
 
@@ -101,6 +101,8 @@ OWN = {
     "gpg": ["--max-draws", 2, "--prompts-per-step", 5, "--beta-th", 0.8, "--format-reward"],
     "sps": ["--eval", TOY / "harder.jsonl", "--eval-every", 3, "--eval-samples", 2, "--eval-temperature", 1],
 }
+
+FIRST = "checkpoints/step-00002"  # which runs with these flags write first
 
 
 def flags_of(script: str, folder: Path) -> list:

@@ -10,7 +10,7 @@ from threading import Event
 
 import faults
 import pytest
-from conftest import ROOT, TOY, Run, flags_of, torchrun
+from conftest import FIRST, ROOT, TOY, Run, flags_of, torchrun
 from hub import Hub
 from jobs import free_port, wait_for
 
@@ -37,7 +37,7 @@ def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkey
         folder = tmp_path / f"node-{rank}"
         folder.mkdir()
         nodes.append(faults.Launch([*agent, rank, "sspo.py", *flags], folder / "log.txt"))
-    wait_for(run.folder / "checkpoints" / "step-00002", *nodes)
+    wait_for(run.folder / FIRST, *nodes)
     nodes[lost].end()
     assert nodes[1 - lost].gone_within(60)
     output = engine(script="sspo", flags=[*flags, "--resume"])

@@ -14,14 +14,12 @@ from types import SimpleNamespace
 import faults
 import pytest
 import torch
-from conftest import ROOT, flags_of, refused, slow
+from conftest import FIRST, ROOT, flags_of, refused, slow
 from faults import differences, rows
 from jobs import wait_for
 from torch.distributed.checkpoint.api import CheckpointException
 
 import common
-
-FIRST = "checkpoints/step-00002"
 
 
 def spoil_metrics(folder: Path, step: int) -> None:
