@@ -46,7 +46,7 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature
 from lib import rows, vision
 from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_own_file
 from lib.grading import BY_ANSWER, VERDICTS, begin, grade
-from lib.run import FIRST, ROOT, Progress, World, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
+from lib.run import FIRST, ROOT, Progress, World, fetched_once, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
 
 # isort: split
 from lib.run import Record, give_name, manifest_of, resume, save_checkpoint, seed_of  # noqa: F401
@@ -100,7 +100,6 @@ class Args:
     eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
     keep_best: bool = False  # Keep the model of the highest avg@n, mean over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
-    checkpoint_minutes: PositiveFloat = 30  # Also so many minutes after the last one (ours).
     checkpoints_kept: PositiveInt = 2  # The newest of --checkpoint-every that stay.
     resume: bool = False  # Go on from --run-dir's last checkpoint; --steps may grow, at constant lr.
     micro_batch_tokens: PositiveInt = 16384  # Most tokens and patches in a pass: memory, speed.
@@ -158,6 +157,7 @@ def load_data(args, tokenizer):
         return [], held_out
     problems = load_problems(args.dataset, tokenizer, args, "--dataset")
     if args.subset:
+        need(args.subset <= len(problems), f"--subset {args.subset}: there are {len(problems)} usable problems")
         problems = random.Random(seed_of(args.seed, "subset")).sample(problems, args.subset)
     return problems, held_out
 
@@ -165,19 +165,25 @@ def load_data(args, tokenizer):
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems and print what was left out. Raises ValueError naming flag, source and row."""
     use_own_file(tokenizer)
+    # vLLM refuses a prompt that leaves no room for a token of the response.
+    most = min(args.max_prompt_tokens, longest_sequence(args) - 1)
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     problems = []
     left_out = defaultdict(list)  # The numbers of rows.
     texts = set()
     row = {}
     with naming(f"{flag} {source}: cannot be read as one of {rows.KINDS}; ./run.sh data: sspo.py's"):
-        table = rows.read_table(source)
+        name, table = rows.read_table(source, "train" if flag == "--dataset" else "test")
     for number, row in enumerate(Progress(table, f"{flag} {source}, rows"), 1):
         origin = f"{flag} {source}, row {number}"
         with naming(origin):
             for column in filter(None, (args.problem_column, args.answer_column, args.image_column)):
                 need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
-            turns = rows.turns_of(row, args.problem_column)
+            said = turns = rows.turns_of(row, args.problem_column)
+            if args.template != "chat":  # Every other template says the whole prompt.
+                turns = [turn for turn in said if turn["role"] != "system"]
+            if len(turns) < len(said):
+                left_out["system turns, which only --template chat shows"].append(number)
             text = "\n\n".join(turn["content"] for turn in turns)
             reason = ""
             if not text.strip():
@@ -186,28 +192,17 @@ def load_problems(source, tokenizer, args, flag):
                 reason = "spells a special token"
             elif "reward_model" in row and not args.image_column and text in texts:
                 reason = "repeated"  # DAPO has each problem a hundred times.
-            if reason:
-                left_out[reason].append(number)
-                continue
-            texts.add(text)
-            image = None
-            if row.get(args.image_column):
-                image = vision.Picture(row.pop(args.image_column)["bytes"], tokenizer, args.max_pixels)
-                turns[-1]["content"] = image.text + turns[-1]["content"]
-            if args.reward in BY_ANSWER:
-                answer = rows.reference_of(row, args.answer_column)
-                graded_by = (answer, text)
             else:
-                answer = str(rows.answer_of(row, args.answer_column)) or "(graded by --reward)"
-                graded_by = (row,)
-            (text + answer).encode()  # A lone half of a surrogate pair cannot be written.
-            prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs)
-        if not answer:
-            left_out["no answer"].append(number)
-        elif len(prompt_ids) > args.max_prompt_tokens:
-            left_out["prompt too long"].append(number)
+                problem = problem_of(row, turns, text, tokenizer, args, origin)
+                if not problem.answer:
+                    reason = "no answer"
+                elif len(problem.prompt_ids) > most:
+                    reason = "prompt too long"
+        texts.add(text)
+        if reason:
+            left_out[reason].append(number)
         else:
-            problems.append(Problem(text, prompt_ids, answer, graded_by, image, origin))
+            problems.append(problem)
     counts = [f"{len(numbers)} {reason} (row {numbers[0]} first)" for reason, numbers in left_out.items()]
     left = f"left out: {', '.join(counts) or 'none'}"
     need(
@@ -218,10 +213,27 @@ def load_problems(source, tokenizer, args, flag):
     if FIRST:
         first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
         print(
-            f"{flag} {source}: {len(problems)} problems; {left}; the first prompt: {first!r}, its answer: "
+            f"{flag} {name}: {len(problems)} problems; {left}; the first prompt: {first!r}, its answer: "
             f"{problems[0].answer!r}"
         )
     return problems
+
+
+def problem_of(row, turns, text, tokenizer, args, origin):
+    """Return the problem of a row whose turns, and their text, are given; its answer is empty if the row has none."""
+    image = None
+    if row.get(args.image_column):
+        image = vision.Picture(row.pop(args.image_column)["bytes"], tokenizer, args.max_pixels)
+        turns[-1]["content"] = image.text + turns[-1]["content"]
+    if args.reward in BY_ANSWER:
+        answer = rows.reference_of(row, args.answer_column)
+        graded_by = (answer, text)
+    else:
+        answer = str(rows.answer_of(row, args.answer_column)) or "(graded by --reward)"
+        graded_by = (row,)
+    (text + answer).encode()  # A lone half of a surrogate pair cannot be written.
+    prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs)
+    return Problem(text, prompt_ids, answer, graded_by, image, origin)
 
 
 def problems_from(problems, args, position):
@@ -795,17 +807,27 @@ def model_folder(args):
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         if not folder.is_dir():
             patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-            folder = Path(snapshot_download(args.model, allow_patterns=patterns))
+            with fetched_once():
+                folder = Path(snapshot_download(args.model, allow_patterns=patterns))
         transformers.logging.disable_progress_bar()
         need([*folder.glob("tokenizer*")], "it has no files of a tokenizer")
         text = config_of(folder).get_text_config()
-        # The policy sees a whole sequence, in the same way. Beyond a window, or LongRoPE's first angles, vLLM does not.
-        context = min(text.max_position_embeddings, getattr(text, "sliding_window", None) or math.inf)
-        if "longrope" in text.rope_parameters.values():
-            context = text.rope_parameters["original_max_position_embeddings"]
-        longest = longest_sequence(args)
-        need(longest <= context, f"its context or window is {context}, and {longest} are needed")
+    check_context(text, args)
     return folder
+
+
+def check_context(text, args):
+    """Refuse sequences that are longer than the context, or the window, in a text model's config."""
+    # The policy sees a whole sequence, in the same way. Beyond a window, or LongRoPE's first angles, vLLM does not.
+    context = min(text.max_position_embeddings, getattr(text, "sliding_window", None) or math.inf)
+    if "longrope" in text.rope_parameters.values():
+        context = text.rope_parameters["original_max_position_embeddings"]
+    longest = longest_sequence(args)
+    need(
+        longest <= context,
+        f"--model {args.model}: its context or window is {context} tokens, and prompt and response may have {longest}; "
+        f"with --max-total-tokens {context} a response ends there",
+    )
 
 
 def read_weights(folder):

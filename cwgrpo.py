@@ -361,10 +361,10 @@ def main(args: Args) -> None:
     if args.reweight == "kernel":
         common.need(args.updates_per_step == 1, "--updates-per-step: 1, or another --reweight than kernel")
     common.need(args.clip_cov_low <= args.clip_cov_high, "--clip-cov-low: at most --clip-cov-high")
+    world = common.init_world()
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
-    world = common.init_world()
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, world)
 

@@ -205,10 +205,10 @@ def main(args: Args) -> None:
     """Train: sample, verify, learn, sync and log in every step, evaluate in some. The paper's part is in `learn`."""
     # ---- find whatever can be wrong before an engine starts
     common.validate(args)
+    world = common.init_world()
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
-    world = common.init_world()
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, world)
 

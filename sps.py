@@ -352,13 +352,13 @@ def main(args: Args) -> None:
     common.validate(args)
     common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
     common.need(args.demonstrations <= args.group_size, f"--demonstrations: 1 to --group-size, {args.group_size}")
+    world = common.init_world()
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     rl_steps, irl_steps = stage_lengths(args, len(problems))
-    if irl_steps and 0 < args.steps < rl_steps:
-        raise ValueError(f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage comes (--irl-steps 0?)")
-    world = common.init_world()
+    comes = not irl_steps or not args.steps or args.steps >= rl_steps
+    common.need(comes, f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage comes (--irl-steps 0?)")
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, world)
 

@@ -302,10 +302,10 @@ def main(args: Args) -> None:
     if args.steps and args.dataset == Args.dataset and not Path(args.dataset).exists():
         with common.naming("--dataset: `./run.sh data` clones it where there is a network"):
             subprocess.run([Path(__file__).with_name("run.sh"), "data"], check=True)  # one rank clones, the others wait
+    world = common.init_world()
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
-    world = common.init_world()
     # The paper does not name its verifier; docs/evaluation.md has the rules of ours.
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, world)

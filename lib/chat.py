@@ -56,7 +56,8 @@ def stop_tokens(tokenizer):
 
 
 def prompt_of(turns, template, tokenizer, options="{}"):
-    """Return the prompt's ids; `options` is JSON for a chat template. Turns that it has no place for are refused."""
+    """Return the prompt's ids; `options` is JSON for a chat template. Turns for which `template` has no place are
+    refused."""
     form = prompt_format(template)
     *before, last = turns
     problem = last["content"]
@@ -66,7 +67,7 @@ def prompt_of(turns, template, tokenizer, options="{}"):
         need(not before and not options, f"--template {template} is no chat: one turn, no --chat-template-kwargs")
         text = form.replace("{problem}", problem)
         return tokenizer.encode(text, add_special_tokens=not text.startswith(tokenizer.bos_token or "\0"))
-    if "system" in form and turns[0]["role"] != "system":
+    if "system" in form:
         before.insert(0, {"role": "system", "content": form["system"]})
     asked = {"role": "user", "content": form["user"].replace("{problem}", problem)}
     for name in options:

@@ -10,7 +10,7 @@ import datasets
 from pyarrow.parquet import ParquetFile
 
 from lib.grading import last_boxed
-from lib.run import need
+from lib.run import fetched_once, need
 
 KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split"
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "messages")
@@ -39,26 +39,30 @@ def rows_of(batches):
         yield from batch.to_pylist()
 
 
-def read_table(source):
-    """Return an iterable of a source's rows, as Python values. Raises ValueError for a split that is not there, and for
-    none where there are several."""
+def read_table(source, usual):
+    """Return a source's name, with its split, and an iterable of its rows, as Python values. If `source` names no
+    split, it is the only one or, of several, the one called `usual`. Raises ValueError if there is no such split."""
     path, _, split = source.partition(":")
     if source.endswith((".json", ".jsonl")):
-        return read_json(source)
+        return source, read_json(source)
     if source.endswith(".parquet"):
-        return rows_of(ParquetFile(source).iter_batches(1000))  # `datasets` knows a file by its time stamp.
+        return source, rows_of(ParquetFile(source).iter_batches(1000))  # `datasets` knows a file by its time stamp.
     if Path(path).is_dir():
         table = datasets.load_from_disk(path)
         need(not split or isinstance(table, dict), "it has no splits")
     else:
         configuration, _, split = split.rpartition(":")
-        table = datasets.load_dataset(path, configuration or None)
+        with fetched_once():
+            table = datasets.load_dataset(path, configuration or None)
     if isinstance(table, dict):
         if len(table) == 1:
-            split = split or next(iter(table))
+            usual = next(iter(table))
+        if not split:
+            split = usual
+            source += f":{split}"
         need(split in table, f"name one of its splits: {list(table)}")
         table = table[split]
-    return rows_of(table.with_format("arrow").iter(1000))  # Not decoded: that might fetch what a row names.
+    return source, rows_of(table.with_format("arrow").iter(1000))  # Not decoded: that might fetch what a row names.
 
 
 def first_of(row, column, *others):

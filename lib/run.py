@@ -24,6 +24,7 @@ from signal import SIG_DFL, SIG_IGN, SIGINT, SIGKILL, SIGUSR1, signal
 from threading import Event, Thread
 
 import datasets
+import huggingface_hub
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -167,10 +168,29 @@ def init_world():
         os._exit(1)
 
     sys.excepthook = end
+    if local_rank:  # See `fetched_once`.
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
         mesh = mesh["shard"]
     return World(rank, size, local_size, device, mesh)
+
+
+@contextmanager
+def fetched_once():
+    """Let the first rank of each node do what is inside, which may fetch something from the hub. Then let the node's
+    other ranks do the same: they are offline, and find it in the cache. So a node of 16 ranks asks the hub as often as
+    one rank does. Without a token the hub answers 500 calls in five minutes."""
+    if dist.is_initialized():
+        fetched = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # A large model takes hours to fetch.
+        others = os.environ["LOCAL_RANK"] != "0"
+        if others:
+            dist.barrier(fetched)
+        yield
+        if not others:
+            dist.barrier(fetched)
+    else:
+        yield
 
 
 def seed_of(*parts):
@@ -180,7 +200,7 @@ def seed_of(*parts):
 
 # --------------------------- record
 MAY_CHANGE = {  # These flags when a run is resumed; --steps, too, where the learning rate is constant.
-    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "max_num_seqs",
+    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoints_kept", "max_num_seqs",
     "micro_batch_tokens", "activation_checkpointing", "gpu_memory_utilization", "tensor_parallel", "track",
 }  # fmt: skip
 
@@ -249,7 +269,7 @@ class Record:
         self.world = world
         self.folder = Path(args.run_dir or f"runs/{name}")
         self.stopping = False
-        self.started = self.saved = time.time()  # When the run was, and its last checkpoint.
+        self.started = time.time()
         self.ends = []  # When step 0 or reading a checkpoint ended, and each step since.
         self.best = -math.inf  # The highest sum of avg@n over sets, for --keep-best.
         self.gap_checked = False  # Whether `sampler_gap` has compared trainer and sampler.
@@ -324,10 +344,7 @@ class Record:
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def training(self, step, batch, per_token, evaluated):
-        """In a step that was `evaluated` write the responses, and as .parquet what the loss saw: `per_token`. If all
-        are zero-advantage groups, write them to samples/zero-advantage.txt, over those of an earlier step."""
-        if not batch.valid_P.any():
-            self.samples("zero-advantage", batch.groups)
+        """In a step that was `evaluated` write the responses, and as .parquet what the loss saw: `per_token`."""
         if self.world.rank or not evaluated:
             return
         name = f"train-step{step:05d}"
@@ -374,7 +391,7 @@ class Record:
         if metrics.get("zero_advantage_share") == 1:
             self.say(
                 f"no group whose rewards differ (mean {metrics['reward']:g}): too easy, too hard, wrong --template, "
-                "--max-response-tokens or --reward; see samples/zero-advantage.txt"
+                "--max-response-tokens or --reward; see samples/"
             )
         self.start_step()
 
@@ -401,16 +418,15 @@ def manifest_of(checkpoint):
 
 def save_checkpoint(policy, optimizer, step, position, record):
     """Write checkpoints/step-<step>, which is whole once it has this name, if one is due. The newest ones of
-    --checkpoint-every stay; one that the clock or a file `stop` asked for stays until the next is written."""
+    --checkpoint-every stay; one that a file `stop` asked for stays until the next is written."""
     world = record.world
     args = record.args
     stop = record.folder / "stop"
-    late = time.time() - record.saved > 60 * args.checkpoint_minutes
-    record.stopping, late = world.decide((stop.exists(), late))
+    record.stopping = world.decide(stop.exists())
     if record.stopping:
         stop.unlink(missing_ok=True)
         record.say(f"asked to stop: --run-dir {record.quoted} --resume goes on after step {step}")
-    elif not late and step % args.checkpoint_every != 0 and step != args.steps:
+    elif step % args.checkpoint_every != 0 and step != args.steps:
         return
     final = record.folder / "checkpoints" / f"step-{step:05d}"
     partial = final.with_suffix(".partial")
@@ -441,7 +457,6 @@ def save_checkpoint(policy, optimizer, step, position, record):
         planned = [each for each in there if int(each.name[5:]) % args.checkpoint_every == 0]
         for old in {*there} - {*planned[-args.checkpoints_kept :], final}:
             shutil.rmtree(old)
-    record.saved = time.time()
     dist.barrier()
 
 

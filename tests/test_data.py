@@ -62,12 +62,12 @@ def test_formats_and_aliases(tokenizer, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(rows))
     write(tmp_path / "10:00.jsonl", *rows)
     table.save_to_disk(tmp_path / "folder")
-    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "splits")
-    for name in ("10:00.jsonl", "a.json", "a.parquet", "folder", "splits:train"):
+    datasets.DatasetDict({"one": table, "test": table.select([1])}).save_to_disk(tmp_path / "splits")
+    for name in ("10:00.jsonl", "a.json", "a.parquet", "folder", "splits:one"):
         data = load(tmp_path / name, tokenizer)
         assert [(p.text, p.answer) for p in data] == [("1+1=?", "2"), ("1+2=?", "3")], name
         assert tokenizer.decode(data[0].prompt_ids) == "1+1=?\n"
-    with refused(r"^--dataset \S+splits: .*name one of its splits.*\['train', 'test'\]"):
+    with refused(r"^--dataset \S+splits: .*name one of its splits.*\['one', 'test'\]"):
         load(tmp_path / "splits", tokenizer)
     for name in ("a.json:train", "folder:train", "nowhere.parquet"):  # the first two have no splits
         with refused(rf"^--dataset \S+{name}: cannot be read as one of "):
@@ -219,6 +219,8 @@ def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
     half = drawn(100)
     assert half == drawn(100) != drawn(100, seed=2) and len(set(half)) == 100
     assert drawn(0) == list(range(200))
+    with refused("^--subset 201: there are 200 usable problems$"):
+        drawn(201)
 
 
 def test_order_of_the_data():

@@ -73,7 +73,7 @@ def hub(tmp_path, monkeypatch):
 
 
 SAID = {
-    "acme/toy acme/letters": "--dataset acme/letters: 100 problems",
+    "acme/toy acme/letters": "--dataset acme/letters:train: 100 problems",
     "acme/toy nobody/set:train": "--dataset nobody/set:train: .*'nobody/set' doesn't exist on the Hub",
     "nobody/model -": "--model nobody/model, a folder or the id of a model of the hub, .*: 404 ",
 }

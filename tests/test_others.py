@@ -118,8 +118,10 @@ def test_a_rows_turns_are_asked_whole(chat, tmp_path):
     example = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     last = {"role": "user", "content": "3+3?"}
     file = write(tmp_path / "a.jsonl", {"prompt": [system, *example, last], "answer": "6"})
-    (problem,) = load(file, chat, "open-rs")
+    (problem,) = load(file, chat, "chat")
     assert chat.decode(problem.prompt_ids) == "[system]Be brief.[user]1+1?[assistant]2[user]3+3?[assistant]"
+    (problem,) = load(file, chat, "chat-boxed")
+    assert chat.decode(problem.prompt_ids).startswith("[user]1+1?[assistant]2[user]3+3?\nPlease reason")
     asked = chat.decode(common.prompt_of([last], "open-rs", chat))
     assert asked.startswith("[system]A conversation between User and Assistant.") and asked.endswith(
         "[user]3+3?[assistant]"
@@ -127,6 +129,8 @@ def test_a_rows_turns_are_asked_whole(chat, tmp_path):
     assert chat.decode(common.prompt_of([last], "chat-boxed", chat)).startswith("[user]3+3?\nPlease reason")
     with refused("row 1: --template plain is no chat: one turn"):
         load(file, chat)
+    (problem,) = load(write(tmp_path / "a.jsonl", {"prompt": [system, last], "answer": "6"}), chat)
+    assert (chat.decode(problem.prompt_ids), problem.text) == ("3+3?\n", "3+3?")
     with refused("row 1: the last turn is not the user's"):
         load(write(tmp_path / "a.jsonl", {"prompt": example, "answer": "2"}), chat)
 

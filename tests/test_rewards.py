@@ -93,7 +93,7 @@ def test_sat_asks_for_words(tmp_path, monkeypatch):
     rows_ = [one | {"image_bytes": [png(8, 8)] * count} for count in (1, 2)]
     datasets.Dataset.from_list(rows_).to_parquet("train.parquet")
     images.main("sat", "train.parquet")
-    [found] = rows.read_table("data/sat.parquet")
+    [found] = rows.read_table("data/sat.parquet", "")[1]
     start, _, options = found["problem"].partition(" options: ")
     assert start == "Answer in natural language. How many? Choose between the following"
     *first, last = options.replace(", ", " or ").split(" or ")
@@ -111,6 +111,6 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     (folder / "a.json").write_text(json.dumps({"text": ["one"], "shapes": shapes}))
     monkeypatch.chdir(tmp_path)
     images.main("lisa-train", folder)
-    [found] = rows.read_table("data/lisa-train.parquet")
+    [found] = rows.read_table("data/lisa-train.parquet", "")[1]
     assert "instruction: one Output the thinking process" in found["problem"]
     assert rewards.corners(found["solution"]).tolist() == [[100, 100], [300, 500]]

@@ -1,56 +1,32 @@
 """Every data set that an experiment names, loaded with that experiment's flags: those that the repository makes as they
-are, those of the hub as two rows of ours in the columns that their pages show."""
+are, the papers' as rows in their true shapes, and the true ones where they lie beside the repository."""
 
-import re
+import resource
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
+import sets
 import smollm
 import toy_images
-from conftest import ROOT, TOY
+from conftest import ROOT, TOY, refused
 from test_commands import parsed, table  # noqa: F401
+from test_data import load
 from test_others import TURNS
 from transformers import AutoTokenizer
 
 import common
 
-SPLITS = {"openai/gsm8k": ("train", "test"), "DigitalLearningGmbH/MATH-lighteval": ("train", "test")}
-
-
-def row_of(source: str, number: int) -> dict:
-    """Return a row of ours in a data set's columns."""
-    question = f"{number}+1=?"
-    answer = str(number + 1)
-    worked = rf"We count on and find \boxed{{{answer}}}."
-    if "ViRFT" in source or "GEOQA" in source or source.startswith("data/"):
-        return {"image": None, "problem": question, "solution": f"<answer> {answer} </answer>"}
-    if source in ("BytedTsinghua-SIA/DAPO-Math-17k", "Elliott/Openr1-Math-46k-8192"):
-        graded = {"ground_truth": answer, "style": "rule"}
-        return {"data_source": "x", "prompt": [{"content": question, "role": "user"}], "reward_model": graded}
-    if source == "openai/gsm8k":
-        return {"question": question, "answer": f"We count on: <<{question}>>.\n#### {answer}"}
-    if source == "DigitalLearningGmbH/MATH-lighteval":
-        return {"problem": question, "level": "Level 1", "solution": worked, "type": "Algebra"}
-    if source == "AI-MO/aimo-validation-amc":
-        return {"id": number, "problem": question, "answer": float(answer), "url": ""}
-    if source == "knoveleng/OlympiadBench":
-        return {"question": question, "solution": [worked], "final_answer": [answer], "unit": None, "context": None}
-    if source in ("knoveleng/open-s1", "knoveleng/open-rs"):
-        said = [{"content": question, "role": "user"}, {"content": worked, "role": "assistant"}]
-        return {"problem": question, "solution": worked, "answer": answer, "source": "x", "messages": said}
-    return {"problem": question, "solution": worked, "answer": answer}
-
-
-def load_dataset(source: str, _) -> datasets.DatasetDict:
-    """Stand in for the hub."""
-    rows = [row_of(source, number) for number in range(2)]
-    return datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name in SPLITS.get(source, ("train",))})
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder in which the paths of the repository lead to data sets."""
+    """A folder in which the paths of the repository, and the hub's ids, lead to data sets."""
     folder = tmp_path_factory.mktemp("sets")
     (folder / "tasks").mkdir()
     for path in [TOY, *(ROOT / "tasks").glob("*.txt")]:
@@ -59,31 +35,78 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy_images, "FILES", [(name, 8, kinds) for name, _, kinds in toy_images.FILES])
         toy_images.write_problems(folder / "tasks" / "toy-images")
-    load_dataset("", None).save_to_disk(folder / "data/understand-r1-zero/datasets/train/math_lvl3to5_8k")
-    for name in ("data/sat.parquet", "data/lisa-train.parquet"):
-        load_dataset(name, None)["train"].to_parquet(folder / name)
-    return folder
+        patch.chdir(folder)
+        real = partial(datasets.load_dataset, cache_dir=str(folder / "cache"))
+        patch.setattr(
+            datasets, "load_dataset", lambda source, *name, **how: real(f"{folder}/hub/{source}", *name, **how)
+        )
+        sets.write_hub(folder / "hub")
+        sets.write_cloned(folder)
+        sets.write_images(folder)
+        yield folder
 
 
-def test_the_sets_of_every_experiment_load(table, folder, monkeypatch, capsys):  # noqa: F811
-    """No row is left out, and the hub's have the answers that were put there.
-    Pictures, which need a processor, stay out."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+@pytest.fixture
+def tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     tokenizer.chat_template = TURNS
-    seen = set()
+    return tokenizer
+
+
+def test_the_sets_of_every_experiment_load(table, folder, tokenizer, monkeypatch):  # noqa: F811
+    """All their rows that can be used, with the answers that are there. Pictures, which need a processor, stay out."""
+    monkeypatch.chdir(folder)
+    seen = {}
     for experiment, command in table.items():
         args = replace(parsed(*command), image_column="", subset=0, max_prompt_tokens=10_000)
         read = (args.dataset, args.eval, args.template, args.reward)
         if read in seen:
             continue
-        seen.add(read)
         problems, held_out = common.load_data(args, tokenizer)
-        for source, loaded in {args.dataset: problems, **held_out}.items():
+        seen[read] = experiment
+        found = {args.dataset: problems} | dict(zip(filter(None, args.eval.split(",")), held_out.values(), strict=True))
+        for source, loaded in found.items():
+            if source.startswith("data/understand") or not Path(source.split(":")[0]).exists():
+                expected = sets.references(source, "train" if source == args.dataset else "test")
+                assert [problem.answer for problem in loaded] == expected != [], (experiment, source)
             assert loaded, (experiment, source)
-            if loaded[0].text == "0+1=?":
-                answers = [re.sub("</?answer>", "", problem.answer) for problem in loaded]
-                assert [float(answer) for answer in answers] == [1, 2], (experiment, source)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 40 and all("; left out: none; " in line for line in lines)
+    assert len(seen) > 15
+
+
+def test_a_system_turn_is_the_templates_own(folder, tokenizer, monkeypatch, capsys):
+    """LUFFY's rows have one; only `chat` shows it."""
+    monkeypatch.chdir(folder)
+    for template, begins in (("qwen-math", "<|im_start|>system\nPlease reason"), ("chat-boxed", "[user]A tram")):
+        problem, *_ = load("Elliott/Openr1-Math-46k-8192", tokenizer, template, max_prompt_tokens=10_000)
+        assert tokenizer.decode(problem.prompt_ids).startswith(begins) and problem.text.startswith("A tram")
+        assert "3 system turns, which only --template chat shows (row 1 first)" in capsys.readouterr().out
+    problem, *_ = load("Elliott/Openr1-Math-46k-8192", tokenizer, "chat", max_prompt_tokens=10_000)
+    assert tokenizer.decode(problem.prompt_ids).startswith("[system]Your task is to reason")
+    assert "system turns" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flag", "split"), [("--dataset", "train"), ("--eval", "test"), ("--sets", "test")])
+def test_of_several_splits_there_is_a_usual_one(folder, tokenizer, monkeypatch, capsys, flag, split):
+    """One of that name; else they are named."""
+    monkeypatch.chdir(folder)
+    args = common.Args(template="plain")
+    assert len(common.load_problems("DigitalLearningGmbH/MATH-lighteval", tokenizer, args, flag)) == len(
+        sets.references(f"DigitalLearningGmbH/MATH-lighteval:{split}", "")
+    )
+    assert f"{flag} DigitalLearningGmbH/MATH-lighteval:{split}: " in capsys.readouterr().out
+    if split == "test":
+        with refused(r"name one of its splits: \['train', 'eval'\]"):
+            common.load_problems(parsed("sspo.py").dataset, tokenizer, args, flag)
+
+
+@pytest.mark.slow
+def test_sat_is_read_in_bounded_memory(tmp_path):
+    """Its one row group is longer than `datasets` can read, and than should be in memory at once."""
+    row = {"image_bytes": [bytes(30_000)], "question": "How many?", "answers": ["2", "4"], "correct_answer": "2"}
+    rows = pyarrow.Table.from_batches([pyarrow.RecordBatch.from_pylist([row] * 1000)] * 80)
+    whole = {"row_group_size": len(rows), "use_dictionary": False, "compression": "none"}
+    pyarrow.parquet.write_table(rows, tmp_path / "SAT_train.parquet", **whole)
+    words = [sys.executable, ROOT / "tasks" / "images.py", "sat", "SAT_train.parquet"]
+    output = subprocess.check_output(words, cwd=tmp_path, text=True)
+    assert output == "data/sat.parquet: 15000 rows\n"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2e6  # KiB; the file has 2.4 GB

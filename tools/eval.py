@@ -226,6 +226,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(folder)
     data = problems_of(protocol, tokenizer)
     protocol.max_prompt_tokens = max(len(problem.prompt_ids) for problems in data.values() for problem in problems)
+    common.check_context(common.config_of(folder).get_text_config(), protocol)
     verifier = common.Verifier(protocol, world, data.values())
     sampler = common.Sampler(folder, tokenizer, protocol, world)
     sampler.load(weights_of(path, folder, sampler.dtype))

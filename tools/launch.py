@@ -32,7 +32,7 @@ GROUPS = {  # of the flags of --help
         temperature max-total-tokens reward-seconds seed""",
     "optimiser": "lr-warmup lr-floor lr-schedule weight-decay adam-betas max-grad-norm tis-cap",
     "evaluation": "eval-every eval-samples eval-temperature keep-best",
-    "run": "run-dir resume checkpoint-every checkpoint-minutes checkpoints-kept track",
+    "run": "run-dir resume checkpoint-every checkpoints-kept track",
     "machine": """compute-dtype micro-batch-tokens activation-checkpointing tensor-parallel max-num-seqs
         gpu-memory-utilization""",
 }
