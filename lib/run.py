@@ -160,8 +160,9 @@ def init_world():
     dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))  # Ranks wait while one saves a model.
     show = sys.excepthook  # torch's, which writes the rank before each line, and calls ours.
 
-    def end(*error):
-        show(*error)
+    def end(kind, error, trace):
+        tell = report if isinstance(error, Refused) else show
+        tell(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
         # A usual exit would let vLLM take the process group down, which waits for ranks that may never come.
@@ -186,9 +187,11 @@ def fetched_once():
         others = os.environ["LOCAL_RANK"] != "0"
         if others:
             dist.barrier(fetched)
-        yield
-        if not others:
-            dist.barrier(fetched)
+        try:
+            yield
+        finally:
+            if not others:
+                dist.barrier(fetched)
     else:
         yield
 

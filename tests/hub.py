@@ -27,7 +27,12 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.folder = folder
         self.asked = Counter()
+        self.address = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def fetched(self) -> set[str]:
+        """Return the files that were asked for whole."""
+        return {path for path in self.asked if path.startswith("GET") and "/resolve/" in path}
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -58,6 +63,9 @@ class Answer(BaseHTTPRequestHandler):
             self.answer(json.dumps(about).encode(), 200, "Content-Type", "application/json")
 
     do_HEAD = do_GET
+
+    def log_message(self, *_):
+        """Say nothing."""
 
     def answer(self, body: bytes, code: int, *header: str):
         self.send_response(code)

@@ -1,5 +1,6 @@
 """What a first user meets: several nodes, here two torchruns on one machine, and the hub, here a stand-in."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -67,7 +68,7 @@ def hub(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         shutil.copy(TOY / "harder.jsonl", folder / "train.jsonl")
     hub = Hub(tmp_path)
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.setenv("HF_ENDPOINT", hub.address)
     monkeypatch.setenv("HF_HOME", f"{tmp_path}/home")
     return hub
 
@@ -80,29 +81,36 @@ SAID = {
 
 
 @pytest.mark.slow
-def test_an_id_is_fetched_once_or_refused_by_its_flag(hub):
-    """By two ranks with one cache."""
-    output = torchrun("tests/hub.py", *SAID)
-    hub.shutdown()
-    for said in SAID.values():
-        assert len(re.findall(said, output)) == 1, output
-    fetched = {path: count for path, count in hub.asked.items() if path.startswith("GET") and "/resolve/" in path}
-    assert {Path(path).name for path in fetched} > {"model.safetensors", "train.jsonl"}
-    assert {*fetched.values()} == {1}
+def test_an_id_is_fetched_once_or_refused_by_its_flag(hub, tmp_path):
+    """Four ranks of a node ask the hub as often as one rank does."""
+    asked = []
+    for ranks in (1, 4):
+        output = torchrun("tests/hub.py", *SAID, ranks=ranks, HF_HOME=f"{tmp_path}/{ranks}")
+        for said in SAID.values():
+            assert len(re.findall(said, output)) == 1, output
+        assert {Path(path).name for path in hub.fetched()} > {"model.safetensors", "train.jsonl"}
+        asked.append(hub.asked.copy())
+        hub.asked.clear()
+    assert asked[0] == asked[1]
 
 
 @pytest.mark.slow
-def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(hub, monkeypatch):
-    """Model and all sets; then a run finds them, although the hub is gone."""
+def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(hub, monkeypatch, tmp_path):
+    """Model and all sets: what a run would have fetched by itself, and no other file. Then a run finds them, although
+    the hub is gone."""
     flags = ["--model=acme/toy", "--template=plain", "--dataset=acme/letters", "--max-response-tokens=64"]
     flags += ["--eval=acme/held-out", "--max-prompt-tokens=64"]
     command = [ROOT / "run.sh", "fetch", "grpo-0.5b", *flags]
-    fetched = subprocess.check_output(command, text=True)
-    assert fetched.count("problems; left out: none") == 2
+    output = subprocess.check_output(command, text=True)
+    assert output.count("problems; left out: none") == 2
+    fetched = hub.fetched()
+    hub.asked.clear()
+    run = [ROOT / "run.sh", "grpo-0.5b", *flags, "--steps=1", "--prompts-per-step=4", "--group-size=2", "--run-dir"]
+    subprocess.run([*run, tmp_path / "online"], env=os.environ | {"HF_HOME": f"{tmp_path}/other"}, check=True)
+    assert hub.fetched() == fetched != set()
     hub.shutdown()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    again = subprocess.check_output(command, text=True)
-    assert again.splitlines()[-2:] == fetched.splitlines()[-2:]
+    subprocess.run([*run, tmp_path / "offline"], check=True)
     unknown = subprocess.run([*command, "--dataset=acme/other"], capture_output=True, text=True)
     assert unknown.returncode and "--dataset acme/other: " in unknown.stderr.splitlines()[-2]
 
