@@ -11,6 +11,7 @@ record, policy and batch are named after their classes.
 """
 
 import atexit
+import gc
 import json
 import math
 import os
@@ -18,7 +19,6 @@ import random
 import shlex
 import shutil
 import sys
-import time
 from collections import ChainMap, defaultdict, namedtuple
 from contextlib import chdir
 from dataclasses import dataclass
@@ -108,6 +108,7 @@ class Args:
     tensor_parallel: PositiveInt = 1  # Ranks of a node that share one vLLM engine.
     max_num_seqs: PositiveInt = 256  # Responses that an engine samples at a time: memory, speed.
     gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while it samples.
+    keep_awake: bool = False  # vLLM keeps that share while the policy trains: faster, where both fit.
 
 
 def longest_sequence(args):
@@ -252,6 +253,7 @@ VLLM = {  # Environment variables; those that the user has set stay.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # It might be compiled first, and requests with a seed never use it.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "OMP_NUM_THREADS": str(torch.get_num_threads()),
@@ -285,21 +287,32 @@ class Sampler:
     """The only contact with vLLM: an engine for --tensor-parallel ranks. It has no weights before `load`."""
 
     def __init__(self, folder, tokenizer, args, world):
+        fits = world.local_size % args.tensor_parallel == 0
+        need(fits, f"--tensor-parallel {args.tensor_parallel}: it must divide the {world.local_size} ranks of a node")
         os.environ.update(VLLM | os.environ)
-        self.sleeps = cuda = world.device.type == "cuda"
+        cuda = world.device.type == "cuda"
+        self.sleeps = cuda and not args.keep_awake
         # On a CPU vLLM would compile for seconds before the first token.
         torch._dynamo.config.disable = not cuda
+        config = config_of(folder)
+        lm = empty_model(config)
+        if cuda and args.keep_awake:
+            total = torch.cuda.mem_get_info()[1] / 2**30
+            training = 16 * lm.num_parameters() / world.local_size / 2**30  # bytes of weight, gradient and two moments
+            need(
+                training < (1 - args.gpu_memory_utilization) * total,
+                f"--keep-awake: {training:.1f} GiB, and more, are trained beside --gpu-memory-utilization "
+                f"{args.gpu_memory_utilization} of {total:.1f} GiB",
+            )
         from vllm import LLM
 
         self.world = world
         self.dtype = compute_dtype(args, world)
         self.tokenizer = tokenizer
         self.stop = stop_tokens(tokenizer)  # vLLM stops at the model's own, too.
-        config = config_of(folder)
         sees = hasattr(config, "vision_config")
         # A sleep of level 2 frees more, but vLLM 0.32 then loses the zeros that follow an image's positions.
         self.level = 1 if sees else 2
-        lm = empty_model(config)
         self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
@@ -315,7 +328,8 @@ class Sampler:
                 gpu_memory_utilization=args.gpu_memory_utilization,
                 tensor_parallel_size=args.tensor_parallel,
                 distributed_executor_backend="external_launcher",
-                enable_sleep_mode=cuda,
+                enable_sleep_mode=self.sleeps,
+                enable_flashinfer_autotune=False,  # It would tune over the ranks of all engines.
                 enforce_eager=not cuda,
                 enable_chunked_prefill=cuda,  # On a CPU vLLM 0.32 cannot rewind a seed after it.
                 load_format="dummy",
@@ -326,6 +340,8 @@ class Sampler:
                 skip_tokenizer_init=not sees,
                 **(vision.engine_settings(args, cuda) if sees else {}),
             )
+        # Each sleep collects garbage. What is there by now stays, and need not be looked through.
+        gc.freeze()
         self.sleep()
 
     def sample(self, prompts, n, temperature, args, top_p=1.0, scored=1):
@@ -437,7 +453,7 @@ def valid(reward_PG):
 # ----------------------------- verifier
 class Verifier:
     """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. Raises
-    ValueError where a reward raises for a row among a set's first 1,000, with an empty completion or its own answer."""
+    ValueError if a reward raises for an empty completion of a set's first problem."""
 
     def __init__(self, args, world, sets=()):
         self.world = world
@@ -458,22 +474,9 @@ class Verifier:
         atexit.register(self.pool.join)
         atexit.register(self.pool.stop)
         if self.reward != "math":
-            if FIRST:
-                print(f"--reward {self.reward} is tried on 1000 rows of each set, for half a minute at most")
-            for problems in sets:
-                self.try_reward(problems[:1000])
-
-    def try_reward(self, problems):
-        """Grade an empty completion of each problem and its own answer, for half a minute."""
-        late = time.monotonic() + 30
-        for first in range(0, len(problems), 16):
-            if self.world.decide(time.monotonic() > late):
-                break
-            groups = []
-            for problem in problems[first : first + 16]:
-                texts = ("", f"\\boxed{{{problem.answer}}}")
-                groups.append(Group(problem, [Rollout((), (), text, False) for text in texts]))
-            verify(self, groups, legal=["graded"])
+            empty = Rollout((), (), "", False)
+            for problems in filter(None, sets):
+                verify(self, [Group(problems[0], [empty])], legal=["graded"])
 
     def judge(self, cases):
         """Return score and verdict of each case, on every rank: a completion and what it is graded by."""
@@ -489,8 +492,7 @@ class Verifier:
                 graded.append((0.0, "timeout" if late else "crash"))
             else:
                 graded.append(future.result())
-        parts = world.all_gather(graded)
-        return [parts[n % world.size][n // world.size] for n in range(len(cases))]
+        return world.all_gather_shares(graded)
 
 
 def verify(verifier, groups, legal=VERDICTS):

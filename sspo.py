@@ -25,7 +25,7 @@ the paper does not say, and we chose. docs/sspo.md sets each equation beside its
 """
 
 import subprocess
-from itertools import chain
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -188,18 +188,21 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def step_segments(batch, trained_R, tokenizer, delimiter: str):
-    """Return segment_T, whose numbers are unique over the step. A response that is not trained stays one segment."""
-    ids = [rollout.ids.tolist() for rollout in batch.rollout_R]
-    used = {*chain(*ids)}
-    pieces = {token: tokenizer.decode([token], skip_special_tokens=True) for token in used}  # a stop token has no text
-    numbers = []
+def step_segments(batch, trained_R, tokenizer, delimiter: str, world):
+    """Return segment_T, whose numbers are unique over the step. A response that is not trained stays one segment. Each
+    rank cuts a share of the responses, because GPUs wait meanwhile."""
+    piece_of = cache(lambda token: tokenizer.decode([token], skip_special_tokens=True))  # a stop token has no text
+    mine = []
+    for r in range(world.rank, len(trained_R), world.size):
+        pieces = [piece_of(token) for token in batch.rollout_R[r].ids.tolist()]
+        mine.append(np.array(segments(pieces, delimiter if trained_R[r] else ""), int))
+    numbers = world.all_gather_shares(mine)
     first = 0
-    for r, trained in enumerate(trained_R):
-        own = segments([pieces[token] for token in ids[r]], delimiter if trained else "")
-        numbers += [first + number for number in own]
-        first += len({*own})
-    return torch.tensor(numbers)
+    for own in numbers:
+        count = own.max(initial=-1) + 1
+        own += first
+        first += count
+    return torch.from_numpy(np.concatenate(numbers))
 
 
 def learn(policy, optimizer, batch, tokenizer, record):
@@ -212,7 +215,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
     advantage_R = advantages(batch.reward_PG, args.scale_advantage).flatten().float()
     trained_R = advantage_R != 0  # where A = 0 there is no gradient
     trained_T = trained_R[batch.response_T]
-    segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"))
+    segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"), world)
     advantage_T = advantage_R[batch.response_T]
     update_R = batch.split(args.updates_per_step)
     weights = []

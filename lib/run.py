@@ -130,6 +130,11 @@ class World(namedtuple("World", "rank size local_size device mesh")):
         dist.all_gather_object(things, thing)
         return things
 
+    def all_gather_shares(self, mine):
+        """Return the items of which every rank has made a share, `mine`: rank r made items r, r + size, and so on."""
+        shares = self.all_gather(mine)
+        return [shares[n % self.size][n // self.size] for n in range(sum(map(len, shares)))]
+
     def decide(self, thing):
         """Return rank 0's `thing`, on every rank: its clock and its view of the disk decide for all."""
         return self.all_gather(thing)[0]
@@ -203,8 +208,8 @@ def seed_of(*parts):
 
 # --------------------------- record
 MAY_CHANGE = {  # These flags when a run is resumed; --steps, too, where the learning rate is constant.
-    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoints_kept", "max_num_seqs",
-    "micro_batch_tokens", "activation_checkpointing", "gpu_memory_utilization", "tensor_parallel", "track",
+    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoints_kept", "max_num_seqs", "micro_batch_tokens",
+    "activation_checkpointing", "gpu_memory_utilization", "keep_awake", "tensor_parallel", "track",
 }  # fmt: skip
 
 

@@ -64,11 +64,12 @@ engine = serving("runs.py", TOY / "model", "float32", scope="session", ranks=2)
 def update(tmp_path_factory):
     """update(ranks, script, model, ...): a step of six prompts by four responses on that many processes.
 
-    Two of them are two nodes of one each: sharded inside, replicated across. Three are sharded on one node. The third
-    group is a zero-advantage group unless another is; everything fits one micro-batch unless the budget is less.
+    Two of them are two nodes of one each: sharded inside, replicated across. Three are sharded on one node, and four
+    are two nodes of two. The third group is a zero-advantage group unless another is; everything fits one micro-batch
+    unless the budget is less.
     """
     folder = tmp_path_factory.mktemp("updates")
-    shapes = {1: {"ranks": 1}, 2: {"nodes": 2}, 3: {"ranks": 3}}
+    shapes = {1: {"ranks": 1}, 2: {"nodes": 2}, 3: {"ranks": 3}, 4: {"ranks": 2, "nodes": 2}}
     started = {ranks: Jobs("one_update.py", folder / str(ranks), **shape) for ranks, shape in shapes.items()}
     done = {}
 

@@ -5,7 +5,7 @@ test_pretend_gpu.py asks it for jobs such as {"name": "learn", "ranks": 8, "scri
 It finds a tensor on the wrong device, and what stays on a GPU; a check that fails ends the process. CPU tensors are
 real. A CUDA tensor is fake: it has a shape, a dtype, a device and a size, but no values. Integers that come from the
 CPU, and what is computed from them alone, keep their values: places, lengths, an image's grid. Collectives move
-nothing: this process is rank 0, and the other ranks are imagined. It cannot see values, the limits of kernels, NCCL,
+nothing: this process is one rank, and the other ranks are imagined. It cannot see values, the limits of kernels, NCCL,
 memory between operations, speed, or vLLM.
 
 For whoever meets another torch: `patch` writes into tables of C++ whose slots are those of torch 2.13. Its comments say
@@ -21,6 +21,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -215,33 +216,37 @@ def watched_score(gpu: Gpu):
     return mock.patch.object(common, "logprobs", watched)
 
 
-def groups(problems):
-    """Return four responses of 1 to 29 tokens to each problem; half are right."""
+def groups(problems, valid=6):
+    """Return four responses of 1 to 29 tokens to each problem; half are right, or none in later groups."""
     rng = np.random.default_rng(7)
     found = []
     for problem in problems:
         group = group_of([], [rng.integers(0, 263, length) for length in rng.integers(1, 30, 4)])
         group.problem = problem
-        group.reward_G = torch.tensor([1.0, 0.0, 0.0, 1.0]).double()
+        group.reward_G = (len(found) < valid) * torch.tensor([1.0, 0.0, 0.0, 1.0]).double()
         found.append(group)
     return found
 
 
-def learn(script, model, ranks=8, local=8, irl=False, **flags):
-    """Make a script's step on a model's real weights, and check what lies where."""
+def learn(script, model, ranks=8, local=8, irl=False, rank=0, valid=6, **flags):
+    """Make a script's step on a model's real weights, and check what lies where. The responses are those of `rank`."""
     module = importlib.import_module(script)
     args = module.Args(model=model, run_dir=tempfile.mkdtemp(), micro_batch_tokens=800, template="plain", **flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
     problems = common.load_data(args, tokenizer)[0] if args.image_column else PROBLEMS
-    batch = common.Batch(groups(problems))
+    batch = common.Batch(groups(problems, valid))
     with world_of(ranks, local) as world, Gpu() as gpu, watched_score(gpu):
         record = common.Record(args, world)
         policy = common.load_policy(Path(model), args, world)
         optimizer = common.adamw(policy, args.lr, args)
+        record.world = world._replace(rank=rank)
         if irl:
             module.learn_irl(policy, [batch] * 2, record)
         elif script == "sspo":
-            module.learn(policy, optimizer, batch, tokenizer, record)
+            alone = World(0, 1, 1, None, None)  # imagined ranks cut no responses into segments
+            segments = partial(module.step_segments, world=alone)
+            with mock.patch.object(module, "step_segments", lambda *given: segments(*given[:-1])):
+                module.learn(policy, optimizer, batch, tokenizer, record)
         else:
             reference = None
             if args.kl_coef:

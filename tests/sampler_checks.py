@@ -42,8 +42,8 @@ def check(args: Args, sampler: common.Sampler, policy: common.Policy, problems: 
     record.gap_checked = True  # weights are stale on purpose
     found = {}
 
-    def sampled(stream, n=3, temperature=args.temperature, settings=args, scored=3):
-        prompts = {(stream, p): problem for p, problem in enumerate(problems)}
+    def sampled(stream, n=3, temperature=args.temperature, settings=args, scored=3, asked=None):
+        prompts = {(stream, p): problem for p, problem in enumerate(problems[:asked])}
         sampler.load(policy)
         groups = sampler.sample(prompts, n, temperature, settings, scored=scored)
         sampler.sleep()  # on a GPU
@@ -73,6 +73,7 @@ def check(args: Args, sampler: common.Sampler, policy: common.Policy, problems: 
     found["stops"] = [[one.truncated, int(one.ids[-1]), len(one.ids)] for group in first for one in group.rollouts]
     loaded = gap(first)
     found["repeatable"] = ids(sampled("a")) == found["texts"]
+    found["one prompt"] = ids(sampled("a", asked=1)) == found["texts"][:3]
     found["streams differ"] = ids(sampled("b")) != found["texts"]
     change(0.1)
     found["gap with stale weights"] = gap(first)

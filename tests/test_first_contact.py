@@ -24,6 +24,43 @@ def figures(run: Run) -> list:
     return [row[name] for row in run.rows[1:] for name in names]
 
 
+def two_nodes(folder: Path, script, flags: list) -> list[faults.Launch]:
+    """Start a script on two nodes of one rank each."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
+    agent += ["--master-addr", "127.0.0.1", "--master-port", free_port(), "--node-rank"]
+    nodes = []
+    for rank in range(2):
+        log = folder / f"node-{rank}" / "log.txt"
+        log.parent.mkdir()
+        nodes.append(faults.Launch([*agent, rank, script, *flags], log))
+    return nodes
+
+
+RAISES = """
+import os
+import sspo
+def learn(*given, whole=sspo.learn):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("in the middle of a step")
+    return whole(*given)
+sspo.learn = learn
+if __name__ == "__main__":
+    sspo.main(sspo.common.parse(sspo.Args, ""))
+"""
+
+
+@pytest.mark.slow
+def test_two_nodes_of_which_one_raises(tmp_path, monkeypatch):
+    """Both end, although nobody tells the other node's torchrun."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "raises.py").write_text(RAISES)
+    first, second = two_nodes(tmp_path, tmp_path / "raises.py", flags_of("sspo", tmp_path / "run"))
+    while second.running():
+        time.sleep(0.1)
+    assert "RuntimeError: in the middle of a step" in second.output.read_text()
+    assert first.gone_within(60) and second.gone_within(1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [1, 0])
 def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkeypatch):
@@ -31,13 +68,7 @@ def test_two_nodes_of_which_one_is_lost(lost, sspo_run, engine, tmp_path, monkey
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's choice where a node has several ranks
     run = Run(tmp_path / "run")
     flags = flags_of("sspo", run.folder)
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
-    agent += ["--master-addr", "127.0.0.1", "--master-port", free_port(), "--node-rank"]
-    nodes = []
-    for rank in range(2):
-        folder = tmp_path / f"node-{rank}"
-        folder.mkdir()
-        nodes.append(faults.Launch([*agent, rank, "sspo.py", *flags], folder / "log.txt"))
+    nodes = two_nodes(tmp_path, "sspo.py", flags)
     wait_for(run.folder / FIRST, *nodes)
     nodes[lost].end()
     assert nodes[1 - lost].gone_within(60)

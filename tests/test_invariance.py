@@ -1,6 +1,7 @@
 """One update does not depend on the number of processes, the micro-batch budget, the order or the packing."""
 
 import pytest
+import torch
 
 SCRIPTS = ("sspo", "gpg", "cwgrpo", "sps")
 ONE = {"sspo": {"updates_per_step": 1}}  # the others have one by default
@@ -38,10 +39,16 @@ def test_gradient_and_metrics(step, script):
 
 
 def test_nodes_and_activation_checkpointing_change_nothing(step):
-    """Two nodes replicate; three processes of one node shard."""
+    """Two nodes replicate; three processes of one node shard; two nodes of two processes do both. The segments,
+    of which each process makes a share, are the same."""
+    one = step(1, "sspo")
     two = step(2, "sspo", args=ONE["sspo"] | {"activation_checkpointing": True})
-    assert two["mesh"] == (2, 1) and step(3, "sspo", 50, change="reverse")["mesh"] == (3,)
-    check_alike(two, step(1, "sspo"))
+    four = step(4, "sspo", 50)
+    assert two["mesh"] == (2, 1) and four["mesh"] == (2, 2)
+    assert step(3, "sspo", 50, change="reverse")["mesh"] == (3,)
+    for several in (two, four):
+        check_alike(several, one)
+        assert torch.equal(several["per_token"]["segment_T"], one["per_token"]["segment_T"])
 
 
 def test_nodes_add_up_their_gradients_once_an_update(step):

@@ -58,10 +58,13 @@ def test_gradients_repeat_bit_for_bit_with_two_threads(tmp_path):
     assert all(torch.equal(seen[0], again) for again in seen)
 
 
-def test_an_empty_micro_batch_reaches_every_parameter(tiny):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_empty_micro_batch_reaches_every_parameter(tiny, device):
     """A rank with nothing left must still take part in every collective of the backward pass."""
-    policy = policy_of(tiny)
-    logp_T, entropy_T = policy(batch_of(0).pack([], CPU))
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    policy = policy_of(tiny).to(device)
+    logp_T, entropy_T = policy(batch_of(0).pack([], torch.device(device)))
     assert logp_T.shape == entropy_T.shape == (0,)
     logp_T.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())

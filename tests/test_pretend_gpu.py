@@ -21,6 +21,11 @@ def test_learn(traced, tiny, script):
     traced(name="learn", script=script, model=tiny, ranks=16, local=8, **OWN[script], **beside)
 
 
+def test_learn_without_a_response(traced, tiny):
+    """The last of sixteen ranks has none of one group's four."""
+    traced(name="learn", script="sspo", model=tiny, ranks=16, rank=15, valid=1)
+
+
 def test_learn_irl(traced, tiny):
     traced(name="learn", script="sps", irl=True, model=tiny)
 

@@ -125,7 +125,7 @@ def repository(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(repository) -> dict[str, Future]:
+def started(repository) -> dict[str | tuple, Future]:
     """Everything that can be rehearsed here, two at a time."""
 
     def run(*words: str) -> None:
@@ -138,7 +138,7 @@ def started(repository) -> dict[str, Future]:
         runs[name] = pool.submit(run, name, *LIST["small"], *LIST["more"].get(name, []), f"--run-dir=runs/{name}")
     for name, model in PROTOCOLS.items():
         words = ["eval", model, f"--protocol={name}", f"--out=runs/{name}.json"]
-        runs[name] = pool.submit(run, *words, *LIST["more"].get(name, []))
+        runs["eval", name] = pool.submit(run, *words, *LIST["more"].get(name, []))
     yield runs
     pool.shutdown(cancel_futures=True)
 
@@ -159,7 +159,7 @@ def test_an_experiment_makes_its_first_step(repository, started, name):
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_a_protocol_evaluates(repository, started, name):
     """All of its sets, with the longest problems of OlympiadBench."""
-    started[name].result()
+    started["eval", name].result()
     rows = json.loads((repository / "runs" / f"{name}.json").read_text())["rows"]
     assert [row["set"] for row in rows] == evaluation.PROTOCOLS[name]["sets"]
 

@@ -1,13 +1,30 @@
 """The real vLLM engine: what was sampled is what is trained, before and after weights change."""
 
 import pytest
-from conftest import TOY, check_sampler
+import torch
+from conftest import TOY, check_sampler, refused
 from transformers import AutoTokenizer
+
+import common
 
 
 @pytest.fixture(scope="module")
 def found(engine, tmp_path_factory):
     return check_sampler(engine, ["--model", TOY / "model", "--run-dir", tmp_path_factory.mktemp("sampler") / "run"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel": 3}, "--tensor-parallel 3: it must divide the 4 ranks of a node"),
+        ({"keep_awake": True}, "--keep-awake: .* are trained beside --gpu-memory-utilization 0.6 of 0.0 GiB"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_an_engine_starts(monkeypatch, settings, message):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**20))
+    world = common.World(0, 4, 4, torch.device("cuda"), None)
+    with refused(message):
+        common.Sampler(TOY / "model", None, common.Args(**settings), world)
 
 
 def test_logp_of_sampler_and_trainer_agree(found):
@@ -32,6 +49,11 @@ def test_one_response_of_a_group_has_log_probs_unless_all_are_asked_for(found):
     scored, gap, same = found["one of a group"]
     assert scored == [[0]] * 8 and gap < 1e-4 and same
     assert found["all with --tis-cap"] == [[0, 1, 2]] * 8
+
+
+def test_of_two_engines_one_has_no_prompt(found):
+    """The other samples what it samples among others."""
+    assert found["one prompt"]
 
 
 def test_a_stream_that_misses_a_name_is_refused(found):

@@ -90,10 +90,12 @@ FLAT = "--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
 TOY = f"""--model={REPO}tasks/toy/model --reward=math --template=plain --dataset={REPO}tasks/toy/train.jsonl
     --eval={REPO}tasks/toy/heldout.jsonl,{REPO}tasks/toy/harder.jsonl --eval-samples=8 --eval-temperature=1
     --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32 --max-response-tokens=96 --lr=2e-4 --steps=120"""
+AWAKE = ""
 if os.environ.get("MACHINE") == "gpu":  # run.sh has looked
-    TOY += " --gpu-memory-utilization=0.1"
+    AWAKE = "--keep-awake --gpu-memory-utilization=0.1"
+    TOY += f" {AWAKE}"
 SEEN = f"{TOY} --model={SEE}model --image-column=image"
-PRETRAINED = f"""{FLAT} --model={SMOLLM}model --template={REPO}tasks/smollm.txt
+PRETRAINED = f"""{AWAKE} {FLAT} --model={SMOLLM}model --template={REPO}tasks/smollm.txt
     --dataset={SMOLLM}train.jsonl --eval={SMOLLM}heldout.jsonl,{SMOLLM}harder.jsonl --eval-samples=8
     --eval-temperature=1 --eval-every=100 --group-size=8 --prompts-per-step=8 --max-prompt-tokens=256
     --max-response-tokens=48 --micro-batch-tokens=1024 --lr=5e-6 --steps=12 --reward=math"""

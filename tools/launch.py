@@ -34,7 +34,7 @@ GROUPS = {  # of the flags of --help
     "evaluation": "eval-every eval-samples eval-temperature keep-best",
     "run": "run-dir resume checkpoint-every checkpoints-kept track",
     "machine": """compute-dtype micro-batch-tokens activation-checkpointing tensor-parallel max-num-seqs
-        gpu-memory-utilization""",
+        gpu-memory-utilization keep-awake""",
 }
 
 
