@@ -121,6 +121,8 @@ def validate(args):
     """Refuse flags that do not fit each other."""
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
+    with naming(f"--chat-template-kwargs {args.chat_template_kwargs}, which is to be JSON"):
+        json.loads(args.chat_template_kwargs)
     if args.keep_best or not args.steps:
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
     if args.eval_samples > 1:

@@ -242,6 +242,7 @@ def test_order_of_the_data():
         ({"template": "LICENSE"}, "--template LICENSE: legal: plain, qwen-math, .*or a text file with {problem}"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
         ({"eval_samples": 2}, "--eval-samples: at --eval-temperature 0 all are the same"),
+        ({"chat_template_kwargs": "{a}"}, "^--chat-template-kwargs {a}, which is to be JSON: "),
         ({"resume": True}, "--resume: name the run that goes on with --run-dir"),
         ({"reweight": "kernel", "updates_per_step": 2}, "--updates-per-step: 1, or another --reweight than kernel"),
     ],

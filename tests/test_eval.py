@@ -64,6 +64,17 @@ def test_code_that_a_run_names_is_not_run(tmp_path, monkeypatch):
         evaluation.main()
 
 
+def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(plain_python, monkeypatch):
+    """Once the longest one is known: that of a single token would fit."""
+    context = common.config_of(TOY / "model").max_position_embeddings
+    words = ["--sets", str(TOY / "heldout.jsonl"), "--template", "plain", "--max-response-tokens", str(context - 1)]
+    monkeypatch.setattr("sys.argv", ["eval.py", str(TOY / "model"), *words])
+    with refused(
+        rf"^--model \S+: its context or window is {context} tokens, and prompt and response may have {context + 7}"
+    ):
+        evaluation.main()
+
+
 def test_an_average_is_over_sets_or_over_questions():
     """There is none where a row lacks a set."""
     sizes = {"aime24": 1, "amc23": 1, "math500": 1, "minerva": 2}
