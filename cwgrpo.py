@@ -55,7 +55,8 @@ class Args(common.Args):
     accumulation steps, 12 generations (in the released code 3 x 12 x 4 responses)."""
     group_size: common.AtLeastTwo = 12  # Responses to each prompt (G; Table 5).
     max_prompt_tokens: PositiveInt = 512
-    """Longer prompts (Table 5) are left out of the data, and counted (ours); the released code cuts their beginning."""
+    """Longer prompts (Table 5) are left out of the data, and counted (ours). In the released code
+    vLLM samples from the whole prompt, and the trainer's copy of it lacks its beginning."""
     max_response_tokens: PositiveInt = 4096
     """A response is cut at this length and scores as it stands (Table 5)."""
     max_total_tokens: NonNegativeInt = 4096

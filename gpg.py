@@ -72,7 +72,8 @@ class Args(common.Args):
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG, norm: str = "none"):
-    """Return advantage_PG (Eq. 6). The std of norm "group" or "batch" is unbiased, and 1e-6 is added to it (ours). A
+    """Return advantage_PG (Eq. 6). The std of norm "group" or "batch" is unbiased, and 1e-6 is added to it (ours;
+    the release has 1e-4). A
     zero-advantage group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if norm != "none":

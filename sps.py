@@ -123,8 +123,8 @@ def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=N
     The paper says of this one choice that it is uniform (section 4.1, before L2TE), that it "preferentially samples"
     unlikely rollouts and augments each batch "with positive trajectories" if negative ones are too few (L2TE), that it
     takes three of eight (5.1), and that it samples "from the lower quantile of trajectories in each batch" (C.1, which
-    reads as how L2TE is implemented). These cannot all hold. l2te is deterministic, made for each prompt, and takes
-    wrong ones first (ours); the other two are other readings."""
+    reads as how L2TE is implemented). These cannot all hold. l2te takes wrong responses first, as section 4.1 has
+    it; that it is deterministic and chooses for each prompt is ours. The other two are other readings."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
         lowest = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1

@@ -40,10 +40,10 @@ import common
 
 @dataclass
 class Args(common.Args):
-    """SSPO on Qwen2.5-Math-1.5B (§5.2). For 7B, set --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2 (Table
+    """SSPO on Qwen2.5-Math-1.5B (§5.1). For 7B, set --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2 (Table
     5; §5.2 prints alpha 0.1)."""
 
-    model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id, or folder with config.json and *.safetensors (§5.2).
+    model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id, or folder with config.json and *.safetensors (§5.1).
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
     """Training problems, cloned where they are missing (§5.2): a .jsonl, .json or .parquet file, a `save_to_disk`
     folder, or a hub id (`id:[name:]split`)."""
@@ -88,7 +88,8 @@ class Args(common.Args):
     """Draw more prompts until this share of the step's groups has 0 < number correct < G. 0: draw once. 1: DAPO."""
     max_draws: PositiveInt = 4
     """After this many draws, go on with the groups there are.
-    Table 2 of arXiv 2604.16995 (SPS) draws again at most 3 times."""
+    Table 2 of arXiv 2604.16995 (SPS) draws again at most 3 times. SWIFT 3.12.6, with which it trains, draws again
+    three times, too, but never uses the third, and if there are too few groups it trains on the first draw."""
     overlong_buffer: NonNegativeInt = 0
     """The reward falls by up to 1 over this many tokens before --max-response-tokens (DAPO). 0: off.
     arXiv 2604.16995 has 2048."""
