@@ -68,18 +68,20 @@ def cvbench(name, source):
 
 
 def lisa(name, folder):
-    """Yield rows of ReasonSeg's images, each with a .json beside it: the box around the target's first polygon, as
-    released, in thousandths; of the training set every wording of a question, else the first."""
+    """Yield rows of ReasonSeg's images, each with a .json beside it: the box around the target's first polygon, in
+    thousandths. As released, the training set has the box rounded down, and every wording of a question; the others
+    have the box as it is, and the first wording."""
     for file in sorted(Path(folder).glob("*.json")):
         about = json.loads(file.read_text(encoding="utf-8", errors="replace"))
         image = file.with_suffix(".jpg").read_bytes()
         targets = [shape["points"] for shape in about["shapes"] if shape["label"] not in ("flag", "ignore")]
         points = 1000 * (np.array(targets[0]) / Image.open(io.BytesIO(image)).size)
-        corners = [np.floor(points.min(0)), np.ceil(points.max(0))]
-        left, top, right, bottom = np.concatenate(corners).clip(0, 1000).astype(int)
-        texts = about["text"]
-        if name != "lisa-train":
-            texts = texts[:1]
+        corners = np.concatenate([points.min(0), points.max(0)]).clip(0, 1000)
+        texts = about["text"][:1]
+        if name == "lisa-train":
+            corners = corners.astype(int)
+            texts = about["text"]
+        left, top, right, bottom = corners.tolist()
         for text in texts:
             problem = (
                 f"Output the bounding box in the image corresponding to the instruction: {text} Output the thinking "

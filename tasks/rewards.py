@@ -14,7 +14,6 @@ import numpy as np
 from lib.grading import judge
 
 UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")  # GEOQA's 3cm, 5cm^2^ and 9米
-CORNER = re.compile(r"\((\d{1,4}),(\d{1,4})\)")
 
 
 def inside(text):
@@ -57,11 +56,11 @@ def option(completion, row):
 
 
 # ------------------------------------------------------------------------------------------------------ LISA (Table 8)
-def corners(text):
+def corners(text, number=r"\d{1,4}"):
     """Return the corners [[left, top], [right, bottom]] of a text's only box, in thousandths of the image's sides; none
-    where it does not name two points."""
-    found = CORNER.findall(text.replace(" ", ""))
-    return np.array(found if len(found) == 2 else [], int)
+    where it does not name two points. `number` is the pattern of a coordinate."""
+    found = re.findall(rf"\(({number}),({number})\)", text.replace(" ", ""))
+    return np.array(found if len(found) == 2 else [], float)
 
 
 def overlap(box, other):
@@ -73,7 +72,7 @@ def overlap(box, other):
 def iou(completion, row):
     """Return intersection over union of the answer's box and the reference's (B.4); 0 without either box."""
     box = corners(inside(completion))
-    gold = corners(reference(row))
+    gold = corners(reference(row), r"[\d.]+")  # A held-out box is not rounded.
     if not (box.size and gold.size):
         return 0.0
     shared = overlap(box, gold)
@@ -82,29 +81,40 @@ def iou(completion, row):
 
 # ----------------------------------------------------------------------- mathematics (common.py lists these by name)
 # Each is math_verify alone on the whole completion, which gives itself 5 seconds for whatever it parses or compares.
-def open_r1(completion, answer, problem, unreadable=0.0):
-    """Return 1.0 where the answer is right by the reward of open-r1, with which the papers train: it reads LaTeX only,
-    a box before anything else, and without a box what stands behind words such as "the final answer is". Else return
-    0.0, or `unreadable` where it cannot read the reference. Sources: `accuracy_reward` of WangCheng0116/CW-GRPO at
-    4d46a2c, src/open_r1/rewards.py, which returns None there, and of undyingjoker/GPG_OPENRS (below)."""
+def read_latex(completion, answer):
+    """Return the reference, and what open-r1's reward reads in a completion, as math_verify has them: LaTeX only, a box
+    before anything else, and without a box what stands behind words such as "the final answer is"."""
     from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse
 
     gold = parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig()], extraction_mode="first_match")
-    if not gold:
-        return unreadable
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True, malformed_operators=False),
         boxed_match_priority=0,
         try_extract_without_anchor=False,
     )
-    return float(verify(gold, parse(completion, [latex], extraction_mode="first_match")))
+    return gold, parse(completion, [latex], extraction_mode="first_match")
+
+
+def open_r1(completion, answer, problem):
+    """Return 1.0 where the answer is right by the reward of open-r1, with which the papers train, else 0.0. Source:
+    `accuracy_reward` of WangCheng0116/CW-GRPO at 4d46a2c, src/open_r1/rewards.py, which returns None where it cannot
+    read the reference."""
+    from math_verify import verify
+
+    gold, found = read_latex(completion, answer)
+    return float(verify(gold, found))
 
 
 def open_r1_gpg(completion, answer, problem):
-    """Return the same as GPG's release has it: where the reference cannot be read, every response is right, so that its
-    group has no gradient. Source: undyingjoker/GPG_OPENRS at d23ffc0, open-r1/src/open_r1/rewards.py."""
-    return open_r1(completion, answer, problem, unreadable=1.0)
+    """Return the same as GPG's release has it. Where the reference cannot be read, every response is right, so that its
+    group has no gradient. The answer stands in the reference's place, which decides of sets and relations: 1 <= x <= 2
+    is right for [1,2], and (2,oo) is wrong for x > 2. Source: undyingjoker/GPG_OPENRS at d23ffc0,
+    open-r1/src/open_r1/rewards.py, for math_verify 0.5.2."""
+    from math_verify import verify
+
+    gold, found = read_latex(completion, answer)
+    return float(not gold or verify(found, gold))
 
 
 def lighteval(completion, answer, problem):

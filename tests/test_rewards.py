@@ -62,6 +62,13 @@ def test_a_reference_that_cannot_be_read():
     assert [reward("7", "", "?") for reward in (rewards.open_r1, rewards.open_r1_gpg)] == [0, 1]
 
 
+@pytest.mark.parametrize(("answer", "gold", "ours"), [(r"1\le x\le2", "[1,2]", 0), (r"(2,\infty)", "x>2", 1)])
+def test_gpgs_release_compares_the_other_way_round(answer, gold, ours):
+    """As CW-GRPO's does not."""
+    given = (rf"\boxed{{{answer}}}", gold, "?")
+    assert (rewards.open_r1(*given), rewards.open_r1_gpg(*given)) == (ours, 1 - ours)
+
+
 BOXES = [
     ("(0,0),(40,40)", 1),
     ("(20, 20), (60, 60)", 400 / 2800),
@@ -107,10 +114,13 @@ def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
     shapes = [{"label": "target", "points": points} for points in polygons]
     folder = tmp_path / "train"
     folder.mkdir()
-    (folder / "a.jpg").write_bytes(png(100, 200))
+    (folder / "a.jpg").write_bytes(png(100, 300))
     (folder / "a.json").write_text(json.dumps({"text": ["one"], "shapes": shapes}))
     monkeypatch.chdir(tmp_path)
     images.main("lisa-train", folder)
     [found] = rows.read_table("data/lisa-train.parquet", "")[1]
     assert "instruction: one Output the thinking process" in found["problem"]
-    assert rewards.corners(found["solution"]).tolist() == [[100, 100], [300, 500]]
+    assert rewards.corners(found["solution"]).tolist() == [[66, 100], [200, 500]]
+    images.main("lisa-test", folder)  # not rounded
+    [found] = rows.read_table("data/lisa-test.parquet", "")[1]
+    assert rewards.iou("<answer>(66,100),(200,500)</answer>", found) == pytest.approx((200 - 200 / 3) / 134)
