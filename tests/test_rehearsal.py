@@ -52,18 +52,22 @@ def teach(model, tokenizer) -> None:
     turns = [{"role": "user", "content": "?"}]
     prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     last = tokenizer.encode(prompt)[-1]
+    end = model.config.get_text_config().eos_token_id
     pairs = []
     for answer in ("80", "9", "2", "42", "5"):
-        pairs += pairwise([last, *tokenizer.encode(f"\\boxed{{{answer}}}"), model.config.eos_token_id])
+        pairs += pairwise(
+            [last, *tokenizer.encode(f"\\boxed{{{answer}}}"), model.config.get_text_config().eos_token_id]
+        )
     asked, expected = torch.tensor(pairs).T
     for words in (model.get_input_embeddings(), model.get_output_embeddings()):
         torch.nn.init.normal_(words.weight, std=0.1)
         words.weight.data[expected.unique()] *= 10
     model.requires_grad_(False)
-    for layer in model.model.layers:
+    layers = model.get_decoder().layers
+    for layer in layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.requires_grad_(True)
-    optimizer = torch.optim.Adam(model.model.layers.parameters(), 0.03)
+    optimizer = torch.optim.Adam(layers.parameters(), 0.03)
     for _ in range(100):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(asked[:, None]).logits[:, 0], expected)
@@ -80,13 +84,13 @@ def make_model(folder: Path, settings: dict) -> None:
     settings |= LIST["narrow"]
     if kind == "qwen2":
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
-        teach(model, AutoTokenizer.from_pretrained(folder))
     else:
         rope = {"rope_type": "default", "rope_theta": settings["rope_theta"], "mrope_section": [4, 6, 6]}
         text = {"text_config": settings | {"rope_parameters": rope}, "tie_word_embeddings": True}
         config = AutoConfig.for_model(kind, **LIST["towers"][kind], **LIST["marks"], **text)
         model = AutoModelForImageTextToText.from_config(config)
         (folder / "preprocessor_config.json").write_text(json.dumps(LIST["processor"]))
+    teach(model, AutoTokenizer.from_pretrained(folder))
     model.generation_config = GenerationConfig(eos_token_id=[151645, 151643])
     model.save_pretrained(folder)
 
@@ -146,7 +150,7 @@ def started(repository) -> dict[str | tuple, Future]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_makes_its_first_step(repository, started, name):
-    """It is evaluated before and after it, on every set that it names. Where the model was taught, it trains."""
+    """It is evaluated before and after it, on every set that it names. Where a boxed number can be right, it trains."""
     started[name].result()
     first, last = sets.read(repository / "runs" / name / "metrics.jsonl")
     named = json.loads((repository / "runs" / name / "run.json").read_text())["args"]["eval"]
