@@ -55,9 +55,7 @@ def teach(model, tokenizer) -> None:
     end = model.config.get_text_config().eos_token_id
     pairs = []
     for answer in ("80", "9", "2", "42", "5"):
-        pairs += pairwise(
-            [last, *tokenizer.encode(f"\\boxed{{{answer}}}"), model.config.get_text_config().eos_token_id]
-        )
+        pairs += pairwise([last, *tokenizer.encode(f"\\boxed{{{answer}}}"), end])
     asked, expected = torch.tensor(pairs).T
     for words in (model.get_input_embeddings(), model.get_output_embeddings()):
         torch.nn.init.normal_(words.weight, std=0.1)
