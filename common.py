@@ -185,8 +185,6 @@ def load_problems(source, tokenizer, args, flag):
             said = turns = rows.turns_of(row, args.problem_column)
             if args.template != "chat":  # Every other template says the whole prompt.
                 turns = [turn for turn in said if turn["role"] != "system"]
-            if len(turns) < len(said):
-                left_out["system turns, which only --template chat shows"].append(number)
             text = "\n\n".join(turn["content"] for turn in turns)
             reason = ""
             if not text.strip():
@@ -201,11 +199,13 @@ def load_problems(source, tokenizer, args, flag):
                     reason = "no answer"
                 elif len(problem.prompt_ids) > most:
                     reason = "prompt too long"
-        texts.add(text)
         if reason:
             left_out[reason].append(number)
-        else:
-            problems.append(problem)
+            continue
+        problems.append(problem)
+        texts.add(text)
+        if len(turns) < len(said):
+            left_out["system turns, which only --template chat shows"].append(number)
     counts = [f"{len(numbers)} {reason} (row {numbers[0]} first)" for reason, numbers in left_out.items()]
     left = f"left out: {', '.join(counts) or 'none'}"
     need(
@@ -809,9 +809,9 @@ def model_folder(args):
     the context is too short. Whether weights fit, `load_policy` says; whether it computes as vLLM, `sampler_gap`."""
     folder = Path(args.model)
     with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
-        if not folder.is_dir():
-            patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-            with fetched_once():
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+        with fetched_once():  # Every rank gets here, even if a folder is on one node alone.
+            if not folder.is_dir():
                 folder = Path(snapshot_download(args.model, allow_patterns=patterns))
         transformers.logging.disable_progress_bar()
         need([*folder.glob("tokenizer*")], "it has no files of a tokenizer")

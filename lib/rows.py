@@ -47,12 +47,12 @@ def read_table(source, usual):
         return source, read_json(source)
     if source.endswith(".parquet"):
         return source, rows_of(ParquetFile(source).iter_batches(1000))  # `datasets` knows a file by its time stamp.
-    if Path(path).is_dir():
-        table = datasets.load_from_disk(path)
-        need(not split or isinstance(table, dict), "it has no splits")
-    else:
-        configuration, _, split = split.rpartition(":")
-        with fetched_once():
+    with fetched_once():  # Every rank gets here, even if a folder is on one node alone.
+        if Path(path).is_dir():
+            table = datasets.load_from_disk(path)
+            need(not split or isinstance(table, dict), "it has no splits")
+        else:
+            configuration, _, split = split.rpartition(":")
             table = datasets.load_dataset(path, configuration or None)
     if isinstance(table, dict):
         if len(table) == 1:

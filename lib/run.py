@@ -189,7 +189,7 @@ def fetched_once():
     one rank does. Without a token the hub answers 500 calls in five minutes."""
     if dist.is_initialized():
         fetched = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # A large model takes hours to fetch.
-        others = os.environ["LOCAL_RANK"] != "0"
+        others = os.environ.get("LOCAL_RANK", "0") != "0"
         if others:
             dist.barrier(fetched)
         try:
@@ -208,7 +208,8 @@ def seed_of(*parts):
 
 # --------------------------- record
 MAY_CHANGE = {  # These flags when a run is resumed; --steps, too, where the learning rate is constant.
-    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoints_kept", "max_num_seqs", "micro_batch_tokens",
+    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "max_num_seqs",
+    "micro_batch_tokens",
     "activation_checkpointing", "gpu_memory_utilization", "keep_awake", "tensor_parallel", "track",
 }  # fmt: skip
 

@@ -74,7 +74,7 @@ def test_a_system_turn_is_the_templates_own(folder, tokenizer, monkeypatch, caps
     for template, begins in (("qwen-math", "<|im_start|>system\nPlease reason"), ("chat-boxed", "[user]A tram")):
         problem, *_ = load("Elliott/Openr1-Math-46k-8192", tokenizer, template, max_prompt_tokens=10_000)
         assert tokenizer.decode(problem.prompt_ids).startswith(begins) and problem.text.startswith("A tram")
-        assert "3 system turns, which only --template chat shows (row 1 first)" in capsys.readouterr().out
+        assert "2 system turns, which only --template chat shows (row 1 first)" in capsys.readouterr().out
     problem, *_ = load("Elliott/Openr1-Math-46k-8192", tokenizer, "chat", max_prompt_tokens=10_000)
     assert tokenizer.decode(problem.prompt_ids).startswith("[system]Your task is to reason")
     assert "system turns" not in capsys.readouterr().out
