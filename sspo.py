@@ -195,14 +195,13 @@ def step_segments(batch, trained_R, tokenizer, delimiter: str, world):
     piece_of = cache(lambda token: tokenizer.decode([token], skip_special_tokens=True))  # a stop token has no text
     mine = []
     for r in range(world.rank, len(trained_R), world.size):
-        pieces = [piece_of(token) for token in batch.rollout_R[r].ids.tolist()]
+        pieces = [*map(piece_of, batch.rollout_R[r].ids.tolist())]
         mine.append(np.array(segments(pieces, delimiter if trained_R[r] else ""), int))
     numbers = world.all_gather_shares(mine)
     first = 0
     for own in numbers:
-        count = own.max(initial=-1) + 1
         own += first
-        first += count
+        first += len(np.unique(own))
     return torch.from_numpy(np.concatenate(numbers))
 
 

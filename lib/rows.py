@@ -56,7 +56,7 @@ def read_table(source, usual):
             table = datasets.load_dataset(path, configuration or None)
     if isinstance(table, dict):
         if len(table) == 1:
-            usual = next(iter(table))
+            [usual] = table
         if not split:
             split = usual
             source += f":{split}"

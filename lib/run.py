@@ -189,7 +189,7 @@ def fetched_once():
     one rank does. Without a token the hub answers 500 calls in five minutes."""
     if dist.is_initialized():
         fetched = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # A large model takes hours to fetch.
-        others = os.environ.get("LOCAL_RANK", "0") != "0"
+        others = os.environ["LOCAL_RANK"] != "0"
         if others:
             dist.barrier(fetched)
         try:

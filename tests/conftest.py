@@ -148,10 +148,16 @@ cwgrpo_run = run_on("cwgrpo")
 sps_run = run_on("sps")
 
 
+def alone() -> common.World:
+    """Return the only rank, without a process group."""
+    world = common.World(0, 1, 1, None, None)
+    world.all_gather = lambda thing: [thing]
+    return world
+
+
 def make_verifier(workers: int = 2, reward: str = "math", limit: float = 60, sets=()):
     """Make a verifier of this many processes, whatever the machine."""
-    world = common.World(0, 1, 1, None, None)
-    world.all_gather = lambda thing: [thing]  # there is no process group
+    world = alone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda process: range(workers))
         return common.Verifier(SimpleNamespace(reward=reward, reward_seconds=limit), world, sets)

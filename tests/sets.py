@@ -12,12 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import ROOT
+from faults import ROOT, read
 from seeing import png
 
 ROWS = ROOT / "tests" / "rows"
 ANSWERS = json.loads((ROWS / "answers.json").read_text())
-SHARED = ROOT.parent / "shared" / "data"
 PIXELS = 56, 84
 
 
@@ -49,10 +48,6 @@ def write_cloned(folder: Path) -> None:
     parts = {file.stem: read(file) for file in (ROWS / "cloned" / "math_lvl3to5_8k").iterdir()}
     tables = datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in parts.items()})
     tables.save_to_disk(folder / "data/understand-r1-zero/datasets/train/math_lvl3to5_8k")
-
-
-def read(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def write_images(sources: Path, cvbench: Path) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import sets
 from test_data import load
+from test_grading import SHARED, needs_data, rows
 from transformers import AutoTokenizer
 
 import common
 import sspo
-
-needs_data = pytest.mark.skipif(not sets.SHARED.is_dir(), reason=f"{sets.SHARED} is absent: no true problems")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def test_prompts_and_ends(tokenizers):
 @pytest.mark.parametrize("line", Path(__file__).with_name("lengths.txt").read_text().splitlines()[1:])
 def test_how_many_problems_are_short_enough(tokenizers, line):
     name, kind, template, most, problems, longest, *_ = line.split()
-    file = sets.SHARED / f"{name}.jsonl"
+    file = SHARED / f"{name}.jsonl"
     found = load(file, tokenizers[kind], template, max_prompt_tokens=int(most))
     assert (len(found), max(len(problem.prompt_ids) for problem in found)) == (int(problems), int(longest))
 
@@ -50,14 +49,11 @@ def test_segments_are_what_blank_lines_separate(tokenizers):
     """Of 724 responses: 7.4 segments and 399 tokens in the mean."""
     tokenizer = tokenizers["math"]
     segments = tokens = 0
-    for row in sets.read(Path(sets.SHARED / "verifier" / "verify_qwen_math_cot100.jsonl")):
+    for row in rows("verifier/verify_qwen_math_cot100.jsonl"):
         pieces = [tokenizer.decode([token]) for token in tokenizer.encode(row["model_output"])]
         numbers = sspo.segments(pieces, "\n\n")
-        texts = [""] * (numbers[-1] + 1)
-        for piece, number in zip(pieces, numbers, strict=True):
-            texts[number] += piece
         parts = re.split(r"\n\n\s*", row["model_output"].strip())
-        assert len(texts) == len(parts), row["id"]
-        segments += len(texts)
+        assert numbers[-1] + 1 == len(parts), row["id"]
+        segments += len(parts)
         tokens += len(pieces)
     assert (round(segments / 724, 1), round(tokens / 724)) == (7.4, 399)

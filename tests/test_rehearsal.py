@@ -21,9 +21,10 @@ import eval as evaluation
 import pytest
 import sets
 import torch
-from conftest import ROOT
+from faults import ROOT, read
 from hub import Hub
 from test_commands import parsed, table  # noqa: F401
+from test_grading import SHARED
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 LIST = tomllib.loads(Path(__file__).with_name("rehearsal.toml").read_text())
@@ -96,9 +97,9 @@ def make_model(folder: Path, settings: dict) -> None:
 def add_real(rows: Path) -> None:
     """Add the three longest of true problems to the rows of their set."""
     for name, (file, problem, answer, form) in LIST["real"].items():
-        if (sets.SHARED / f"{file}.jsonl").exists():
-            one, *_ = there = sets.read(rows / f"{name}.jsonl")
-            longest = sorted(sets.read(sets.SHARED / f"{file}.jsonl"), key=lambda real: len(real["problem"]))[-3:]
+        if (SHARED / f"{file}.jsonl").exists():
+            one, *_ = there = read(rows / f"{name}.jsonl")
+            longest = sorted(read(SHARED / f"{file}.jsonl"), key=lambda real: len(real["problem"]))[-3:]
             kind = type(one[answer])
             there += [one | {problem: real["problem"], answer: kind(form.format(real["answer"]))} for real in longest]
             (rows / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in there))
@@ -150,7 +151,7 @@ def started(repository) -> dict[str | tuple, Future]:
 def test_an_experiment_makes_its_first_step(repository, started, name):
     """It is evaluated before and after it, on every set that it names. Where a boxed number can be right, it trains."""
     started[name].result()
-    first, last = sets.read(repository / "runs" / name / "metrics.jsonl")
+    first, last = read(repository / "runs" / name / "metrics.jsonl")
     named = json.loads((repository / "runs" / name / "run.json").read_text())["args"]["eval"]
     for row in (first, last):
         assert sum(metric.endswith("/length") for metric in row) == len([*filter(None, named.split(","))])

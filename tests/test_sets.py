@@ -57,9 +57,10 @@ def test_the_sets_of_every_experiment_load(table, folder, tokenizer, monkeypatch
     seen = set()
     for experiment, command in table.items():
         args = replace(parsed(*command), image_column="", subset=0, max_prompt_tokens=10_000)
-        if (args.dataset, args.eval, args.template, args.reward) in seen:
+        read = (args.dataset, args.eval, args.template, args.reward)
+        if read in seen:
             continue
-        seen.add((args.dataset, args.eval, args.template, args.reward))
+        seen.add(read)
         problems, held_out = common.load_data(args, tokenizer)
         sources = [args.dataset, *filter(None, args.eval.split(","))]
         for source, loaded in zip(sources, (problems, *held_out.values()), strict=True):

@@ -6,7 +6,7 @@ import random
 import literal
 import pytest
 import torch
-from conftest import TOY
+from conftest import TOY, alone
 from literal import flat, surrogate
 from test_policy import group_of
 from transformers import AutoTokenizer
@@ -144,8 +144,6 @@ def test_segments_of_a_step():
     tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     texts = ("3+8=11\n\n11-5=6\n\n6", "", "3\n\n8", f"4\n\n5\n\n{tokenizer.eos_token}")
     batch = common.Batch([group_of([0], map(tokenizer.encode, texts))])
-    alone = common.World(0, 1, 1, None, None)
-    alone.all_gather = lambda mine: [mine]  # there is no process group
-    segment_T = sspo.step_segments(batch, torch.tensor([True, True, False, True]), tokenizer, "\n\n", alone)
+    segment_T = sspo.step_segments(batch, torch.tensor([True, True, False, True]), tokenizer, "\n\n", alone())
     by_response = [segment_T[batch.response_T == r].unique().tolist() for r in range(4)]
     assert by_response == [[0, 1, 2], [], [3], [4, 5]] and len(segment_T) == len(batch.response_T)
