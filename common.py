@@ -63,7 +63,7 @@ class Args:
 
     model: str = ""  # Hub id or folder with config.json and *.safetensors.
     dataset: str = ""  # Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id.
-    template: str = "chat"  # One of PROMPTS, or a text file with {problem} in it.
+    template: str = "chat"  # One of PROMPTS, or a text file with {problem} and perhaps {image} in it.
     steps: NonNegativeInt = 1  # Rollout steps; 0 only evaluates.
     prompts_per_step: PositiveInt = 1  # Prompts sampled in a step, or in each of its draws (P).
     group_size: AtLeastTwo = 2  # Responses to each prompt (G).
@@ -225,9 +225,10 @@ def load_problems(source, tokenizer, args, flag):
 def problem_of(row, turns, text, tokenizer, args, origin):
     """Return the problem of a row whose turns, and their text, are given; its answer is empty if the row has none."""
     image = None
+    image_text = ""
     if row.get(args.image_column):
         image = vision.Picture(row.pop(args.image_column)["bytes"], tokenizer, args.max_pixels)
-        turns[-1]["content"] = image.text + turns[-1]["content"]
+        image_text = image.text
     if args.reward in BY_ANSWER:
         answer = rows.reference_of(row, args.answer_column)
         graded_by = (answer, text)
@@ -235,7 +236,7 @@ def problem_of(row, turns, text, tokenizer, args, origin):
         answer = str(rows.answer_of(row, args.answer_column)) or "(graded by --reward)"
         graded_by = (row,)
     (text + answer).encode()  # A lone half of a surrogate pair cannot be written.
-    prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs)
+    prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs, image_text)
     return Problem(text, prompt_ids, answer, graded_by, image, origin)
 
 

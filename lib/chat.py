@@ -55,12 +55,16 @@ def stop_tokens(tokenizer):
     return ends - {None}
 
 
-def prompt_of(turns, template, tokenizer, options="{}"):
-    """Return the prompt's ids; `options` is JSON for a chat template. Turns for which `template` has no place are
-    refused."""
+def prompt_of(turns, template, tokenizer, options="{}", image=""):
+    """Return the prompt's ids; `options` is JSON for a chat template. The text of an image stands where a template's
+    text has {image}, or else in front of the problem. Turns for which `template` has no place are refused."""
     form = prompt_format(template)
     *before, last = turns
     problem = last["content"]
+    if "{image}" in form:
+        form = form.replace("{image}", image)
+    else:
+        problem = image + problem
     need(last["role"] == "user", "the last turn is not the user's")
     options = json.loads(options)
     if isinstance(form, str):

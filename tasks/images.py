@@ -1,4 +1,4 @@
-"""Prepare an image set of GPG's Tables 5 to 8 as data/NAME.parquet, with the columns image, problem and solution.
+"""Prepare an image set of GPG's Tables 5 to 8 as data/NAME.parquet, with the columns image, problem, solution and choices.
 
 tasks/images.py geoqa PROMPTS.jsonl FOLDER        R1-V's 754 test questions, the images that they name in FOLDER
 tasks/images.py sat SAT_train.parquet             of array/SAT: the first 15,000 rows, those with one image
@@ -22,7 +22,7 @@ from PIL import Image
 from pyarrow.parquet import ParquetFile
 
 TEXT = datasets.Value("string")
-COLUMNS = datasets.Features({"image": datasets.Image(), "problem": TEXT, "solution": TEXT})
+COLUMNS = datasets.Features({"image": datasets.Image(), "problem": TEXT, "solution": TEXT, "choices": [TEXT]})
 LETTERS = "ABCDEF"
 KINDS = {  # what an image of a set contains, and what is asked for
     "flower": ("a plant", "species of the plant"),
@@ -32,9 +32,9 @@ KINDS = {  # what an image of a set contains, and what is asked for
 }
 
 
-def row(image, problem, solution):
-    """Return a row as the hub's training sets have it."""
-    return {"image": image, "problem": problem, "solution": f"<answer> {solution} </answer>"}
+def row(image, problem, solution, choices=()):
+    """Return a row as the hub's training sets have it, and the choices of CV-Bench."""
+    return {"image": image, "problem": problem, "solution": f"<answer> {solution} </answer>", "choices": choices}
 
 
 def geoqa(_, prompts, folder):
@@ -64,7 +64,7 @@ def cvbench(name, source):
     for one in rows.cast_column("image", datasets.Image(decode=False)):
         if name == f"cvbench-{one['task'].lower()}":
             words = one["choices"][LETTERS.index(one["answer"].strip("()"))]
-            yield row(one["image"]["bytes"], one["prompt"], f"{one['answer']} {words}")
+            yield row(one["image"]["bytes"], one["prompt"], f"{one['answer']} {words}", one["choices"])
 
 
 def lisa(name, folder):

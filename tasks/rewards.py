@@ -13,6 +13,7 @@ import numpy as np
 
 from lib.grading import judge
 
+LETTERS = "ABCDEF"
 UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")  # GEOQA's 3cm, 5cm^2^ and 9米
 
 
@@ -48,11 +49,20 @@ def class_name(completion, row):
 
 
 def option(completion, row):
-    """Return 1.0 where the answer is the letter, the words or both of CV-Bench's solution, as "(B) left", else 0.0."""
-    solution = reference(row)
-    letter, _, words = solution.partition(" ")
-    answer = squeezed(inside(completion))
-    return float(answer != "" and answer in map(squeezed, (letter, words, solution)))
+    """Return 1.0 where the answer is CV-Bench's solution, as "(B) left", by its letter or its words, else 0.0. Source:
+    undyingjoker/GPG_OPENRS at a888899, VisualThinker-R1-Zero/src/eval/evaluate_Qwen2_VL_CVBench.py: math_verify reads
+    the tags of an answer, or the whole completion where they hold nothing."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
+
+    in_tags = re.search(r"<answer>\s*(.*?)\s*</answer>", completion)
+    answer = in_tags.group(1) if in_tags else ""
+    letters = [*LETTERS, *LETTERS.lower()]
+    marked = [f"({letter})" for letter in letters]
+    strings = StringExtractionConfig((*letters, *marked, *row["choices"]))
+    found = parse(answer or completion, [LatexExtractionConfig(), ExprExtractionConfig(), strings])
+    letter, _, words = reference(row).partition(" ")
+    gold = [words, letter, letter.strip("()")]
+    return float(verify([*gold, *map(str.lower, gold)], found))
 
 
 # ------------------------------------------------------------------------------------------------------ LISA (Table 8)

@@ -111,6 +111,15 @@ def test_a_begin_token_stands_once_before_a_text(model, tmp_path):
     assert [tokenizer.decode(ids) for ids in asked] == [BEGIN + "1?\n", BEGIN + "1?\n", BEGIN + "[user]1?[assistant]"]
 
 
+def test_an_image_stands_where_the_template_says(chat, tmp_path):
+    """Or in front of the question."""
+    file = tmp_path / "mine.txt"
+    for text, prompt in (("{image}Look. {problem}\n", "#Look. 1?\n"), ("Look. {problem}\n", "Look. #1?\n")):
+        file.write_text(text)
+        ids = common.prompt_of([{"role": "user", "content": "1?"}], str(file), chat, image="#")
+        assert chat.decode(ids) == prompt
+
+
 # ------------------------------------------------------------------------------------------------------------ the data
 def test_a_rows_turns_are_asked_whole(chat, tmp_path):
     """The answer is the last question's, and a text template, which has no place for the others, refuses the row."""
