@@ -81,6 +81,8 @@ class Args(common.Args):
     """What multiplies advantages. kernel: w~ of section 2.3. none: 1, which is GRPO. clip-cov: Clip-Cov's mask."""
     detach_kernel: bool = False
     """Take w~ as a constant (ours). The paper's objective, as printed, has a gradient through it."""
+    count_padding: bool = False
+    """Count padding in the N of w~'s normalisation (released code), so that the KL weighs less beside it."""
     clip_low: NonNegativeFloat = 1.0
     """How far below 1 the ratio may fall (Clip-Cov's authors). With a single update it is 1."""
     clip_high: NonNegativeFloat = 1.0  # How far above 1 it may rise (Clip-Cov's authors).
@@ -254,6 +256,10 @@ def learn(policy, reference, optimizer, batch, step, record):
     tis_T = torch.ones_like(advantage_T)
     if args.tis_cap:
         tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+    if args.count_padding:
+        # N over the group's tokens scales the policy's term, as the factor of --tis-cap does.
+        length_PG = batch.length_R.view_as(batch.reward_PG).double()
+        tis_T *= (length_PG.amax(1) / length_PG.mean(1))[group_T]
     if reference:
         ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
@@ -265,16 +271,16 @@ def learn(policy, reference, optimizer, batch, step, record):
         kernel_T = factor_T = kernel_weights(c_T, group_T)
         if not args.detach_kernel:
             # the kernel's gradient is of the whole policy term, whatever else scales it
-            k_T = effective_kernel(old_logp_T, advantage_T, weight_T * tis_T, batch.response_T, group_T)
-            factor_T = k_T.float()
+            factor_T = effective_kernel(old_logp_T, advantage_T, weight_T * tis_T, batch.response_T, group_T).float()
+
+    scaled_T = advantage_T * tis_T
 
     def loss_of(logp_T, factor_T, at=slice(None)):
         """Return policy_loss of some of the step's tokens: logp_T are their log-probs, `at` their entries, by default
         all. They stand for those of the old policy or the reference where there are none: the ratio is 1, the KL 0."""
         old = logp_T.detach() if old_logp_T is None else old_logp_T[at]
         ref = ref_logp_T[at] if reference else logp_T.detach()
-        scaled = (advantage_T * tis_T)[at]
-        return policy_loss(logp_T, old, ref, scaled, factor_T[at], weight_T[at], low, high, args.kl_coef)
+        return policy_loss(logp_T, old, ref, scaled_T[at], factor_T[at], weight_T[at], low, high, args.kl_coef)
 
     # ---- updates
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "clip-cov", step))
@@ -342,7 +348,7 @@ def learn(policy, reference, optimizer, batch, step, record):
     per_token |= {
         "logp_T": logp_T,
         "old_logp_T": old_logp_T,
-        "advantage_T": advantage_T * tis_T,
+        "advantage_T": scaled_T,
         "factor_T": factor_T,
         "kernel_T": kernel_T,
         "covariance_T": c_T,

@@ -1,4 +1,4 @@
-"""Prepare an image set of GPG's Tables 5 to 8 as data/NAME.parquet, with the columns image, problem, solution and choices.
+"""Prepare an image set of GPG's Tables 5 to 8 as data/NAME.parquet: image, problem, solution and CV-Bench's choices.
 
 tasks/images.py geoqa PROMPTS.jsonl FOLDER        R1-V's 754 test questions, the images that they name in FOLDER
 tasks/images.py sat SAT_train.parquet             of array/SAT: the first 15,000 rows, those with one image

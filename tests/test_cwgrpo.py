@@ -108,6 +108,21 @@ def test_the_kernels_gradient_is_of_all_that_multiplies_it(tiny, plain_python):
     torch.testing.assert_close(found_T, leaf_T.grad.float(), atol=1e-7, rtol=1e-4)
 
 
+def test_padding_counts_as_released(tiny, plain_python):
+    """The released code's w~, of a group as a padded table, is N = 4 x longest over the sum of w."""
+    module, settings = prove.load(ROOT / "cwgrpo.py", ["--model", str(tiny), "--count-padding", "--detach-kernel"])
+    made = prove.step(common.init_world(), module, settings, module.learn)
+    seen, batch = made.per_token, made.batch
+    advantage_PG = cwgrpo.advantages(batch.reward_PG)
+    for p, advantage_G in enumerate(advantage_PG):
+        at_T = batch.response_T // 4 == p
+        c_T = seen["covariance_T"][at_T]
+        w_T = torch.exp(-(c_T**2) / (2 * (c_T.std(unbiased=False) + 1e-8) ** 2))
+        size = 4 * max(batch.length_R[4 * p : 4 * p + 4])
+        expected_T = w_T * size / w_T.sum() * advantage_G[batch.response_T[at_T] - 4 * p]
+        torch.testing.assert_close((seen["advantage_T"] * seen["factor_T"])[at_T], expected_T.float())
+
+
 def test_clip_cov_masks_candidates_only():
     """Of 3,000 tokens that many by chance; where the ratio is 3 PPO clips A > 0."""
     rng = random.Random(1)
