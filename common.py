@@ -16,9 +16,11 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import shutil
 import sys
+import tempfile
 from collections import ChainMap, defaultdict, namedtuple
 from contextlib import chdir
 from dataclasses import dataclass
@@ -49,12 +51,13 @@ from lib.grading import BY_ANSWER, VERDICTS, begin, grade
 from lib.run import FIRST, ROOT, Progress, World, fetched_once, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
 
 # isort: split
-from lib.run import Record, give_name, manifest_of, resume, save_checkpoint, seed_of  # noqa: F401
+from lib.run import Record, checkpoints_of, give_name, located, manifest_of, resume, save_checkpoint, seed_of  # noqa: F401
 
 # ---------------------------- arguments
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
-Temperature = confloat(ge=0.01)  # vLLM samples at no lower one.
+Below1 = confloat(ge=0, lt=1)
+Temperature = confloat(ge=0.01, le=2)  # vLLM samples at no other one.
 
 
 @pydantic.dataclasses.dataclass
@@ -90,14 +93,14 @@ class Args:
     lr_floor: Share = 1.0  # Then it falls to this share of --lr. 1: constant.
     lr_schedule: Literal["cosine", "linear"] = "cosine"  # How it falls.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
-    adam_betas: tuple[Share, Share] = (0.9, 0.999)  # How much AdamW's moments keep.
+    adam_betas: tuple[Below1, Below1] = (0.9, 0.999)  # How much AdamW's moments keep.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
     tis_cap: NonNegativeFloat = 0.0
     """Truncated importance sampling, which no paper here has: multiply each token's advantage by
     min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. 0: off."""
     eval_every: PositiveInt = 10  # Evaluate before training, after every N steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
-    eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
+    eval_temperature: confloat(ge=0, le=2) = 0.0  # Temperature of evaluation. 0: greedy.
     keep_best: bool = False  # Keep the model of the highest avg@n, mean over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
     checkpoints_kept: PositiveInt = 2  # The newest of --checkpoint-every that stay.
@@ -121,8 +124,8 @@ def validate(args):
     """Refuse flags that do not fit each other."""
     with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
         need("{problem}" in str(prompt_format(args.template)), "it has none")
-    with naming(f"--chat-template-kwargs {args.chat_template_kwargs}, which is to be JSON"):
-        json.loads(args.chat_template_kwargs)
+    with naming(f"--chat-template-kwargs {args.chat_template_kwargs}, which is to be an object of JSON"):
+        {**json.loads(args.chat_template_kwargs)}
     if args.keep_best or not args.steps:
         need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
     if args.eval_samples > 1:
@@ -149,12 +152,21 @@ class Problem:
         return len(self.prompt_ids) + (self.image.patches if self.image else 0)
 
 
+def names_of(sources):
+    """Return held-out sets, {name: source}. A name is the last part of a path or hub id, and a split behind a dash.
+    Raises ValueError where files of two sets, or of one and of the training, would have the same name."""
+    named = {}
+    for source in filter(None, map(str.strip, sources)):
+        name = re.sub(r"\.(jsonl?|parquet)$", "", Path(source).name).replace(":", "-")
+        need(name not in {"train", *named}, f"{source}: another set is called {name}, and their files would mix")
+        named[name] = source
+    return named
+
+
 def load_data(args, tokenizer):
     """Return --dataset's training problems, or --subset of them, and --eval's held-out ones by name."""
     held_out = {}
-    for source in filter(None, args.eval.split(",")):
-        name = Path(source.replace(":", "-")).stem
-        need(name not in held_out, f"--eval {args.eval}: two sets of one name would mix")
+    for name, source in names_of(args.eval.split(",")).items():
         held_out[name] = load_problems(source, tokenizer, args, "--eval")
     if not args.steps:
         return [], held_out
@@ -187,7 +199,7 @@ def load_problems(source, tokenizer, args, flag):
                 turns = [turn for turn in said if turn["role"] != "system"]
             text = "\n\n".join(turn["content"] for turn in turns)
             reason = ""
-            if not text.strip():
+            if not turns[-1]["content"].strip():
                 reason = "no problem"
             elif any(token in text for token in control):
                 reason = "spells a special token"
@@ -211,7 +223,7 @@ def load_problems(source, tokenizer, args, flag):
     need(
         problems,
         f"{flag} {source}: no usable row; {left}; --problem-column and --answer-column name one of {list(row)}; "
-        "--max-prompt-tokens",
+        "--max-prompt-tokens, --max-total-tokens",
     )
     if FIRST:
         first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
@@ -299,14 +311,6 @@ class Sampler:
         torch._dynamo.config.disable = not cuda
         config = config_of(folder)
         lm = empty_model(config)
-        if cuda and args.keep_awake:
-            total = torch.cuda.mem_get_info()[1] / 2**30
-            training = 16 * lm.num_parameters() / world.local_size / 2**30  # bytes of weight, gradient and two moments
-            need(
-                training < (1 - args.gpu_memory_utilization) * total,
-                f"--keep-awake: {training:.1f} GiB, and more, are trained beside --gpu-memory-utilization "
-                f"{args.gpu_memory_utilization} of {total:.1f} GiB",
-            )
         from vllm import LLM
 
         self.world = world
@@ -462,7 +466,8 @@ class Verifier:
         self.world = world
         self.reward = args.reward
         self.seconds = args.reward_seconds  # by the clock: a process may get a tenth of a core
-        with chdir(ROOT):  # where Python 3.11's server finds this file and no other folder's
+        # In ROOT Python 3.11's server finds this file and no other folder's. It needs a short path for its socket.
+        with chdir(ROOT), naming(f"TMPDIR {tempfile.gettempdir()}"):
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
         cores = len(os.sched_getaffinity(0)) // world.local_size
@@ -489,7 +494,7 @@ class Verifier:
         futures = [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]
         for future in Progress(futures, "graded"):
             end = future.exception(600)
-            need(not isinstance(end, RuntimeError), f"--reward {self.reward}: takes over a minute to load, or ends")
+            need(not isinstance(end, RuntimeError), f"--reward {self.reward}: loads for a minute, or ends: {end}")
             if end:
                 late = isinstance(end, TimeoutError) or end.exitcode == -SIGPROF
                 graded.append((0.0, "timeout" if late else "crash"))
@@ -844,6 +849,8 @@ def read_weights(folder):
     if config.tie_word_embeddings and not tied:
         unlike.append("lm_head.weight: tie_word_embeddings must be false")  # There is a head.
     need(not unlike, f"--model {folder}: its files and its config.json differ in weights such as {unlike[:2]}")
+    for name, weight in lm.named_parameters():
+        need(weight.isfinite().all(), f"--model {folder}: {name} has entries that are not finite")
     return Policy(lm, 1.0).state_dict()
 
 
@@ -960,8 +967,11 @@ def full_weights(policy, dtype):
         yield name, whole.clone()  # without the padding of unequal shards, which would be saved with it
 
 
+KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")  # No suffix: LICENSE.
+
+
 def save_model(policy, folder, source, dtype, world):
-    """Write a model folder: the files of `source` as they are, but for the weights and their type in config.json."""
+    """Write a model folder: files of `source` as they are, and the weights, with their type in config.json."""
     weights = {}
     for name, tensor in full_weights(policy, dtype):
         if world.rank == 0:  # The files of models that see name decoder and tower a level higher.
@@ -969,8 +979,15 @@ def save_model(policy, folder, source, dtype, world):
     if world.rank == 0:
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        unwanted = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.pth", "*.pt", "*.gguf", ".*")
-        shutil.copytree(source, partial, ignore=unwanted, copy_function=shutil.copyfile)
+        partial.mkdir(parents=True)
+        inside = source.resolve()
+        if source.parent.name == "snapshots":
+            inside = inside.parents[1]  # The files of the hub's cache are links to its folder `blobs`.
+        for each in source.iterdir():
+            # A link may lead to what nobody wants to publish.
+            own = each.is_file() and each.resolve().is_relative_to(inside)
+            if own and each.suffix in KEPT and not each.match("*.index.json"):
+                shutil.copyfile(each, partial / each.name)
         about = partial / "config.json"
         config = json.loads(about.read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
@@ -1035,12 +1052,20 @@ def evaluate(held_out, sampler, verifier, record, step):
         for what, value in figures.items():
             metrics[f"eval/{name}/{what}"] = value
         record.samples(f"{name}-step{step:05d}", groups)
+    if args.keep_best and not step:
+        record.best = held_out_score(metrics)
+        record.say(f"best/ will have the model whose avg@{n} add up to the most, and to more than {record.best:.3f}")
     return metrics
 
 
+def held_out_score(metrics):
+    """Return the sum of avg@n over held-out sets."""
+    return sum(value for name, value in metrics.items() if "/avg@" in name)
+
+
 def keep_best(policy, source, dtype, metrics, record):
-    """With --keep-best write the model to best/ if the sum of avg@n over held-out sets is the highest so far."""
-    total = sum(value for name, value in metrics.items() if "/avg@" in name)
+    """With --keep-best write the model to best/ if its held-out score is the highest so far, step 0's included."""
+    total = held_out_score(metrics)
     if record.args.keep_best and total > record.best:
         record.best = total
         save_model(policy, record.folder / "best", source, dtype, record.world)

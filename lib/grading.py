@@ -10,12 +10,14 @@ import sys
 from contextlib import suppress
 from fractions import Fraction
 from functools import cache, lru_cache
-from multiprocessing import forkserver, set_start_method
+from multiprocessing import current_process, forkserver, set_start_method
 from resource import RLIMIT_DATA, setrlimit
 from signal import ITIMER_PROF, alarm, setitimer
 from traceback import format_exc
 from unicodedata import normalize
 
+import numpy as np
+import torch
 from sympy import Eq, Rel, count_ops, nan, sympify
 
 from lib.run import ROOT, end_with_parent
@@ -254,6 +256,10 @@ def begin(reward):
     end_with_parent()
     setrlimit(RLIMIT_DATA, (4 << 30, 4 << 30))
     set_start_method("fork", force=True)  # A reward's own processes would else import the script again.
+    current_process().daemon = False  # Else it could start none.
+    # Each process draws its own random numbers.
+    np.random.seed()
+    torch.seed()
     alarm(60)
     if reward == "math":
         equal("(3,4]", spell(r"3 < x \le 4"), "")  # A parser's first use takes half a second.

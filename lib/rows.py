@@ -29,7 +29,7 @@ def read_json(path):
     or a row on each line. An error names its line."""
     text = Path(path).read_text(encoding="utf-8-sig")
     if not text.lstrip().startswith("["):
-        text = "[" + re.sub(r"\}(\s*\n\s*)\{", r"},\1{", text) + "]"
+        text = "[" + re.sub(r"\}([^\S\n]*\n\s*)\{", r"},\1{", text) + "]"
     return json.loads(text)
 
 
@@ -47,6 +47,7 @@ def read_table(source, usual):
         return source, read_json(source)
     if source.endswith(".parquet"):
         return source, rows_of(ParquetFile(source).iter_batches(1000))  # `datasets` knows a file by its time stamp.
+    need(not Path(source).is_file(), "it is a file of another kind")
     with fetched_once():  # Every rank gets here, even if a folder is on one node alone.
         if Path(path).is_dir():
             table = datasets.load_from_disk(path)
@@ -79,6 +80,8 @@ def turns_of(row, column=""):
         value = [{"role": "user", "content": value or ""}]
     turns = []
     for turn in value:
+        is_turn = isinstance(turn, dict) and "role" in turn and isinstance(turn.get("content"), str)
+        need(is_turn, f"a problem is a text, or turns that have a role and a text as content, not {turn}")
         text = turn["content"].removeprefix(DAPO_BEGINS).removesuffix(DAPO_ENDS)
         turns.append(turn | {"content": text})
     return turns

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -30,12 +31,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
+from safetensors import safe_open
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-FIRST = os.environ.get("RANK", "0") == "0"  # torchrun sets it; there is no World yet.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+# torchrun sets all of these. A shell in which another job has left some of them starts no ranks.
+BY_TORCHRUN = ALONE.keys() <= os.environ.keys()
+FIRST = not BY_TORCHRUN or os.environ["RANK"] == "0"  # There is no World yet.
 
 
 # --------------------- what a user is told
@@ -107,7 +112,8 @@ class Progress(tqdm):
     def display(self, *args, **how):
         """Show it, unless it is new."""
         if self.format_dict["elapsed"] > 10:
-            super().display(*args, **how)
+            with suppress(OSError):  # The terminal may be gone.
+                super().display(*args, **how)
 
     def close(self):
         """End it."""
@@ -147,10 +153,9 @@ class World(namedtuple("World", "rank size local_size device mesh")):
 
 def init_world():
     """Join torchrun's process group, or for plain `python` make one of a single process."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    if "RANK" not in os.environ:
-        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0 is any free port.
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in alone)
+    if not BY_TORCHRUN:
+        os.environ.update(ALONE, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0 is any free port.
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in ALONE)
     signal(SIGUSR1, SIG_IGN)  # What this process starts inherits that; `answer_signals` lets it end a run.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -214,6 +219,7 @@ MAY_CHANGE = {  # These flags when a run is resumed; --steps, too, where the lea
 }  # fmt: skip
 
 
+PATHS = ("model", "dataset", "eval", "template", "reward")  # Flags that may have paths.
 COLUMNS = {  # Metrics in the line of a step, blank where the step or the script has none, and their headings.
     "reward": "reward",
     "response_length": "length",
@@ -227,21 +233,43 @@ COLUMNS = {  # Metrics in the line of a step, blank where the step or the script
 }
 
 
+def located(flags, folder):
+    """Return flags with the paths in them from the root: those that lead somewhere from `folder`, where they were
+    given. So a run that was started in one folder can be resumed and evaluated from another."""
+
+    def place(word):
+        path = Path(folder, word[0])
+        return str(path.resolve()) if path.exists() else word[0]
+
+    paths = {name: re.sub("(?<![^,])[^,:]+", place, flags[name]) for name in PATHS if name in flags}
+    return flags | paths
+
+
 def open_run(folder, args, world):
     """Make the folder, run.json and code/1, or /2 if a run goes on with other code; return a file that is locked until
-    this process ends. Raises ValueError if flags or files do not fit the run, or if it is alive."""
+    this process ends, and the run's number. Raises ValueError if flags or files do not fit the run, or if it is
+    alive."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
     codes = []
+    started = time.time_ns()
     if file.exists():
         need(args.resume, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
-        before = json.loads(file.read_text())
-        codes = before["code"]
+        with naming(file):
+            before = json.loads(file.read_text())
+            codes = before["code"]
+            started = before.get("started", started)
+            known = located(before["args"], before.get("folder", "."))
+        now = located(flags, ".")
         constant = args.lr_warmup == 0 and args.lr_floor == 1
-        for name, old in before["args"].items():
-            fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
-            need(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {flags.get(name)!r}")
-    (folder / "samples").mkdir(parents=True, exist_ok=True)
+        for name, old in known.items():
+            fits = now.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
+            need(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {now.get(name)!r}")
+    for each in folder.rglob("*"):
+        # The folder may be another's, and what this run writes through a link would change a file outside.
+        need(not each.is_symlink(), f"--run-dir {folder}: {each} is a link")
+    with naming(f"--run-dir {folder}"):
+        (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115  closing it would unlock the folder
     with naming(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -258,6 +286,8 @@ def open_run(folder, args, world):
             shutil.copy(each, kept)
     info = {
         "command": shlex.join(sys.argv),
+        "folder": os.getcwd(),
+        "started": started,
         "args": flags,
         "code": codes,
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
@@ -265,7 +295,7 @@ def open_run(folder, args, world):
     new = file.with_suffix(".new")
     new.write_text(json.dumps(info, indent=2))
     new.rename(file)
-    return lock
+    return lock, started
 
 
 class Record:
@@ -276,31 +306,32 @@ class Record:
         name = f"{experiment}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.args = args
         self.world = world
-        self.folder = Path(args.run_dir or f"runs/{name}")
+        self.folder = Path(args.run_dir or f"runs/{name}").expanduser()  # A shell leaves --run-dir=~/run as it is.
         self.stopping = False
         self.started = time.time()
         self.ends = []  # When step 0 or reading a checkpoint ended, and each step since.
         self.best = -math.inf  # The highest sum of avg@n over sets, for --keep-best.
         self.gap_checked = False  # Whether `sampler_gap` has compared trainer and sampler.
         self.board = None
+        self.number = 0  # The run's own.
         self.start_step()
         if world.rank == 0:
             if args.track:
-                import wandb
+                with naming("--track needs `pip install wandb`, and a key, but for WANDB_MODE=offline"):
+                    import wandb
 
-                with naming("--track, which WANDB_MODE=offline lets do without a key"):
                     wandb.login()
-            self.lock = open_run(self.folder, args, world)
+            self.lock, self.number = open_run(self.folder, args, world)
             if args.track:
                 wandb.init(
                     project=args.track,
                     name=self.folder.name,
-                    id=f"{seed_of(str(self.folder.resolve())):x}",  # --resume goes on with the same curves.
+                    id=f"{self.number:x}",  # --resume goes on with the same curves.
                     resume="allow",
                     config=asdict(args),
                     sync_tensorboard=True,
                 )
-        self.folder = world.decide(self.folder)  # Rank 0 has made it.
+        self.folder, self.number = world.decide((self.folder, self.number))  # Rank 0 has made it.
         self.quoted = shlex.quote(str(self.folder))
         shared = all(world.all_gather(self.folder.is_dir()))
         need(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
@@ -326,7 +357,10 @@ class Record:
     def say(self, text):
         """Print a line on rank 0's terminal and, with the time of day, to log.txt."""
         if self.world.rank == 0:
-            print(text)
+            try:
+                print(text, flush=True)
+            except OSError:  # Whoever read it has ended, and the run goes on.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         self.write("log.txt", f"{datetime.now():%H:%M:%S} {text}")
 
     @contextmanager
@@ -412,16 +446,21 @@ def checkpoints_of(folder):
     return sorted(whole, key=lambda each: int(each.name[5:]))
 
 
-def sizes_of(checkpoint):
-    """Return the sizes of a checkpoint's shards by their names."""
-    return {each.name: each.stat().st_size for each in checkpoint.glob("*.safetensors")}
+def shards_of(checkpoint):
+    """Return the names of a checkpoint's shards."""
+    return sorted(each.name for each in checkpoint.glob("*.safetensors"))
 
 
 def manifest_of(checkpoint):
-    """Return a checkpoint's manifest. Refuses one that is not whole: weights of a lost shard would stay --model's."""
+    """Return a checkpoint's manifest. Refuses one that is not whole, since weights of a lost shard would stay those of
+    --model, and one that has a shard of another checkpoint or run."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    sizes = manifest["shards"]
-    need(sizes_of(checkpoint) == sizes, f"{checkpoint} is not whole, or not alone: its shards were {sizes}")
+    shards = [*manifest["shards"]]
+    need(shards_of(checkpoint) == shards, f"{checkpoint} is not whole, or not alone: its shards were {shards}")
+    for name in shards:
+        with naming(checkpoint / name), safe_open(checkpoint / name, "pt") as shard:
+            marks = [shard.get_tensor(key).tolist() for key in shard.keys() if key.startswith("mark.")]  # noqa: SIM118  a file
+            need(marks in ([], [manifest["mark"]]), "it is of another checkpoint")
     return manifest
 
 
@@ -443,7 +482,8 @@ def save_checkpoint(policy, optimizer, step, position, record):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    state = {"policy": sharded.get_model_state_dict(policy)}
+    mark = [record.number, step]
+    state = {"policy": sharded.get_model_state_dict(policy), "mark": {f"{world.rank}": torch.tensor(mark)}}
     if optimizer.state:  # before the first step there is none, and asking for it would make it, with a step counted
         state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)["state"]
     writer = dcp.HuggingFaceStorageWriter(partial, save_distributed=True)
@@ -458,7 +498,8 @@ def save_checkpoint(policy, optimizer, step, position, record):
             "best": record.best,
             "seconds": time.time() - record.started,
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
-            "shards": sizes_of(partial),
+            "shards": shards_of(partial),
+            "mark": mark,
         }
         (partial / "manifest.json").write_text(json.dumps(manifest))
         give_name(partial, final)
@@ -494,7 +535,7 @@ def resume(policy, optimizer, record):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
     sharded.set_optimizer_state_dict(policy, optimizer, moments)
-    if figures.stat().st_size < manifest["metrics"]:
+    if not figures.exists() or figures.stat().st_size < manifest["metrics"]:
         record.say(f"{figures} lacks figures of earlier steps")
     else:
         os.truncate(figures, manifest["metrics"])  # Those of later steps come again.

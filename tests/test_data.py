@@ -205,7 +205,7 @@ def test_held_out_sets_have_the_usual_columns(tokenizer, tmp_path):
     args = common.Args(template="plain", eval=source, steps=0, answer_column="x")
     _, found = common.load_data(args, tokenizer)
     assert [(p.text, p.answer) for p in found["a"]] == [("q", "1")]
-    with refused("two sets of one name"):
+    with refused("another set is called a, and their files would mix"):
         common.load_data(replace(args, eval=f"{source},{source}"), tokenizer)
 
 
@@ -242,7 +242,7 @@ def test_order_of_the_data():
         ({"template": "LICENSE"}, "--template LICENSE: legal: plain, qwen-math, .*or a text file with {problem}"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
         ({"eval_samples": 2}, "--eval-samples: at --eval-temperature 0 all are the same"),
-        ({"chat_template_kwargs": "{a}"}, "^--chat-template-kwargs {a}, which is to be JSON: "),
+        ({"chat_template_kwargs": "{a}"}, "^--chat-template-kwargs {a}, which is to be an object of JSON: "),
         ({"resume": True}, "--resume: name the run that goes on with --run-dir"),
         ({"reweight": "kernel", "updates_per_step": 2}, "--updates-per-step: 1, or another --reweight than kernel"),
     ],

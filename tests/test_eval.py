@@ -39,27 +39,31 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
     """With its reward, on its sets; so are its other models."""
     flags = {"template": "mine.txt", "reward": "mine.py:score", "image_column": "picture", "eval_samples": 8}
     flags |= {"eval_temperature": 0.7, "max_prompt_tokens": 5, "max_response_tokens": 7, "max_total_tokens": 9}
-    own = {"eval": "a,b", "model": "first", "script": "mine", "alpha": 4}
+    own = {"eval": "a,b", "model": "first", "script": "mine", "alpha": 4, "dataset": "", "steps": 200}
     (tmp_path / "run.json").write_text(json.dumps({"args": flags | own}))
     step = tmp_path / "checkpoints" / "step-00100"
     step.mkdir(parents=True)
     (step / "manifest.json").touch()
     best = tmp_path / "best"
     best.mkdir()
-    models = {tmp_path.name: "first", "best": f"{best}", step.name: "first"}
+    for path in (tmp_path, best, tmp_path / "checkpoints" / "step-0014"):
+        with refused(f"/{path.name}.* is no model: .*; its last checkpoint is {step}"):
+            evaluation.protocol_of("", path)
+    for folder in (best, tmp_path / "model"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").touch()
+    models = {tmp_path.name: f"{tmp_path}/model", "best": f"{best}", step.name: "first"}
     for path in (tmp_path, best, step):
         found = vars(evaluation.protocol_of("", path))
         assert found | flags == found
         assert found["sets"] == ("a", "b")
         assert found["model"] == models[path.name]
-    (tmp_path / "model").mkdir()
-    assert evaluation.protocol_of("", tmp_path).model == f"{tmp_path}/model"
 
 
 def test_code_that_a_run_names_is_not_run(tmp_path, monkeypatch):
     """It is asked for again: a run folder may be a stranger's."""
-    (tmp_path / "run.json").write_text(json.dumps({"args": {"reward": "mine.py:score", "eval": "a", "model": "m"}}))
-    monkeypatch.setattr("sys.argv", ["eval.py", str(tmp_path)])
+    (tmp_path / "run.json").write_text(json.dumps({"args": {"reward": "mine.py:score", "eval": "a", "steps": 0, "model": "m"}}))
+    monkeypatch.setattr("sys.argv", ["eval.py", str(tmp_path), "--reward-seconds", "20"])
     with refused("^--reward mine.py:score: the run names this code"):
         evaluation.main()
 

@@ -82,7 +82,7 @@ def test_a_first_signal_to_run_sh_ends_after_the_step(number, times, tmp_path):
         for _ in range(times):
             running.process.send_signal(number)
             time.sleep(0.3)
-        assert running.gone_within(60) and running.process.returncode == (0 if times == 1 else -number)
+        assert running.gone_within(60) and running.process.returncode == (0 if times == 1 else 128 + number)
     finally:
         running.end()
     whole = f"goes on after step {rows(folder)[-1]['step']}\n" in running.output.read_text()
@@ -135,12 +135,23 @@ def test_a_checkpoint_of_other_parameters_is_refused(run):
 
 
 def test_a_checkpoint_without_a_shard_is_refused(run):
-    """Or with half of one: these weights would stay those of --model."""
+    """Its weights would stay those of --model. Half a shard, or one of another step or run, is refused, too."""
     save(run, 2)
     [shard] = run.record.folder.glob("checkpoints/*/*.safetensors")
-    shard.write_bytes(shard.read_bytes()[:-1])
+    whole = shard.read_bytes()
+    shard.unlink()
     with refused("step-00002 is not whole"):
         go_on(run)
+    shard.write_bytes(whole[:-1])
+    with refused("incomplete metadata"):
+        go_on(run)
+    for number, step in ((run.record.number, 4), (5, 2)):
+        run.record.number = number
+        shard.write_bytes(whole)
+        save(run, step)
+        (run.record.folder / "checkpoints" / f"step-{step:05d}" / shard.name).write_bytes(whole)
+        with refused("it is of another checkpoint"):
+            go_on(run)
 
 
 def test_figures_that_are_lost_are_said_to_be(run, capsys):
@@ -189,10 +200,13 @@ def test_a_tracked_run_goes_on_under_its_id(run, monkeypatch, tmp_path):
         go_on(run, track="toys", run_dir=str(folder))
     first, again, other = asked
     assert first == again and first["id"] != other["id"]
+    shutil.rmtree(tmp_path)
+    go_on(run, track="toys", run_dir=str(tmp_path))
+    assert asked[-1]["id"] != first["id"], "another run in a folder of the same name"
     assert (first["project"], first["name"], first["resume"]) == ("toys", tmp_path.name, "allow")
     assert first["config"]["seed"] == 1 and first["sync_tensorboard"]
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=Path("no key").unlink))
-    with refused("^--track, which WANDB_MODE=offline .*no key"):
+    with refused("^--track needs `pip install wandb`, .*no key"):
         go_on(run, track="toys", run_dir=str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 
@@ -216,7 +230,7 @@ def test_the_best_model_is_one_that_the_run_knows(run):
     assert evaluate(run, 0.7) == found[-1], "a worse model took its place"
 
 
-@pytest.mark.parametrize("call", ["shutil.copytree", "save_torch_state_dict", "Path.rename", "shutil.rmtree"])
+@pytest.mark.parametrize("call", ["shutil.copyfile", "save_torch_state_dict", "Path.rename", "shutil.rmtree"])
 def test_a_kill_while_the_best_model_is_replaced(run, tmp_path, monkeypatch, call):
     """At whatever moment: the one before, or the new one, is there and whole."""
 

@@ -13,18 +13,10 @@ def found(engine, tmp_path_factory):
     return check_sampler(engine, ["--model", TOY / "model", "--run-dir", tmp_path_factory.mktemp("sampler") / "run"])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tensor_parallel": 3}, "--tensor-parallel 3: it must divide the 4 ranks of a node"),
-        ({"keep_awake": True}, "--keep-awake: .* are trained beside --gpu-memory-utilization 0.6 of 0.0 GiB"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_an_engine_starts(monkeypatch, settings, message):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**20))
+def test_ranks_that_do_not_share_engines_are_refused():
     world = common.World(0, 4, 4, torch.device("cuda"), None)
-    with refused(message):
-        common.Sampler(TOY / "model", None, common.Args(**settings), world)
+    with refused("--tensor-parallel 3: it must divide the 4 ranks of a node"):
+        common.Sampler(TOY / "model", None, common.Args(tensor_parallel=3), world)
 
 
 def test_logp_of_sampler_and_trainer_agree(found):

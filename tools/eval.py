@@ -14,13 +14,14 @@ Every figure is in percent, but for log-probs, in nats, and the mean of a reward
 docs/evaluation.md names the sources.
 """
 
+import itertools
 import json
 import math
+import os
 import sys
 import tomllib
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -90,14 +91,14 @@ def run_of(path):
     """Return the run folder that a path is or lies in, and the run's flags; runs/ and no flags if there is none."""
     for folder in (path, *path.parents[:2]):
         if (folder / "run.json").is_file():
-            return folder, json.loads((folder / "run.json").read_text())["args"]
+            run = json.loads((folder / "run.json").read_text())
+            return folder, common.located(run["args"], run.get("folder", "."))
     return Path("runs"), {}
 
 
 def protocol_of(name, path):
-    """Return a protocol by its name; without one how a run evaluates while it trains, or a chat for what is no run. Its
-    model is a run's final one, what is itself a model, or the one with which a checkpoint's run or one of no steps
-    began."""
+    """Return a protocol by its name; without one how a run evaluates while it trains, or a chat for a model of no run.
+    Its model is the folder that has the tokenizer: for a checkpoint the model with which its run began."""
     run, flags = run_of(path)
     if name:
         protocol = Protocol(**PROTOCOLS[name])
@@ -106,17 +107,34 @@ def protocol_of(name, path):
     else:
         protocol = Protocol(template="chat-boxed")
     protocol.model = str(path / "model" if path == run else path)
-    if flags and (is_checkpoint(path) or not Path(protocol.model).exists()):
+    if flags and (is_checkpoint(path) or (path == run and not flags["steps"])):
         protocol.model = flags["model"]
+    elif flags:
+        last = [f"; its last checkpoint is {each}" for each in common.checkpoints_of(run / "checkpoints")[-1:]]
+        there = Path(protocol.model, "config.json").is_file()
+        common.need(there, f"{protocol.model} is no model: the run was stopped, or never had it{''.join(last)}")
     return protocol
+
+
+def step_of(path, flags):
+    """Return after which step of its run a model was as it is: a checkpoint, the best one or the last."""
+    if is_checkpoint(path):
+        return common.manifest_of(path)["step"]
+    if path.name == "best":
+        rows = pandas.read_json(path.parent / "metrics.jsonl", lines=True)
+        scores = rows.filter(like="/avg@").dropna().sum(axis=1)
+        return rows["step"][scores.idxmax()]
+    return flags["steps"]
 
 
 def problems_of(protocol, tokenizer):
     """Return {name: problems} of a protocol's sets."""
-    sources = {Path(one).stem: SETS.get(one, one) for one in protocol.sets if one}
+    sources = common.names_of(protocol.sets)
     common.need(sources, "--sets: name some, since neither a protocol nor the run does")
-    common.need(len(sources) == len(protocol.sets), f"--sets {protocol.sets}: two of one name would mix")
-    return {name: common.load_problems(source, tokenizer, protocol, "--sets") for name, source in sources.items()}
+    data = {}
+    for name, source in sources.items():
+        data[name] = common.load_problems(SETS.get(source, source), tokenizer, protocol, "--sets")
+    return data
 
 
 def weights_of(path, folder, dtype):
@@ -126,7 +144,6 @@ def weights_of(path, folder, dtype):
     if not is_checkpoint(path):
         yield from common.model_class(config).from_pretrained(folder, dtype=dtype).named_parameters()
         return
-    common.manifest_of(path)
     for name, parameter in common.empty_model(config).named_parameters():
         # one at a time, since every rank reads them all
         weights = {f"policy.{name}": torch.empty(parameter.shape)}
@@ -143,7 +160,7 @@ def similarity(groups):
     for group in groups:
         summed = Counter()
         for rollout in group.rollouts:
-            counts = Counter(pairwise([-1, *rollout.ids.tolist()]))
+            counts = Counter(itertools.pairwise([-1, *rollout.ids.tolist()]))
             norm = math.hypot(*counts.values())
             summed.update({bigram: count / norm for bigram, count in counts.items()})
         n = len(group.rollouts)
@@ -216,10 +233,13 @@ def main():
     sys.excepthook = common.report
     args, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
     path = Path(args.model)
-    protocol = tyro.cli(Protocol, args=flags, default=protocol_of(args.protocol, path))
+    usual = protocol_of(args.protocol, path)
+    code = usual.reward
+    if ":" in code:
+        usual.reward = ""
+    protocol = tyro.cli(Protocol, args=flags, default=usual)
+    common.need(protocol.reward, f"--reward {code}: the run names this code; name it here, too, if it is to run")
     common.validate(protocol)
-    code = f"--reward {protocol.reward}: the run names this code; name it in this call, too, if it is to run"
-    common.need("--reward" in " ".join(flags) or ":" not in protocol.reward, code)
     world = common.init_world()
     # the context must hold what there is, which is not yet known
     folder = common.model_folder(replace(protocol, max_prompt_tokens=1))
@@ -233,11 +253,16 @@ def main():
     rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
     sampler.close()
     if world.rank == 0:
-        print(f"\n{table_of(args.protocol, protocol, rows).to_string()}")
+        run, run_flags = run_of(path)
+        weights = f", step {step_of(path, run_flags)}" if run_flags else ""
+        print(f"\nweights of {path if is_checkpoint(path) else protocol.model}{weights}")
+        print(table_of(args.protocol, protocol, rows).to_string())
         what = "-".join([args.protocol or "own", *data])
-        out = Path(args.out or run_of(path)[0] / f"eval-{path.name}-{what}.json")
+        out = Path(args.out or run / f"eval-{path.name}-{what}.json")
         out.parent.mkdir(exist_ok=True)
-        out.unlink(missing_ok=True)  # A link there would lead elsewhere.
+        free = map(f"{out.stem}-{{}}".format, itertools.count(2))
+        while os.path.lexists(out):  # An earlier file stays.
+            out = out.with_stem(next(free))
         out.write_text(json.dumps({"command": sys.argv, "rows": rows}) + "\n")
         print(f"\nwritten  {out}")
 
