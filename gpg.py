@@ -40,10 +40,11 @@ class Args(common.Args):
     """GPG-Zero-7B (B.1). The paper gives neither its lengths, of which ours together fill the model's context, nor its
     temperature, which is 1 here (ours). AdamW's betas and the gradient norm are verl's defaults."""
 
-    model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id or folder with config.json and *.safetensors.
+    model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id, or folder with config.json (Table 9; release).
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"
-    """A text file with {problem} in it, or one of common.py's PROMPTS, here B.4's."""
+    """A text file with {problem} in it, or one of common.py's PROMPTS, here B.4's. We read its "boxed" as
+    \\boxed{}."""
     steps: NonNegativeInt = 1100  # Rollout steps; 0 only evaluates.
     prompts_per_step: PositiveInt = 144  # Prompts sampled in a step, or in each of its draws (P).
     group_size: common.AtLeastTwo = 8  # Responses to each prompt (G; B.1).
@@ -51,7 +52,7 @@ class Args(common.Args):
     max_response_tokens: PositiveInt = 3072  # A response is cut at this length and scores as it stands (ours).
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (B.1).
     reward: str = "open_r1_gpg"
-    """The release's (B.4: "consistent with the ground truth"). Others, ours among them, are in docs/evaluation.md."""
+    """The reward of the released ablations (B.4: "consistent with the ground truth"). docs/evaluation.md has others."""
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter.
     norm: Literal["none", "group", "batch"] = "none"
     """F_norm of Eq. 6. none: 1. group or batch: the standard deviation of its rewards (Tables 1, 13)."""
@@ -67,7 +68,7 @@ class Args(common.Args):
     """Weight of the KL to the initial model. Section 3.4 prints none; its released recipe inherits 0.04.
     0: no reference is loaded."""
     format_reward: bool = False
-    """Add 1 to the reward of a response that is in the think and answer format (B.4; for the R1-distilled model)."""
+    """Add 1 to the reward of a response that is in the think and answer format (B.4, "for most tasks")."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
@@ -99,8 +100,8 @@ def token_weights(length_R, group_size: int):
 
 
 def format_reward(text: str) -> float:
-    """Return 1.0 if the text is "<think>...</think> <answer>...</answer>" with nothing around it and no tag twice, else
-    0.0 (B.4). The first tag may be missing, because chat templates put it at the end of the prompt (ours)."""
+    """Return 1.0 if the text is "<think>...</think> <answer>...</answer>" with nothing around it (B.4), else 0.0. No
+    tag may come twice. The first may be missing, because chat templates put it at the end of the prompt (ours)."""
     text = text.strip().removeprefix("<think>")
     once = [text.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")] == [0, 1, 1, 1]
     answer = text.partition("</think>")[2].strip()

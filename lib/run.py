@@ -70,7 +70,7 @@ def parse(kind, description):
     sys.excepthook = report
     try:
         with redirect_stderr(sys.stderr if FIRST else io.StringIO()):
-            return tyro.cli(kind, description=description)
+            return tyro.cli(kind, description=description.partition("\n\n")[0])
     except SystemExit as end:
         if end.code and not FIRST:
             time.sleep(30)  # torchrun ends all ranks when one ends, and the first rank has something to say.
@@ -446,21 +446,16 @@ def checkpoints_of(folder):
     return sorted(whole, key=lambda each: int(each.name[5:]))
 
 
-def shards_of(checkpoint):
-    """Return the names of a checkpoint's shards."""
-    return sorted(each.name for each in checkpoint.glob("*.safetensors"))
-
-
 def manifest_of(checkpoint):
     """Return a checkpoint's manifest. Refuses one that is not whole, since weights of a lost shard would stay those of
     --model, and one that has a shard of another checkpoint or run."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    shards = [*manifest["shards"]]
-    need(shards_of(checkpoint) == shards, f"{checkpoint} is not whole, or not alone: its shards were {shards}")
-    for name in shards:
-        with naming(checkpoint / name), safe_open(checkpoint / name, "pt") as shard:
-            marks = [shard.get_tensor(key).tolist() for key in shard.keys() if key.startswith("mark.")]  # noqa: SIM118  a file
-            need(marks in ([], [manifest["mark"]]), "it is of another checkpoint")
+    marks = []
+    for file in checkpoint.glob("*.safetensors"):
+        with naming(file), safe_open(file, "pt") as shard:
+            names = [name for name in shard.keys() if name.startswith("mark.")]  # noqa: SIM118  It is no dict.
+            marks += [shard.get_tensor(name).tolist() for name in names]
+    need(marks == manifest.get("marks", []), f"{checkpoint} lacks a shard, or has one of another checkpoint: {marks}")
     return manifest
 
 
@@ -498,8 +493,7 @@ def save_checkpoint(policy, optimizer, step, position, record):
             "best": record.best,
             "seconds": time.time() - record.started,
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
-            "shards": shards_of(partial),
-            "mark": mark,
+            "marks": world.size * [mark],  # A shard for each rank.
         }
         (partial / "manifest.json").write_text(json.dumps(manifest))
         give_name(partial, final)

@@ -180,6 +180,9 @@ def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, 
         ({"problem": "1?", "answer": "\ud835"}, ", row 2: .*surrogates not allowed"),
         ({"problem": "1?", "answer": {"is": 1}}, ", row 2: no answer: "),
         ({"answer": "lines"}, ": cannot be read as .* line 3"),
+        ({"problem": 5, "answer": 5}, ", row 2: a problem is a text, or turns .*'content': 5"),
+        ({"messages": [{"role": "user", "content": None}]}, ", row 2: a problem is a text, or turns"),
+        ({"messages": ["1?"]}, ", row 2: a problem is a text, or turns .*, not 1?"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
@@ -187,6 +190,22 @@ def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
     Path(source).write_text(Path(source).read_text().replace("lines", '"}\n{'))
     with refused(rf"^--dataset \S+a\.jsonl{message}.*$", Exception):
         load(source, tokenizer)
+
+
+def test_a_file_of_another_kind_is_refused(tokenizer, tmp_path):
+    """The hub is not asked for it."""
+    (tmp_path / "a.csv").write_text("problem,answer")
+    with refused(r"^--dataset \S+a\.csv: cannot be read as .*: it is a file of another kind"):
+        load(tmp_path / "a.csv", tokenizer)
+
+
+def test_names_of_held_out_sets():
+    """A run and `eval RUN` have the same; a set's files must not be those of the training."""
+    sources = ["a/b.v1:test", " c.jsonl", "", "d:main:train"]
+    assert common.names_of(sources) == {"b.v1-test": "a/b.v1:test", "c": "c.jsonl", "d-main-train": "d:main:train"}
+    for names in (["a/c.jsonl", "c:test", "c"], ["here/train.parquet"]):
+        with refused(f"{names[-1]}: another set is called (c|train)"):
+            common.names_of(names)
 
 
 def test_columns_of_ones_own(tokenizer, tmp_path):
@@ -242,6 +261,7 @@ def test_order_of_the_data():
         ({"template": "LICENSE"}, "--template LICENSE: legal: plain, qwen-math, .*or a text file with {problem}"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
         ({"eval_samples": 2}, "--eval-samples: at --eval-temperature 0 all are the same"),
+        ({"chat_template_kwargs": "[]"}, "^--chat-template-kwargs .* object of JSON: "),
         ({"chat_template_kwargs": "{a}"}, "^--chat-template-kwargs {a}, which is to be an object of JSON: "),
         ({"resume": True}, "--resume: name the run that goes on with --run-dir"),
         ({"reweight": "kernel", "updates_per_step": 2}, "--updates-per-step: 1, or another --reweight than kernel"),

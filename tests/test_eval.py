@@ -62,7 +62,9 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
 
 def test_code_that_a_run_names_is_not_run(tmp_path, monkeypatch):
     """It is asked for again: a run folder may be a stranger's."""
-    (tmp_path / "run.json").write_text(json.dumps({"args": {"reward": "mine.py:score", "eval": "a", "steps": 0, "model": "m"}}))
+    (tmp_path / "run.json").write_text(
+        json.dumps({"args": {"reward": "mine.py:score", "eval": "a", "steps": 0, "model": "m"}})
+    )
     monkeypatch.setattr("sys.argv", ["eval.py", str(tmp_path), "--reward-seconds", "20"])
     with refused("^--reward mine.py:score: the run names this code"):
         evaluation.main()

@@ -2,6 +2,8 @@
 something else."""
 
 import json
+import math
+import os
 import shutil
 
 import pytest
@@ -54,6 +56,14 @@ def test_a_head_that_the_config_ties_is_refused(tmp_path, plain_python):
                 common.read_weights(folder)
 
 
+def test_a_weight_that_is_not_finite_is_named(model, plain_python):
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with refused("model.norm.weight has entries that are not finite"):
+        common.read_weights(model)
+
+
 def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
     """It ends where training stopped, at <|im_end|>, too, which only the vocabulary has; it keeps a setting that
     transformers would not save."""
@@ -66,11 +76,16 @@ def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
     edit(model / "tokenizer.json", rename)
     (model / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [262, 5]}')
     saved = model.with_name("saved")
+    os.mkfifo(model / "pipe.txt")  # It would be read for ever.
+    stranger = model.with_name("key.txt")
+    stranger.write_text("secret")
+    for name, target in (("own.txt", "config.json"), ("key.txt", stranger), ("gone.md", "none"), ("self", ".")):
+        (model / name).symlink_to(target)
     world = common.init_world()
     common.save_model(common.load_policy(model, common.Args(str(model)), world), saved, model, torch.float32, world)
-    for file in model.iterdir():
-        if file.name not in ("config.json", "generation_config.json", "model.safetensors"):
-            assert file.read_bytes() == (saved / file.name).read_bytes(), file
+    assert (saved / "own.txt").is_file() and not {"pipe.txt", "key.txt", "gone.md", "self"} & {*os.listdir(saved)}
+    for file in model.glob("tokenizer*"):
+        assert file.read_bytes() == (saved / file.name).read_bytes(), file
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (model, saved))
     assert after == before | {"dtype": "float32"} != before
     ends = json.loads((saved / "generation_config.json").read_text())

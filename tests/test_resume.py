@@ -71,7 +71,9 @@ def test_stopped_and_resumed(script, engine, request, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, times", [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
+@pytest.mark.parametrize(
+    "number, times", [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 1), (signal.SIGINT, 2)]
+)
 def test_a_first_signal_to_run_sh_ends_after_the_step(number, times, tmp_path):
     """With a checkpoint and without a model; a second one ends at once."""
     folder = tmp_path / "run"
@@ -140,7 +142,7 @@ def test_a_checkpoint_without_a_shard_is_refused(run):
     [shard] = run.record.folder.glob("checkpoints/*/*.safetensors")
     whole = shard.read_bytes()
     shard.unlink()
-    with refused("step-00002 is not whole"):
+    with refused("step-00002 lacks a shard, or has one of another"):
         go_on(run)
     shard.write_bytes(whole[:-1])
     with refused("incomplete metadata"):
@@ -150,7 +152,7 @@ def test_a_checkpoint_without_a_shard_is_refused(run):
         shard.write_bytes(whole)
         save(run, step)
         (run.record.folder / "checkpoints" / f"step-{step:05d}" / shard.name).write_bytes(whole)
-        with refused("it is of another checkpoint"):
+        with refused("lacks a shard, or has one of another"):
             go_on(run)
 
 
@@ -254,6 +256,21 @@ def test_the_run_folder_and_the_flags_are_checked(run):
     check(r"^--resume: lr has changed .*: 1e-06, now 0\.5", resume=True, lr=0.5)
     check("^--resume: steps has changed .*: 1, now 9", resume=True, steps=9)  # the cosine would bend
     check(r"^--run-dir .*: a run that is alive writes there", resume=True)
+    (run.record.folder / "log.txt").rename(run.record.folder / "other")
+    (run.record.folder / "log.txt").symlink_to("other")
+    check(r"^--run-dir .*: .*/log.txt is a link", resume=True)
+    check(r"^--run-dir .*/other: .*Not a directory", run_dir=str(run.record.folder / "other"))
+
+
+def test_flags_name_the_same_files_from_another_folder(tmp_path, monkeypatch):
+    """What is no path there stays as it is."""
+    for name in ("a", "b", "test"):
+        (tmp_path / name).touch()
+    flags = {"eval": "a:test,org/set:test,b", "model": "a", "template": "plain", "reward": "b:score", "lr": 1.0}
+    here = {"eval": f"{tmp_path}/a:test,org/set:test,{tmp_path}/b", "model": f"{tmp_path}/a"}
+    assert common.located(flags, tmp_path) == flags | here | {"reward": f"{tmp_path}/b:score"}
+    monkeypatch.chdir(tmp_path)
+    assert common.located(flags, ".") == common.located(flags, tmp_path)
 
 
 def test_a_run_keeps_the_code_that_it_ran(plain_python, monkeypatch, tmp_path, capsys):

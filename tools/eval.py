@@ -54,7 +54,7 @@ class Protocol(common.Args):
     gpu_memory_utilization: float = 0.9
 
 
-# It is LightEval's. 2504.02546 (Fig. 4) and Open-RS evaluate R1-distilled models with it.
+# It is LightEval's. Open-RS evaluates R1-distilled models with it, and 2504.02546 prints nearly this in Fig. 4.
 common.PROMPTS["r1-eval"] = {
     "user": "Solve the following math problem efficiently and clearly.  The last line of your response should be of "
     "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without quotes) "

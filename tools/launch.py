@@ -14,11 +14,9 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -27,19 +25,6 @@ import experiments
 import torch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-GROUPS = {  # of the flags of --help
-    "most wanted": """model dataset template steps prompts-per-step group-size max-prompt-tokens max-response-tokens lr
-        reward eval""",
-    "the paper's own": "",
-    "data, prompts and rollout": """subset problem-column answer-column image-column max-pixels chat-template-kwargs
-        temperature max-total-tokens reward-seconds seed""",
-    "optimiser": "lr-warmup lr-floor lr-schedule weight-decay adam-betas max-grad-norm tis-cap",
-    "evaluation": "eval-every eval-samples eval-temperature keep-best",
-    "run": "run-dir resume checkpoint-every checkpoints-kept track",
-    "machine": """compute-dtype micro-batch-tokens activation-checkpointing tensor-parallel max-num-seqs
-        gpu-memory-utilization keep-awake""",
-}
 
 
 def stop(signals):
@@ -70,33 +55,6 @@ def take_signals():
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     Thread(target=stop, args=[readable], daemon=True).start()
-
-
-def show_help(script):
-    """Print what a script is, how it is started, and its flags in groups, no word of them broken."""
-    wide = os.environ | {"COLUMNS": "2000"}
-    told = subprocess.run([sys.executable, script, "--help"], env=wide, stdout=subprocess.PIPE, text=True)
-    about, _, options = told.stdout.partition("╭")
-    for line in about.splitlines()[2:]:
-        if re.match(r"\S+: |  +(\./run|torchrun)", line):
-            print(line)
-    group_of = {flag: group for group, flags in GROUPS.items() for flag in flags.split()}
-    entries = {group: "" for group in GROUPS}
-    for entry in re.sub("[│╰─╯]", " ", options).split("\n  --")[1:]:
-        head = re.split("  |\n", entry)[0]
-        flag = re.match(r"[\w-]+", head)[0]
-        text = textwrap.fill(
-            " ".join(entry.removeprefix(head).split()),
-            shutil.get_terminal_size().columns - 1,
-            initial_indent="      ",
-            subsequent_indent="      ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        entries[group_of.get(flag, "the paper's own")] += f"  --{head}\n{text}\n"
-    for group, text in entries.items():
-        print(f"\n{group}\n{text}", end="")
-    sys.exit(told.returncode)
 
 
 def launch(script, flags):
@@ -162,7 +120,6 @@ def start(name, given):
         print(
             f"{name} is {shlex.join([script, *flags])}\nThe defaults below are those of the script alone.\n", flush=True
         )
-        show_help(script)
     prepare(flags)
     if os.environ.get("SCRIPT"):
         name = f"{Path(script).stem}-{name}"
