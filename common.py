@@ -60,7 +60,7 @@ Below1 = confloat(ge=0, lt=1)
 Temperature = confloat(ge=0.01, le=2)  # vLLM samples at no other one.
 
 
-@pydantic.dataclasses.dataclass
+@pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})
 class Args:
     """The flags of every script. A script sets the first nine, and others where its paper has others."""
 

@@ -70,7 +70,11 @@ def prompt_of(turns, template, tokenizer, options="{}", image=""):
     if isinstance(form, str):
         need(not before and not options, f"--template {template} is no chat: one turn, no --chat-template-kwargs")
         text = form.replace("{problem}", problem)
-        return tokenizer.encode(text, add_special_tokens=not text.startswith(tokenizer.bos_token or "\0"))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        begin = [tokenizer.bos_token_id]
+        if tokenizer.encode("")[:1] == begin != ids[:1]:  # An end token, which some put behind a text, stays away.
+            ids = begin + ids
+        return ids
     if "system" in form:
         before.insert(0, {"role": "system", "content": form["system"]})
     asked = {"role": "user", "content": form["user"].replace("{problem}", problem)}

@@ -109,9 +109,10 @@ def test_a_tokenizers_own_file_counts(model, tmp_path, kind):
 
 
 def test_a_begin_token_stands_once_before_a_text(model, tmp_path):
-    """In front of the prompts of a text template, as the tokenizer puts it; a chat format has its own."""
+    """In front of the prompts of a text template, as the tokenizer puts it; a chat format has its own. The token that
+    the tokenizer puts behind a text would end the response."""
     word = {"SpecialToken": {"id": BEGIN, "type_id": 0}}
-    single = [word, {"Sequence": {"id": "A", "type_id": 0}}]
+    single = [word, {"Sequence": {"id": "A", "type_id": 0}}, word]
     special = {BEGIN: {"id": BEGIN, "ids": [262], "tokens": [BEGIN]}}
     post = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
     edit(model / "tokenizer.json", lambda about: about.update(post_processor=post))
