@@ -8,6 +8,7 @@
 # CPU=1: without GPUs, in PROCESSES=2. GPU=1: as if GPUs were seen. DRY=1: print the command. SCRIPT=mine.py: a fork.
 set -euo pipefail
 root=$(dirname "$(readlink -f "$0")") venv=.venv wrong= verb=
+unset PYTHONSAFEPATH  # with it Python would find no file beside the one that it runs
 export MACHINE=cpu  # for tools/experiments.py
 if [[ ${1:-} = @(test|prove) ]]; then CPU=1; fi  # exact in float32
 driver=$(nvidia-smi --id=0 --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=none

@@ -12,10 +12,10 @@ stage minimises L, which is GRPO, and an IRL stage minimises L_IRL, which is Eq.
 The response y_i is one of G to the prompt x and has the reward R_i and |y_i| tokens. pi is the policy that is trained,
 pi_old the one that sampled, and pi_ref the initial one. common.py's docstring explains suffixes such as _T.
 
-    ./run.sh sps-1.5b-3k                   Qwen2.5-Math-1.5B, 3,000 problems (Table 1); also 7b, 5k, 10k; sps-grpo-...
+    ./run.sh sps-1.5b                      Qwen2.5-Math-1.5B, 3,000 problems (Table 1); also sps-7b, --subset 5000
     torchrun --nproc-per-node 4 sps.py     the same training without evaluation
 
-GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-1.5b-3k, gspo-...). At the
+GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-sps-1.5b, gspo-sps-1.5b). At the
 printed --irl-lr imitation moves next to nothing, so expect GRPO's results; ./run.sh sps-act-... has 5e-7 (ours).
 
 Departures from the paper and our readings of it stand where they act, beside a flag or in the code. (ours) means that

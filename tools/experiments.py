@@ -3,7 +3,6 @@
 tools/experiments.py list | help | NAME [FLAGS]     all commands; the methods in words; one command, where FLAGS win
 """
 
-import math
 import os
 import shlex
 import sys
@@ -13,21 +12,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPO = f"{os.path.relpath(ROOT)}/".removeprefix("./")  # from where the user stands
 
-EXPERIMENTS = [  # methods and their sizes; at some grpo has rows of its own in METHODS
-    ("sspo sir newline period grpo clip-high gspo gspo-0.2 drgrpo dapo", "toy 135m 0.5b 1.5b 7b"),
+EXPERIMENTS = [  # methods and their sizes; what stands behind a stroke is not in the experiment's name
+    ("sspo sir grpo gspo dapo", "toy 135m 0.5b 1.5b 7b"),
+    ("newline period clip-high gspo-0.2 drgrpo", "toy 1.5b 7b"),
     ("cwgrpo grpo-kl clip-cov", "toy 135m 0.5b 1.5b 7b"),
-    ("dapo gspo", "1.5b-3k 1.5b-5k 1.5b-10k 7b-3k 7b-5k 7b-10k"),
+    ("dapo-sps gspo-sps", "1.5b/sps 7b/sps"),
     ("dapo", "zero"),
     ("drgrpo grpo/math", "math"),
     ("grpo/rs", "rs1 rs3"),
     ("sspo-clip-cov", "1.5b 7b"),
-    ("gpg gpg-a gpg-b gpg-c gpg-group-alpha gpg-beta0.8 gpg-batch gpg-kl", "toy 135m 0.5b 7b math rs1 rs3"),
-    ("gpg-g2 gpg-g4 gpg-g16", "toy 0.5b 7b math"),
+    ("gpg gpg-a", "toy 135m 0.5b 7b math rs1 rs3"),
+    ("gpg-b gpg-c", "toy 135m 0.5b 7b math"),
+    ("gpg-group-alpha gpg-batch gpg-kl", "toy math"),
     ("gpg gpg-a gpg-b gpg-c grpo/images", "image-toy ground-toy"),
     ("gpg grpo/images", "geoqa flower pets aircraft car sat lisa"),
     ("sps sps-grpo", "135m"),
-    ("sps sps-grpo sps-act sps-uniform sps-quantile", "toy 0.5b 1.5b-3k 1.5b-5k 1.5b-10k 7b-3k 7b-5k 7b-10k"),
-    ("sps-k1 sps-k2 sps-k3 sps-k4 sps-k5", "toy 0.5b 1.5b-3k 1.5b-5k 1.5b-10k 7b-3k 7b-5k 7b-10k"),
+    ("sps sps-grpo sps-act sps-uniform sps-quantile sps-k", "toy 0.5b 1.5b/sps 7b/sps"),
 ]
 
 # ------------------------------------------------------------------------ methods: script and flags, the paper's place
@@ -44,10 +44,12 @@ METHODS = {
     "grpo/rs": (f"{ROW_A} --normaliser=response --kl-coef=0.04", "rs1, rs3: GRPO's gradient, gpg.py's rewards"),
     "grpo/images": (f"{ROW_A} --kl-coef=0.04", "images: with one update GRPO's gradient"),
     "clip-high": (f"{GRPO} --clip-high=0.28", "GRPO with upper clip 0.28 (Table 1)"),
-    "gspo": ("sspo.py --clip=fixed --delimiter= --clip-low=3e-4 --clip-high=4e-4", "GSPO's own; SPS's Table 2"),
+    "gspo": ("sspo.py --clip=fixed --delimiter= --clip-low=3e-4 --clip-high=4e-4", "GSPO's own clip"),
     "gspo-0.2": ("sspo.py --clip=fixed --delimiter=", "a ratio per response, clip 0.2 (Fig. 3b, maybe Table 1)"),
     "drgrpo": (f"{GRPO} --no-scale-advantage --normaliser=constant", "Dr. GRPO (Table 1)"),
     "dapo": (DAPO, "SPS's Table 2, without SWIFT's filter; penalty over a response's last tokens"),
+    "dapo-sps": (DAPO, "the same on SPS's data"),
+    "gspo-sps": ("sspo.py --clip=fixed --delimiter= --clip-low=3e-4 --clip-high=4e-4", "GSPO on SPS's data (Table 2)"),
     "cwgrpo": ("cwgrpo.py", "the Gaussian kernel, KL to the initial model"),
     "grpo-kl": ("cwgrpo.py --reweight=none", "the same KL"),
     "clip-cov": ("cwgrpo.py --reweight=clip-cov --normaliser=token", "Clip-Cov's mask, same KL"),
@@ -57,22 +59,14 @@ METHODS = {
     "gpg-b": ("gpg.py --no-accurate-gradient --beta-th=0", "row B: no normalisation"),
     "gpg-c": ("gpg.py --beta-th=0", "row C: row B with alpha"),
     "gpg-group-alpha": ("gpg.py --norm=group --beta-th=0", "row A with alpha (Table 1)"),
-    "gpg-beta0.8": ("gpg.py --beta-th=0.8", "threshold 0.8 (Table 10)"),
     "gpg-batch": (f"{ROW_A} --norm=batch", "std of the batch (Table 13)"),
     "gpg-kl": (f"{ROW_A} --kl-coef=0.04", "row A with a KL (section 3.4)"),
-    "gpg-g2": (f"{ROW_A} --group-size=2", "row A, 2 responses to a prompt (Table 11)"),
-    "gpg-g4": (f"{ROW_A} --group-size=4", "row A, 4 responses (Table 11)"),
-    "gpg-g16": (f"{ROW_A} --group-size=16", "row A, 16 responses (Table 11)"),
     "sps": ("sps.py --irl-lr=5e-10", "as printed: IRL learning rate 5e-10 (135m: 3e-6, ours)"),
     "sps-grpo": ("sps.py --irl-lr=5e-10 --irl-steps=0", "without IRL stages"),
     "sps-act": ("sps.py", "an IRL learning rate that acts, its size's (ours)"),
     "sps-uniform": ("sps.py --choose=uniform", "demonstrations drawn at random (section 4.1)"),
     "sps-quantile": ("sps.py --choose=quantile", "from a step's lower 3/8 (C.1; ours)"),
-    "sps-k1": ("sps.py --irl-steps=0 --irl-passes=1 --demonstrations=1", "K = 1 (Fig. 4)"),
-    "sps-k2": ("sps.py --irl-steps=0 --irl-passes=1 --demonstrations=2", "K = 2 (Fig. 4)"),
-    "sps-k3": ("sps.py --irl-steps=0 --irl-passes=1 --demonstrations=3", "K = 3 (Fig. 4)"),
-    "sps-k4": ("sps.py --irl-steps=0 --irl-passes=1 --demonstrations=4", "K = 4 (Fig. 4)"),
-    "sps-k5": ("sps.py --irl-steps=0 --irl-passes=1 --demonstrations=5", "K = 5 (Fig. 4)"),
+    "sps-k": ("sps.py --irl-steps=0 --irl-passes=1", "all demonstrations, --demonstrations K of a prompt (Fig. 4)"),
 }
 
 # ------------------------------------------------------------------------ sizes: model, data, lengths and evaluation
@@ -121,33 +115,26 @@ IMAGES = f"""{LARGE} --image-column=image --max-pixels=401408 --model=Qwen/Qwen2
     --max-response-tokens=256 --weight-decay=0 --lr-schedule=linear --lr-floor=0"""
 IOU = "--reward=iou"
 CLASSES = f"{IMAGES} --reward=class_name --dataset=laolao77/ViRFT_CLS"
-SPS_1B = f"{B1} --model=Qwen/Qwen2.5-Math-1.5B"
-SPS_7B = f"{LARGE} --micro-batch-tokens=49152 --model=Qwen/Qwen2.5-Math-7B"  # IRL has moments, too
 
 
-def epoch(flags, problems):
-    """Return a size: an epoch, 512 responses a step (16 x 4 on each of 8 devices, ours); a threshold draws more."""
-    there = {}
-    for key, group in {"all": 8, "gpg-g2": 2, "gpg-g4": 4, "gpg-g16": 16}.items():
-        prompts = 512 // group
-        there[key] = f"{flags} --prompts-per-step={prompts} --steps={problems // prompts}"
-    return there
+# An epoch of 512 responses a step (16 x 4 on each of 8 devices, ours); a threshold draws more.
+EPOCH = "--prompts-per-step=64"
 
 
-def sps(flags, problems):
-    """Return a size of SPS's paper: flags of a model, and how many problems there are."""
+def sps(flags):
+    """Return a size of SPS's paper, with 3,000 problems: flags of a model."""
     return {
-        "all": f"""{flags} --subset={problems} --eval={AIME24},math-ai/aime25,{MATHARENA}
+        "all": f"""{flags} --subset=3000 --eval={AIME24},math-ai/aime25,{MATHARENA}
             --eval-samples=128 --eval-temperature=0.7 --eval-every=100 --keep-best""",
         "sspo.py": """--dataset=Elliott/Openr1-Math-46k-8192 --max-response-tokens=3072 --lr=5e-7 --reward=open_r1
             --steps=700 --weight-decay=0.1 --adam-betas 0.9 0.95 --prompts-per-step=16 --updates-per-step=1""",
         "sps.py": "--irl-lr=5e-7",
-        "gspo": "--prompts-per-step=64 --updates-per-step=4 --steps=175 --eval-every=25",
-        "sps-k": f"--steps={2 * math.ceil(problems / 16)}",  # two epochs
+        "gspo-sps": "--prompts-per-step=64 --updates-per-step=4 --steps=175 --eval-every=25",
+        "sps-k": "--steps=376",  # two epochs of 3,000
     }
 
 
-SIZES = {  # the flags of all, of a script, and of methods by how their names begin
+SIZES = {  # the flags of all methods, of those of a script, and of a method
     "toy": {  # docs/cwgrpo.md says why its KL is small
         "all": TOY,
         "cwgrpo.py": "--no-format-reward --group-size=8 --temperature=1 --kl-coef=0.004",
@@ -162,11 +149,13 @@ SIZES = {  # the flags of all, of a script, and of methods by how their names be
         "all": PRETRAINED,
         "sspo.py": "--updates-per-step=2",
         "cwgrpo.py": "--no-format-reward",
-        "sps": "--subset=0 --rl-steps=5 --irl-batch=32 --irl-lr=3e-6",  # two rounds and two steps
+        "sps.py": "--subset=0 --rl-steps=5 --irl-batch=32",  # two rounds and two steps
+        "sps": "--irl-lr=3e-6",
+        "sps-grpo": "--irl-lr=3e-6",
         "dapo": "--overlong-buffer=10",  # of 48
     },
     "0.5b": {
-        **epoch(GSM8K, 7473),
+        "all": f"{GSM8K} {EPOCH} --steps=116",
         "sspo.py": "--lr=1e-6",  # four updates a step
         "cwgrpo.py": "--group-size=8 --no-format-reward",
         "sps.py": "--subset=0 --rl-steps=29 --irl-lr=5e-7",  # four rounds
@@ -185,7 +174,7 @@ SIZES = {  # the flags of all, of a script, and of methods by how their names be
         "dapo": "--prompts-per-step=144 --steps=1100 --overlong-buffer=614 --max-draws=10 --updates-per-step=1",
     },
     "math": {
-        **epoch(MATH, 7500),
+        "all": f"{MATH} {EPOCH} --steps=117",
         "sspo.py": f"{AS_GPG} --updates-per-step=1",
         "cwgrpo.py": f"{AS_GPG} --no-format-reward --group-size=8 --temperature=1",
     },
@@ -204,20 +193,16 @@ SIZES = {  # the flags of all, of a script, and of methods by how their names be
             --reward=class_name --max-response-tokens=700 --dataset={REPO}data/sat.parquet""",
     },
     "lisa": {"all": f"{IMAGES} {IOU} --dataset={REPO}data/lisa-train.parquet --steps=498"},  # 6 epochs, as Visual-RFT's
-    "1.5b-3k": sps(SPS_1B, 3000),
-    "1.5b-5k": sps(SPS_1B, 5000),
-    "1.5b-10k": sps(SPS_1B, 10000),
-    "7b-3k": sps(SPS_7B, 3000),
-    "7b-5k": sps(SPS_7B, 5000),
-    "7b-10k": sps(SPS_7B, 10000),
+    "1.5b/sps": sps(f"{B1} --model=Qwen/Qwen2.5-Math-1.5B"),
+    "7b/sps": sps(f"{LARGE} --micro-batch-tokens=49152 --model=Qwen/Qwen2.5-Math-7B"),  # IRL has moments, too
 }
 
 # ------------------------------------------------------------------------------------------------------- commands
-NAMES = {}  # as the list has them; what grpo has behind a stroke is not in the name
+NAMES = {}  # as the list has them
 for methods, sizes in EXPERIMENTS:
     for method in methods.split():
         for size in sizes.split():
-            NAMES[f"{method.partition('/')[0]}-{size}"] = (method, size)
+            NAMES[f"{method.partition('/')[0]}-{size.partition('/')[0]}"] = (method, size)
 
 
 def key_of(flag):
@@ -227,14 +212,12 @@ def key_of(flag):
 
 def command_of(name, given=()):
     """Return the words of an experiment's command; `given` are a user's, which stay as they are. Of a flag that comes
-    twice the last counts: a method's own after those of its size, then what the size has for the method."""
+    twice the last counts, in this order: the size's for all, its flags for the script, the method's own, the size's for
+    this method."""
     method, size = NAMES[name]
     there = SIZES[size]
     script, *own = METHODS[method][0].split()
-    words = [*there["all"].split(), *there.get(script, "").split(), *own]
-    for beginning, flags in there.items():
-        if method.startswith(beginning):
-            words += flags.split()
+    words = [*there["all"].split(), *there.get(script, "").split(), *own, *there.get(method, "").split()]
     kept = {}
     for word in words:
         if word.startswith("--"):
