@@ -40,10 +40,10 @@ class Args(common.Args):
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id or folder with config.json and *.safetensors (section 5.1).
     dataset: str = "Elliott/Openr1-Math-46k-8192"
-    template: str = "qwen-math"  # One of common.py's PROMPTS, or a text file with {problem} in it (ours).
+    template: str = "qwen-math"  # One of common.py's PROMPTS (this one is ours), or a text file with {problem}.
     subset: NonNegativeInt = 3000
     """Train on this many problems, drawn uniformly by --seed (section 5.1: 3k, 5k, 10k). 0: on all."""
-    steps: NonNegativeInt = 700  # RL steps (section 5.2); 0 only evaluates.
+    steps: NonNegativeInt = 700  # RL steps (section 5.2; that only these count is ours); 0 only evaluates.
     prompts_per_step: PositiveInt = 16
     """Prompts sampled in a step (P). With groups of 8 these make 128 completions (section 5.1)."""
     group_size: common.AtLeastTwo = 8  # Responses to each prompt (G; section 5.1).
@@ -51,9 +51,9 @@ class Args(common.Args):
     max_response_tokens: PositiveInt = 3072  # A response is cut at this length and scores as it stands (ours).
     lr: NonNegativeFloat = 5e-7  # AdamW's largest learning rate in RL stages (section 5.1).
     reward: str = "open_r1"
-    """Math-Verify alone (section 5.1), as open-r1 and ms-swift call it (ours). docs/evaluation.md has others."""
+    """Math-Verify alone (section 5.1), as open-r1 calls it (ours). docs/evaluation.md has others."""
     weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter, in both stages (ms-swift's).
-    adam_betas: tuple[common.Share, common.Share] = (0.9, 0.95)
+    adam_betas: tuple[common.Below1, common.Below1] = (0.9, 0.95)
     """How much AdamW's moments keep, in both stages (ms-swift's default)."""
     updates_per_step: PositiveInt = 1
     """Optimiser steps on one rollout batch (ours). Each has its own prompts."""

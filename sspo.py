@@ -88,8 +88,9 @@ class Args(common.Args):
     """Draw more prompts until this share of the step's groups has 0 < number correct < G. 0: draw once. 1: DAPO."""
     max_draws: PositiveInt = 4
     """After this many draws, go on with the groups there are.
-    Table 2 of arXiv 2604.16995 (SPS) draws again at most 3 times. SWIFT 3.12.6, with which it trains, draws again
-    three times, too, but never uses the third, and if there are too few groups it trains on the first draw."""
+    Table 2 of arXiv 2604.16995 (SPS) draws again at most 3 times. SPS trains with SWIFT, of no named version. SWIFT
+    3.12.6 draws again three times, too, but never uses the third, and if there are too few groups it trains on the
+    first draw."""
     overlong_buffer: NonNegativeInt = 0
     """The reward falls by up to 1 over this many tokens before --max-response-tokens (DAPO). 0: off.
     arXiv 2604.16995 has 2048."""
@@ -174,8 +175,8 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
     so no segment is split; segment_T numbers the segments of the whole step, and indexes low_S and high_S.
 
     verl bounds the loss of a token with a negative advantage at 3 times the advantage (dual clip). Eqs. 1 and 16 have
-    no such bound, and neither has this loss. Nor have they a KL; for GSPO and DAPO, Table 2 of arXiv 2604.16995 (SPS)
-    agrees: a weight of 0, and none listed."""
+    no such bound, and neither has this loss. Nor have they a KL. Table 2 of arXiv 2604.16995 (SPS) gives it a weight
+    of 0 for GSPO and none for DAPO, where SWIFT's default would be 0.04."""
     # ratio_S has a place for each segment up to the largest number here. Those of other micro-batches hold 1 and are
     # never looked up.
     ratio_S = common.mean_by(logp_T - old_logp_T, segment_T).exp()  # Eq. 9

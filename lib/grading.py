@@ -50,6 +50,11 @@ CHANGES = (
     r"|[AP]M|BC|AD|\w+uary|March|April|May|June|July|August|\w+ber"
 )
 
+# What is a unit in the type of text: two letters or more, or one that is no variable's, as i and e are.
+UNIT = r"[A-Za-zÀ-ӿ]{2}|[mghslLAVWJNKCFTMÅ]|\\(AA|mu)"
+# What is one in the type of variables: xy is none.
+BARE = r"([ckm]m|kg|ft|in|lb|min|mph|pct|day)\b|(?=[a-zA-Z]{3})[a-zA-Z]*([eo](?!\^)|s\b)"
+
 
 def exact(number):
     """Return a decimal as a fraction: (1/2) for 0.5."""
@@ -59,7 +64,7 @@ def exact(number):
 # Signs of Unicode, each with what LaTeX has for it; behind a command comes a blank.
 UNICODE = (
     "–- —- ‐- −- ∶: ⁄/ 、, 。. ×\\times ·\\cdot ⋅\\cdot ÷\\div ±\\pm ≈\\approx ≠\\ne ≤\\le ⩽\\le ≥\\ge ⩾\\ge ∞\\infty "
-    "∈\\in ∩\\cap ∪\\cup ∅\\emptyset ℝ\\mathbb{R} ℤ\\mathbb{Z} ℕ\\mathbb{N} ℚ\\mathbb{Q} ℂ\\mathbb{C}"
+    "∈\\in ∩\\cap ∪\\cup ∅\\emptyset π\\pi ℝ\\mathbb{R} ℤ\\mathbb{Z} ℕ\\mathbb{N} ℚ\\mathbb{Q} ℂ\\mathbb{C}"
 )
 SIGNS = {each[0]: f"{each[1:]} " if each[2:] else each[1:] for each in UNICODE.split()}
 
@@ -79,37 +84,34 @@ SPELLINGS = (
     (r"[₀-₎]+", r"_{\g<0>}"),
     (r".[\u0300-\u036f]|[^\x00-\x7f]", plain),
     (r"(√|(?<![a-zA-Z\\])sqrt) ?(\([^()]*\)|\{\w+\}|\d+(\.\d+)?|\w)", r"\\sqrt{\2}"),
-    (r"(?<![^\W\d_])(?<!\\)(pi|sin|cos|tan|ln|log)(?![a-z ])", r"\\\1 "),  # 2*pi
-    (r"(?<=\d)(,\\!|\{,\})\s?(?=\d{3})", ""),  # 10,\!080
+    (r"(?<![^\W\d_])(?<!\\)(pi|sin|co[st]|tan|ln|log|exp)(?![a-z])", r"\\\1 "),  # 2*pi
+    (r"\\varnothing", r"\\emptyset"),
+    (r"(?<=\d)(,\\!|\{,\}|(\\[, ]|[\s~])(?!\d+/))\s?(?=\d{3}(?!\d))", ""),  # 10,\!080, 10 080
     (r"\\l?dots|\.{2,}|'|(?<=[\d}])_", "?"),  # 7\ldots and 52_8 are no numbers: ? keeps them from being read as such
-    (r"\\(bf|rm|it|left|right|\w+style|[bB]igg?[lr]?)(?![a-z])", ""),  # {\bf 5}, \left(1,2\right)
+    (r"\\(bf|rm|it|bm|left|right|\w+style|[bB]igg?[lr]?|(math(?!bb|rm|op)|bold|under)[a-z]*)(?![a-z])", ""),  # {\bf 5}
     (r"(\\?%|\^? ?(\{ ?\\circ ?\}|\\circ)|°)(?!\d)", ""),  # 5\%, 90^\circ
     (r"((?<!\\)\\(q?quad(?![a-z])|[,;:!> ()\[\]$])|[~\s$€£\u200b\ufeff])+", " "),  # 5\,\text{cm}, \(5\), \$5
+    (r"\\(text|operator|math(rm|op)|[a-z]*box|color)[a-z]* ?(\{\w+\} ?(?=\{))?(\{([^{}]*)\})?", r"~\5~"),  # \mathrm{cm}
+    (r"^[~ {]*\(?([A-J])\)[~ }]*(?=\w|\\|\$|-)", r"\1: "),  # (B) 12
     (
-        r"\\(text|operator|math(?!bb)|bm|bold|under|[a-z]*box|color)[a-z]* ?"
-        r"(\{\w+\} ?(?=\{))?(\{([^{}]*)\})?",
-        r"~\4~",
-    ),  # \mathrm{cm}, \textcolor{red}{5}
-    (r"^[~ ]*\(?([A-J])\)[~ ]*(?=\w|\\|\$|-)", r"\1: "),  # (B) 12
-    (
-        rf"(?<=[\d}})i])(?<!:\d\d) *(~|(?<= )(?=[a-zA-Z]{{2}})|(?=[぀-힣])(?![十百千万萬億亿兆만억천半分点倍或不]))"
-        rf"(?!\W*\^)(?!.*\b({CHANGES})\b)"
-        r"([^\d,=+]|\^\{?-?\d)+(?=,|$)",
+        rf"(?<=[\d}})i])(?<!:\d\d) *(~(-|[ ~({{]*)(?={UNIT})|(?<= )(?={BARE})"
+        r"|[ ~]*(?=[぀-힣])(?![十百千万萬億亿兆만억천半分点倍或不]))"
+        rf"(?!.*\b({CHANGES})\b)([^\d,=+]|\^\{{?-?\d)+(?=,|$)",
         "",
-    ),  # 5 cm^2, 5个: any word or text behind a value is a unit
+    ),  # 5 cm^2, 5个
     (r"~", " "),
     (r"^ *(=|\\approx)|[\s.,:;\\]+$", ""),  # = 5.
     (r"(?<![\d.])(\d+) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # 11 5/6
     (r"^ *\{(([^{}]|\{[^{}]*\})*)\}$", r"\1"),  # {5}
     (r"(?<![^,{])(?! *\\\{)([^,]*)\\pm([^,]*?)(?=,|\\\}|$)", r"\1+\2,\1-\2"),  # \{1\pm\sqrt5,-2\}
-    (r" ?\\(times|cdot) ?10\^\{?(-?\d{1,3})\}?", r"e\2"),  # 3\times10^5
+    (r"(?<=\d) ?(\\times|\\cdot|\*) ?10\^\{?(-?\d{1,3})\}?", r"e\2"),  # 3\times10^5
     (r"(?<=\d),(?=\d{3}([,.]\d+)*$)", ""),  # 58,500
-    (r"(?=\.?\d)\d*+(\.\d*+(e[-+]?\d{1,3})?|e[-+]?\d{1,3})", exact),  # 0.5, 3e5
+    (r"(?=\.\d|\d+(\.|[eE][-+]?\d))(?![2-9]e[-+][12]\b)\d*+(\.\d*+)?([eE][-+]?\d{1,3}(?![\d?]))?", exact),  # 0.5, 3e5
     (r" ?([-+=<>*/]) ?", r"\1"),  # x + 1
     (r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1"),  # \in \mathbb{Z}
 )
 # x=5, f(x)=5, m+n=5, (x,y)=(1,2), x \in [1,2], but neither 2x=6 nor not=5
-NAME = r"(?<![^ ,])[a-zA-Z(](?!ot)([a-zA-Z{}(), ]|\+(?=[a-z])|_\{?\w++)*+(=|\\in(?![a-z]))"
+NAME = r"(?<![^ ,])[a-zA-Z({](?!ot)([a-zA-Z{}(), ]|\+(?=[a-z])|_\{?\w++)*+(=|\\in(?![a-z]))"
 # even, no, Köln; A, C; 3:1, 52_8; 3-1, 2024-01-05; 5/1/2024
 WORDS = (
     r"(?=.*([^\W\d_]{3}|[^\W\d_a-zA-ZͰ-Ͽ]))[\w .,()-]*|(?i:no|on|up|ja|si|da)"
@@ -149,13 +151,13 @@ def spell(text):
 def read(text):
     """Return the tree that math_verify reads in a spelled answer, with nothing computed: 2+2 stays a sum. What it
     cannot read is nan, which equals nothing."""
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
-    # By default gamma is read as a function, B as b, and m and t are dropped as units.
-    text = re.sub(r"\\(gamma)|(?<![a-zA-Z\\])(?<!bb\{)([A-Z])", r"x_{c\1\2}", text)
-    boxes = LatexExtractionConfig(normalization_config=NormalizationConfig())
-    return sympify(*parse(rf"\boxed{{{text}}}", [boxes], "no_fallback", "first_match", None) or [nan])
+    # By default gamma is read as a function, I as the imaginary unit and ^T as a transpose.
+    text = re.sub(r"\\(gamma)|(?<![\\a-z])([IT])", r"x_{c\1\2}", text)
+    with suppress(Exception):
+        return sympify(latex2sympy(text, is_real=True, conversion_config=ConversionConfig(lowercase_symbols=False)))
+    return nan
 
 
 def shape(tree):
@@ -209,6 +211,8 @@ def equal(answer, gold, problem):
         return False  # the question is no answer: x^8-256 for its factors
     if answer.count(",") != gold.count(",") and not re.search(r"[<>]|\\[lgn]e", answer + gold):
         return False  # fewer or more values: -2 for -2,-2
+    if read(gold).is_Rational and re.search(r"\\(?!frac)|e", answer):
+        return False  # something is left to compute: \binom{5}{2} for 10
     return same(read(answer), read(gold))
 
 

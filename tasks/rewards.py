@@ -107,7 +107,7 @@ def read_latex(completion, answer):
 
 
 def open_r1(completion, answer, problem):
-    """Return 1.0 where the answer is right by the reward of open-r1, with which the papers train, else 0.0. Source:
+    """Return 1.0 where the answer is right by the reward of open-r1, with which CW-GRPO trains, else 0.0. Source:
     `accuracy_reward` of WangCheng0116/CW-GRPO at 4d46a2c, src/open_r1/rewards.py, which returns None where it cannot
     read the reference."""
     from math_verify import verify

@@ -3,8 +3,8 @@
 ./run.sh prove mine.py [FLAGS]      two minutes on two CPU cores; FLAGS are the script's
 
 `learn` gets fixed rollouts, among them a zero-advantage group and responses of one token, and a learning rate of 0: on
-three ranks, and on each of them as if it were alone. Then the whole script runs for three steps of the toy, and again
-from its first checkpoint. A line has ok or FAIL, a figure and, where it failed, what to look at; then the exit code is
+three ranks, and on each of them as if it were alone; once it also makes two updates that move the policy. Then the
+whole script runs for three steps of the toy, and again from its first checkpoint. A line has ok or FAIL, a figure and, where it failed, what to look at; then the exit code is
 not 0. Where the script itself raises an error, that ends the table. `learn` may take any of policy, reference,
 optimizer, batch, batches, tokenizer, record and step, by these names.
 """
@@ -16,11 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pandas
@@ -81,15 +83,68 @@ def reverse(groups):
     return [replace(group, rollouts=group.rollouts[::-1], reward_G=group.reward_G.flip(0)) for group in groups]
 
 
+def opposite(groups):
+    """Return the groups with rewards that give every advantage the other sign."""
+    return [replace(group, reward_G=1 - group.reward_G) for group in groups]
+
+
+class Batch(common.Batch):
+    """A step in which each rank has a micro-batch without responses, too, as one has that waits for other ranks."""
+
+    def deal(self, *given):
+        micro_batches = super().deal(*given)
+        return [[], *micro_batches] if micro_batches else []
+
+
 def gradients(policy):
     """Return {name: gradient} of what has one."""
     return {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
 
 
+@contextmanager
+def watched(made, module):
+    """Note on `made` what a `learn` does meanwhile."""
+    policy_loss = module.policy_loss
+    parameters = [*made.policy.parameters()]
+
+    def note_back(entry_T, reached_T, gradient_T):
+        if not any(p.grad is not None and p.grad.to_local().any() for p in parameters):
+            made.fresh.add(made.steps)
+        made.sizes.add(len(entry_T))
+        reached_T[entry_T] += gradient_T
+
+    def note_pass(_, given, output):
+        for x, reached_T in zip(output, made.reached_2T, strict=True):
+            if x.requires_grad:
+                x.register_hook(partial(note_back, given[0].entry_T, reached_T))
+
+    def note_call(logp_T, *others, **named):
+        loss, per_token = policy_loss(logp_T, *others, **named)
+        arguments = inspect.signature(policy_loss).bind(logp_T, *others, **named).arguments
+        made.live |= {name for name, x in arguments.items() if getattr(x, "requires_grad", False)}
+        if logp_T.requires_grad:
+            common.need(loss.requires_grad, "the loss has no gradient: log-prob or ratio is detached in policy_loss")
+            made.losses.append(loss.item())
+            made.last = per_token
+        else:  # of the whole step
+            made.inputs = arguments
+        return loss, per_token
+
+    def note_step(*_):
+        made.steps += 1
+        for name, gradient in gradients(made.policy).items():
+            made.gradient[name] = made.gradient.get(name, 0) + gradient
+
+    passes = made.policy.register_forward_hook(note_pass)
+    with passes, register_optimizer_step_pre_hook(note_step), mock.patch.object(module, "policy_loss", note_call):
+        yield
+
+
 def step(world, module, settings, learn, zero_advantage=(2,), change=list):
     """Let a script's `learn` make a step of fixed rollouts, after a change of the groups; return what is to be seen of
-    it: `gradient` is the sum over its updates; `calls` are those of policy_loss for a backward pass: log-probs of the
-    policy, log-probs that the loss took, and the loss."""
+    it. `gradient` is the sum over its updates, and reached_2T what went back to the policy's log-probs and entropies;
+    `fresh` has the updates, by number, that began with gradients of 0; `sizes` are those of micro-batches; `losses` and
+    `last` are what policy_loss returned for a backward pass."""
     folder = common.model_folder(settings)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     policy = common.load_policy(folder, settings, world)
@@ -100,7 +155,7 @@ def step(world, module, settings, learn, zero_advantage=(2,), change=list):
             parameter.mul_(1.1)  # or its KL would have no gradient
     with redirect_stdout(None):
         record = common.Record(replace(settings, run_dir=tempfile.mkdtemp()), world)
-        batch = common.Batch(change(fixed_groups(settings, tokenizer, zero_advantage)))
+        batch = Batch(change(fixed_groups(settings, tokenizer, zero_advantage)))
     record.gap_checked = True  # the sampler's log-probs are made up
     made = SimpleNamespace(
         policy=policy,
@@ -115,34 +170,14 @@ def step(world, module, settings, learn, zero_advantage=(2,), change=list):
         inputs={},
         live=set(),
         gradient={},
+        reached_2T=torch.zeros(2, len(batch.response_T)),
+        fresh=set(),
+        sizes=set(),
         steps=0,
-        calls=[],
+        losses=[],
     )
-    policy_loss = module.policy_loss
-
-    def note_pass(_, __, output):
-        made.logp_T = output[0].detach()
-
-    def note_call(logp_T, *others, **named):
-        loss, per_token = policy_loss(logp_T, *others, **named)
-        arguments = inspect.signature(policy_loss).bind(logp_T, *others, **named).arguments
-        made.live |= {name for name, x in arguments.items() if getattr(x, "requires_grad", False)}
-        if logp_T.requires_grad:
-            common.need(loss.requires_grad, "the loss has no gradient: log-prob or ratio is detached in policy_loss")
-            made.calls.append((made.logp_T, logp_T.detach(), loss.item()))
-        else:  # of the whole step
-            made.inputs = arguments
-        return loss, per_token
-
-    def note_step(*_):
-        made.steps += 1
-        for name, gradient in gradients(policy).items():
-            made.gradient[name] = made.gradient.get(name, 0) + gradient
-
-    module.policy_loss = note_call
-    with policy.register_forward_hook(note_pass), register_optimizer_step_pre_hook(note_step):
+    with watched(made, module):
         made.metrics = learn(**{name: getattr(made, name) for name in inspect.signature(learn).parameters})
-    module.policy_loss = policy_loss
     if isinstance(made.metrics, tuple):
         made.metrics, made.per_token = made.metrics
     return made
@@ -151,25 +186,15 @@ def step(world, module, settings, learn, zero_advantage=(2,), change=list):
 # ------------------------------------------------------------------------------------------------------------ the lines
 def against(check, mine, theirs, look):
     """Return the line of two steps that must have the same gradients and metrics."""
-    apart = 0.0 if theirs.gradient else math.nan
+    off = 0.0 if theirs.gradient else math.nan
     for name, other in theirs.gradient.items():
-        apart = max(apart, ((mine.gradient.get(name, 0) - other).norm() / other.norm()).item())
+        off = max(off, apart(mine.gradient.get(name, 0), other))
     differ = []
     for name, value in theirs.metrics.items():
         if not math.isclose(mine.metrics[name], value, rel_tol=1e-3, abs_tol=1e-5):
             differ.append(name)
-    figure = f"relative L2 {apart:.2g}; metrics that differ: {differ or 'none'}"
-    return check, apart < ALIKE and not differ, figure, look
-
-
-def reinforce(made, inputs):
-    """Return the gradient of the REINFORCE loss -sum_t weight_t advantage_t logp_t, from a pass over all responses."""
-    factor_T = inputs.get("weight_T", torch.ones(len(made.batch.response_T))) * inputs.get("advantage_T", 1)
-    made.policy.zero_grad()
-    micro = made.batch.pack(range(len(made.batch.rollout_R)), "cpu")
-    logp_T, _ = made.policy(micro)
-    (-factor_T[micro.entry_T] * logp_T).sum().backward()
-    return gradients(made.policy)
+    figure = f"relative L2 {off:.2g}; metrics that differ: {differ or 'none'}"
+    return check, off < ALIKE and not differ, figure, look
 
 
 def slope(policy_loss, inputs):
@@ -179,39 +204,48 @@ def slope(policy_loss, inputs):
     return torch.autograd.grad(loss, logp_T)[0]
 
 
+def apart(mine, theirs):
+    """Return the relative L2 of two gradients."""
+    return ((mine - theirs).norm() / theirs.norm()).item()
+
+
 def examine(made, policy_loss):
     """Yield lines of a step in many micro-batches, of the loss in it and of the loss of the whole step."""
-    common.need(made.calls, "learn does not call policy_loss")
+    common.need(made.losses, "learn does not call policy_loss")
     # CW-GRPO trains with another factor than the one that gives the logged loss its value.
     inputs = {name: made.per_token.get(name, x) for name, x in made.inputs.items() if x is not None}
-    given, taken, losses = zip(*made.calls, strict=True)
-    given_T = torch.cat(given)
-    taken_T = torch.cat(taken)
-    off = (taken_T - given_T).abs().max().item()
-    look = "a shift is off by one, or they are not those of the policy's last pass"
-    yield "2 log-probs that the loss takes", off < NATS, f"off by {off:.2g} nats at most", look
+    batch = made.batch
+    changed = []
+    for name, x in vars(Batch(batch.groups)).items():
+        if torch.is_tensor(x) and not x.equal(getattr(batch, name)):
+            changed.append(name)
+    look = "learn writes over them in place: the next reader, such as the log, takes them for the sampler's"
+    yield "2 inputs that learn changes", not changed, f"{changed or 'none'}", look
+
+    look = "it is skipped, but other ranks wait there: they gather weights and add up gradients together"
+    yield "2 a micro-batch without responses", 0 in made.sizes, f"responses' tokens: {min(made.sizes)} to {max(made.sizes)}", look
 
     off = (made.per_token.get("ratio_T", torch.ones(1)) - 1).abs().max().item()
     look = "old_logp_T is of other tokens or micro-batches: `logprobs` takes micro_batches_by_update"
     yield "2 ratios are 1 before the first optimiser step", off < 1e-5, f"off by {off:.2g} at most", look
 
-    off = abs(sum(losses) - policy_loss(**inputs)[0].item())
+    off = abs(sum(made.losses) - policy_loss(**inputs)[0].item())
     look = "policy_loss is no sum over tokens, or its weights are of the micro-batch"
     yield "2 losses of micro-batches add up to the step's", off < 1e-5, f"off by {off:.2g}", look
 
-    plain = reinforce(made, inputs)
-    mine, others = (torch.cat([each[name].flatten() for name in plain]) for each in (made.gradient, plain))
-    cosine = torch.cosine_similarity(mine, others, 0).item()
+    reached_T = made.reached_2T[0]
     before_T = slope(policy_loss, inputs)
-    shifted = {name: x + 1 for name, x in inputs.items() if name.endswith("logp_T")}  # ratios stay as they are
-    detached = torch.allclose(slope(policy_loss, inputs | shifted), before_T)
-    look = "the loss has the wrong sign"
-    if not detached:
-        look = "what multiplies the log-prob, such as a ratio, is not detached"
-    yield "3 gradient beside REINFORCE's", cosine > 0, f"cosine {cosine:.3f}", look
+    off = apart(reached_T, before_T)
+    look = "a shift is off by one, or loss_of or learn multiplies by what has a gradient, such as a ratio, not detached"
+    yield "3 gradient at the log-probs beside policy_loss's", off < ALIKE, f"relative L2 {off:.2g}", look
+
+    plain_T = -inputs.get("weight_T", torch.ones_like(reached_T)) * inputs.get("advantage_T", 1)
+    cosine = torch.cosine_similarity(reached_T, plain_T, 0).item()
+    look = "the loss has the wrong sign, or what multiplies the log-prob, such as a ratio, is not detached"
+    yield "3 gradient at the log-probs beside REINFORCE's", cosine > 0, f"cosine {cosine:.3f}", look
 
     idle_T = (before_T == 0) & (made.per_token.get("trained_T", torch.ones_like(before_T)) > 0)
-    last = idle_T[made.batch.length_R.cumsum(0) - 1].sum()
+    last = idle_T[batch.length_R.cumsum(0) - 1].sum()
     figure = f"{idle_T.sum()}, and {last} of them end a response, as a stop token does"
     yield "4 trained tokens of weight 0", True, figure, ""
 
@@ -227,10 +261,29 @@ def examine(made, policy_loss):
     yield "4 inputs that do not change the gradient", not idle, f"{idle or 'none'} of {names}", look
 
 
+def compare(made, moved):
+    """Yield the lines of a step, beside one of opposite advantages in two updates that move the policy."""
+    turned = (made.reached_2T[1] * moved.reached_2T[1] < 0).sum()
+    look = "an entropy multiplies the advantage and is not detached; a bonus has one sign"
+    yield "3 entropies whose gradient goes by the reward", not turned, f"{turned}", look
+
+    look = "no optimizer.zero_grad() before the passes of an update"
+    figure = f"{len(moved.fresh)} of {moved.steps}"
+    yield "5 updates that begin with gradients of 0", len(moved.fresh) == moved.steps, figure, look
+
+    if moved.steps > 1 and "ratio_T" in moved.last:
+        off = (moved.last["ratio_T"] - 1).abs().max().item()
+        look = "old log-probs are computed again: they are those before the step's first update"
+        yield "5 ratios are not 1 after the first optimiser step", off > NATS, f"off by {off:.2g} at most", look
+
+
 def steps(world, module, settings):
     """Yield the lines of steps of fixed rollouts, of each function `learn…` of a script."""
     single = alone(world)
     narrow = replace(settings, micro_batch_tokens=60)
+    moving = replace(settings, lr=1.0)
+    if hasattr(settings, "updates_per_step"):
+        moving.updates_per_step = 2
     for name, learn in inspect.getmembers(module):
         if not name.startswith("learn"):
             continue
@@ -247,6 +300,7 @@ def steps(world, module, settings):
         yield against(f"{line}, in another order", turned, whole, look)
         if name == "learn":
             yield from examine(small, module.policy_loss)
+            yield from compare(small, step(single, module, moving, learn, change=opposite))
     look = "an update without micro-batches must `continue`: after gradients of 0 AdamW moves the weights"
     with common.naming(look):  # as one without gradients may raise
         still = step(single, module, settings, module.learn, zero_advantage=range(settings.prompts_per_step))
