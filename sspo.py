@@ -64,7 +64,8 @@ class Args(common.Args):
     gives no number, but Fig. 3b shows clipping, so there were several. 4 is ours; verl's GSPO example has 4, too."""
     delimiter: str = r"\n\n"
     r"""Text that ends a segment: \n\n (§6.2.2; §4.1 says "line break or double line break"), \n, . or other ASCII text.
-    A period (Table 3) ends a segment wherever it stands, even inside 3.14 (ours).
+    The paper names only the delimiters. To which segment a token belongs is ours; a period (Table 3) ends a segment
+    wherever it stands, even inside 3.14.
     Empty: a response is one segment (GSPO). token: every token is one (GRPO)."""
     clip: Literal["entropy", "fixed"] = "entropy"
     """Bounds of the ratio. entropy: those of Eqs. 14 and 15. fixed: 1 - clip_low and 1 + clip_high."""
