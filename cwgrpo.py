@@ -1,6 +1,6 @@
 """CW-GRPO: Covariance-Aware GRPO with Gaussian-Kernel Advantage Reweighting, arXiv 2605.11538.
 
-CW-GRPO is GRPO with one update per rollout batch and a KL penalty. Tokens whose log-prob and advantage covary extremely
+CW-GRPO is GRPO with one update per rollout batch (released code) and a KL penalty. Tokens whose log-prob and advantage covary extremely
 weigh less in it. For one prompt it minimises the following (section 2.3, whose loss is the negative of this):
 
     L = 1/G sum_i 1/|o_i| sum_t -ratio_it w~_it A_i + beta KL_it                                         (loss)
@@ -10,7 +10,8 @@ weigh less in it. For one prompt it minimises the following (section 2.3, whose 
     A_i = (r_i - mean r) / std r,   ratio = pi / pi_old,   KL = pi_ref / pi - log(pi_ref / pi) - 1
 
 The paper numbers no equation; the words in brackets mark the code's lines. The mean of logp is over the tokens of
-response i, and the mean of A is over the responses of the group. pi_old is the policy that sampled, pi_ref the initial
+response i (released code; the paper: "over responses"), and the mean of A is over the responses of the group. The paper
+does not define KL; this is the released code's. pi_old is the policy that sampled, pi_ref the initial
 one. In the code, weight_T is 1 / (G |o_i|), averaged over prompts, and factor_T is whatever multiplies the advantage: k
 of `effective_kernel`, which stands for w~ and the gradient through it, or with other flags w~ itself, Clip-Cov's mask
 or 1. common.py's docstring explains suffixes such as _T.
@@ -58,7 +59,7 @@ class Args(common.Args):
     """Longer prompts (Table 5) are left out of the data, and counted (ours). In the released code
     vLLM samples from the whole prompt, and the trainer's copy of it lacks its beginning."""
     max_response_tokens: PositiveInt = 4096
-    """A response is cut at this length and scores as it stands (Table 5)."""
+    """A response is cut at this length (Table 5), or earlier by --max-total-tokens, and scores as it stands."""
     max_total_tokens: NonNegativeInt = 4096
     """A prompt and its response together have at most this many tokens (released code). 0: no such bound."""
     temperature: common.Temperature = 0.7
