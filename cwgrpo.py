@@ -1,7 +1,8 @@
 """CW-GRPO: Covariance-Aware GRPO with Gaussian-Kernel Advantage Reweighting, arXiv 2605.11538.
 
-CW-GRPO is GRPO with one update per rollout batch (released code) and a KL penalty. Tokens whose log-prob and advantage covary extremely
-weigh less in it. For one prompt it minimises the following (section 2.3, whose loss is the negative of this):
+CW-GRPO is GRPO with one update per rollout batch (released code) and a KL penalty. Tokens whose log-prob and advantage
+covary extremely weigh less in it. For one prompt it minimises the following (section 2.3, whose loss is the negative of
+this):
 
     L = 1/G sum_i 1/|o_i| sum_t -ratio_it w~_it A_i + beta KL_it                                         (loss)
     c_it = (logp_it - mean logp) (A_i - mean A)                                                    (covariance)
