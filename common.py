@@ -45,13 +45,17 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AutoConfig, AutoTokenizer, BatchFeature
 
-from lib import rows, vision
+from lib import ROOT, rows, vision
 from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_own_file
+from lib.checkpoints import checkpoint_if_due, checkpoints_of, manifest_of, replace_folder, resume
 from lib.grading import BY_ANSWER, VERDICTS, begin, grade
-from lib.run import FIRST, ROOT, Progress, World, fetched_once, init_world, naming, need, parse, report  # noqa: F401  scripts, too, call these
+from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_errors, require
+from lib.ranks import World, fetched_once, init_world, seed_of
+from lib.record import Record, located
 
-# isort: split
-from lib.run import Record, checkpoints_of, give_name, located, manifest_of, resume, save_checkpoint, seed_of  # noqa: F401
+# Scripts and tools find these here, too.
+__all__ = ["Record", "World", "checkpoint_if_due", "checkpoints_of", "init_world", "located", "manifest_of"]
+__all__ += ["parse_flags", "print_error", "resume"]
 
 # ---------------------------- arguments
 Share = confloat(ge=0, le=1)
@@ -122,15 +126,16 @@ def longest_sequence(args):
 
 def validate(args):
     """Refuse flags that do not fit each other."""
-    with naming(f"--template {args.template}: legal: {', '.join(PROMPTS)}, or a text file with {{problem}} in it"):
-        need("{problem}" in str(prompt_format(args.template)), "it has none")
-    with naming(f"--chat-template-kwargs {args.chat_template_kwargs}, which is to be an object of JSON"):
+    legal = f"{', '.join(PROMPTS)}, or a text file with {{problem}} in it"
+    with refuse_errors(f"--template {args.template}: legal: {legal}"):
+        require("{problem}" in str(prompt_format(args.template)), "it has none")
+    with refuse_errors(f"--chat-template-kwargs {args.chat_template_kwargs}, which is to be an object of JSON"):
         {**json.loads(args.chat_template_kwargs)}
     if args.keep_best or not args.steps:
-        need(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
+        require(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
     if args.eval_samples > 1:
-        need(args.eval_temperature, "--eval-samples: at --eval-temperature 0 all are the same")
-    need(args.run_dir or not args.resume, "--resume: name the run that goes on with --run-dir")
+        require(args.eval_temperature, "--eval-samples: at --eval-temperature 0 all are the same")
+    require(args.run_dir or not args.resume, "--resume: name the run that goes on with --run-dir")
 
 
 # --------------------------------- data
@@ -158,7 +163,7 @@ def names_of(sources):
     named = {}
     for source in filter(None, map(str.strip, sources)):
         name = re.sub(r"\.(jsonl?|parquet)$", "", Path(source).name).replace(":", "-")
-        need(name not in {"train", *named}, f"{source}: another set is called {name}, and their files would mix")
+        require(name not in {"train", *named}, f"{source}: another set is called {name}, and their files would mix")
         named[name] = source
     return named
 
@@ -172,7 +177,7 @@ def load_data(args, tokenizer):
         return [], held_out
     problems = load_problems(args.dataset, tokenizer, args, "--dataset")
     if args.subset:
-        need(args.subset <= len(problems), f"--subset {args.subset}: there are {len(problems)} usable problems")
+        require(args.subset <= len(problems), f"--subset {args.subset}: there are {len(problems)} usable problems")
         problems = random.Random(seed_of(args.seed, "subset")).sample(problems, args.subset)
     return problems, held_out
 
@@ -187,13 +192,13 @@ def load_problems(source, tokenizer, args, flag):
     left_out = defaultdict(list)  # The numbers of rows.
     texts = set()
     row = {}
-    with naming(f"{flag} {source}: cannot be read as one of {rows.KINDS}; ./run.sh data: sspo.py's"):
+    with refuse_errors(f"{flag} {source}: cannot be read as one of {rows.KINDS}; ./run.sh data: sspo.py's"):
         name, table = rows.read_table(source, "train" if flag == "--dataset" else "test")
     for number, row in enumerate(Progress(table, f"{flag} {source}, rows"), 1):
         origin = f"{flag} {source}, row {number}"
-        with naming(origin):
+        with refuse_errors(origin):
             for column in filter(None, (args.problem_column, args.answer_column, args.image_column)):
-                need(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
+                require(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
             said = turns = rows.turns_of(row, args.problem_column)
             if args.template != "chat":  # Every other template says the whole prompt.
                 turns = [turn for turn in said if turn["role"] != "system"]
@@ -220,12 +225,12 @@ def load_problems(source, tokenizer, args, flag):
             left_out["system turns, which only --template chat shows"].append(number)
     counts = [f"{len(numbers)} {reason} (row {numbers[0]} first)" for reason, numbers in left_out.items()]
     left = f"left out: {', '.join(counts) or 'none'}"
-    need(
+    require(
         problems,
         f"{flag} {source}: no usable row; {left}; --problem-column and --answer-column name one of {list(row)}; "
         "--max-prompt-tokens, --max-total-tokens",
     )
-    if FIRST:
+    if IS_RANK_0:
         first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
         print(
             f"{flag} {name}: {len(problems)} problems; {left}; the first prompt: {first!r}, its answer: "
@@ -264,7 +269,7 @@ def problems_from(problems, args, position):
 
 
 # ------------------------------ sampler
-VLLM = {  # Environment variables; those that the user has set stay.
+VLLM_ENVIRONMENT = {  # Environment variables; those that the user has set stay.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -302,9 +307,10 @@ class Sampler:
     """The only contact with vLLM: an engine for --tensor-parallel ranks. It has no weights before `load`."""
 
     def __init__(self, folder, tokenizer, args, world):
-        fits = world.local_size % args.tensor_parallel == 0
-        need(fits, f"--tensor-parallel {args.tensor_parallel}: it must divide the {world.local_size} ranks of a node")
-        os.environ.update(VLLM | os.environ)
+        ranks = args.tensor_parallel
+        fits = world.local_size % ranks == 0
+        require(fits, f"--tensor-parallel {ranks}: it must divide the {world.local_size} ranks of a node")
+        os.environ.update(VLLM_ENVIRONMENT | os.environ)
         cuda = world.device.type == "cuda"
         self.sleeps = cuda and not args.keep_awake
         # On a CPU vLLM would compile for seconds before the first token.
@@ -357,7 +363,7 @@ class Sampler:
         `scored` responses of a group, or with --tis-cap all, have log-probs: all take a fifth of a CPU's time."""
         from vllm import SamplingParams
 
-        need(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs are of all tokens")
+        require(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs are of all tokens")
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         mine = [(key, g) for key in list(prompts)[engine::engines] for g in range(n)]
@@ -375,7 +381,7 @@ class Sampler:
             for key, g in mine
         ]
         asked = [vision.for_sampler(prompts[key]) for key, _ in mine]
-        outputs = self.llm.generate(asked, params, use_tqdm=FIRST and Progress)
+        outputs = self.llm.generate(asked, params, use_tqdm=IS_RANK_0 and Progress)
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
             only = output.outputs[0]
@@ -408,7 +414,7 @@ class Sampler:
             torch.cuda.empty_cache()  # Torch's cache holds memory that the engine needs.
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
-        need(sent == self.expected, f"vLLM has no or wants other weights: {sent ^ self.expected}")
+        require(sent == self.expected, f"vLLM has no or wants other weights: {sent ^ self.expected}")
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
@@ -433,7 +439,7 @@ def sampler_gap(logp_T, sampler_logp_T, record):
     gap = (logp_T - sampler_logp_T)[known_T].double().abs().numpy()
     mean = gap.mean()
     limit = 0.1 if compute_dtype(record.args, record.world) == torch.bfloat16 else 0.01  # nats
-    need(
+    require(
         record.gap_checked or not mean > limit,  # A NaN passes: such an update is skipped.
         f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step: see "
         "docs/running.md",
@@ -452,7 +458,7 @@ def choose_groups(drawn, valid_P, count, updates=1):
     return [group for update in range(updates) for group in kept[:count][update::updates]]
 
 
-def valid(reward_PG):
+def valid_groups(reward_PG):
     """Return valid_P: which groups have rewards that differ by more than rounding; the others have zero advantage."""
     return ((reward_PG - reward_PG[:, :1]).abs() > 1e-9).any(1)
 
@@ -467,7 +473,7 @@ class Verifier:
         self.reward = args.reward
         self.seconds = args.reward_seconds  # by the clock: a process may get a tenth of a core
         # In ROOT Python 3.11's server finds this file and no other folder's. It needs a short path for its socket.
-        with chdir(ROOT), naming(f"TMPDIR {tempfile.gettempdir()}"):
+        with chdir(ROOT), refuse_errors(f"TMPDIR {tempfile.gettempdir()}"):
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
         cores = len(os.sched_getaffinity(0)) // world.local_size
@@ -486,7 +492,7 @@ class Verifier:
             for problems in filter(None, sets):
                 verify(self, [Group(problems[0], [empty])], legal=["graded"])
 
-    def judge(self, cases):
+    def grade_all(self, cases):
         """Return score and verdict of each case, on every rank: a completion and what it is graded by."""
         world = self.world
         mine = cases[world.rank :: world.size]
@@ -494,7 +500,7 @@ class Verifier:
         futures = [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]
         for future in Progress(futures, "graded"):
             end = future.exception(600)
-            need(not isinstance(end, RuntimeError), f"--reward {self.reward}: loads for a minute, or ends: {end}")
+            require(not isinstance(end, RuntimeError), f"--reward {self.reward}: loads for a minute, or ends: {end}")
             if end:
                 late = isinstance(end, TimeoutError) or end.exitcode == -SIGPROF
                 graded.append((0.0, "timeout" if late else "crash"))
@@ -507,11 +513,11 @@ def verify(verifier, groups, legal=VERDICTS):
     """Grade every response; fill in what was right, rewards and verdicts. Raises ValueError where a reward raises: its
     traceback is no legal verdict."""
     cases = [(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
-    graded = iter(verifier.judge(cases))
+    graded = iter(verifier.grade_all(cases))
     for group in groups:
         scores, group.verdicts = zip(*[next(graded) for _ in group.rollouts], strict=True)
         for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
-            need(verdict in legal, f"--reward: {group.problem.origin}, completion {rollout.text[:500]!r}: {verdict}")
+            require(verdict in legal, f"--reward: {group.problem.origin}, completion {rollout.text[:500]!r}: {verdict}")
         group.correct_G = torch.tensor(scores, dtype=torch.float64)
         group.reward_G = group.correct_G.clone()
 
@@ -557,7 +563,7 @@ class Batch:
     def __init__(self, groups):
         self.groups = groups
         self.reward_PG = torch.stack([group.reward_G for group in groups])
-        self.valid_P = valid(self.reward_PG)
+        self.valid_P = valid_groups(self.reward_PG)
         self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         lengths = [len(rollout.ids) for rollout in self.rollout_R]
@@ -568,7 +574,7 @@ class Batch:
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
         # Ranks run the layers together, and the vision tower. So each row, even one without responses, has at least one
         # of these prompts: any, or if the step has images, one with an image.
-        self.required = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
+        self.filler_prompts = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
         """Return this rank's micro-batches, lists of response numbers: as many on every rank, some of them empty.
@@ -606,7 +612,7 @@ class Batch:
         fullest = np.argsort(-loads, kind="stable")
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
-    def split(self, updates):
+    def update_of_response(self, updates):
         """Return update_R, in which of a step's updates a response is: each has consecutive prompts, and as many."""
         return torch.arange(len(self.rollout_R)) * updates // len(self.rollout_R)
 
@@ -627,8 +633,8 @@ class Batch:
             entry_T            where a b c d e f stand in the step's *_T: place 5 is not token 5 of the step
         """
         prompts = sorted({self.group_R[r] for r in responses})
-        if self.required.isdisjoint(prompts):
-            prompts.append(min(self.required))
+        if self.filler_prompts.isdisjoint(prompts):
+            prompts.append(min(self.filler_prompts))
         problems = [self.groups[p].problem for p in prompts]
         pieces = [problem.prompt_ids for problem in problems]
         pieces += [self.rollout_R[r].ids for r in responses]
@@ -699,7 +705,7 @@ LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 30}
 
 
 @cache
-def fused(function):
+def compiled_on_gpu(function):
     """Return a function that reads and writes its tensors once, where there is a GPU: the compiler loads in seconds."""
     return torch.compile(function) if torch.cuda.is_available() else function
 
@@ -745,7 +751,7 @@ class Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, target_T, temperature):
         ctx.set_materialize_grads(False)
-        logp_T, *others = fused(logp_and_entropy)(head_logits(hidden_TH, weight_VH), target_T, temperature)
+        logp_T, *others = compiled_on_gpu(logp_and_entropy)(head_logits(hidden_TH, weight_VH), target_T, temperature)
         ctx.save_for_backward(hidden_TH, weight_VH, target_T, *others)
         ctx.temperature = temperature
         return logp_T, others[0]
@@ -755,7 +761,7 @@ class Head(torch.autograd.Function):
         hidden_TH, weight_VH, *known = ctx.saved_tensors
         logits_TV = head_logits(hidden_TH, weight_VH)
         given = (ctx.temperature, grad_logp_T, grad_entropy_T, hidden_TH.dtype)
-        grad_TV = fused(logits_gradient)(logits_TV, *known, *given)
+        grad_TV = compiled_on_gpu(logits_gradient)(logits_TV, *known, *given)
         return grad_TV @ weight_VH, grad_TV.T @ hidden_TH, None, None
 
 
@@ -801,26 +807,26 @@ def model_class(config):
 
 
 # How a model is made: never with the attention that its config.json names, nor with code of its own.
-AS_OURS = {"dtype": torch.float32, "attn_implementation": "packed", "trust_remote_code": False}
+MODEL_OPTIONS = {"dtype": torch.float32, "attn_implementation": "packed", "trust_remote_code": False}
 
 
 def empty_model(config):
     """Return a config's model, without weights."""
     with torch.device("meta"):
-        return model_class(config).from_config(config, **AS_OURS)
+        return model_class(config).from_config(config, **MODEL_OPTIONS)
 
 
 def model_folder(args):
     """Return --model's folder, fetched if it is a hub id, for which a node's other ranks wait. Raises ValueError where
     the context is too short. Whether weights fit, `load_policy` says; whether it computes as vLLM, `sampler_gap`."""
     folder = Path(args.model)
-    with naming(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
+    with refuse_errors(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         with fetched_once():  # Every rank gets here, even if a folder is on one node alone.
             if not folder.is_dir():
                 folder = Path(snapshot_download(args.model, allow_patterns=patterns))
         transformers.logging.disable_progress_bar()
-        need([*folder.glob("tokenizer*")], "it has no files of a tokenizer")
+        require([*folder.glob("tokenizer*")], "it has no files of a tokenizer")
         text = config_of(folder).get_text_config()
     check_context(text, args)
     return folder
@@ -833,7 +839,7 @@ def check_context(text, args):
     if "longrope" in text.rope_parameters.values():
         context = text.rope_parameters["original_max_position_embeddings"]
     longest = longest_sequence(args)
-    need(
+    require(
         longest <= context,
         f"--model {args.model}: its context or window is {context} tokens, and prompt and response may have {longest}; "
         f"with --max-total-tokens {context} a response ends there",
@@ -843,14 +849,14 @@ def check_context(text, args):
 def read_weights(folder):
     """Return a policy's weights, in float32, from a folder. Raises ValueError if they are not those of its kind."""
     config = config_of(folder)
-    lm, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **AS_OURS)
+    lm, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **MODEL_OPTIONS)
     unlike = [name for names in info.values() for name in names]
     tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     if config.tie_word_embeddings and not tied:
         unlike.append("lm_head.weight: tie_word_embeddings must be false")  # There is a head.
-    need(not unlike, f"--model {folder}: its files and its config.json differ in weights such as {unlike[:2]}")
+    require(not unlike, f"--model {folder}: its files and its config.json differ in weights such as {unlike[:2]}")
     for name, weight in lm.named_parameters():
-        need(weight.isfinite().all(), f"--model {folder}: {name} has entries that are not finite")
+        require(weight.isfinite().all(), f"--model {folder}: {name} has entries that are not finite")
     return Policy(lm, 1.0).state_dict()
 
 
@@ -1002,7 +1008,7 @@ def save_model(policy, folder, source, dtype, world):
         file.write_text(json.dumps(generation, indent=2))
         with Progress(total=1, desc=f"{folder} is written"):
             save_torch_state_dict(weights, partial)
-        give_name(partial, folder)
+        replace_folder(partial, folder)
     dist.barrier()
 
 
@@ -1051,7 +1057,7 @@ def evaluate(held_out, sampler, verifier, record, step):
         figures["length"] = drawn["response_length"]
         for what, value in figures.items():
             metrics[f"eval/{name}/{what}"] = value
-        record.samples(f"{name}-step{step:05d}", groups)
+        record.write_samples(f"{name}-step{step:05d}", groups)
     if args.keep_best and not step:
         record.best = held_out_score(metrics)
         record.say(f"best/ will have the model whose avg@{n} add up to the most, and to more than {record.best:.3f}")

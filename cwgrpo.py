@@ -109,7 +109,7 @@ def advantages(reward_PG):
     zero-advantage group, whose rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6
-    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
+    return advantage_PG * common.valid_groups(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
 
 
 def covariance(logp_T, advantage_T, response_T, group_T):
@@ -242,7 +242,7 @@ def learn(policy, reference, optimizer, batch, step, record):
     valid_P = batch.valid_P
     trained_R = valid_P[batch.group_R] | (args.kl_coef > 0)  # without KL a zero-advantage group has no gradient
     trained_T = trained_R[batch.response_T]
-    update_R = batch.split(args.updates_per_step)
+    update_R = batch.update_of_response(args.updates_per_step)
     weights = []
     for update in range(args.updates_per_step):
         weights.append(token_weights(batch.length_R[update_R == update], args.normaliser))
@@ -366,10 +366,12 @@ def main(args: Args) -> None:
     """Train: sample, verify, learn, sync and log in every step, evaluate in some. The paper's part is in `learn`."""
     # ---- find whatever can be wrong before an engine starts
     common.validate(args)
-    common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
+    common.require(
+        args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step"
+    )
     if args.reweight == "kernel":
-        common.need(args.updates_per_step == 1, "--updates-per-step: 1, or another --reweight than kernel")
-    common.need(args.clip_cov_low <= args.clip_cov_high, "--clip-cov-low: at most --clip-cov-high")
+        common.require(args.updates_per_step == 1, "--updates-per-step: 1, or another --reweight than kernel")
+    common.require(args.clip_cov_low <= args.clip_cov_high, "--clip-cov-low: at most --clip-cov-high")
     world = common.init_world()
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -387,7 +389,7 @@ def main(args: Args) -> None:
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:
-        record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
+        record.log_step(0, common.evaluate(held_out, sampler, verifier, record, 0))
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify
@@ -418,9 +420,9 @@ def main(args: Args) -> None:
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, per_token, evaluated)
-        record.step(step, metrics)
-        common.save_checkpoint(policy, optimizer, step, position, record)
+        record.write_training(step, batch, per_token, evaluated)
+        record.log_step(step, metrics)
+        common.checkpoint_if_due(policy, optimizer, step, position, record)
         if record.stopping:  # a file `stop`, or a signal, asked for a checkpoint and an end
             break
 
@@ -430,4 +432,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(common.parse(Args, __doc__))
+    main(common.parse_flags(Args, __doc__))

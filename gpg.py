@@ -80,12 +80,12 @@ def advantages(reward_PG, norm: str = "none"):
     if norm != "none":
         std = reward_PG.std(1, keepdim=True) if norm == "group" else reward_PG.std()
         advantage_PG /= std + 1e-6  # Eq. 6
-    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
+    return advantage_PG * common.valid_groups(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
 
 
 def alpha(reward_PG) -> float:
     """Return B / (B - M) over the batch of all ranks (Eq. 7), or 1 if no group is valid, and so none has a gradient."""
-    groups = int(common.valid(reward_PG).sum())
+    groups = int(common.valid_groups(reward_PG).sum())
     return len(reward_PG) / groups if groups else 1.0  # Eq. 7
 
 
@@ -141,7 +141,7 @@ def learn(policy, reference, optimizer, batch, record):
     scale = alpha(batch.reward_PG) if args.accurate_gradient else 1.0
     # One update per rollout batch, as Algorithm 1 suggests; the paper does not say it elsewhere.
     # one list for the only update; a micro-batch is a list of numbers of responses, which `pack` makes a row of tokens
-    micro_batches_by_update = batch.deal_updates(batch.split(1), trained_R, world, args.micro_batch_tokens)
+    micro_batches_by_update = batch.deal_updates(batch.update_of_response(1), trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs; the loss has no ratio, so that only --tis-cap asks for the old ones
     if args.tis_cap:
@@ -227,7 +227,7 @@ def main(args: Args) -> None:
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:
-        record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
+        record.log_step(0, common.evaluate(held_out, sampler, verifier, record, 0))
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify, until enough groups are valid (Algorithm 1, line 1)
@@ -247,7 +247,7 @@ def main(args: Args) -> None:
             # "into the resampled subsequent batch", so its share may be (carried + new valid) / (carried + P). Ours is
             # that of the released code: all valid groups / P, and equality is enough.
             reward_PG = torch.stack([group.reward_G for group in drawn])
-            valid_P = common.valid(reward_PG)
+            valid_P = common.valid_groups(reward_PG)
             if valid_P.sum().item() / args.prompts_per_step >= args.beta_th:  # Algorithm 1, line 1
                 break
         else:
@@ -273,9 +273,9 @@ def main(args: Args) -> None:
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, per_token, evaluated)
-        record.step(step, metrics)
-        common.save_checkpoint(policy, optimizer, step, position, record)
+        record.write_training(step, batch, per_token, evaluated)
+        record.log_step(step, metrics)
+        common.checkpoint_if_due(policy, optimizer, step, position, record)
         if record.stopping:  # a file `stop`, or a signal, asked for a checkpoint and an end
             break
 
@@ -285,4 +285,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(common.parse(Args, __doc__))
+    main(common.parse_flags(Args, __doc__))

@@ -88,7 +88,7 @@ def advantages(reward_PG):
     rewards are all equal, gets exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 25
-    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
+    return advantage_PG * common.valid_groups(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
 
 
 def token_weights(length_R, normaliser: str = "response"):
@@ -159,7 +159,7 @@ def learn(policy, reference, optimizer, batch, record):
     trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL, A = 0 means no gradient
     trained_T = trained_R[batch.response_T]
     advantage_T = advantage_R[batch.response_T]
-    update_R = batch.split(args.updates_per_step)
+    update_R = batch.update_of_response(args.updates_per_step)
     weights = [token_weights(batch.length_R[update_R == update]) for update in range(args.updates_per_step)]
     weight_T = torch.cat(weights).float()
     # one list for each update; a micro-batch is a list of numbers of responses, which `pack` makes a row of tokens
@@ -350,15 +350,17 @@ def main(args: Args) -> None:
     """Train: sample, verify, learn, sync, evaluate and log. The paper's part of it is in `learn` and `learn_irl`."""
     # ---- find whatever can be wrong before an engine starts
     common.validate(args)
-    common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
-    common.need(args.demonstrations <= args.group_size, f"--demonstrations: 1 to --group-size, {args.group_size}")
+    common.require(
+        args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step"
+    )
+    common.require(args.demonstrations <= args.group_size, f"--demonstrations: 1 to --group-size, {args.group_size}")
     world = common.init_world()
     folder = common.model_folder(args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems, held_out = common.load_data(args, tokenizer)
     rl_steps, irl_steps = stage_lengths(args, len(problems))
     comes = not irl_steps or not args.steps or args.steps >= rl_steps
-    common.need(comes, f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage comes (--irl-steps 0?)")
+    common.require(comes, f"--steps {args.steps}: an RL stage has {rl_steps}, so no IRL stage comes (--irl-steps 0?)")
     verifier = common.Verifier(args, world, [problems, *held_out.values()])
     record = common.Record(args, world)
 
@@ -381,7 +383,7 @@ def main(args: Args) -> None:
             )
     sampler.load(policy)
     if not start:
-        record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
+        record.log_step(0, common.evaluate(held_out, sampler, verifier, record, 0))
 
     for step in range(start + 1, args.steps + 1):
         # ---- Algorithm 1, stage 1: sample and verify
@@ -430,9 +432,9 @@ def main(args: Args) -> None:
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, per_token, evaluated)
-        record.step(step, metrics)
-        common.save_checkpoint(policy, optimizer, step, position, record)
+        record.write_training(step, batch, per_token, evaluated)
+        record.log_step(step, metrics)
+        common.checkpoint_if_due(policy, optimizer, step, position, record)
         if record.stopping:  # a file `stop`, or a signal, asked for a checkpoint and an end
             break
 
@@ -442,4 +444,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(common.parse(Args, __doc__))
+    main(common.parse_flags(Args, __doc__))

@@ -104,7 +104,7 @@ def advantages(reward_PG, scale: bool = True):
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if scale:
         advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 8
-    return advantage_PG * common.valid(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
+    return advantage_PG * common.valid_groups(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
 
 
 def segments(pieces: list[str], delimiter: str) -> list[int]:
@@ -219,7 +219,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
     trained_T = trained_R[batch.response_T]
     segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"), world)
     advantage_T = advantage_R[batch.response_T]
-    update_R = batch.split(args.updates_per_step)
+    update_R = batch.update_of_response(args.updates_per_step)
     weights = []
     for update in range(args.updates_per_step):
         length_R = batch.length_R[update_R == update]
@@ -303,9 +303,11 @@ def main(args: Args) -> None:
     """Train: sample, verify, learn, sync and log in every step, evaluate in some. The paper's part is in `learn`."""
     # ---- find whatever can be wrong before an engine starts
     common.validate(args)
-    common.need(args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step")
+    common.require(
+        args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step"
+    )
     if args.steps and args.dataset == Args.dataset and not Path(args.dataset).exists():
-        with common.naming("--dataset: `./run.sh data` clones it where there is a network"):
+        with common.refuse_errors("--dataset: `./run.sh data` clones it where there is a network"):
             subprocess.run([Path(__file__).with_name("run.sh"), "data"], check=True)  # one rank clones, the others wait
     world = common.init_world()
     folder = common.model_folder(args)
@@ -322,7 +324,7 @@ def main(args: Args) -> None:
     start, position = common.resume(policy, optimizer, record)
     sampler.load(policy)
     if not start:
-        record.step(0, common.evaluate(held_out, sampler, verifier, record, 0))
+        record.log_step(0, common.evaluate(held_out, sampler, verifier, record, 0))
 
     for step in range(start + 1, args.steps + 1):
         # ---- sample and verify, once or until enough groups are valid
@@ -339,7 +341,7 @@ def main(args: Args) -> None:
             drawn += groups
             position += len(groups)
             correct_PG = torch.stack([group.correct_G for group in drawn])
-            valid_P = common.valid((correct_PG >= 1).double())  # DAPO: whatever the penalty
+            valid_P = common.valid_groups((correct_PG >= 1).double())  # DAPO: whatever the penalty
             if valid_P.sum().item() / args.prompts_per_step >= args.valid_share:
                 break
         else:
@@ -362,9 +364,9 @@ def main(args: Args) -> None:
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, sampler.dtype, metrics, record)
-        record.training(step, batch, per_token, evaluated)
-        record.step(step, metrics)
-        common.save_checkpoint(policy, optimizer, step, position, record)
+        record.write_training(step, batch, per_token, evaluated)
+        record.log_step(step, metrics)
+        common.checkpoint_if_due(policy, optimizer, step, position, record)
         if record.stopping:  # a file `stop`, or a signal, asked for a checkpoint and an end
             break
 
@@ -374,4 +376,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(common.parse(Args, __doc__))
+    main(common.parse_flags(Args, __doc__))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from lib.run import need
+from lib.messages import require
 
 PROMPTS = {  # A text is a whole prompt, a dict the turns of a chat.
     "plain": "{problem}\n",
@@ -65,10 +65,10 @@ def prompt_of(turns, template, tokenizer, options="{}", image=""):
         form = form.replace("{image}", image)
     else:
         problem = image + problem
-    need(last["role"] == "user", "the last turn is not the user's")
+    require(last["role"] == "user", "the last turn is not the user's")
     options = json.loads(options)
     if isinstance(form, str):
-        need(not before and not options, f"--template {template} is no chat: one turn, no --chat-template-kwargs")
+        require(not before and not options, f"--template {template} is no chat: one turn, no --chat-template-kwargs")
         text = form.replace("{problem}", problem)
         ids = tokenizer.encode(text, add_special_tokens=False)
         begin = [tokenizer.bos_token_id]
@@ -79,9 +79,9 @@ def prompt_of(turns, template, tokenizer, options="{}", image=""):
         before.insert(0, {"role": "system", "content": form["system"]})
     asked = {"role": "user", "content": form["user"].replace("{problem}", problem)}
     for name in options:
-        need(re.search(rf"\b{name}\b", tokenizer.get_chat_template()), f"--chat-template-kwargs: it has no {name}")
+        require(re.search(rf"\b{name}\b", tokenizer.get_chat_template()), f"--chat-template-kwargs: it has no {name}")
     options |= {"tokenize": False, "add_generation_prompt": True}
     text = tokenizer.apply_chat_template([*before, asked], **options)
     shown = all(turn["content"].strip() in text for turn in [*before, asked])
-    need(shown, "the tokenizer's chat template does not show every turn")
+    require(shown, "the tokenizer's chat template does not show every turn")
     return tokenizer.encode(text, add_special_tokens=False)

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from sympy import Eq, Rel, count_ops, nan, sympify
 
-from lib.run import ROOT, end_with_parent
+from lib import ROOT
+from lib.ranks import end_with_parent
 
 BY_ANSWER = ("math", "open_r1", "open_r1_gpg", "lighteval", "math_verify")  # These compare with a reference answer.
 # What may come out for a completion. A process that has to be ended leaves `timeout` or `crash`.
@@ -88,7 +89,10 @@ SPELLINGS = (
     (r"\\varnothing", r"\\emptyset"),
     (r"(?<=\d)(,\\!|\{,\}|(\\[, ]|[\s~])(?!\d+/))\s?(?=\d{3}(?!\d))", ""),  # 10,\!080, 10 080
     (r"\\l?dots|\.{2,}|'|(?<=[\d}])_", "?"),  # 7\ldots and 52_8 are no numbers: ? keeps them from being read as such
-    (r"\\(bf|rm|it|bm|checkmark|left|right|\w+style|[bB]igg?[lr]?|(math(?!bb|rm|op)|bold|under)[a-z]*)(?![a-z])", ""),  # {\bf 5}
+    (
+        r"\\(bf|rm|it|bm|checkmark|left|right|\w+style|[bB]igg?[lr]?|(math(?!bb|rm|op)|bold|under)[a-z]*)(?![a-z])",
+        "",
+    ),  # {\bf 5}
     (r"(\\?%|\^? ?(\{ ?\\circ ?\}|\\circ)|°)(?!\d)", ""),  # 5\%, 90^\circ
     (r"((?<!\\)\\(q?quad(?![a-z])|[,;:!> ()\[\]$])|[~\s$€£\u200b\ufeff])+", " "),  # 5\,\text{cm}, \(5\), \$5
     (r"\\(text|operator|math(rm|op)|[a-z]*box|color)[a-z]* ?(\{\w+\} ?(?=\{))?(\{([^{}]*)\})?", r"~\5~"),  # \mathrm{cm}

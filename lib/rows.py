@@ -10,7 +10,8 @@ import datasets
 from pyarrow.parquet import ParquetFile
 
 from lib.grading import last_boxed
-from lib.run import fetched_once, need
+from lib.messages import require
+from lib.ranks import fetched_once
 
 KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split"
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "messages")
@@ -47,11 +48,11 @@ def read_table(source, usual):
         return source, read_json(source)
     if source.endswith(".parquet"):
         return source, rows_of(ParquetFile(source).iter_batches(1000))  # `datasets` knows a file by its time stamp.
-    need(not Path(source).is_file(), "it is a file of another kind")
+    require(not Path(source).is_file(), "it is a file of another kind")
     with fetched_once():  # Every rank gets here, even if a folder is on one node alone.
         if Path(path).is_dir():
             table = datasets.load_from_disk(path)
-            need(not split or isinstance(table, dict), "it has no splits")
+            require(not split or isinstance(table, dict), "it has no splits")
         else:
             configuration, _, split = split.rpartition(":")
             table = datasets.load_dataset(path, configuration or None)
@@ -61,7 +62,7 @@ def read_table(source, usual):
         if not split:
             split = usual
             source += f":{split}"
-        need(split in table, f"name one of its splits: {list(table)}")
+        require(split in table, f"name one of its splits: {list(table)}")
         table = table[split]
     return source, rows_of(table.with_format("arrow").iter(1000))  # Not decoded: that might fetch what a row names.
 
@@ -81,7 +82,7 @@ def turns_of(row, column=""):
     turns = []
     for turn in value:
         is_turn = isinstance(turn, dict) and "role" in turn and isinstance(turn.get("content"), str)
-        need(is_turn, f"a problem is a text, or turns that have a role and a text as content, not {turn}")
+        require(is_turn, f"a problem is a text, or turns that have a role and a text as content, not {turn}")
         text = turn["content"].removeprefix(DAPO_BEGINS).removesuffix(DAPO_ENDS)
         turns.append(turn | {"content": text})
     return turns
@@ -109,7 +110,7 @@ def bare(value):
     if isinstance(value, list):
         parts = [f"({bare(part)})" if isinstance(part, list) else bare(part) for part in value]
         value = ", ".join(filter(None, parts))
-    need(not isinstance(value, dict | bytes), f"no answer: {value}")
+    require(not isinstance(value, dict | bytes), f"no answer: {value}")
     if value is None or value != value:  # pandas writes NaN for None.
         return ""
     text = str(value).rpartition("####")[2].strip()  # GSM8K has it behind a worked solution.

@@ -180,7 +180,7 @@ def refused(match: str, kind=(ValueError, OSError)):
 
 def judged(verifier, *lists):
     """Return score and verdict of each case, where completions and what each is graded by are lists of their own."""
-    return verifier.judge([*zip(*lists, strict=True)])
+    return verifier.grade_all([*zip(*lists, strict=True)])
 
 
 def grades(verifier, *lists):

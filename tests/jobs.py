@@ -37,8 +37,9 @@ def become(command: list[str], environment: dict[str, str], output: Path) -> Non
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)  # torch was there before OMP_NUM_THREADS
-    for name in ("common", "lib.run"):
-        sys.modules.pop(name, None)  # so were these, which look for their rank when they are imported
+    for name in [*sys.modules]:
+        if name.split(".")[0] in ("common", "lib"):
+            del sys.modules[name]  # so were these, of which one looks for its rank when it is imported
     sys.argv = command
     try:
         runpy.run_path(command[0], run_name="__main__")

@@ -275,7 +275,7 @@ def folders(model):
         policy(batch.pack([0, 1], world.device))[0].sum().backward()
         common.optimizer_step(policy, mine, record)
         record.write("metrics.jsonl", "{}")  # a checkpoint knows how far they went
-        common.save_checkpoint(policy, mine, 1, 24, record)
+        common.checkpoint_if_due(policy, mine, 1, 24, record)
         record.args = replace(args, resume=True)
         assert common.resume(policy, its, record) == (1, 24)
         assert places([*policy.parameters(), *moments_of(its)]) == {"cuda"}

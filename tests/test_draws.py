@@ -38,7 +38,7 @@ DRAWS = [  # rewards, count, updates, chosen
 @pytest.mark.parametrize("rewards, count, updates, chosen", DRAWS)
 def test_which_groups_are_chosen(rewards, count, updates, chosen):
     drawn = [group(name, pair) for name, pair in zip("abcdefghijkl", rewards, strict=False)]
-    valid_P = common.valid(torch.stack([one.reward_G for one in drawn]))
+    valid_P = common.valid_groups(torch.stack([one.reward_G for one in drawn]))
     assert valid_P.tolist() == [pair == MIXED for pair in rewards]
     assert "".join(one.problem.text for one in common.choose_groups(drawn, valid_P, count, updates)) == chosen
 

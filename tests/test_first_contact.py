@@ -15,7 +15,7 @@ from conftest import FIRST, ROOT, TOY, Run, flags_of, torchrun
 from hub import Hub
 from jobs import free_port, wait_for
 
-from lib import run
+from lib import messages
 
 
 def figures(run: Run) -> list:
@@ -45,7 +45,7 @@ def learn(*given, whole=sspo.learn):
     return whole(*given)
 sspo.learn = learn
 if __name__ == "__main__":
-    sspo.main(sspo.common.parse(sspo.Args, ""))
+    sspo.main(sspo.common.parse_flags(sspo.Args, ""))
 """
 
 
@@ -148,8 +148,8 @@ def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(hub, mo
 
 def test_a_log_gets_a_line_each_half_minute_even_while_nothing_moves(monkeypatch, capfd):
     soon = type("Soon", (Event,), {"wait": lambda event, seconds: Event.wait(event, seconds / 300)})
-    monkeypatch.setattr(run, "Event", soon)
-    with run.Progress(total=4, desc="graded") as bar:
+    monkeypatch.setattr(messages, "Event", soon)
+    with messages.Progress(total=4, desc="graded") as bar:
         bar.update()
         time.sleep(0.35)
     lines = capfd.readouterr().err.splitlines()

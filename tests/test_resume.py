@@ -117,7 +117,7 @@ def run(tiny, plain_python, tmp_path):
 def save(run, step: int, every: int = 1) -> set[str]:
     """Save a checkpoint; return which there are then."""
     run.record.args.checkpoint_every = every
-    common.save_checkpoint(run.policy, run.optimizer, step, 2, run.record)
+    common.checkpoint_if_due(run.policy, run.optimizer, step, 2, run.record)
     return {path.name for path in (run.record.folder / "checkpoints").iterdir()}
 
 
@@ -186,7 +186,7 @@ def test_only_older_checkpoints_are_pruned(run, tmp_path):
 def test_checkpoints_of_the_clock_take_no_place(run, monkeypatch):
     """300 steps of 37 s: Table 3 of CW-GRPO needs the checkpoints of steps 100, 150 and 200."""
     now = time.time()
-    monkeypatch.setattr("lib.run.time.time", lambda: now)
+    monkeypatch.setattr("lib.checkpoints.time.time", lambda: now)
     run.record.args.checkpoints_kept = 6
     for step in range(1, 301):
         now += 37

@@ -35,6 +35,8 @@ import plot
 import sweep
 import tyro
 
+from lib.messages import print_error
+
 DOCS = sweep.ROOT / "docs"
 DATA = DOCS / "data"
 RUNS = sweep.ROOT / "runs" / "claims"
@@ -76,7 +78,7 @@ def origin(command):
 def write(folder, about):
     """Write the csv of a run, below the lines `about` it: what it logged and, as sps/SET/FIGURE, what tools/eval.py
     found, with 4 significant digits. It has all the columns that the claims use; a cell is empty where a step has no
-    such metric, or not a finite one."""
+    such metric."""
     arm = folder.name.rpartition("-seed")[0]
     rows = plot.read(folder).to_dict("records")
     for row in rows:
@@ -124,7 +126,7 @@ def page(name):
     rows = [["", *(f"{arm} ({len(runs)})" for arm, runs in methods.items())]]
     for figure in claim["figures"].splitlines():
         metric, how = figure.split(", ", 1)
-        cells = sweep.cells_of(figure, methods)
+        cells = sweep.cells_of(figure, methods, [])
         if len(rows) > 2:  # The first two decide.
             cells = [cell.replace("**", "") for cell in cells]
         rows.append([f"`{metric}`, {how}", *cells])
@@ -173,5 +175,6 @@ def main(
 
 
 if __name__ == "__main__":
+    sys.excepthook = print_error
     os.chdir(sweep.ROOT)  # whose runs and files these are
     sys.exit(tyro.cli(main, description=__doc__))

@@ -112,7 +112,7 @@ def protocol_of(name, path):
     elif flags:
         last = [f"; its last checkpoint is {each}" for each in common.checkpoints_of(run / "checkpoints")[-1:]]
         there = Path(protocol.model, "config.json").is_file()
-        common.need(there, f"{protocol.model} is no model: the run was stopped, or never had it{''.join(last)}")
+        common.require(there, f"{protocol.model} is no model: the run was stopped, or never had it{''.join(last)}")
     return protocol
 
 
@@ -130,7 +130,7 @@ def step_of(path, flags):
 def problems_of(protocol, tokenizer):
     """Return {name: problems} of a protocol's sets."""
     sources = common.names_of(protocol.sets)
-    common.need(sources, "--sets: name some, since neither a protocol nor the run does")
+    common.require(sources, "--sets: name some, since neither a protocol nor the run does")
     data = {}
     for name, source in sources.items():
         data[name] = common.load_problems(SETS.get(source, source), tokenizer, protocol, "--sets")
@@ -230,7 +230,7 @@ def table_of(name, protocol, rows):
 
 
 def main():
-    sys.excepthook = common.report
+    sys.excepthook = common.print_error
     args, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
     path = Path(args.model)
     usual = protocol_of(args.protocol, path)
@@ -238,7 +238,7 @@ def main():
     if ":" in code:
         usual.reward = ""
     protocol = tyro.cli(Protocol, args=flags, default=usual)
-    common.need(protocol.reward, f"--reward {code}: the run names this code; name it here, too, if it is to run")
+    common.require(protocol.reward, f"--reward {code}: the run names this code; name it here, too, if it is to run")
     common.validate(protocol)
     world = common.init_world()
     # the context must hold what there is, which is not yet known

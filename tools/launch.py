@@ -109,7 +109,7 @@ def fetch(name, given):
 
     import common  # These take seconds to load, and no other word needs them.
 
-    args = common.parse(importlib.import_module(Path(script).stem).Args, __doc__)
+    args = common.parse_flags(importlib.import_module(Path(script).stem).Args, __doc__)
     common.load_data(args, AutoTokenizer.from_pretrained(common.model_folder(args)))
 
 

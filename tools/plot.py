@@ -12,7 +12,9 @@ plot.toml has metrics in words, and the colours and names of methods. A name tha
 as it is and, where runs of one NAME differ, with the flags that do. ./run.sh table prints figures.
 """
 
+import io
 import json
+import math
 import re
 import sys
 import textwrap
@@ -25,7 +27,13 @@ import matplotlib
 import pandas
 import tyro
 from matplotlib.figure import Figure
-from tokens import write_page
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tokens import page_of
+
+from lib.messages import print_error, refuse_errors, require
+from lib.record import located
 
 LOOKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 matplotlib.rcParams.update(LOOKS["style"])
@@ -39,24 +47,25 @@ Run = namedtuple("Run", "path flags seed code rows")
 
 def read(path):
     """Return the table of a run folder, or of a csv that tools/claims.py wrote: a row for each step, with NaN for what
-    was not logged."""
+    was not logged, and infinity for what was not finite."""
     if path.suffix == ".csv":
         return pandas.read_csv(path, comment="#")
-    if not (path / "metrics.jsonl").is_file():
-        sys.exit(f"{path}: no run, as it has no metrics.jsonl")
     *lines, _ = (path / "metrics.jsonl").read_text().split("\n")  # Of the line that is being written there may be half.
-    return pandas.DataFrame(map(json.loads, lines))
+    return pandas.DataFrame([json.loads(line, parse_constant=lambda _: math.inf) for line in lines])
 
 
 def run_of(path):
-    """Return the run of a folder or csv."""
-    rows = read(path)
-    if path.suffix == ".csv":
-        name, seed = path.stem.rsplit("-seed", 1)
-        return Run(path, {"script": name}, seed, [], rows)
-    about = json.loads((path / "run.json").read_text())
-    flags = about["args"] | {"seed": 0, "run_dir": "", "resume": False}
-    return Run(path, flags, str(about["args"]["seed"]), about["code"], rows)
+    """Return the run of a folder or csv. Paths in its flags lead somewhere from the folder in which it was started."""
+    with refuse_errors(path):
+        rows = read(path)
+        require(len(rows.get("step", ())), "no step is logged there yet")
+        if path.suffix == ".csv":
+            name, _, seed = path.stem.partition("-seed")
+            return Run(path, {"script": name}, seed, [], rows)
+        about = json.loads((path / "run.json").read_text())
+        seed = str(about["args"]["seed"])
+        flags = located(about["args"], about.get("folder", ".")) | {"seed": 0, "run_dir": "", "resume": False}
+        return Run(path, flags, seed, about["code"], rows)
 
 
 def apart(run, first):
@@ -67,15 +76,14 @@ def apart(run, first):
 def methods_of(paths):
     """Return {label: runs} of run folders and csv files: a method is a script and its flags, but for seed and folder. A
     label is what the name of the first run has before the seed and, where another method has that name, what differs.
-    Says where the code of its runs differs; raises SystemExit for a seed that comes twice."""
+    Says where the code of its runs differs; refuses a seed that comes twice."""
     methods = defaultdict(list)
     for path in paths:
         run = run_of(path)
         its = methods[json.dumps(run.flags)]
         for other in its:
             both = f"{other.path} and {path}: one script, the same flags"
-            if run.seed == other.seed:
-                raise SystemExit(f"{both} and seed; name one of them")
+            require(run.seed != other.seed, f"{both} and seed; name one of them")
             if run.code != other.code:
                 print(f"{both}, but other code", file=sys.stderr)
         its.append(run)
@@ -86,6 +94,13 @@ def methods_of(paths):
             label += f" {apart(its[0], found[label][0])}"
         found[label] = its
     return found
+
+
+def require_logged(metrics, methods):
+    """Refuse metrics that no run of {label: runs} has logged."""
+    logged = {metric for runs in methods.values() for run in runs for metric in run.rows}
+    unknown = {*metrics} - logged
+    require(not unknown, f"{unknown}: none of the runs has logged that, but {sorted(logged)}")
 
 
 def usual_panels(rows):
@@ -113,9 +128,9 @@ def looks_of(labels):
 
 
 def by_step(runs, metric):
-    """Return a table of a metric: a row for each step at which some run has a value, a column for each run."""
+    """Return a table of a metric: a row for each step at which some run has a finite value, a column for each run."""
     logged = {run.seed: run.rows.set_index("step", drop=False)[metric] for run in runs if metric in run.rows}
-    return pandas.DataFrame(logged, dtype=float).dropna(how="all").sort_index()
+    return pandas.DataFrame(logged, dtype=float).replace(math.inf, math.nan).dropna(how="all").sort_index()
 
 
 def draw_band(axis, runs, metric, look):
@@ -142,8 +157,16 @@ def draw_band(axis, runs, metric, look):
     axis.errorbar(means.index, means, errors, marker="o", **look)
 
 
+def put(path, content):
+    """Write a file in the place of what has its name: a link there would lead elsewhere."""
+    with refuse_errors(path):
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+
+
 def draw_curves(methods, panels, path):
-    """A panel for each metric: what the runs of each label logged, by steps."""
+    """Draw a panel for each metric: what the runs of each label logged, by steps. An older picture stays where this one
+    cannot be drawn."""
     figure = Figure()
     looks = looks_of(methods)
     for place, metric in enumerate(panels, 1):
@@ -163,7 +186,10 @@ def draw_curves(methods, panels, path):
         ncols=5,
         title=LOOKS["note"],
     )
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    with refuse_errors(path):
+        figure.savefig(drawn, format=path.suffix[1:])
+    put(path, drawn.getvalue())
 
 
 def main(
@@ -180,14 +206,21 @@ def main(
         figure: curves of --panels, or the page of what the loss saw
         panels: metrics, as named in metrics.jsonl; otherwise some that the first run has
     """
+    require(runs, "name run folders or csv files")
     out = out or runs[0] / f"{figure}.{'html' if figure == 'tokens' else 'png'}"
-    out.unlink(missing_ok=True)  # A link there would lead elsewhere.
+    first = run_of(runs[0])
     if figure == "tokens":
-        write_page(runs, out)
+        require(len(runs) == 1, "--figure tokens: it is a page of one run")
+        put(out, page_of(first).encode())
     else:
-        draw_curves(methods_of(runs), panels or usual_panels(read(runs[0])), out)
+        methods = methods_of(runs)
+        require_logged(panels, methods)
+        panels = panels or usual_panels(first.rows)
+        require(panels, f"{runs[0]}: nothing is logged there yet that is drawn without --panels")
+        draw_curves(methods, panels, out)
     print(out)
 
 
 if __name__ == "__main__":
+    sys.excepthook = print_error
     tyro.cli(main)

@@ -23,14 +23,19 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import experiments
 import pandas
 import plot
 import tyro
 from experiments import ROOT
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from lib.messages import print_error, require
+from lib.record import PATHS
 
 RUNS = Path("runs") / "sweep"
 OURS = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
@@ -41,16 +46,22 @@ CLEAR = 3.8
 
 # ----------------------------------------------------------------------------------------------------------------- runs
 def code_of(command=()):
-    """Return what stands for a command and for all that it reads now: our code, a fork and what lies beside it, and the
-    files that its flags name. A run of anything else has another folder."""
+    """Return what stands for a command and for all that it reads now: our code, a fork or --reward and what lies beside
+    it, other files that its flags name, and of a folder, such as a model, names, sizes and times. A run of anything
+    else has another folder."""
+    named = [*command[:1]]
+    for _, value in re.findall(rf"--({'|'.join(PATHS)})=([^=]+)", "=".join(command)):
+        named += re.findall("[^,:]+", value)
     files = [*OURS]
-    for script in command[:1]:
-        files += Path(script).parent.glob("*.py")
-    for word in command:
-        files += filter(os.path.isfile, re.split("[=,:]", word))
-    digest = hashlib.sha256(repr(command).encode())
+    read = [command]
+    for path in map(Path, named):
+        files += path.parent.glob("*.py") if path.suffix == ".py" else filter(Path.is_file, [path])
+        for inside in path.rglob("*"):
+            about = inside.lstat()
+            read.append((inside, about.st_size, about.st_mtime))
+    digest = hashlib.sha256(repr(read).encode())
     for file in files:
-        digest.update(Path(file).read_bytes())
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:8]
 
 
@@ -94,23 +105,39 @@ def run_all(run, folders, jobs):
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-def mean_of(table, metric, how):
-    """Return a metric's mean over the steps that logged a finite value, of those that a figure names; NaN if none did:
-    `mean`, all; `end`, the last; `step 40`; `steps 1–30`; `at reward 0.5`, five around the first whose last ten have
-    that mean; `at 3,840 prompts`, the last ten until these were drawn, which are 120 steps of 32."""
+def mean_of(run, figure, gaps):
+    """Return the mean of a run's figure, METRIC, STEPS, over those of the steps that logged the metric: `mean`, all;
+    `end`, the last; `step 40`; `steps 1–30`; `at reward 0.5`, five around the first whose last ten have that mean; `at
+    3,840 prompts`, the last ten until these were drawn, which are 120 steps of 32. NaN if none did. NaN, too, with a
+    line in `gaps`, if the run was cut off before it had these steps, or has a value there that is not finite."""
+    metric, _, how = figure.partition(", ")
+    rows = run.rows.reindex(columns=run.rows.columns.union([metric, "reward", "prompts_drawn"]))
+    last = rows["step"].max()
+    needed = run.flags.get("steps", last)  # A csv is of a run that has ended.
     if how == "end":
-        table = table[-1:]
+        rows = rows[-1:]
     elif how == "at reward 0.5":
-        reached = table["reward"].rolling(10).mean() >= 0.5
-        first = reached.argmax()
-        table = table[first - 2 : first + 3] if reached.any() else table[:0]
+        first = (rows["reward"].rolling(10).mean() >= 0.5).argmax()  # 0, before which there are no two, if none has it
+        rows = rows[first - 2 : first + 3]
+        needed = last if len(rows) == 5 else math.inf
     elif how == "at 3,840 prompts":
-        table = table[table["prompts_drawn"].cumsum() <= 3840][-10:]
+        drawn = rows["prompts_drawn"].cumsum()
+        rows = rows[drawn <= 3840][-10:]
+        if drawn.max() >= 3840:
+            needed = last
     elif how != "mean":
         steps = [int(step) for step in re.findall(r"\d+", how)]
-        table = table[table["step"].between(steps[0], steps[-1])]
-    values = [x for x in table.get(metric, []) if math.isfinite(x)]
-    return sum(values) / len(values) if values else math.nan
+        require(steps, f"{figure!r}: a figure is a metric and its steps, such as 'reward, mean' or 'reward, steps 1–30'")
+        rows = rows[rows["step"].between(steps[0], steps[-1])]
+        needed = steps[-1]
+    wrong = rows["step"][rows[metric] == math.inf]
+    if last < needed:
+        gaps.append(f"{run.path}: no {figure}, as its last step is {last:g}")
+    elif len(wrong):
+        gaps.append(f"{run.path}: no {figure}, as it is not finite at step {wrong.min():g}")
+    else:
+        return rows[metric].mean()
+    return math.nan
 
 
 def with_error(values, sign=""):
@@ -126,15 +153,14 @@ def with_error(values, sign=""):
     return text
 
 
-def cells_of(figure, methods):
+def cells_of(figure, methods, gaps):
     """Return a figure's cells, one for each of {method: runs}: its mean over seeds and, in brackets, the difference to
     the first method, seed by seed, which takes two; without a difference the mean has its standard error. A dash where
-    a seed has no value."""
-    metric, how = figure.split(", ", 1)
+    a seed has no value; `gaps` gets lines that say why."""
     first = pandas.Series(dtype=float)
     cells = []
     for runs in methods.values():
-        values = pandas.Series({run.seed: mean_of(run.rows, metric, how) for run in runs})
+        values = pandas.Series({run.seed: mean_of(run, figure, gaps) for run in runs})
         if values.hasnans:
             cells.append("–")
             continue
@@ -150,14 +176,14 @@ def cells_of(figure, methods):
 
 def changes_of(fork):
     """Return how a fork that a run kept differs from the script it was copied from, the closest of ours, and write the
-    difference to a file where the user stands."""
+    difference to a file beside it."""
     diffs = []
     for parent in ROOT.glob("*.py"):
         command = ["diff", "--unified=2", parent, fork]
         diffs.append(subprocess.run(command, capture_output=True, text=True).stdout)
     closest = min(diffs, key=len)
-    beside = Path(fork.with_suffix(".diff").name)
-    beside.write_text(closest)
+    beside = fork.with_suffix(".diff")
+    plot.put(beside, closest.encode())
     added = max(0, closest.count("\n+") - 1)  # one has the fork's name
     removed = closest.count("\n-")
     return f"{fork.name}: +{added} −{removed} lines, {beside}"
@@ -172,19 +198,24 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         figures: each a metric and of which steps it is the mean, such as "entropy, mean" or "reward, steps 1–30";
             none: the reward of the first run's last ten steps and its held-out accuracies after the last
     """
+    require(runs, "name run folders or csv files")
     methods = plot.methods_of(runs)
     first = plot.run_of(runs[0])
+    plot.require_logged([figure.partition(", ")[0] for figure in figures], methods)
     if not figures:
         last = first.rows["step"].max()
         figures = [f"reward, steps {max(1, last - 9):g}–{last:g}"]
         figures += [f"{name}, step {last:g}" for name in plot.usual_panels(first.rows) if "/" in name]
     columns = {"seeds": [" ".join(run.seed for run in its) for its in methods.values()]}
+    gaps = []
     for figure in figures:
-        columns[figure] = cells_of(figure, methods)
+        columns[figure] = cells_of(figure, methods, gaps)
     print(pandas.DataFrame(columns, [*methods]).to_string())
     print(
         "\nmean over seeds; in brackets the difference to the first method, seed by seed; ± standard error; bold: five "
-        f"seeds or more, and at least {CLEAR} standard errors from 0"
+        f"seeds or more, and at least {CLEAR} standard errors from 0",
+        *gaps,
+        sep="\n",
     )
     ours = {file.name for file in OURS}
     for label, (run, *_) in methods.items():
@@ -199,17 +230,18 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
 class Args:
     """What to run. Other flags go to the scripts."""
 
-    experiments: tyro.conf.Positional[tuple[str, ...]]
+    experiments: tyro.conf.Positional[Annotated[tuple[str, ...], Field(min_length=1)]]
     """As ./run.sh list prints them; SCRIPT.py:EXPERIMENT for a fork. Flags of its own follow: ,--flag,value."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seed 1 of all experiments comes first."""
-    jobs: int = 1
+    jobs: PositiveInt = 1
     """Runs at a time."""
 
 
 def name_of(words):
-    """Return words as a part of a folder's name."""
-    return "-".join(word.removeprefix("--") for word in words if word).replace("/", "-")
+    """Return words as a folder's name, or its beginning: it may have 255 bytes, and `code_of` knows all words."""
+    name = "-".join(word.removeprefix("--") for word in words if word).replace("/", "-")
+    return name.encode()[:200].decode(errors="ignore")
 
 
 def finished(folder):
@@ -229,6 +261,7 @@ def main():
         script, colon, own = experiment.rpartition(".py:")
         script = f"{script}.py" if colon else os.environ.get("SCRIPT", "")
         words = own.split(",")
+        require(words[0] in experiments.NAMES, f"{experiment}: no such experiment; ./run.sh list has them all")
         name = name_of([Path(script).stem, *words])
         command = experiments.command_of(words[0], [*words[1:], *flags])
         if script:
@@ -243,4 +276,5 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.excepthook = print_error
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Write the page "What the loss saw": a run's responses token by token, with the vectors that the loss used.
 
 tokens.html is its style and script. This file makes what samples/train-step*.parquet hold harmless and small enough
-for it. `plot.py RUN --figure tokens` calls `write_page`.
+for it. `plot.py RUN --figure tokens` calls `page_of`.
 """
 
 import json
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pandas
 from transformers import AutoTokenizer
+
+from lib.messages import refuse_errors, require
 
 STEPS = 5  # The page has at most so many steps, the last among them,
 GROUPS = 4  # so many groups of a step,
@@ -95,21 +97,23 @@ def read(file, tokenizer):
     return {"step": int(file.stem[10:]), "groups": groups}
 
 
-def write_page(runs, out):
-    """Write the page of a run, the only one of `runs`, which writes its files when it evaluates during training."""
-    (run,) = runs
-    files = sorted(run.glob("samples/train-step*.parquet"))
+def page_of(run):
+    """Return the page of a run, which keeps responses when it evaluates during training."""
+    files = sorted(run.path.glob("samples/train-step*.parquet"))
+    require(files, f"{run.path}: no responses were kept yet; that is done after --eval-every steps, and the last")
     shown = sorted(files[:: -math.ceil(len(files) / STEPS)])
-    tokenizer = AutoTokenizer.from_pretrained(json.loads((run / "run.json").read_text())["args"]["model"])
+    model = run.flags["model"]
+    with refuse_errors(f"{run.path}: the tokenizer of its --model {model}"):
+        tokenizer = AutoTokenizer.from_pretrained(model)
     steps = [read(file, tokenizer) for file in shown]
     found = pandas.read_parquet(files[-1]).filter(regex="_T$").columns.drop("trained_T")
     labels = {line.partition(":")[0]: line for line in LABELS.strip().split("\n")}
     data = {
-        "about": f"{run.resolve().name}, {len(steps)} of {len(files)} steps",
+        "about": f"{run.path.resolve().name}, {len(steps)} of {len(files)} steps",
         "labels": {name: labels.get(name, name) for name in [*labels, *sorted(found)] if name in found},
         "steps": steps,
     }
     # "<" could end the script element that it stands in
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = Path(__file__).with_suffix(".html").read_text()
-    out.write_text(page.replace("DATA", text))
+    return page.replace("DATA", text)
