@@ -277,16 +277,17 @@ def learn(policy, reference, optimizer, batch, step, record):
 
     scaled_T = advantage_T * tis_T
 
-    def loss_of(logp_T, factor_T, at=slice(None)):
-        """Return policy_loss of some of the step's tokens: logp_T are their log-probs, `at` their entries, by default
-        all. They stand for those of the old policy or the reference where there are none: the ratio is 1, the KL 0."""
+    def loss_of(logp_T, entropy_T, factor_T, at=slice(None)):
+        """Return policy_loss of some of the step's tokens: logp_T and entropy_T are their log-probs and entropies, `at`
+        their entries, by default all. An entropy bonus would be a term here, and be logged with the rest.
+        Log-probs stand for those of the old policy or the reference where there are none: the ratio is 1, the KL 0."""
         old = logp_T.detach() if old_logp_T is None else old_logp_T[at]
         ref = ref_logp_T[at] if reference else logp_T.detach()
         return policy_loss(logp_T, old, ref, scaled_T[at], factor_T[at], weight_T[at], low, high, args.kl_coef)
 
     # ---- updates
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "clip-cov", step))
-    logp_T, entropy_T = torch.zeros(2, len(trained_T))
+    seen_2T = torch.zeros(2, len(trained_T))  # log-probs and entropies as the updates see them
     for update, micro_batches in enumerate(micro_batches_by_update):
         if not micro_batches:
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
@@ -315,21 +316,21 @@ def learn(policy, reference, optimizer, batch, step, record):
             for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)
-                loss, _ = loss_of(logp, factor_T, micro.entry_T)
+                loss, _ = loss_of(logp, entropy, factor_T, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.entry_T] = logp.detach()
-                entropy_T[micro.entry_T] = entropy.detach()
+                seen_2T[:, micro.entry_T] = torch.stack([logp, entropy]).detach()
             common.optimizer_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
-    logp_T = world.all_reduce(logp_T)
-    entropy_T = world.all_reduce(entropy_T)
+    logp_T, entropy_T = world.all_reduce(seen_2T)
     if old_logp_T is None:
         old_logp_T = logp_T
     if args.reweight != "kernel":
         c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
         kernel_T = factor_T
-    loss, per_token = loss_of(logp_T, kernel_T)  # w~ gives the loss its value; k reproduces only the gradient
+    loss, per_token = loss_of(
+        logp_T, entropy_T, kernel_T
+    )  # w~ gives the loss its value; k reproduces only the gradient
     metrics = {
         "loss": loss.item() / args.updates_per_step,
         "lr": optimizer.param_groups[0]["lr"],

@@ -150,14 +150,14 @@ def learn(policy, reference, optimizer, batch, record):
     if reference:
         ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
-    def loss_of(logp_T, at=slice(None)):
-        """Return policy_loss of some of the step's tokens: logp_T are their log-probs, `at` their entries, by default
-        all."""
+    def loss_of(logp_T, entropy_T, at=slice(None)):
+        """Return policy_loss of some of the step's tokens: logp_T and entropy_T are their log-probs and entropies, `at`
+        their entries, by default all. An entropy bonus would be a term here, and be logged with the rest."""
         ref = ref_logp_T[at] if reference else None
         return policy_loss(logp_T, advantage_T[at], weight_T[at], scale, args.kl_coef, ref)
 
     # ---- updates
-    logp_T, entropy_T = torch.zeros(2, len(trained_T))
+    seen_2T = torch.zeros(2, len(trained_T))  # log-probs and entropies as the updates see them
     for micro_batches in micro_batches_by_update:
         if not micro_batches:
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
@@ -166,16 +166,14 @@ def learn(policy, reference, optimizer, batch, record):
             for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)  # Algorithm 1, line 2
-                loss, _ = loss_of(logp, micro.entry_T)
+                loss, _ = loss_of(logp, entropy, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.entry_T] = logp.detach()
-                entropy_T[micro.entry_T] = entropy.detach()
+                seen_2T[:, micro.entry_T] = torch.stack([logp, entropy]).detach()
             common.optimizer_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
-    logp_T = world.all_reduce(logp_T)
-    entropy_T = world.all_reduce(entropy_T)
-    loss, per_token = loss_of(logp_T)
+    logp_T, entropy_T = world.all_reduce(seen_2T)
+    loss, per_token = loss_of(logp_T, entropy_T)
     metrics = {
         "loss": loss.item(),
         "alpha": alpha(batch.reward_PG),

@@ -241,13 +241,13 @@ def learn(policy, optimizer, batch, tokenizer, record):
         low_S = torch.full_like(entropy_S, 1 - args.clip_low)
         high_S = torch.full_like(entropy_S, 1 + args.clip_high)
 
-    def loss_of(logp_T, at=slice(None)):
-        """Return policy_loss of some of the step's tokens: logp_T are their log-probs, `at` their entries, by default
-        all."""
+    def loss_of(logp_T, entropy_T, at=slice(None)):
+        """Return policy_loss of some of the step's tokens: logp_T and entropy_T are their log-probs and entropies, `at`
+        their entries, by default all. An entropy bonus would be a term here, and be logged with the rest."""
         return policy_loss(logp_T, old_logp_T[at], advantage_T[at], segment_T[at], low_S, high_S, weight_T[at])
 
     # ---- updates
-    logp_T = torch.zeros(len(trained_T))
+    seen_2T = torch.zeros(2, len(trained_T))  # log-probs and entropies as the updates see them
     for micro_batches in micro_batches_by_update:
         if not micro_batches:
             continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
@@ -255,15 +255,15 @@ def learn(policy, optimizer, batch, tokenizer, record):
             optimizer.zero_grad()
             for responses in common.passes(policy, micro_batches):
                 micro = batch.pack(responses, world.device)
-                logp, _ = policy(micro)
-                loss, _ = loss_of(logp, micro.entry_T)
+                logp, entropy = policy(micro)
+                loss, _ = loss_of(logp, entropy, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
-                logp_T[micro.entry_T] = logp.detach()
+                seen_2T[:, micro.entry_T] = torch.stack([logp, entropy]).detach()
             common.optimizer_step(policy, optimizer, record)
 
     # ---- metrics: policy_loss on the whole step, since shares and extremes of micro-batches do not add up
-    logp_T = world.all_reduce(logp_T)
-    loss, per_token = loss_of(logp_T)
+    logp_T, seen_entropy_T = world.all_reduce(seen_2T)
+    loss, per_token = loss_of(logp_T, seen_entropy_T)
     clipped_T = per_token["clipped_T"]
     high = (clipped_T & (advantage_T > 0)).double().mean().item()  # of all tokens, trained or not
     low = (clipped_T & (advantage_T < 0)).double().mean().item()
