@@ -40,7 +40,7 @@ install() {
   echo "setting up $venv (once, some minutes)"; bare_python -m venv $venv
   if [ $MACHINE = gpu ] ||
     ! "$python" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then index=; fi
-  "$python" -m pip install ${index:+--extra-index-url $index} -r requirements-$MACHINE.txt -c requirements-$MACHINE.lock
+  "$python" -m pip install ${index:+--extra-index-url $index} -r requirements-$MACHINE.lock
   for package in torchvision torchaudio torchcodec; do  # builds for another torch break transformers
     "$python" -c "import $package" 2>/dev/null || "$python" -m pip uninstall -qqy $package; done
 }

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -159,7 +160,7 @@ def test_two_first_uses_at_once_set_up_once(tmp_path):
     assert [start.wait() for start in starts] == [0, 0]
     assert (
         tmp_path / "notes"
-    ).read_text() == "-m venv .venv-gpu\n-m pip install -r requirements-gpu.txt -c requirements-gpu.lock\n"
+    ).read_text() == "-m venv .venv-gpu\n-m pip install -r requirements-gpu.lock\n"
 
 
 def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
@@ -224,9 +225,10 @@ def test_what_is_imported_is_required():
     assert len(their) > 15
     packages_of = packages_distributions()
     for machine in ("cpu", "gpu"):
-        files = [ROOT / f"requirements-{machine}.{kind}" for kind in ("txt", "lock")]
-        required, locked = (file.read_text().replace("+cpu", "").replace("-", "_").splitlines() for file in files)
-        required = [line for line in required if line[0] != "#"]
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        required = [*project["dependencies"], *project["optional-dependencies"][machine]]
+        required = [line.replace("-", "_") for line in required]
+        locked = (ROOT / f"requirements-{machine}.lock").read_text().replace("+cpu", "").replace("-", "_").splitlines()
         names = {line.partition("==")[0] for line in required}
         for module in their:
             packages = {module, *(package.lower().replace("-", "_") for package in packages_of[module])}
