@@ -4,8 +4,10 @@ are grouped by their settings; docs/tables is what docs/data gives."""
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import claims
@@ -13,7 +15,9 @@ import pandas
 import plot
 import pytest
 import sweep
-from conftest import ROOT
+import tyro
+import why
+from conftest import ROOT, refused
 from experiments import command_of
 from matplotlib.figure import Figure
 from test_commands import settings
@@ -50,7 +54,7 @@ def test_arms_are_experiments_of_equal_responses_and_steps():
 
 def seed_of(seed: int, rows: list[dict]) -> plot.Run:
     """Return a run that logged these rows."""
-    return plot.Run(Path(), {}, seed, [], pandas.DataFrame(rows))
+    return plot.Run(Path(), {}, seed, [], pandas.DataFrame([{"step": 1} | row for row in rows]))
 
 
 def test_mean_error_and_paired_difference_by_hand():
@@ -60,22 +64,79 @@ def test_mean_error_and_paired_difference_by_hand():
         "b": [seed_of(seed, [{"reward": seed / 10 + seed % 2 / 10 + 0.3}]) for seed in range(1, 6)],
     }
     # 0.4, 0.3, 0.4, 0.3, 0.4 apart
-    assert sweep.cells_of("reward, end", runs) == ["0.3 ± 0.071", "0.66 (**+0.36 ± 0.024**)"]
+    assert sweep.cells_of("reward, end", runs, []) == ["0.3 ± 0.071", "0.66 (**+0.36 ± 0.024**)"]
     runs["b"][4] = seed_of(5, [{"kl": 7}])
-    assert sweep.cells_of("reward, end", runs) == ["0.3 ± 0.071", "–"]
+    assert sweep.cells_of("reward, end", runs, []) == ["0.3 ± 0.071", "–"]
 
 
 def test_runs_are_grouped_by_their_settings(data, capsys):
-    """Not by their names. Half a line is no line; what was not finite counts in no mean."""
-    rows = [{"step": 0, "reward": math.nan}, {"step": 1, "reward": 0.1}]
+    """Not by their names. Half a line is no line."""
+    rows = [{"step": 0}, {"step": 1, "reward": 0.1}]
     runs = [logged(data / name / "run", rows, seed=seed, lr=lr) for name, seed, lr in ("a11", "b21", "c12")]
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
     sweep.table(runs, ("reward, mean",))
     said = capsys.readouterr().out
     assert re.search(r"run +1 2 +0.1 ± 0\nrun lr=2 +1 +0.1\n", said)
-    with pytest.raises(SystemExit, match=f"{runs[2]} and "):
+    with refused(f"{runs[2]} and "):
         sweep.table([*runs, logged(data / "d" / "run", rows, seed="1", lr="2")])
+
+
+def test_a_run_that_lacks_steps_of_a_figure_is_named(data, capsys):
+    """One was cut off, and of one a reward was not finite. An evaluation is not logged in every step."""
+    rows = [{"step": step, "reward": 0.5} for step in range(1, 9)]
+    rows[1]["eval"] = 0.2
+    cut = logged(data / "run-seed1", rows[:3], seed=1, steps=8)
+    rows[2] = {"step": 3, "reward": math.nan}
+    broken = logged(data / "b-seed1", rows, seed=1, steps=8, lr=1)
+    sweep.table([cut, broken], ("reward, steps 2–8", "reward, steps 1–2", "eval, mean"))
+    said = capsys.readouterr().out
+    assert re.search(r"\nrun +1 +– +0.5 +–\nb +1 +– +0.5 +0.2\n", said)
+    assert f"\n{cut}: no reward, steps 2–8, as its last step is 3\n{broken}: no reward, steps 2–8, as " in said
+    assert f" it is not finite at step 3\n{cut}: no eval, mean, as its last step is 3\nrun: the first\n" in said
+
+
+MISTAKES = """
+sweep > name experiments
+sweep nosuch > nosuch: no such experiment
+table > name run folders
+table nosuch > nosuch: .*nosuch/metrics.jsonl
+table empty > empty: no step is logged there
+table run-seed1 --figures 'nosuch, end' > {'nosuch'}
+table run-seed1 --figures reward > names no steps
+plot > name run folders
+plot other > other: .*other/run.json
+plot empty > empty: no step is logged there
+plot step0 > nothing is logged there yet that is drawn
+plot run-seed1 --panels nosuch > {'nosuch'}
+plot run-seed1 -o old.nosuch > Format 'nosuch'
+plot run-seed1 -o none/a.png > none/a.png: .*No such file
+plot run-seed1 step0 --figure tokens > one run
+why nosuch > nosuch: .*nosuch/metrics.jsonl
+why step0 > step0: no training step
+"""
+
+
+def test_a_usual_mistake_is_said_in_a_line(data, monkeypatch):
+    """And costs no older picture."""
+    monkeypatch.chdir(data)
+    for name, rows in {"run-seed1": [{"step": 1, "reward": 1}], "step0": [{"step": 0}], "empty": []}.items():
+        logged(data / name, rows, seed=1)
+    shutil.copytree("step0", "other")
+    Path("other", "run.json").unlink()
+    Path("old.nosuch").touch()
+    for line in MISTAKES.strip().splitlines():
+        command, _, said = line.partition(" > ")
+        word, *words = shlex.split(command)
+        monkeypatch.setattr("sys.argv", ["sweep.py", word, *words])
+        with refused(said):
+            if word in ("sweep", "table"):
+                sweep.main()
+            else:
+                tyro.cli({"plot": plot.main, "why": why.main}[word], args=words)
+    assert Path("old.nosuch").exists()
+    done = subprocess.run([sys.executable, ROOT / "tools" / "why.py", "nosuch"], capture_output=True, text=True)
+    assert done.returncode == 1 and re.fullmatch("\nwhy.py: nosuch: .*\n\n", done.stderr)
 
 
 @pytest.fixture
@@ -86,13 +147,12 @@ def fork(tmp_path):
     return file
 
 
-def test_a_fork_is_another_method_and_says_how_it_differs(data, fork, capsys, monkeypatch, tmp_path):
-    """With its baseline's flags and a copy's folder name; the difference is a file where the user stands."""
-    monkeypatch.chdir(tmp_path)
+def test_a_fork_is_another_method_and_says_how_it_differs(data, fork, capsys):
+    """With its baseline's flags and a copy's folder name; the difference is a file beside what the run kept."""
     rows = [{"step": 1, "reward": 0.5}]
     runs = [logged(data / "a-seed1", rows, seed=1, lr=2), logged(data / "m" / "a-seed2", rows, fork, seed=2, lr=1)]
     sweep.table(runs)
-    beside = Path("mine.diff")
+    beside = runs[1] / "code" / "1" / "mine.diff"
     said = capsys.readouterr().out
     assert f"\na script=mine lr=1: script=mine lr=1\nmine.py: +2 −1 lines, {beside}\n" in said
     assert "+    # mine\n+    loss = (weight_T" in beside.read_text()
@@ -120,7 +180,7 @@ def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork, tmp_path):
     """A run that has finished stays; one that was cut off goes on. A run of other code has another folder. Fork and
     baseline have flags of their own, and their names say only these."""
     asked = []
-    monkeypatch.chdir(tmp_path)  # the fork's difference is written where the user stands
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "RUNS", data)
     monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append((words, folder, script)))
     script, *flags = command_of("grpo-toy", ["--steps", "5"])
@@ -147,17 +207,26 @@ def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork, tmp_path):
 
 
 def test_a_command_is_known_by_all_that_it_reads(tmp_path, monkeypatch):
-    """By its words, and by the contents of files that they name: a reward, a data set."""
+    """By its words, and by the files that they name or that lie beside or in these: a reward, a data set, a model. A
+    flag may be a folder and mean none."""
     monkeypatch.chdir(tmp_path)
-    files = [Path("a.jsonl"), Path("reward.py"), Path("b.jsonl")]
+    monkeypatch.setattr(sweep, "OURS", [])
+    files = [*map(Path, ("a.jsonl", "own/reward.py", "b.jsonl", "own/beside.py", "model/part/config.json"))]
     for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    command = ["sspo.py", "--dataset=a.jsonl", "--reward", "reward.py:score", "--eval=b.jsonl,c.jsonl"]
+    command = ["sspo.py", "--dataset=a.jsonl", "--reward", "own/reward.py:score", "--eval=b.jsonl,c.jsonl"]
+    command += ["--model", "model", "--delimiter=."]
     codes = {sweep.code_of(command), sweep.code_of([*command, "--lr=1"]), sweep.code_of()}
     for file in files:
         file.write_text("new")
         codes.add(sweep.code_of(command))
-    assert len(codes) == 6
+    Path("other").touch()
+    assert len(codes | {sweep.code_of(command)}) == 8
+
+
+def test_a_folder_of_many_flags_has_a_name_that_a_disk_takes(tmp_path):
+    (tmp_path / f"{sweep.name_of(['--kwargs', 'é' * 300])}-seed1").mkdir()
 
 
 def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch):

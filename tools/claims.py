@@ -35,8 +35,6 @@ import plot
 import sweep
 import tyro
 
-from lib.messages import print_error
-
 DOCS = sweep.ROOT / "docs"
 DATA = DOCS / "data"
 RUNS = sweep.ROOT / "runs" / "claims"
@@ -175,6 +173,5 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_error
     os.chdir(sweep.ROOT)  # whose runs and files these are
     sys.exit(tyro.cli(main, description=__doc__))

@@ -37,6 +37,7 @@ from lib.record import located
 
 LOOKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 matplotlib.rcParams.update(LOOKS["style"])
+sys.excepthook = print_error  # of the tools that import this, too
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
@@ -222,5 +223,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_error
     tyro.cli(main)

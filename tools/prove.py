@@ -133,25 +133,25 @@ def watch(made, module, learn):
     policy_loss = module.policy_loss
     *_, weight = made.policy.parameters()  # in a pass FSDP's are others, without gradients
 
-    def note_back(entry_T, reached_T, gradient_T):
-        if not len(entry_T):
+    def note_back(row, entry_T, gradient_T):
+        if row == 0 and not len(entry_T):
             made.clean.append(weight.grad is None or not weight.grad.to_local().any())
-        reached_T[entry_T] += gradient_T
+        made.reached_2T[row, entry_T] += gradient_T
 
     def note_pass(_, given, output):
-        for x, reached_T in zip(output, made.reached_2T, strict=True):
+        for row, x in enumerate(output):  # log-probs and entropies
             if x.requires_grad:
-                x.register_hook(partial(note_back, given[0].entry_T, reached_T))
+                x.register_hook(partial(note_back, row, given[0].entry_T))
 
-    def note_call(logp_T, *others, **named):
-        loss, per_token = policy_loss(logp_T, *others, **named)
-        arguments = inspect.signature(policy_loss).bind(logp_T, *others, **named).arguments
+    def note_call(*given, **named):
+        loss, per_token = policy_loss(*given, **named)
+        arguments = inspect.signature(policy_loss).bind(*given, **named).arguments
         made.live |= {name for name, x in arguments.items() if getattr(x, "requires_grad", False)}
-        if not logp_T.requires_grad:  # of the whole step
-            made.inputs = arguments
-        else:
-            common.need(loss.requires_grad, "the loss has no gradient: log-prob or ratio is detached in policy_loss")
+        if arguments["logp_T"].requires_grad:
+            common.require(loss.requires_grad, "the loss has no gradient: log-prob or ratio is detached in policy_loss")
             made.last = per_token
+        else:  # of the whole step
+            made.inputs = arguments
         return loss, per_token
 
     def note_step(*_):
@@ -173,7 +173,7 @@ def against(check, mine, theirs, look):
     """Return the line of two steps that must have the same gradients and metrics."""
     apart = 0.0 if theirs.gradient else math.nan
     for name, other in theirs.gradient.items():
-        apart = max(apart, ((mine.gradient.get(name, 0) - other).norm() / other.norm()).item())
+        apart = max(apart, (mine.gradient.get(name, 0) - other).norm() / other.norm())
     differ = []
     for name, value in theirs.metrics.items():
         if not math.isclose(mine.metrics[name], value, rel_tol=1e-3, abs_tol=1e-5):
@@ -190,44 +190,48 @@ def slope(policy_loss, inputs):
 
 
 def examine(made, moved, policy_loss):
-    """Yield lines of a step in many micro-batches and of the loss of the whole step, beside a step of opposite
-    advantages that moved the policy."""
-    common.need(made.inputs, "learn does not call policy_loss")
-    changed = []
-    for name, x in vars(Batch(made.batch.groups)).items():
-        if torch.is_tensor(x) and not x.equal(getattr(made.batch, name)):
-            changed.append(name)
-    look = "it is written over, and whoever reads it later takes it for what was sampled"
+    """Yield lines of a step in many micro-batches, of a step that moved the policy, and of the loss of the whole
+    step."""
+    common.require(made.inputs, "learn does not call policy_loss")
+    batch = made.batch
+    sampled = vars(Batch(batch.groups)).items()
+    changed = [name for name, x in sampled if torch.is_tensor(x) and not x.equal(getattr(batch, name))]
+    look = "they are written over, and what reads them later takes them for what was sampled"
     yield "2 parts of the batch that learn changes", not changed, f"{changed or 'none'}", look
 
-    clean = sum(moved.clean)
-    look = "no optimizer.zero_grad(), or, if 0, it skips a micro-batch without responses, while other ranks wait in it"
-    yield "2 updates that begin with gradients of 0", clean == moved.steps, f"{clean} of {moved.steps}", look
+    look = "learn skips them, as by `if not responses`, while other ranks wait in theirs: ranks run layers together"
+    yield "2 empty micro-batches", len(moved.clean) == moved.steps, f"{len(moved.clean)} of {moved.steps}", look
+
+    look = "no optimizer.zero_grad() before the passes of an update"
+    yield "2 updates from gradients of 0", all(moved.clean), f"{sum(moved.clean)} of {len(moved.clean)}", look
 
     if "ratio_T" in moved.last:
-        off = (made.per_token.get("ratio_T", torch.ones(1)) - 1).abs().max().item()
-        later = (moved.last["ratio_T"] - 1).abs().max().item()
-        holds = off < 1e-5 and (later > 1e-5 or moved.steps == 1)
-        look = "old_logp_T is of other tokens or micro-batches (`logprobs` takes micro_batches_by_update), or made anew"
-        yield "2 ratios are 1 until an optimiser step", holds, f"off by {off:.2g} at most, then by {later:.2g}", look
+        off = (made.per_token.get("ratio_T", made.last["ratio_T"]) - 1).abs().max()
+        look = "old_logp_T is of other tokens or micro-batches: `logprobs` takes micro_batches_by_update"
+        yield "2 ratios are 1 before the first optimiser step", off < 1e-5, f"off by {off:.2g} at most", look
+        off = (moved.last["ratio_T"] - 1).abs().max()
+        yield "2 ratios are not 1 later", off > 1e-5 or moved.steps == 1, f"off by {off:.2g}", "old_logp_T is made anew"
 
     # CW-GRPO trains with another factor than the one that gives the logged loss its value.
     inputs = {name: made.per_token.get(name, x) for name, x in made.inputs.items() if x is not None}
     before_T = slope(policy_loss, inputs)
     reached_T, entropy_T = made.reached_2T
-    off = ((reached_T - before_T).norm() / before_T.norm()).item()
-    look = "a factor, such as a ratio, is not detached, a shift is off by one, or the loss is no sum over tokens"
+    off = (reached_T - before_T).norm() / before_T.norm()
+    look = "a factor or ratio is not detached, a shift is off by one, or per_token has another *_T than the loss took"
     yield "3 gradient at the log-probs", off < ALIKE, f"relative L2 {off:.2g} from policy_loss's", look
 
-    right_T = made.batch.reward_PG.flatten()[made.batch.response_T] > 0
-    right, pull = made.reached_2T[:, right_T].sum(1).tolist()
-    other = entropy_T[~right_T].sum().item()
-    figure = f"sum {right:.2g}; at their entropies {pull:.2g}, at those of the others {other:.2g}"
-    look = "the loss has the wrong sign, or a factor, such as a ratio or an entropy, is not detached"
-    yield "3 gradient at log-probs of right responses", right < 0 and pull * other >= 0, figure, look
+    right_T = batch.reward_PG.flatten()[batch.response_T] > 0
+    right = reached_T[right_T].sum()
+    look = "the loss has the wrong sign, or a factor, such as a ratio, is not detached"
+    yield "3 gradient at log-probs of right responses", right < 0, f"sum {right:.2g}", look
+
+    right = entropy_T[right_T].sum()
+    wrong = entropy_T[~right_T].sum()
+    look = "an entropy that multiplies the advantage is not detached"
+    yield "3 gradient at entropies, right and wrong", right * wrong >= 0, f"sums {right:.2g}, {wrong:.2g}", look
 
     idle_T = (before_T == 0) & (made.per_token.get("trained_T", torch.ones_like(before_T)) > 0)
-    last = idle_T[made.batch.length_R.cumsum(0) - 1].sum()
+    last = idle_T[batch.length_R.cumsum(0) - 1].sum()
     figure = f"{idle_T.sum()}, and {last} of them end a response, as a stop token does"
     yield "4 trained tokens of weight 0", True, figure, ""
 
@@ -264,10 +268,9 @@ def steps(world, module, settings):
         look = "something goes by a response's place, or is drawn at random"
         yield against(f"{line}, in another order", turned, whole, look)
         if name == "learn":
-            moved = step(single, module, moving, learn)
-            yield from examine(small, moved, module.policy_loss)
+            yield from examine(small, step(single, module, moving, learn), module.policy_loss)
     look = "an update without micro-batches must `continue`: after gradients of 0 AdamW moves the weights"
-    with common.naming(look):  # as one without gradients may raise
+    with common.refuse_errors(look):  # as one without gradients may raise
         still = step(single, module, settings, module.learn, zero_advantage=range(settings.prompts_per_step))
     unusual = [name for name, value in still.metrics.items() if not math.isfinite(value)]
     idle = still.steps and not any(gradient.any() for gradient in still.gradient.values())
@@ -287,8 +290,7 @@ def runs(script, flags):
         for later in folder.glob("checkpoints/step-0000[23]"):
             shutil.rmtree(later)
     gap = pandas.read_json(folder / "metrics.jsonl", lines=True)["gap_max"].max()
-    look = "no `sampler.load` after `learn`"
-    yield "6 trainer and sampler agree", gap < NATS, f"off by {gap:.2g} nats at most", look
+    yield "6 trainer and sampler agree", gap < NATS, f"off by {gap:.2g} nats at most", "no `sampler.load` after `learn`"
     look = "a step keeps something in memory"
     yield "6 resumed from the first checkpoint", weights[0] == weights[1], "the last weights, byte for byte", look
 

@@ -23,19 +23,16 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import experiments
 import pandas
 import plot
 import tyro
 from experiments import ROOT
-from pydantic import Field, PositiveInt
-from pydantic.dataclasses import dataclass
 
-from lib.messages import print_error, require
-from lib.record import PATHS
+from lib.messages import require
 
 RUNS = Path("runs") / "sweep"
 OURS = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
@@ -49,17 +46,16 @@ def code_of(command=()):
     """Return what stands for a command and for all that it reads now: our code, a fork or --reward and what lies beside
     it, other files that its flags name, and of a folder, such as a model, names, sizes and times. A run of anything
     else has another folder."""
-    named = [*command[:1]]
-    for _, value in re.findall(rf"--({'|'.join(PATHS)})=([^=]+)", "=".join(command)):
-        named += re.findall("[^,:]+", value)
     files = [*OURS]
-    read = [command]
-    for path in map(Path, named):
-        files += path.parent.glob("*.py") if path.suffix == ".py" else filter(Path.is_file, [path])
-        for inside in path.rglob("*"):
-            about = inside.lstat()
-            read.append((inside, about.st_size, about.st_mtime))
-    digest = hashlib.sha256(repr(read).encode())
+    inside = {}
+    for path in map(Path, re.split("[=,:]", "=".join(command))):
+        if path.suffix == ".py":
+            files += path.parent.glob("*.py")
+        elif path.is_file():
+            files.append(path)
+        elif path.name:  # which . and / lack: --delimiter may be one of them
+            inside |= {file: (file.lstat().st_size, file.lstat().st_mtime) for file in path.rglob("*")}
+    digest = hashlib.sha256(repr([command, inside]).encode())
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:8]
@@ -68,7 +64,7 @@ def code_of(command=()):
 def launch(words, folder, script=""):
     """Let run.sh do something, a fork in a script's place; add what it prints to a file of a folder, and say the last
     line of that each half minute. Raises CalledProcessError."""
-    own = os.environ | {"SCRIPT": script}
+    own = os.environ | {"SCRIPT": script, "ENDS_WITH_PARENT": "1"}
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "output.txt"
     with open(file, "a") as output:
@@ -99,6 +95,7 @@ def run_all(run, folders, jobs):
             print(f"{time.strftime('%X')}  {folder}  FAILED: {error} See its output.txt.")
             return True
 
+    require(jobs > 0, f"--jobs {jobs}: at least one run at a time")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
     with ThreadPoolExecutor(jobs) as pool:
         return any([*pool.map(failed, folders)])
@@ -108,35 +105,33 @@ def run_all(run, folders, jobs):
 def mean_of(run, figure, gaps):
     """Return the mean of a run's figure, METRIC, STEPS, over those of the steps that logged the metric: `mean`, all;
     `end`, the last; `step 40`; `steps 1–30`; `at reward 0.5`, five around the first whose last ten have that mean; `at
-    3,840 prompts`, the last ten until these were drawn, which are 120 steps of 32. NaN if none did. NaN, too, with a
-    line in `gaps`, if the run was cut off before it had these steps, or has a value there that is not finite."""
+    3,840 prompts`, the last ten until these were drawn, which are 120 steps of 32. It is NaN if none of them did. It is
+    NaN, too, and `gaps` gets a line that says so, if a value is not finite, or if the run was cut off before the steps
+    that the figure names, or before its end where it names none."""
     metric, _, how = figure.partition(", ")
-    rows = run.rows.reindex(columns=run.rows.columns.union([metric, "reward", "prompts_drawn"]))
+    rows = run.rows.reindex(columns=[*{*run.rows, metric, "reward", "prompts_drawn"}])
     last = rows["step"].max()
     needed = run.flags.get("steps", last)  # A csv is of a run that has ended.
     if how == "end":
         rows = rows[-1:]
     elif how == "at reward 0.5":
-        first = (rows["reward"].rolling(10).mean() >= 0.5).argmax()  # 0, before which there are no two, if none has it
-        rows = rows[first - 2 : first + 3]
-        needed = last if len(rows) == 5 else math.inf
+        reached = rows["reward"].rolling(10).mean() >= 0.5
+        first = reached.argmax()
+        rows = rows[first - 2 : first + 3] if reached.any() else rows[:0]
     elif how == "at 3,840 prompts":
-        drawn = rows["prompts_drawn"].cumsum()
-        rows = rows[drawn <= 3840][-10:]
-        if drawn.max() >= 3840:
-            needed = last
+        rows = rows[rows["prompts_drawn"].cumsum() <= 3840][-10:]
     elif how != "mean":
         steps = [int(step) for step in re.findall(r"\d+", how)]
-        require(steps, f"{figure!r}: a figure is a metric and its steps, such as 'reward, mean' or 'reward, steps 1–30'")
-        rows = rows[rows["step"].between(steps[0], steps[-1])]
+        require(steps, f"{figure}: no figure, as it names no steps: 'reward, mean' or 'reward, steps 1–30' does")
         needed = steps[-1]
-    wrong = rows["step"][rows[metric] == math.inf]
+        rows = rows[rows["step"].between(steps[0], needed)]
+    values = rows[metric].dropna()
     if last < needed:
         gaps.append(f"{run.path}: no {figure}, as its last step is {last:g}")
-    elif len(wrong):
-        gaps.append(f"{run.path}: no {figure}, as it is not finite at step {wrong.min():g}")
-    else:
-        return rows[metric].mean()
+    elif values.max() == math.inf:
+        gaps.append(f"{run.path}: no {figure}, as it is not finite at step {rows['step'][values.idxmax()]:g}")
+    elif len(values):
+        return sum(values) / len(values)
     return math.nan
 
 
@@ -217,12 +212,11 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         *gaps,
         sep="\n",
     )
-    ours = {file.name for file in OURS}
     for label, (run, *_) in methods.items():
         print(f"{label}: {plot.apart(run, first) or 'the first'}")
-        for file in run.path.glob(f"code/{len(run.code)}/*.py"):
-            if file.name not in ours:
-                print(changes_of(file))
+        fork = run.path / f"code/{len(run.code)}/{run.flags['script']}.py"
+        if fork.is_file() and not (ROOT / fork.name).exists():
+            print(changes_of(fork))
 
 
 # ---------------------------------------------------------------------------------------------------------------- sweep
@@ -230,11 +224,11 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
 class Args:
     """What to run. Other flags go to the scripts."""
 
-    experiments: tyro.conf.Positional[Annotated[tuple[str, ...], Field(min_length=1)]]
+    experiments: tyro.conf.Positional[tuple[str, ...]]
     """As ./run.sh list prints them; SCRIPT.py:EXPERIMENT for a fork. Flags of its own follow: ,--flag,value."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seed 1 of all experiments comes first."""
-    jobs: PositiveInt = 1
+    jobs: int = 1
     """Runs at a time."""
 
 
@@ -256,6 +250,7 @@ def main():
     if kind == "table":
         return tyro.cli(table, args=words)
     args, flags = tyro.cli(Args, args=words, description=__doc__, return_unknown_args=True)
+    require(args.experiments, "name experiments; ./run.sh list has them all")
     runs = {}
     for seed, experiment in itertools.product(args.seeds, args.experiments):
         script, colon, own = experiment.rpartition(".py:")
@@ -276,5 +271,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_error
     sys.exit(main())

@@ -5,13 +5,12 @@
 
 import math
 import re
-import sys
 from pathlib import Path
 
 import plot
 import tyro
 
-from lib.messages import print_error, require
+from lib.messages import require
 
 # Each trouble has three lines: a figure and the most of it that is well; what it is; what to change. Where responses
 # show it, a fourth has a pattern of these, as they stand in samples/, with {} for --max-response-tokens.
@@ -22,12 +21,12 @@ a smaller --lr, --compute-dtype float32
 
 crash_share 0.05
 share of responses whose grading crashed, or ran out of memory
---reward
+another --reward, or one that does neither
 reward 0,
 
 error_share 0.05
 share of responses that math_verify, which grades them, cannot compare: it raises an error
---reward, or --answer-column if the reference is no answer
+another --reward, or --answer-column if the reference is no answer
 reward 0,
 
 timeout_share 0.05
@@ -142,5 +141,4 @@ def main(folder: tyro.conf.Positional[Path]):
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_error
     tyro.cli(main, description=__doc__)
