@@ -1,28 +1,28 @@
 """GPG: Group Policy Gradient, arXiv 2504.02546.
 
-GPG is REINFORCE with the mean reward of the group as its baseline. It has no ratio, no clip and no reference model, and
-it makes one update per rollout batch. For one prompt it minimises the following, which the paper calls J:
+GPG is REINFORCE with the mean reward of the group as its baseline. GPG has no ratio, no clip and no reference model. It
+makes one update per rollout batch. For one prompt, GPG minimises the following, which the paper calls J:
 
     J = 1 / sum_i |o_i| sum_i sum_t -log pi(o_it) A_i                                                     (5)
     A_i = (r_i - mean r) / F_norm, with F_norm = 1, std r of the group, or std r of the batch             (6)
     J_hat = alpha J, alpha = B / (B - M)                                                               (7, 8)
 
-The response o_i is one of G to the prompt and has the reward r_i and |o_i| tokens. B responses are in the batch. M of
-them are in zero-advantage groups, whose rewards are all equal; these have no gradient, and the paper calls them
-invalid. alpha turns the mean over the batch into a mean over the valid groups, which the paper calls accurate gradient
+o_i is one of the G responses to the prompt. It has the reward r_i and |o_i| tokens. The batch has B responses. M of
+them are in zero-advantage groups, whose rewards are all equal. Such groups have no gradient, and the paper calls them
+invalid. alpha turns the mean over the batch into a mean over the valid groups. The paper calls this accurate gradient
 estimation (AGE). While the share of valid groups is below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the
 valid groups (Algorithm 1).
-common.py's docstring explains suffixes such as _T.
+The docstring of common.py explains the suffixes of names, such as _T.
 
-    ./run.sh gpg-7b                       GPG-Zero-7B of Table 4 (also gpg-rs1, gpg-rs3, the ablations: ./run.sh help)
-    torchrun --nproc-per-node 8 gpg.py    the same training; no --eval, no activation checkpointing
+    ./run.sh gpg-7b                       GPG-Zero-7B of Table 4; ./run.sh help names gpg-rs1, gpg-rs3, the ablations
+    torchrun --nproc-per-node 8 gpg.py    the same training without evaluation and activation checkpointing
 
-Row D of Table 15 is the default. Row C is --beta-th 0, row B is --no-accurate-gradient --beta-th 0, and row A is row B
-with --norm group.
+The default is row D of Table 15. Row C is --beta-th 0. Row B is --no-accurate-gradient --beta-th 0. Row A is row B with
+--norm group.
 
-Departures from the paper and our readings of it stand where they act, beside a flag or in the code. (ours) means that
-the paper does not say, and we chose. docs/gpg.md sets each equation beside its lines, compares the paper with its
-released code (github.com/AMAP-ML/GPG) and lists slips.
+Each departure from the paper, and each reading of it, is stated beside the flag or the line that it affects. (ours)
+means that the paper does not say, and we chose. docs/gpg.md shows each equation with its lines of code, compares the
+paper with its released code (github.com/AMAP-ML/GPG), and lists slips in the paper.
 """
 
 from typing import Literal
@@ -37,45 +37,47 @@ import common
 
 @dataclass
 class Args(common.Args):
-    """GPG-Zero-7B (B.1). The paper gives neither its lengths, of which ours together fill the model's context, nor its
-    temperature, which is 1 here (ours). AdamW's betas and the gradient norm are verl's defaults."""
+    """GPG-Zero-7B (B.1). The paper gives no lengths: ours, prompt and response together, fill the model's context. The
+    paper gives no temperature: it is 1 here (ours). AdamW's betas and the gradient norm are verl's defaults."""
 
-    model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id, or folder with config.json (Table 9; release).
+    model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id, or folder with config.json and *.safetensors (Table 9; released code).
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"
-    """A text file with {problem} in it, or one of common.py's PROMPTS, here B.4's. We read its "boxed" as
-    \\boxed{}."""
-    steps: NonNegativeInt = 1100  # Rollout steps; 0 only evaluates.
-    prompts_per_step: PositiveInt = 144  # Prompts sampled in a step, or in each of its draws (P).
-    group_size: common.AtLeastTwo = 8  # Responses to each prompt (G; B.1).
-    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted (ours).
-    max_response_tokens: PositiveInt = 3072  # A response is cut at this length and scores as it stands (ours).
-    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate (B.1).
+    """Prompt format: one of common.py's PROMPTS, or a text file with {problem} in it.
+    The default is the prompt of B.4. We read its "boxed" as \\boxed{}."""
+    steps: NonNegativeInt = 1100  # Number of rollout steps. 0: only evaluate.
+    prompts_per_step: PositiveInt = 144  # Number of prompts in a step, or in each draw of the step (P).
+    group_size: common.AtLeastTwo = 8  # Number of responses to each prompt (G; B.1).
+    max_prompt_tokens: PositiveInt = 1024  # Leave out longer prompts and print their number (ours).
+    max_response_tokens: PositiveInt = 3072  # Cut off responses at this length, grade them as they are (ours).
+    lr: NonNegativeFloat = 1e-6  # Largest learning rate of AdamW (B.1).
     reward: str = "open_r1_gpg"
-    """The reward of the released ablations (B.4: "consistent with the ground truth"). docs/evaluation.md has others."""
-    weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter.
+    """The reward of the released ablations (B.4: "consistent with the ground truth").
+    docs/evaluation.md lists others."""
+    weight_decay: NonNegativeFloat = 0.1  # Weight decay of AdamW, on every parameter.
     norm: Literal["none", "group", "batch"] = "none"
-    """F_norm of Eq. 6. none: 1. group or batch: the standard deviation of its rewards (Tables 1, 13)."""
+    """F_norm of Eq. 6. none: 1. group: standard deviation of the group's rewards. batch: standard deviation of the
+    batch's rewards (Tables 1, 13)."""
     normaliser: Literal["group", "response"] = "group"
-    """Weight of a token. group: 1 / sum |o_i| (Eq. 5). response: 1 / G 1 / |o_i| (released multimodal code)."""
+    """Weight of a token in the loss. group: 1 / sum |o_i| (Eq. 5). response: 1/G 1/|o_i| (released multimodal code)."""
     accurate_gradient: bool = True
     """Multiply the policy gradient by alpha (Eq. 7)."""
     beta_th: common.Share = 0.6
     """Draw more prompts until this share of the step's groups is valid (B.1; Table 10 has 0.8, too). 0: draw once."""
     max_draws: PositiveInt = 20
-    """After this many draws, go on with the groups there are (20 is the released code's limit)."""
+    """After this many draws, train on the groups that were drawn (20 is the limit of the released code)."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the initial model. Section 3.4 prints none; its released recipe inherits 0.04.
-    0: no reference is loaded."""
+    """Weight of the KL to the initial model. Section 3.4 prints no weight; its released recipe inherits 0.04.
+    0: no reference model is loaded."""
     format_reward: bool = False
-    """Add 1 to the reward of a response that is in the think and answer format (B.4, "for most tasks")."""
+    """Add 1 to the reward of a response that has the think and answer format (B.4, "for most tasks")."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG, norm: str = "none"):
-    """Return advantage_PG (Eq. 6). The std of norm "group" or "batch" is unbiased, and 1e-6 is added to it (ours;
-    the release has 1e-4). A
-    zero-advantage group, whose rewards are all equal, gets exactly 0."""
+    """Return advantage_PG (Eq. 6). The std is unbiased, and 1e-6 is added to it (ours; the released code adds 1e-4). If
+    `norm` is "none", nothing is divided by a std. If all rewards of a group are equal (a zero-advantage group), its
+    advantages are exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     if norm != "none":
         std = reward_PG.std(1, keepdim=True) if norm == "group" else reward_PG.std()
@@ -84,16 +86,17 @@ def advantages(reward_PG, norm: str = "none"):
 
 
 def alpha(reward_PG) -> float:
-    """Return B / (B - M) over the batch of all ranks (Eq. 7), or 1 if no group is valid, and so none has a gradient."""
+    """Return B / (B - M) over the batch of all ranks (Eq. 7). If no group is valid, return 1; then no group has a
+    gradient."""
     groups = int(common.valid_groups(reward_PG).sum())
     return len(reward_PG) / groups if groups else 1.0  # Eq. 7
 
 
 def token_weights(length_R, group_size: int):
-    """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of the batch's
-    responses. The weight is 1 / (P sum_i |o_i|), where the sum is over the token's own group (Eq. 5): we take the
-    expectation as the mean over groups, and inside a group a long response weighs more than a short one. group_size 1
-    makes it 1 / (P G |o_i|), the mean per response. Either sums to 1."""
+    """Return weight_T (float64), the weight of each token in the loss. length_R has the number of tokens of each of the
+    batch's responses. The weight is 1 / (P sum_i |o_i|), where the sum is over the token's own group (Eq. 5). We read
+    the expectation as the mean over groups. Inside a group, a long response weighs more than a short one.
+    If group_size is 1, the weight is 1 / (P G |o_i|), the mean over responses. In both cases the weights sum to 1."""
     tokens_P = length_R.view(-1, group_size).sum(1)
     weight_P = 1 / (len(tokens_P) * tokens_P.double())  # Eq. 5
     return weight_P.repeat_interleave(tokens_P)
@@ -101,7 +104,7 @@ def token_weights(length_R, group_size: int):
 
 def format_reward(text: str) -> float:
     """Return 1.0 if the text is "<think>...</think> <answer>...</answer>" with nothing around it (B.4), else 0.0. No
-    tag may come twice. The first may be missing, because chat templates put it at the end of the prompt (ours)."""
+    tag may occur twice. "<think>" may be missing, because chat templates put it at the end of the prompt (ours)."""
     text = text.strip().removeprefix("<think>")
     once = [text.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")] == [0, 1, 1, 1]
     answer = text.partition("</think>")[2].strip()
@@ -109,10 +112,10 @@ def format_reward(text: str) -> float:
 
 
 def policy_loss(logp_T, advantage_T, weight_T, alpha, kl_coef=0.0, ref_logp_T=None):
-    """Return the loss, summed over these tokens, and what it saw of each. The loss is Eq. 8; with ref_logp_T, the
-    reference's log-probs, kl_coef times the KL to the reference is added, and the KL of each token is returned (k3,
-    nats). The KL has the token weights of J, but alpha multiplies the policy gradient alone, because the KL of an
-    invalid group is not 0 (ours; the released code multiplies both)."""
+    """Return the loss (Eq. 8), summed over these tokens, and a dict of tensors. If ref_logp_T, the log-probs of the
+    reference, is given, kl_coef times the KL to the reference is added to the loss, and the dict has the KL of each
+    token (k3, nats). The KL has the same token weights as J. alpha multiplies the policy gradient but not the KL,
+    because the KL of an invalid group is not 0 (ours; the released code multiplies both)."""
     loss = -alpha * (weight_T * logp_T * advantage_T).sum()  # Eq. 8; Algorithm 1, line 3
     per_token = {}
     if ref_logp_T is not None:
@@ -125,25 +128,25 @@ def policy_loss(logp_T, advantage_T, weight_T, alpha, kl_coef=0.0, ref_logp_T=No
 
 # ------------------------------------------------------------------------------------------------------------ one step
 def learn(policy, reference, optimizer, batch, record):
-    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics and, as *_T, what the loss
-    saw of each token, the same on every rank."""
+    """Train on the rollouts of one step. Every rank holds all of them. Return the metrics of the step and a dict of
+    tensors *_T: the inputs and results of the loss for each token. Every rank returns the same."""
     args = record.args
     world = record.world
 
     # ---- advantages, and everything else that needs no log-probs
     advantage_R = advantages(batch.reward_PG, args.norm).flatten().float()
-    # Without KL, A = 0 means no gradient. Where no group is valid, there is then no update.
+    # Without a KL, A = 0 means no gradient. If, then, no group is valid, there is no update.
     trained_R = (advantage_R != 0) | (args.kl_coef > 0)
     trained_T = trained_R[batch.response_T]
     together = args.group_size if args.normaliser == "group" else 1  # responses that share a denominator
     advantage_T = advantage_R[batch.response_T]
     weight_T = token_weights(batch.length_R, together).float()
     scale = alpha(batch.reward_PG) if args.accurate_gradient else 1.0
-    # One update per rollout batch, as Algorithm 1 suggests; the paper does not say it elsewhere.
-    # one list for the only update; a micro-batch is a list of numbers of responses, which `pack` makes a row of tokens
+    # A rollout batch gets one update. Algorithm 1 suggests this; the paper says it nowhere else.
+    # one list of micro-batches for the update; `pack` lays a micro-batch, a list of response numbers, in one row
     micro_batches_by_update = batch.deal_updates(batch.update_of_response(1), trained_R, world, args.micro_batch_tokens)
 
-    # ---- old and reference log-probs; the loss has no ratio, so that only --tis-cap asks for the old ones
+    # ---- old and reference log-probs; the loss has no ratio, so only --tis-cap needs old log-probs
     if args.tis_cap:
         old_logp_T, _ = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")
         advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
@@ -151,16 +154,17 @@ def learn(policy, reference, optimizer, batch, record):
         ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
     def loss_of(logp_T, entropy_T, at=slice(None)):
-        """Return policy_loss of some of the step's tokens: logp_T and entropy_T are their log-probs and entropies, `at`
-        their entries, by default all. An entropy bonus would be a term here, and be logged with the rest."""
+        """Return policy_loss of some of the step's tokens. `at` selects them from the step's *_T; by default it selects
+        all. logp_T and entropy_T are the log-probs and entropies of these tokens. To add an entropy bonus, add a term
+        here: it is then trained and logged."""
         ref = ref_logp_T[at] if reference else None
         return policy_loss(logp_T, advantage_T[at], weight_T[at], scale, args.kl_coef, ref)
 
     # ---- updates
-    seen_2T = torch.zeros(2, len(trained_T))  # log-probs and entropies as the updates see them
+    seen_2T = torch.zeros(2, len(trained_T))  # log-probs and entropies in the updates' forward passes
     for micro_batches in micro_batches_by_update:
         if not micro_batches:
-            continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
+            continue  # no token has a gradient; AdamW's momentum and decay would move the weights all the same
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in common.passes(policy, micro_batches):
@@ -171,7 +175,7 @@ def learn(policy, reference, optimizer, batch, record):
                 seen_2T[:, micro.entry_T] = torch.stack([logp, entropy]).detach()
             common.optimizer_step(policy, optimizer, record)
 
-    # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
+    # ---- metrics: from policy_loss on the whole step, since means of micro-batches do not add up
     logp_T, entropy_T = world.all_reduce(seen_2T)
     loss, per_token = loss_of(logp_T, entropy_T)
     metrics = {
@@ -202,8 +206,9 @@ def learn(policy, reference, optimizer, batch, record):
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
-    """Train: sample, verify, learn, sync and log in every step, evaluate in some. The paper's part is in `learn`."""
-    # ---- find whatever can be wrong before an engine starts
+    """Train. Every step samples, verifies, learns, syncs and logs. Some steps also evaluate. The paper's method is in
+    `learn`."""
+    # ---- check flags, model and data before an engine starts
     common.validate(args)
     world = common.init_world()
     folder = common.model_folder(args)
@@ -215,9 +220,9 @@ def main(args: Args) -> None:
     sampler = common.Sampler(folder, tokenizer, args, world)
     policy = common.load_policy(folder, args, world)
     reference = None
-    # Section 3.4 says that its results with a KL are in Table 13, which has none. We read it as row A with a KL
-    # (./run.sh gpg-kl-math): that table's rows have alpha 1, and the released recipe sets neither alpha nor F_norm = 1.
-    # That recipe differs by a format reward and a prompt that asks for thoughts.
+    # Section 3.4 says that its results with a KL are in Table 13, but Table 13 has no KL. We read section 3.4 as row A
+    # with a KL (./run.sh gpg-kl-math): the rows of Table 13 have alpha 1, and the released recipe sets neither alpha
+    # nor F_norm = 1. The released recipe also has a format reward and a prompt that asks for thoughts.
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = common.adamw(policy, args.lr, args)
@@ -242,8 +247,8 @@ def main(args: Args) -> None:
             drawn += groups
             position += len(groups)
             # Algorithm 1 and section 2.2 draw until the share exceeds beta_th. Section 2.2 accumulates the valid groups
-            # "into the resampled subsequent batch", so its share may be (carried + new valid) / (carried + P). Ours is
-            # that of the released code: all valid groups / P, and equality is enough.
+            # "into the resampled subsequent batch", so its share may be (carried + new valid) / (carried + P). We take
+            # the share as the released code does: all valid groups / P. A share equal to beta_th is enough.
             reward_PG = torch.stack([group.reward_G for group in drawn])
             valid_P = common.valid_groups(reward_PG)
             if valid_P.sum().item() / args.prompts_per_step >= args.beta_th:  # Algorithm 1, line 1
@@ -251,9 +256,9 @@ def main(args: Args) -> None:
         else:
             record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
         sampler.sleep()
-        # The update has P groups: the valid ones that came first, filled up with invalid ones of the last draw, which
-        # count in B and M. Valid groups beyond P are not carried over: the next step's policy did not sample them, and
-        # GPG has no ratio to correct for that.
+        # The update has P groups: the first valid groups and, if these are too few, invalid groups of the last draw.
+        # The invalid groups count in B and M. Valid groups beyond P are not carried over to the next step: its policy
+        # did not sample them, and GPG has no ratio to correct for that.
         batch = common.Batch(common.choose_groups(drawn, valid_P, args.prompts_per_step))
 
         # ---- learn
@@ -263,7 +268,7 @@ def main(args: Args) -> None:
 
         # ---- sync
         with record.phase("sync"):
-            optimizer.zero_grad()  # the engine needs the gradients' memory
+            optimizer.zero_grad()  # frees the gradients' memory for the engine
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint
@@ -274,7 +279,7 @@ def main(args: Args) -> None:
         record.write_training(step, batch, per_token, evaluated)
         record.log_step(step, metrics)
         common.checkpoint_if_due(policy, optimizer, step, position, record)
-        if record.stopping:  # a file `stop`, or a signal, asked for a checkpoint and an end
+        if record.stopping:  # a file `stop` or a signal asked the run to write a checkpoint and end
             break
 
     if args.steps:

@@ -1,7 +1,7 @@
 """SPS: Steering Probability Squeezing, arXiv 2604.16995v1.
 
-SPS alternates RL stages with inverse-RL (IRL) stages on the policy's own rollouts (Algorithm 1). For one prompt, an RL
-stage minimises L, which is GRPO, and an IRL stage minimises L_IRL, which is Eq. 4 without its minus sign:
+SPS alternates RL stages with inverse-RL (IRL) stages, which train on the policy's own rollouts (Algorithm 1). For one
+prompt, an RL stage minimises L, the loss of GRPO. An IRL stage minimises L_IRL, which is Eq. 4 without its minus sign:
 
     L = 1/G sum_i 1/|y_i| sum_t -min(w_it A_i, clip(w_it, 1 - eps, 1 + eps) A_i) + beta KL_it   (Eq. 23, and a KL)
     A_i = (R_i - mean R) / std R                                                                         (Eq. 25)
@@ -9,17 +9,20 @@ stage minimises L, which is GRPO, and an IRL stage minimises L_IRL, which is Eq.
     KL = pi_ref / pi - log(pi_ref / pi) - 1                                                   (beta of Table 2)
     L_IRL = E_{y' ~ Y'} -log pi(y' | x), Y' the demonstrations                                           (Eq. 4)
 
-The response y_i is one of G to the prompt x and has the reward R_i and |y_i| tokens. pi is the policy that is trained,
-pi_old the one that sampled, and pi_ref the initial one. common.py's docstring explains suffixes such as _T.
+y_i is one of the G responses to the prompt x. It has the reward R_i and |y_i| tokens. pi is the policy that is trained,
+pi_old the policy that sampled, and pi_ref the initial policy. The docstring of common.py explains the suffixes of
+names, such as _T.
 
     ./run.sh sps-1.5b                      Qwen2.5-Math-1.5B, 3,000 problems (Table 1); also sps-7b, --subset 5000
     torchrun --nproc-per-node 4 sps.py     the same training without evaluation
 
-GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-sps-1.5b, gspo-sps-1.5b). At the
-printed --irl-lr imitation moves next to nothing, so expect GRPO's results; ./run.sh sps-act-... has 5e-7 (ours).
+GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-sps-1.5b, gspo-sps-1.5b). The
+--irl-lr that the paper prints changes next to no weight, so expect GRPO's results. ./run.sh sps-act-... has 5e-7
+(ours).
 
-Departures from the paper and our readings of it stand where they act, beside a flag or in the code. (ours) means that
-the paper does not say, and we chose. docs/sps.md sets each equation beside its lines and lists slips of the paper.
+Each departure from the paper, and each reading of it, is stated beside the flag or the line that it affects. (ours)
+means that the paper does not say, and we chose. docs/sps.md shows each equation with its lines of code and lists
+slips in the paper.
 """
 
 import math
@@ -35,66 +38,70 @@ import common
 
 @dataclass
 class Args(common.Args):
-    """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2). In both stages the learning rate is constant and the gradient's norm
-    is clipped at 1; sampling has top-p 1 and no top-k (ours; ms-swift would take a cosine, top-p 0.9 and top-k 50)."""
+    """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2). In both stages the learning rate is constant and the gradient norm
+    is clipped at 1. Sampling has top-p 1 and no top-k (ours; ms-swift's defaults: a cosine, top-p 0.9, top-k 50)."""
 
-    model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id or folder with config.json and *.safetensors (section 5.1).
+    model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id, or folder with config.json and *.safetensors (section 5.1).
     dataset: str = "Elliott/Openr1-Math-46k-8192"
-    template: str = "qwen-math"  # One of common.py's PROMPTS (this one is ours), or a text file with {problem}.
+    template: str = "qwen-math"
+    """Prompt format: one of common.py's PROMPTS, or a text file with {problem} in it. The default is ours."""
     subset: NonNegativeInt = 3000
-    """Train on this many problems, drawn uniformly by --seed (section 5.1: 3k, 5k, 10k). 0: on all."""
-    steps: NonNegativeInt = 700  # RL steps (section 5.2; that only these count is ours); 0 only evaluates.
+    """Train on this many problems, drawn uniformly by --seed (section 5.1: 3k, 5k, 10k). 0: train on all."""
+    steps: NonNegativeInt = 700  # Number of RL steps (section 5.2; counting no IRL steps is ours). 0: only evaluate.
     prompts_per_step: PositiveInt = 16
-    """Prompts sampled in a step (P). With groups of 8 these make 128 completions (section 5.1)."""
-    group_size: common.AtLeastTwo = 8  # Responses to each prompt (G; section 5.1).
-    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted (ours).
-    max_response_tokens: PositiveInt = 3072  # A response is cut at this length and scores as it stands (ours).
-    lr: NonNegativeFloat = 5e-7  # AdamW's largest learning rate in RL stages (section 5.1).
+    """Number of prompts in a step (P). With 8 responses to each prompt, a step has 128 responses (section 5.1)."""
+    group_size: common.AtLeastTwo = 8  # Number of responses to each prompt (G; section 5.1).
+    max_prompt_tokens: PositiveInt = 1024  # Leave out longer prompts and print their number (ours).
+    max_response_tokens: PositiveInt = 3072  # Cut off responses at this length, grade them as they are (ours).
+    lr: NonNegativeFloat = 5e-7  # Largest learning rate of AdamW in RL stages (section 5.1).
     reward: str = "open_r1"
-    """Math-Verify alone (section 5.1), as open-r1 calls it (ours). docs/evaluation.md has others."""
-    weight_decay: NonNegativeFloat = 0.1  # AdamW's decay, on every parameter, in both stages (ms-swift's).
+    """Math-Verify alone (section 5.1), called as open-r1 calls it (ours). docs/evaluation.md lists others."""
+    weight_decay: NonNegativeFloat = 0.1  # Weight decay of AdamW, on every parameter, in both stages (ms-swift).
     adam_betas: tuple[common.Below1, common.Below1] = (0.9, 0.95)
-    """How much AdamW's moments keep, in both stages (ms-swift's default)."""
+    """Betas of AdamW, in both stages (ms-swift's default)."""
     updates_per_step: PositiveInt = 1
-    """Optimiser steps on one rollout batch (ours). Each has its own prompts."""
+    """Number of updates (optimiser steps) on one rollout batch (ours). Each update has its own prompts."""
     clip_low: NonNegativeFloat = 0.2
     """How far below 1 the ratio may fall in RL stages (TRL's default)."""
-    clip_high: NonNegativeFloat = 0.2  # How far above 1 it may rise.
+    clip_high: NonNegativeFloat = 0.2  # How far above 1 the ratio may rise.
     kl_coef: NonNegativeFloat = 0.01
-    """Weight of the KL in RL stages (Table 2), to the initial model (ours; the policy at the start of the stage is the
-    alternative). 0: no reference model is loaded."""
+    """Weight of the KL to the initial model, in RL stages (Table 2). The choice of the initial model is ours; the paper
+    may mean the policy at the start of the stage. 0: no reference model is loaded."""
     rl_steps: NonNegativeInt = 0
-    """Number of steps of an RL stage. 0: as many as --rl-passes makes."""
+    """Number of steps of an RL stage. 0: as many as --rl-passes takes."""
     rl_passes: PositiveFloat = 1.0
-    """How often an RL stage passes over the data, if --rl-steps is 0 (ours)."""
+    """If --rl-steps is 0, how many passes an RL stage makes over the data (ours)."""
     irl_steps: NonNegativeInt = 4
-    """Number of steps of an IRL stage (section 5.1, as we read it). 0: as many as --irl-passes makes."""
+    """Number of steps of an IRL stage (section 5.1, as we read it). 0: as many as --irl-passes takes."""
     irl_passes: NonNegativeFloat = 0.0
-    """How often an IRL stage passes over its demonstrations, if --irl-steps is 0. 0: no IRL stage, which is GRPO."""
+    """If --irl-steps is 0, how many passes an IRL stage makes over its demonstrations.
+    0: no IRL stage, which is GRPO."""
     irl_batch: PositiveInt = 512
     """Number of demonstrations in an IRL step (section 5.1)."""
     irl_lr: NonNegativeFloat = 5e-10
-    """AdamW's learning rate in IRL stages, as printed in section 5.1; docs/sps.md says what it does to a weight."""
+    """Learning rate of AdamW in IRL stages, as printed in section 5.1. docs/sps.md explains its effect on a weight."""
     demonstrations: PositiveInt = 3
     """Number of responses to each prompt that become demonstrations: the sampling size (sections 5.1, 5.3; Fig. 4)."""
     choose: Literal["l2te", "uniform", "quantile"] = "l2te"
-    """Which responses. l2te: wrong and unlikely first (section 4.1). uniform: any (section 4.1).
-    quantile: the least likely of a step's (another reading, of C.1), as many as l2te has (ours)."""
+    """Which responses become demonstrations. l2te: for each prompt, wrong and unlikely responses first (section 4.1).
+    uniform: for each prompt, random responses (section 4.1). quantile: the least likely responses of a step (our other
+    reading, of C.1), as many as with l2te (ours)."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper
 def advantages(reward_PG):
-    """Return advantage_PG (Eq. 25). The std is unbiased, and 1e-6 is added to it (ours). A zero-advantage group, whose
-    rewards are all equal, gets exactly 0."""
+    """Return advantage_PG (Eq. 25). The std is unbiased, and 1e-6 is added to it (ours). If all rewards of a group are
+    equal (a zero-advantage group), its advantages are exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
     advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # Eq. 25
     return advantage_PG * common.valid_groups(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
 
 
 def token_weights(length_R, normaliser: str = "response"):
-    """Return weight_T (float64), the factor in front of each token. length_R counts the tokens of all of an update's
-    responses. response: 1/R 1/|y_i|, which is 1/G and 1/|y_i| of Eq. 23 and the mean over prompts. token: 1 / sum |y_i|
-    (for Eq. 4; ours). Either sums to 1."""
+    """Return weight_T (float64), the weight of each token in the loss. length_R has the number of tokens of each of an
+    update's responses, also of those whose advantage is 0.
+    response: 1 / (R |y_i|). This is 1/G 1/|y_i| of Eq. 23, averaged over prompts. token: 1 / sum |y_i| (for Eq. 4;
+    ours). In both cases the weights sum to 1."""
     weight_R = 1 / (len(length_R) * length_R.double())
     if normaliser == "token":
         weight_R[:] = 1 / length_R.double().sum()
@@ -102,29 +109,32 @@ def token_weights(length_R, normaliser: str = "response"):
 
 
 def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, weight_T, low, high, kl_coef):
-    """Return the RL loss (Eq. 23), summed over these tokens, and what it saw of each: its ratio, whether low or high
-    clips it, and its KL to the reference (k3, nats)."""
-    ratio_T = (logp_T - old_logp_T).exp()  # Eq. 24, of a token
+    """Return the RL loss (Eq. 23), summed over these tokens, and a dict of tensors: for each token its ratio, whether
+    the token is clipped, and its KL to the reference (k3, nats). A token is clipped if the clipped term is strictly the
+    smaller one."""
+    ratio_T = (logp_T - old_logp_T).exp()  # Eq. 24, for each token
     free_T = ratio_T * advantage_T
-    clipped_T = ratio_T.clamp(low, high) * advantage_T
+    clipped_term_T = ratio_T.clamp(low, high) * advantage_T
     log_ratio_T = ref_logp_T - logp_T
     kl_T = log_ratio_T.exp() - log_ratio_T - 1  # k3
-    loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_T))).sum()  # Eq. 23, and a KL
-    return loss, {"ratio_T": ratio_T, "clipped_T": clipped_T < free_T, "kl_T": kl_T}
+    loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_term_T))).sum()  # Eq. 23, and a KL
+    return loss, {"ratio_T": ratio_T, "clipped_T": clipped_term_T < free_T, "kl_T": kl_T}
 
 
 def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=None) -> list[tuple[int, int]]:
-    """Return the demonstrations among a step's rollouts as (prompt, response) numbers, in order. mean_logp_PG is each
-    response's mean log-prob of a token. There are k for each prompt, except with quantile.
-    l2te: the wrong responses with the lowest mean log-prob; if these are too few, the right ones with the lowest, too.
-    uniform: k at random, drawn by `generator`. quantile: the k * P responses with the lowest mean log-prob, whatever
-    their prompt. Of responses with the same mean log-prob, the first is taken.
+    """Choose the demonstrations among the responses of a step. Return their (prompt, response) numbers, in order.
+    mean_logp_PG is the mean log-prob of each response's tokens. l2te and uniform choose k responses to each prompt.
+    l2te: the wrong responses with the lowest mean log-prob. If a prompt has too few of them, the right responses with
+    the lowest mean log-prob are added.
+    uniform: responses at random, drawn by `generator`.
+    quantile: the k * P responses of the step with the lowest mean log-prob, to any prompt.
+    If responses have the same mean log-prob, the first of them is taken first.
 
-    The paper says of this one choice that it is uniform (section 4.1, before L2TE), that it "preferentially samples"
-    unlikely rollouts and augments each batch "with positive trajectories" if negative ones are too few (L2TE), that it
-    takes three of eight (5.1), and that it samples "from the lower quantile of trajectories in each batch" (C.1, which
-    reads as how L2TE is implemented). These cannot all hold. l2te takes wrong responses first, as section 4.1 has
-    it; that it is deterministic and chooses for each prompt is ours. The other two are other readings."""
+    The paper makes four statements about this one choice. It is uniform (section 4.1, before L2TE). It "preferentially
+    samples" unlikely rollouts and augments each batch "with positive trajectories" if negative ones are too few (L2TE).
+    It takes three of eight (5.1). It samples "from the lower quantile of trajectories in each batch" (C.1, which reads
+    as how L2TE is implemented). These cannot all hold. l2te takes wrong responses first, as section 4.1 says. That l2te
+    is deterministic and chooses for each prompt is ours. uniform and quantile are other readings."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
         lowest = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1
@@ -140,8 +150,8 @@ def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=N
 
 
 def irl_loss(logp_T, weight_T):
-    """Return the IRL loss (Eq. 4, nats), summed over these tokens, and metrics: probability is a token's mean
-    probability, weighted as in the loss."""
+    """Return the IRL loss (Eq. 4, nats), summed over these tokens, and metrics. The metric `probability` is the mean
+    probability of a token, weighted as in the loss."""
     loss = -(weight_T * logp_T).sum()  # Eq. 4
     probability = (weight_T * logp_T.exp()).sum()
     return loss, {"probability": probability.detach()}
@@ -149,24 +159,24 @@ def irl_loss(logp_T, weight_T):
 
 # ------------------------------------------------------------------------------------------------------------ one step
 def learn(policy, reference, optimizer, batch, record):
-    """Train on one step's rollouts, which every rank holds whole. Return the step's metrics and, as *_T, what the loss
-    saw of each token, the same on every rank."""
+    """Train on the rollouts of one step. Every rank holds all of them. Return the metrics of the step and a dict of
+    tensors *_T: the inputs and results of the loss for each token. Every rank returns the same."""
     args = record.args
     world = record.world
 
     # ---- advantages, and everything else that needs no log-probs
     advantage_R = advantages(batch.reward_PG).flatten().float()
-    trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without KL, A = 0 means no gradient
+    trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without a KL, A = 0 means no gradient
     trained_T = trained_R[batch.response_T]
     advantage_T = advantage_R[batch.response_T]
     update_R = batch.update_of_response(args.updates_per_step)
     weights = [token_weights(batch.length_R[update_R == update]) for update in range(args.updates_per_step)]
     weight_T = torch.cat(weights).float()
-    # one list for each update; a micro-batch is a list of numbers of responses, which `pack` makes a row of tokens
+    # one list of micro-batches for each update; `pack` lays a micro-batch, a list of response numbers, in one row
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
-    # ---- old and reference log-probs, in the updates' micro-batches, so that all ratios of the first update are 1
-    old_logp_T = None  # the only update sees the policy that sampled
+    # ---- old and reference log-probs, in the updates' own micro-batches, so that the first update's ratios are all 1
+    old_logp_T = None  # not needed for a single update: the policy has not moved, so the ratio is 1
     if args.updates_per_step > 1 or args.tis_cap:
         old_logp_T, _ = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")
     if args.tis_cap:
@@ -175,19 +185,21 @@ def learn(policy, reference, optimizer, batch, record):
         ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
     def loss_of(logp_T, entropy_T, at=slice(None)):
-        """Return policy_loss of some of the step's tokens: logp_T and entropy_T are their log-probs and entropies, `at`
-        their entries, by default all. An entropy bonus would be a term here, and be logged with the rest.
-        Log-probs stand for those of the old policy or the reference where there are none: the ratio is 1, the KL 0."""
+        """Return policy_loss of some of the step's tokens. `at` selects them from the step's *_T; by default it selects
+        all. logp_T and entropy_T are the log-probs and entropies of these tokens. To add an entropy bonus, add a term
+        here: it is then trained and logged.
+        If there are no old log-probs, the detached new ones take their place, so the ratio is 1. If there is no
+        reference, they also take the place of the reference's log-probs, so the KL is 0."""
         old = logp_T.detach() if old_logp_T is None else old_logp_T[at]
         ref = ref_logp_T[at] if reference else logp_T.detach()
         low, high = 1 - args.clip_low, 1 + args.clip_high
         return policy_loss(logp_T, old, ref, advantage_T[at], weight_T[at], low, high, args.kl_coef)
 
     # ---- updates
-    seen_2T = torch.zeros(2, len(trained_T))  # log-probs and entropies as the updates see them
+    seen_2T = torch.zeros(2, len(trained_T))  # log-probs and entropies in the updates' forward passes
     for micro_batches in micro_batches_by_update:
         if not micro_batches:
-            continue  # nothing to learn; after gradients of 0 AdamW's momentum and decay would still move the weights
+            continue  # no token has a gradient; AdamW's momentum and decay would move the weights all the same
         with record.phase("update"):
             optimizer.zero_grad()
             for responses in common.passes(policy, micro_batches):
@@ -198,7 +210,7 @@ def learn(policy, reference, optimizer, batch, record):
                 seen_2T[:, micro.entry_T] = torch.stack([logp, entropy]).detach()
             common.optimizer_step(policy, optimizer, record)
 
-    # ---- metrics: policy_loss on the whole step, since means of micro-batches do not add up
+    # ---- metrics: from policy_loss on the whole step, since means of micro-batches do not add up
     logp_T, entropy_T = world.all_reduce(seen_2T)
     if old_logp_T is None:
         old_logp_T = logp_T
@@ -226,9 +238,9 @@ def learn(policy, reference, optimizer, batch, record):
 
 
 def learn_irl(policy, batches, record):
-    """Train on the batches of demonstrations of an IRL stage, with an AdamW of the stage's own, while that of the RL
-    stages keeps its moments (ours). Return the means of the batches' metrics and the loss of the last batch, the same
-    on every rank."""
+    """Train on the demonstrations of one IRL stage, one update per batch. Each IRL stage has an AdamW of its own, and
+    the AdamW of the RL stages keeps its moments (ours). Return the mean of each metric over the batches, and the loss
+    of the last batch. Every rank returns the same."""
     args = record.args
     world = record.world
     optimizer = common.adamw(policy, args.irl_lr, args)
@@ -259,8 +271,8 @@ def learn_irl(policy, batches, record):
 
 
 def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float:
-    """Return the share of all ranks' weights that AdamW's first step would move, as `dtype` has them. `weights` are
-    this rank's parts. The step is taken as lr in size and away from 0."""
+    """Return the share of all weights whose value, rounded to `dtype`, changes in AdamW's first step. We take
+    a step that changes each weight by lr, away from 0. `weights` are this rank's shards."""
     moved = 0
     count = 0
     for weight in weights:
@@ -273,11 +285,11 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float
 
 # ------------------------------------------------------------------------------------------------ rollouts and stages
 def keep_demonstrations(folder, step, batch, problems, args):
-    """Choose the demonstrations among the rollouts of an RL step and write them to step-<step>.pt: tensors, and the
-    number of each problem in the data, so that no code runs when the file is read. Return, for each token, whether its
-    response was chosen, and the mean log-prob that decided."""
-    # The log-probs are those at sampling time (ours). The "model likelihood" of L2TE may be p(y) of Eq. 13, a product.
-    # Ours is the mean over tokens, since a sum mostly ranks by length (ours).
+    """Choose the demonstrations among the responses of an RL step and write them to step-<step>.pt. The file holds only
+    tensors and the number of each problem in the data, so that reading the file runs no code. Return, for each token,
+    whether its response was chosen, and the mean log-prob of its response."""
+    # We take the log-probs at sampling time (ours). The "model likelihood" of L2TE may be p(y) of Eq. 13, a product.
+    # We take the mean log-prob over tokens, since a sum mostly ranks responses by length (ours).
     mean_logp_R = common.mean_by(batch.sampler_logp_T.double(), batch.response_T)
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "demonstrations", step))
     chosen = choose_demonstrations(
@@ -310,25 +322,26 @@ def keep_demonstrations(folder, step, batch, problems, args):
 
 
 def stage_lengths(args, problems: int) -> tuple[int, int]:
-    """Return the number of steps of an RL stage and of an IRL stage. `problems` is the number of training problems. A
-    pass that ends within a step takes the whole step.
+    """Return the number of steps of an RL stage and of an IRL stage. `problems` is the number of training problems. If
+    a pass ends inside a step, the whole step counts.
 
-    By default an RL stage is one pass over the data (ours): 188 steps at 3k problems, 625 of the 700 at 10k. Section
-    E.2 times the stages "on 3k prompts" and gives IRL 3 % of an "iteration". We read "four training steps per
-    iteration" (5.1) as an IRL stage of 4 steps of 512 responses, 8.5 % of such a pass's, and only these are trained on.
-    It may also mean four updates on each rollout batch (--prompts-per-step 64 --updates-per-step 4). A pass over the
-    demonstrations is a third choice (--irl-steps 0 --irl-passes 1)."""
+    By default an RL stage is one pass over the data (ours): 188 steps with 3k problems, and 625 of the 700 steps with
+    10k. Section E.2 times the stages "on 3k prompts" and gives IRL 3 % of an "iteration". We read "four training steps
+    per iteration" (5.1) as an IRL stage of 4 steps of 512 responses. These are 8.5 % of the responses of such a pass,
+    and the IRL stage trains only on them. The phrase may also mean four updates on each rollout batch
+    (--prompts-per-step 64 --updates-per-step 4). A third choice is a pass over the demonstrations (--irl-steps 0
+    --irl-passes 1)."""
     rl_steps = args.rl_steps or max(1, math.ceil(args.rl_passes * problems / args.prompts_per_step))
     chosen = rl_steps * args.prompts_per_step * args.demonstrations
     irl_steps = args.irl_steps or math.ceil(args.irl_passes * chosen / args.irl_batch)
     return rl_steps, irl_steps
 
 
-def demonstrations(folder, steps, problems, count, seed):
-    """Return `count` of the demonstrations that were kept in a stage's `steps`, groups of one. They are drawn without
-    replacement, and anew when all are used. So more demonstrations of a prompt make a larger pool (3 of 188 x 16
-    prompts make 9,024, of which a stage uses 4 x 512), not a longer stage; for Fig. 4 stages take whole passes. Raises
-    FileNotFoundError if the file of a step is gone."""
+def draw_demonstrations(folder, steps, problems, count, seed):
+    """Draw `count` of the demonstrations that the `steps` of a stage kept. Return each as a group of one response. They
+    are drawn without replacement; when all are used, a new pass over them begins. So more demonstrations of a prompt
+    make a larger pool, not a longer stage: 3 for each of 188 x 16 prompts make 9,024, of which a stage uses 4 x 512.
+    For Fig. 4, stages take whole passes. Raises FileNotFoundError if the file of a step is missing."""
     kept = []
     for step in steps:
         kept += torch.load(folder / f"step-{step:05d}.pt", weights_only=True)
@@ -346,8 +359,9 @@ def demonstrations(folder, steps, problems, count, seed):
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
-    """Train: sample, verify, learn, sync, evaluate and log. The paper's part of it is in `learn` and `learn_irl`."""
-    # ---- find whatever can be wrong before an engine starts
+    """Train. Every step samples, verifies, learns, syncs and logs. Some steps also evaluate. The paper's method is in
+    `learn` and `learn_irl`."""
+    # ---- check flags, model and data before an engine starts
     common.validate(args)
     common.require(
         args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step"
@@ -388,16 +402,16 @@ def main(args: Args) -> None:
         # ---- Algorithm 1, stage 1: sample and verify
         with record.phase("sample"):
             prompts = common.problems_from(problems, args, position)
-            scored = args.group_size if irl_steps else 1  # a demonstration is chosen by its log-prob
+            scored = args.group_size if irl_steps else 1  # l2te and quantile choose demonstrations by the log-probs
             groups = sampler.sample(prompts, args.group_size, args.temperature, args, scored=scored)
         with record.phase("verify"):
             common.verify(verifier, groups)
         position += len(groups)
         sampler.sleep()
         batch = common.Batch(groups)
-        # Algorithm 1 collects rollouts after the update, from the new policy. Sections 4.1 and 5.1 take those that the
-        # RL stage generated, and so do we: this needs no second pass of sampling, but a demonstration may be as old as
-        # the stage.
+        # Algorithm 1 collects rollouts after the update, from the new policy. Sections 4.1 and 5.1 take the rollouts
+        # that the RL stage generated, and so do we. This needs no second pass of sampling, but a demonstration may be
+        # as old as the stage.
         kept = record.folder / "demonstrations"
         chosen = {}
         if irl_steps and world.rank == 0:  # Algorithm 1: collect Y, sample Y'
@@ -409,24 +423,24 @@ def main(args: Args) -> None:
         metrics = common.drawn_metrics(groups) | learned
         per_token.update(chosen)
 
-        # ---- Algorithm 1, stage 2: the whole IRL stage belongs to one step, so that no checkpoint lies inside it
+        # ---- Algorithm 1, stage 2: the whole IRL stage is part of one step, so that no checkpoint is written inside it
         if irl_steps and step % rl_steps == 0:
             with record.phase("irl"):
                 stage = range(step - rl_steps + 1, step + 1)
                 seed = common.seed_of(args.seed, "irl", step)
-                drawn = demonstrations(kept, stage, problems, irl_steps * args.irl_batch, seed)
+                drawn = draw_demonstrations(kept, stage, problems, irl_steps * args.irl_batch, seed)
                 parts = [drawn[n : n + args.irl_batch] for n in range(0, len(drawn), args.irl_batch)]
                 metrics.update(learn_irl(policy, [common.Batch(part) for part in parts], record))
                 record.say(f"IRL stage: loss {metrics['irl/loss']:.4f}")
 
         # ---- sync
         with record.phase("sync"):
-            optimizer.zero_grad()  # the engine needs the gradients' memory
+            optimizer.zero_grad()  # frees the gradients' memory for the engine
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint
-        # The paper does not say how often it evaluates to find the best checkpoint within 700 steps (section 5.2). A
-        # stage's end is evaluated, too (ours), since stages of 188 steps end at no multiple of Fig. 2c's 100.
+        # The paper does not say how often it evaluates to find the best checkpoint within 700 steps (section 5.2). We
+        # also evaluate at the end of each stage (ours), since stages of 188 steps end at no multiple of Fig. 2c's 100.
         evaluated = step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
@@ -434,7 +448,7 @@ def main(args: Args) -> None:
         record.write_training(step, batch, per_token, evaluated)
         record.log_step(step, metrics)
         common.checkpoint_if_due(policy, optimizer, step, position, record)
-        if record.stopping:  # a file `stop`, or a signal, asked for a checkpoint and an end
+        if record.stopping:  # a file `stop` or a signal asked the run to write a checkpoint and end
             break
 
     if args.steps:

@@ -38,7 +38,7 @@ def test_nothing_is_imported_from_the_folder_where_a_run_is_started(sspo_run):
 def test_a_hostile_file_of_demonstrations_is_refused(tmp_path):
     torch.save([Hostile()], tmp_path / "step-00001.pt")
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-        sps.demonstrations(tmp_path, range(1, 2), [], 1, 0)
+        sps.draw_demonstrations(tmp_path, range(1, 2), [], 1, 0)
 
 
 @pytest.fixture(scope="module")

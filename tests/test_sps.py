@@ -98,7 +98,7 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path):
         sps.keep_demonstrations(tmp_path, step, common.Batch(groups), problems, args)
 
     def taken(count, seed=9):
-        groups = sps.demonstrations(tmp_path, range(1, 5), problems, count, seed)
+        groups = sps.draw_demonstrations(tmp_path, range(1, 5), problems, count, seed)
         assert all(group.reward_G.tolist() == group.rollouts[0].ids.tolist() for group in groups)
         return [(group.problem.text, *group.rollouts[0].ids.tolist()) for group in groups]
 

@@ -26,9 +26,10 @@ from typing import Annotated, Literal
 import matplotlib
 import pandas
 import tyro
+from experiments import ROOT
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(ROOT))
 
 from tokens import page_of
 
@@ -63,7 +64,9 @@ def run_of(path):
         if path.suffix == ".csv":
             name, _, seed = path.stem.partition("-seed")
             return Run(path, {"script": name}, seed, [], rows)
-        about = json.loads((path / "run.json").read_text())
+        file = path / "run.json"
+        with refuse_errors(file.name):
+            about = json.loads(file.read_text())
         seed = str(about["args"]["seed"])
         flags = located(about["args"], about.get("folder", ".")) | {"seed": 0, "run_dir": "", "resume": False}
         return Run(path, flags, seed, about["code"], rows)
@@ -129,9 +132,9 @@ def looks_of(labels):
 
 
 def by_step(runs, metric):
-    """Return a table of a metric: a row for each step at which some run has a finite value, a column for each run."""
+    """Return a table of a metric: a row for each step at which some run has a value, a column for each run."""
     logged = {run.seed: run.rows.set_index("step", drop=False)[metric] for run in runs if metric in run.rows}
-    return pandas.DataFrame(logged, dtype=float).replace(math.inf, math.nan).dropna(how="all").sort_index()
+    return pandas.DataFrame(logged, dtype=float).dropna(how="all").sort_index()
 
 
 def draw_band(axis, runs, metric, look):

@@ -51,9 +51,9 @@ def code_of(command=()):
     for path in map(Path, re.split("[=,:]", "=".join(command))):
         if path.suffix == ".py":
             files += path.parent.glob("*.py")
-        elif path.is_file():
+        elif os.path.isfile(path):  # which a word may be too long to be
             files.append(path)
-        elif path.name:  # which . and / lack: --delimiter may be one of them
+        elif path.name and os.path.isdir(path):  # . and / have no name: --delimiter may be one of them
             inside |= {file: (file.lstat().st_size, file.lstat().st_mtime) for file in path.rglob("*")}
     digest = hashlib.sha256(repr([command, inside]).encode())
     for file in files:
