@@ -40,7 +40,7 @@ class Args(common.Args):
     """GPG-Zero-7B (B.1). The paper gives no lengths: ours, prompt and response together, fill the model's context. The
     paper gives no temperature: it is 1 here (ours). AdamW's betas and the gradient norm are verl's defaults."""
 
-    model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id, or folder with config.json and *.safetensors (Table 9; released code).
+    model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id, or folder with config.json and *.safetensors (Table 9; release).
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"
     """Prompt format: one of common.py's PROMPTS, or a text file with {problem} in it.
