@@ -40,16 +40,19 @@ class Args(common.Args):
     """GPG-Zero-7B (B.1). The paper gives no lengths: ours, prompt and response together, fill the model's context. The
     paper gives no temperature: it is 1 here (ours). AdamW's betas and the gradient norm are verl's defaults."""
 
-    model: str = "Qwen/Qwen2.5-Math-7B"  # Hub id, or folder with config.json and *.safetensors (Table 9; release).
+    model: str = "Qwen/Qwen2.5-Math-7B"
+    """Hub id, or folder with config.json and *.safetensors (Table 9; release)."""
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"
     """Prompt format: one of common.py's PROMPTS, or a text file with {problem} in it.
     The default is the prompt of B.4. We read its "boxed" as \\boxed{}."""
     steps: NonNegativeInt = 1100  # Number of rollout steps. 0: only evaluate.
-    prompts_per_step: PositiveInt = 144  # Number of prompts in a step, or in each draw of the step (P).
+    prompts_per_step: PositiveInt = 144
+    """Number of prompts in a step, or in each draw of the step (P)."""
     group_size: common.AtLeastTwo = 8  # Number of responses to each prompt (G; B.1).
     max_prompt_tokens: PositiveInt = 1024  # Leave out longer prompts and print their number (ours).
-    max_response_tokens: PositiveInt = 3072  # Cut off responses at this length, grade them as they are (ours).
+    max_response_tokens: PositiveInt = 3072
+    """Cut off responses at this length, grade them as they are (ours)."""
     lr: NonNegativeFloat = 1e-6  # Largest learning rate of AdamW (B.1).
     reward: str = "open_r1_gpg"
     """The reward of the released ablations (B.4: "consistent with the ground truth").

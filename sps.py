@@ -41,22 +41,26 @@ class Args(common.Args):
     """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2). In both stages the learning rate is constant and the gradient norm
     is clipped at 1. Sampling has top-p 1 and no top-k (ours; ms-swift's defaults: a cosine, top-p 0.9, top-k 50)."""
 
-    model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id, or folder with config.json and *.safetensors (section 5.1).
+    model: str = "Qwen/Qwen2.5-Math-1.5B"
+    """Hub id, or folder with config.json and *.safetensors (section 5.1)."""
     dataset: str = "Elliott/Openr1-Math-46k-8192"
     template: str = "qwen-math"
     """Prompt format: one of common.py's PROMPTS, or a text file with {problem} in it. The default is ours."""
     subset: NonNegativeInt = 3000
     """Train on this many problems, drawn uniformly by --seed (section 5.1: 3k, 5k, 10k). 0: train on all."""
-    steps: NonNegativeInt = 700  # Number of RL steps (section 5.2; counting no IRL steps is ours). 0: only evaluate.
+    steps: NonNegativeInt = 700
+    """Number of RL steps (section 5.2; counting no IRL steps is ours). 0: only evaluate."""
     prompts_per_step: PositiveInt = 16
     """Number of prompts in a step (P). With 8 responses to each prompt, a step has 128 responses (section 5.1)."""
     group_size: common.AtLeastTwo = 8  # Number of responses to each prompt (G; section 5.1).
     max_prompt_tokens: PositiveInt = 1024  # Leave out longer prompts and print their number (ours).
-    max_response_tokens: PositiveInt = 3072  # Cut off responses at this length, grade them as they are (ours).
+    max_response_tokens: PositiveInt = 3072
+    """Cut off responses at this length, grade them as they are (ours)."""
     lr: NonNegativeFloat = 5e-7  # Largest learning rate of AdamW in RL stages (section 5.1).
     reward: str = "open_r1"
     """Math-Verify alone (section 5.1), called as open-r1 calls it (ours). docs/evaluation.md lists others."""
-    weight_decay: NonNegativeFloat = 0.1  # Weight decay of AdamW, on every parameter, in both stages (ms-swift).
+    weight_decay: NonNegativeFloat = 0.1
+    """Weight decay of AdamW, on every parameter, in both stages (ms-swift)."""
     adam_betas: tuple[common.Below1, common.Below1] = (0.9, 0.95)
     """Betas of AdamW, in both stages (ms-swift's default)."""
     updates_per_step: PositiveInt = 1

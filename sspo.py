@@ -44,7 +44,8 @@ class Args(common.Args):
     """SSPO on Qwen2.5-Math-1.5B (§5.1). For 7B, set --model Qwen/Qwen2.5-Math-7B --alpha 0.15 --gamma 2.2 (Table
     5; §5.2 prints alpha 0.1)."""
 
-    model: str = "Qwen/Qwen2.5-Math-1.5B"  # Hub id, or folder with config.json and *.safetensors (§5.1).
+    model: str = "Qwen/Qwen2.5-Math-1.5B"
+    """Hub id, or folder with config.json and *.safetensors (§5.1)."""
     dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
     """Training problems (§5.2): a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id
     (`id:[name:]split`). If the default is missing, it is cloned."""
@@ -56,7 +57,8 @@ class Args(common.Args):
     """Number of prompts in a step, or in each draw of the step (P). We read the "batch size" of §5.2 as this number."""
     group_size: common.AtLeastTwo = 8  # Number of responses to each prompt (G; §5.2).
     max_prompt_tokens: PositiveInt = 1024  # Leave out longer prompts and print their number (ours).
-    max_response_tokens: PositiveInt = 3000  # Cut off responses at this length (§5.2), grade them as they are (ours).
+    max_response_tokens: PositiveInt = 3000
+    """Cut off responses at this length (§5.2), grade them as they are (ours)."""
     lr: NonNegativeFloat = 1e-6
     """Largest learning rate of AdamW. The paper gives no learning rate. It trains with verl, so we take verl's default.
     The constant schedule without warm-up, the weight decay, the betas, the gradient norm and the temperature are verl's
@@ -82,7 +84,8 @@ class Args(common.Args):
     clip_low: NonNegativeFloat = 0.2
     """With --clip fixed, how far below 1 the ratio may fall.
     The paper gives no value for "+SIR" and GRPO. We take PPO's usual 0.2, which §6.2.3 names (ours)."""
-    clip_high: NonNegativeFloat = 0.2  # How far above 1 the ratio may rise. Table 1's clip-high has 0.28.
+    clip_high: NonNegativeFloat = 0.2
+    """How far above 1 the ratio may rise. Table 1's clip-high has 0.28."""
     scale_advantage: bool = True
     """Divide advantages by the standard deviation of the group's rewards (Eq. 8). Dr. GRPO does not divide."""
     normaliser: Literal["response", "token", "constant"] = "response"
