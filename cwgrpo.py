@@ -298,7 +298,7 @@ def learn(policy, reference, optimizer, batch, step, record):
 
     # ---- updates
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "clip-cov", step))
-    seen_2T = torch.zeros(2, len(trained_T))  # log-probs and entropies in the updates' forward passes
+    seen_2T = torch.zeros(2, len(trained_T))  # log-probs, entropies of the updates' passes
     for update, micro_batches in enumerate(micro_batches_by_update):
         if not micro_batches:
             continue  # no token has a gradient; AdamW's momentum and decay would move the weights all the same

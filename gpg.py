@@ -164,7 +164,7 @@ def learn(policy, reference, optimizer, batch, record):
         return policy_loss(logp_T, advantage_T[at], weight_T[at], scale, args.kl_coef, ref)
 
     # ---- updates
-    seen_2T = torch.zeros(2, len(trained_T))  # log-probs and entropies in the updates' forward passes
+    seen_2T = torch.zeros(2, len(trained_T))  # log-probs, entropies of the updates' passes
     for micro_batches in micro_batches_by_update:
         if not micro_batches:
             continue  # no token has a gradient; AdamW's momentum and decay would move the weights all the same

@@ -259,7 +259,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
         return policy_loss(logp_T, old_logp_T[at], advantage_T[at], segment_T[at], low_S, high_S, weight_T[at])
 
     # ---- updates
-    seen_2T = torch.zeros(2, len(trained_T))  # log-probs and entropies in the updates' forward passes
+    seen_2T = torch.zeros(2, len(trained_T))  # log-probs, entropies of the updates' passes
     for micro_batches in micro_batches_by_update:
         if not micro_batches:
             continue  # no token has a gradient; AdamW's momentum and decay would move the weights all the same
@@ -277,7 +277,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
     logp_T, seen_entropy_T = world.all_reduce(seen_2T)
     loss, per_token = loss_of(logp_T, seen_entropy_T)
     clipped_T = per_token["clipped_T"]
-    high = (clipped_T & (advantage_T > 0)).double().mean().item()  # share of all tokens, trained or not
+    high = (clipped_T & (advantage_T > 0)).double().mean().item()  # of all tokens
     low = (clipped_T & (advantage_T < 0)).double().mean().item()
     metrics = {
         "loss": loss.item() / args.updates_per_step,
@@ -354,7 +354,7 @@ def main(args: Args) -> None:
             drawn += groups
             position += len(groups)
             correct_PG = torch.stack([group.correct_G for group in drawn])
-            valid_P = common.valid_groups((correct_PG >= 1).double())  # DAPO: the penalty does not count
+            valid_P = common.valid_groups((correct_PG >= 1).double())  # without the penalty
             if valid_P.sum().item() / args.prompts_per_step >= args.valid_share:
                 break
         else:

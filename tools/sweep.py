@@ -49,6 +49,8 @@ def code_of(command=()):
     files = [*OURS]
     inside = {}
     for path in map(Path, re.split("[=,:]", "=".join(command))):
+        if str(path).startswith(tuple(experiments.NEEDS)):
+            continue  # run.sh makes these at first use, always the same
         if path.suffix == ".py":
             files += path.parent.glob("*.py")
         elif os.path.isfile(path):  # which a word may be too long to be
