@@ -158,9 +158,7 @@ def test_two_first_uses_at_once_set_up_once(tmp_path):
     (tmp_path / "bin" / "link").symlink_to(tmp_path / "run.sh")
     starts = [subprocess.Popen([tmp_path / name, "setup"], env=environment) for name in ("run.sh", "bin/link")]
     assert [start.wait() for start in starts] == [0, 0]
-    assert (
-        tmp_path / "notes"
-    ).read_text() == "-m venv .venv-gpu\n-m pip install -r requirements-gpu.lock\n"
+    assert (tmp_path / "notes").read_text() == "-m venv .venv-gpu\n-m pip install -r requirements-gpu.lock\n"
 
 
 def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
