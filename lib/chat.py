@@ -1,4 +1,4 @@
-"""Prompts: their texts, a tokenizer's chat format, and where a turn of it ends."""
+"""Prompts: the templates, their tokens in a tokenizer's chat format, and the tokens that end a response."""
 
 import json
 import re
@@ -9,19 +9,21 @@ from transformers import PreTrainedTokenizerFast
 
 from lib.messages import require
 
-PROMPTS = {  # A text is a whole prompt, a dict the turns of a chat.
+# The templates that --template can name. A string is the whole prompt. A dict has the turns of a chat by their roles,
+# and the tokenizer's chat template makes a prompt of these.
+PROMPTS = {
     "plain": "{problem}\n",
-    "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, as Dr. GRPO and SSPO use it
+    "qwen-math": (  # Qwen2.5-Math's chat format with its system turn, which Dr. GRPO and SSPO use.
         "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
         "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
     ),
     "chat": {"user": "{problem}"},
     "chat-boxed": {"user": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."},
-    "qwen-boxed": (  # GPG's B.4, for the 7B model
+    "qwen-boxed": (  # GPG's Appendix B.4 gives it for the 7B model.
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
         "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
     ),
-    "open-rs": {  # CW-GRPO's Fig. 4 and GPG's released R1 recipe; GPG's B.4 lacks box and English
+    "open-rs": {  # CW-GRPO's Fig. 4 and GPG's released R1 recipe. GPG's B.4 does not mention a box or English.
         "system": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
         "The assistant first thinks about the reasoning process in the mind and then provides the user with the "
         "answer, and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within "
@@ -33,19 +35,22 @@ PROMPTS = {  # A text is a whole prompt, a dict the turns of a chat.
 
 
 def prompt_format(template):
-    """Return a template's prompt, or its turns: one of PROMPTS, or the text of a file."""
+    """Return the entry of PROMPTS with the name `template`: a string or a dict. If there is none, `template` is a path,
+    and the text of this file is returned. Raises OSError if there is no such file."""
     return PROMPTS.get(template) or Path(template).read_text(encoding="utf-8-sig")
 
 
-@cache  # Several sets share a tokenizer.
+@cache  # Several data sets share a tokenizer.
 def use_own_file(tokenizer):
-    """Let a tokenizer do what its tokenizer.json says, which transformers 5 replaces for some kinds of models."""
+    """Let a tokenizer work exactly as its tokenizer.json says, by changing the tokenizer in place. For some kinds of
+    models transformers 5 builds a tokenizer that differs from this file."""
     if Path(tokenizer.name_or_path, "tokenizer.json").exists():
         tokenizer._tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.name_or_path)._tokenizer
 
 
 def stop_tokens(tokenizer):
-    """Return the tokens that end a response: a chat's end may be in the vocabulary only, or in the chat template."""
+    """Return the set of the ids of all tokens that end a response. These are the tokenizer's end token, <|im_end|> if
+    the vocabulary has it, and the token that the chat template puts after an answer, if that is a special token."""
     ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "An answer."}]
@@ -56,8 +61,11 @@ def stop_tokens(tokenizer):
 
 
 def prompt_of(turns, template, tokenizer, options="{}", image=""):
-    """Return the prompt's ids; `options` is JSON for a chat template. The text of an image stands where a template's
-    text has {image}, or else in front of the problem. Turns for which `template` has no place are refused."""
+    """Return the token ids of a prompt. `turns` are the turns of a chat, dicts with role and content; the last one is
+    the user's and holds the problem. `template` is a name in PROMPTS or the path of a file, and `options` is a JSON
+    object of variables for the tokenizer's chat template. `image` is the text that stands for an image. It replaces
+    {image} in a template that is a string, or goes in front of the problem. Raises Refused if the prompt would lack a
+    turn or an option."""
     form = prompt_format(template)
     *before, last = turns
     problem = last["content"]
@@ -71,8 +79,9 @@ def prompt_of(turns, template, tokenizer, options="{}", image=""):
         require(not before and not options, f"--template {template} is no chat: one turn, no --chat-template-kwargs")
         text = form.replace("{problem}", problem)
         ids = tokenizer.encode(text, add_special_tokens=False)
+        # With add_special_tokens=True some tokenizers would also put an end token after the text.
         begin = [tokenizer.bos_token_id]
-        if tokenizer.encode("")[:1] == begin != ids[:1]:  # An end token, which some put behind a text, stays away.
+        if tokenizer.encode("")[:1] == begin != ids[:1]:
             ids = begin + ids
         return ids
     if "system" in form:

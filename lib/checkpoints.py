@@ -1,4 +1,4 @@
-"""Checkpoints: when one is written, which ones stay, and how a run goes on from the newest."""
+"""Checkpoints: when one is written, which ones are kept, and how a run resumes from the newest."""
 
 import json
 import os
@@ -16,29 +16,36 @@ from lib.messages import Progress, refuse_errors, require
 
 
 def checkpoints_of(folder):
-    """Return the checkpoints in a folder, oldest first; what has a suffix is being written or deleted, or another's."""
+    """Return the folders step-<number> in a folder, which are its complete checkpoints, in the order of their steps. If
+    such a name has a suffix, the folder is incomplete or not from this program, and it is left out."""
     whole = [each for each in folder.glob("step-*") if each.name[5:].isdecimal()]
     return sorted(whole, key=lambda each: int(each.name[5:]))
 
 
 def manifest_of(checkpoint):
-    """Return a checkpoint's manifest. Refuses one that is not whole, since weights of a lost shard would stay those of
-    --model, and one that has a shard of another checkpoint or run."""
+    """Return the manifest of a checkpoint as a dict. Raises Refused if a shard (the file of one rank) is missing, is
+    damaged, or comes from another checkpoint or run. If a shard were missing, its weights would silently remain those
+    of --model."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     marks = []
     for file in checkpoint.glob("*.safetensors"):
         with refuse_errors(file), safe_open(file, "pt") as shard:
-            names = [name for name in shard.keys() if name.startswith("mark.")]  # noqa: SIM118  It is no dict.
+            names = [name for name in shard.keys() if name.startswith("mark.")]  # noqa: SIM118  `shard` is no dict.
             marks += [shard.get_tensor(name).tolist() for name in names]
     require(
-        marks == manifest.get("marks", []), f"{checkpoint} lacks a shard, or has one of another checkpoint: {marks}"
+        marks == manifest.get("marks", []), f"{checkpoint} lacks a shard, or has one of another step or run: {marks}"
     )
     return manifest
 
 
 def checkpoint_if_due(policy, optimizer, step, position, record):
-    """Write checkpoints/step-<step>, which is whole once it has this name, if one is due. The newest ones of
-    --checkpoint-every stay; one that a file `stop` asked for stays until the next is written."""
+    """Decide whether the run stops: if its folder has a file `stop`, set record.stopping and delete the file. Then
+    write the checkpoint checkpoints/step-<step> if the run stops, if `step` is a multiple of --checkpoint-every, or if
+    it is the last step. `position` is the position in the data. While a checkpoint is written, its folder has another
+    name, so a folder of this name is complete.
+
+    Of the checkpoints at multiples of --checkpoint-every, keep the newest --checkpoints-kept. A checkpoint of another
+    step is kept until the next one is written."""
     world = record.world
     args = record.args
     stop = record.folder / "stop"
@@ -56,14 +63,15 @@ def checkpoint_if_due(policy, optimizer, step, position, record):
     dist.barrier()
     mark = [record.number, step]
     state = {"policy": sharded.get_model_state_dict(policy), "mark": {f"{world.rank}": torch.tensor(mark)}}
-    if optimizer.state:  # before the first step there is none, and asking for it would make it, with a step counted
+    # Before its first step the optimiser has no state. get_optimizer_state_dict would make one, which counts one step.
+    if optimizer.state:
         state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)["state"]
     writer = dcp.HuggingFaceStorageWriter(partial, save_distributed=True)
-    # By default a GPU's tensors go through pinned buffers, and the host keeps them.
+    # By default GPU tensors are copied to pinned buffers, and PyTorch keeps the memory of these buffers.
     writer.per_thread_copy_ahead = 0
-    with Progress(total=1, desc="a checkpoint is written"):
+    with Progress(total=1, desc="checkpoint is written"):
         dcp.save(state, storage_writer=writer)
-    if world.rank == 0:  # By now every rank's shards are on the disk.
+    if world.rank == 0:  # `save` has waited until the shards of all ranks are on the disk.
         manifest = {
             "step": step,
             "position": position,
@@ -82,15 +90,17 @@ def checkpoint_if_due(policy, optimizer, step, position, record):
 
 
 def resume(policy, optimizer, record):
-    """With --resume load the newest checkpoint; return its step and position in the data, else 0 and 0."""
-    record.say(f"{record.args.model} is loaded; {record.world.size} x {record.world.device.type}")
+    """Return the step and the position in the data at which the run begins. With --resume, load the newest checkpoint
+    into policy, optimiser and record, and cut metrics.jsonl back to that step. Without --resume, or if there is no
+    checkpoint, return (0, 0). Raises Refused if the newest checkpoint is incomplete."""
+    record.say(f"{record.args.model} is loaded, on {record.world.size} x {record.world.device.type}")
     if not record.args.resume:
         return 0, 0
     checkpoints = record.world.from_rank_0(checkpoints_of(record.folder / "checkpoints"))
     figures = record.folder / "metrics.jsonl"
     if not checkpoints:
-        record.say("there is no checkpoint: the run begins")
-        with suppress(FileNotFoundError):  # Another rank may have put it aside.
+        record.say("there is no checkpoint yet: the run begins at its first step")
+        with suppress(FileNotFoundError):  # Another rank may have renamed the file first.
             figures.rename(figures.with_suffix(".before.jsonl"))
         return 0, 0
     newest = checkpoints[-1]
@@ -100,8 +110,9 @@ def resume(policy, optimizer, record):
         dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
         moments = sharded.get_optimizer_state_dict(policy, optimizer)
         for state in moments["state"].values():
-            # A checkpoint has no moments of a weight that no update gave a gradient, such as a tower's before the first
-            # image. The moments there stay as they were made, 0, and so must their count of steps, which was made 1.
+            # A weight that has had no gradient yet, such as one of the vision tower before the first image, has no
+            # moments in a checkpoint. It keeps the moments of 0 that get_optimizer_state_dict has made. That function
+            # has also counted one step, and the count must be 0, too.
             state["step"].zero_()
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
@@ -109,7 +120,7 @@ def resume(policy, optimizer, record):
     if not figures.exists() or figures.stat().st_size < manifest["metrics"]:
         record.say(f"{figures} lacks figures of earlier steps")
     else:
-        os.truncate(figures, manifest["metrics"])  # Those of later steps come again.
+        os.truncate(figures, manifest["metrics"])  # The steps after the checkpoint are repeated.
     record.started -= manifest["seconds"]
     record.best = manifest["best"]
     record.ends = [time.time()]
@@ -118,10 +129,11 @@ def resume(policy, optimizer, record):
 
 
 def replace_folder(partial, final):
-    """Give a folder that is whole its name. What had the name goes afterwards, so that a kill loses neither."""
+    """Rename the complete folder `partial` to `final`. If a folder `final` exists, it is renamed first and deleted
+    last. So if the process is killed, at least one of the two folders is complete on the disk."""
     old = final.with_suffix(".old")
     if final.exists():
-        shutil.rmtree(old, ignore_errors=True)  # A kill may have left it.
+        shutil.rmtree(old, ignore_errors=True)  # A process that was killed may have left this folder.
         final.rename(old)
     partial.rename(final)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,7 @@
-"""What a run tells its user: refusals in a sentence, other errors with their traceback, and progress."""
+"""Messages to the user of a run: flags or files that are refused, other errors, and progress.
+
+A refusal is printed as one line. Any other error is printed with its traceback.
+"""
 
 import io
 import os
@@ -12,25 +15,27 @@ import tyro
 from tqdm import tqdm
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-# torchrun sets all of these. A shell in which another job has left some of them starts no ranks.
+# torchrun sets all of these variables. If only some are set, another job has left them in the shell, and torchrun has
+# not started this process.
 BY_TORCHRUN = ALONE.keys() <= os.environ.keys()
-IS_RANK_0 = not BY_TORCHRUN or os.environ["RANK"] == "0"  # There is no World yet.
+IS_RANK_0 = not BY_TORCHRUN or os.environ["RANK"] == "0"  # Needed before there is a World.
 
 
 class Refused(ValueError):
-    """What a user gave cannot be used. The text names it, a flag or a file, and says why: a line that needs no
-    traceback."""
+    """The error for a flag or a file that cannot be used. Its text names the flag or the file and gives the reason, so
+    that the user needs no traceback."""
 
 
 def require(holds, text):
-    """Raise Refused for what does not hold."""
+    """Raise Refused with this text if the condition `holds` is false."""
     if not holds:
         raise Refused(text)
 
 
 @contextmanager
 def refuse_errors(where):
-    """Refuse what raises an error inside, and say where: a flag, a file, a row."""
+    """Turn any exception of the `with` block into Refused. `where` names a flag, a file or a row, and its text comes
+    before the text of the exception."""
     try:
         yield
     except Exception as error:
@@ -38,31 +43,35 @@ def refuse_errors(where):
 
 
 def parse_flags(kind, description):
-    """Return the command line as a `kind`, or end with what is wrong with it, said by the first rank. From here on what
-    is refused is said in a line."""
+    """Return the flags of the command line as an instance of the dataclass `kind`. --help begins with the first
+    paragraph of `description`. If the flags are wrong, rank 0 prints the reason and every rank exits (SystemExit). From
+    this call on, an uncaught Refused is printed as one line."""
     sys.excepthook = print_error
     try:
         with redirect_stderr(sys.stderr if IS_RANK_0 else io.StringIO()):
             return tyro.cli(kind, description=description.partition("\n\n")[0])
     except SystemExit as end:
         if end.code and not IS_RANK_0:
-            time.sleep(30)  # torchrun ends all ranks when one ends, and the first rank has something to say.
+            time.sleep(30)  # torchrun ends all ranks when one ends, and rank 0 must print first.
         raise
 
 
 def print_error(kind, error, trace):
-    """Say in one line what is refused, and show the traceback of everything else."""
+    """Print an uncaught error, with the arguments of sys.excepthook: Refused as one line, any other error with its
+    traceback."""
     if not IS_RANK_0:
-        time.sleep(10)  # as in `parse`; or it fails because the first one has ended
+        # Rank 0 must print first, as in `parse_flags`. Perhaps this rank has failed only because rank 0 has ended.
+        time.sleep(10)
     if not isinstance(error, Refused):
         return sys.__excepthook__(kind, error, trace)
     print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr)
 
 
 class Progress(tqdm):
-    """A bar of what takes ten seconds and more, on the first rank. On a terminal it goes when it is done; elsewhere it
-    is a line each half minute, even while nothing moves, so that nothing is silent for longer. For what is done in one
-    go write `with Progress(total=1, desc="what it is"):`."""
+    """A progress bar on rank 0, with the arguments of tqdm. It appears after ten seconds. On a terminal it disappears
+    when the work is done. If stderr is a file or a pipe, the bar is printed there as a line every 30 seconds, even
+    while it does not advance, so that the log shows that the run is alive. For work that has no parts to count, write
+    `with Progress(total=1, desc="the model is read"):`."""
 
     def __init__(self, *args, **how):
         self.ended = Event()
@@ -75,7 +84,7 @@ class Progress(tqdm):
             Thread(target=self.keep_showing, daemon=True).start()
 
     def keep_showing(self):
-        """Show it each half minute."""
+        """Show the bar every 30 seconds until it is closed. This runs in a thread."""
         while not self.ended.wait(30):
             if self.on_terminal:
                 self.refresh()
@@ -83,12 +92,12 @@ class Progress(tqdm):
                 print(self, file=sys.stderr)
 
     def display(self, *args, **how):
-        """Show it, unless it is new."""
+        """Draw the bar if it is older than ten seconds: short work needs no bar."""
         if self.format_dict["elapsed"] > 10:
-            with suppress(OSError):  # The terminal may be gone.
+            with suppress(OSError):  # The terminal may be closed.
                 super().display(*args, **how)
 
     def close(self):
-        """End it."""
+        """End the bar and the thread that shows it."""
         self.ended.set()
         super().close()

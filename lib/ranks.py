@@ -1,4 +1,6 @@
-"""The processes of a run: how they find each other, what they exchange, and who asks the hub."""
+"""The ranks of a run, which are its processes: how they find each other, what they exchange, and which of them download
+from the Hugging Face hub.
+"""
 
 import ctypes
 import hashlib
@@ -18,40 +20,45 @@ from lib.messages import ALONE, BY_TORCHRUN, Refused, print_error, refuse_errors
 
 
 def end_with_parent():
-    """Let the kernel kill this process when the one that started it ends."""
+    """Let the kernel kill this process when its parent process ends."""
     ctypes.CDLL(None).prctl(1, SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class World(namedtuple("World", "rank size local_size device mesh")):
-    """This process among the others. `mesh` shards inside a node, of local_size, and replicates across nodes."""
+    """This process's rank, and the number of ranks in the run (`size`) and on its node (`local_size`). `device` is the
+    device of this rank. `mesh` is for FSDP: it shards over the ranks of a node and replicates across nodes."""
 
     def all_gather(self, thing):
-        """Return every rank's picklable `thing`, in rank order."""
+        """Return a list of the picklable `thing` of every rank, in the order of ranks."""
         things = [None] * self.size
         dist.all_gather_object(things, thing)
         return things
 
     def all_gather_shares(self, mine):
-        """Return the items of which every rank has made a share, `mine`: rank r made items r, r + size, and so on."""
+        """Return the list of all items, on every rank. Each rank has made a share of the items, which it gives as
+        `mine`: rank r has made the items r, r + size, r + 2 size and so on."""
         shares = self.all_gather(mine)
         return [shares[n % self.size][n // self.size] for n in range(sum(map(len, shares)))]
 
     def from_rank_0(self, thing):
-        """Return rank 0's `thing`, on every rank: its clock and its view of the disk decide for all."""
+        """Return the `thing` of rank 0, on every rank. Ranks may see different clocks and files: those of rank 0 decide
+        for all ranks."""
         return self.all_gather(thing)[0]
 
     def all_reduce(self, x):
-        """Add a CPU tensor over ranks, in place, and return it."""
+        """Sum a CPU tensor over all ranks, in place, and return the tensor."""
         dist.all_reduce(x)
         return x
 
 
 def init_world():
-    """Join torchrun's process group, or for plain `python` make one of a single process."""
+    """Join the process group of torchrun and return this rank's World. If plain `python` has started the script, make a
+    process group of one process. From this call on, an uncaught error ends the process at once."""
     if not BY_TORCHRUN:
-        os.environ.update(ALONE, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0 is any free port.
+        os.environ.update(ALONE, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0 means any free port.
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in ALONE)
-    signal(SIGUSR1, SIG_IGN)  # What this process starts inherits that; `answer_signals` lets it end a run.
+    # Child processes inherit this, so that SIGUSR1 does not kill them. `Record.answer_signals` sets a handler later.
+    signal(SIGUSR1, SIG_IGN)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     device = torch.device("cpu")
@@ -59,24 +66,25 @@ def init_world():
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        backends = "cpu:gloo,cuda:nccl"  # The default has none for CPU tensors.
+        backends = "cpu:gloo,cuda:nccl"  # By default GPU processes have no backend for CPU tensors.
     with refuse_errors(
-        "between nodes GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface; `ip -br addr` shows it"
+        "with several nodes set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to their interface; `ip -br addr` shows it"
     ):
         dist.init_process_group(backends, timeout=timedelta(minutes=5))
-    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))  # Ranks wait while one saves a model.
-    show = sys.excepthook  # torch's, which writes the rank before each line, and calls ours.
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))  # All ranks wait while rank 0 saves a model.
+    show = sys.excepthook  # torch's hook writes the rank before each line and calls `print_error`.
 
     def end(kind, error, trace):
+        """Print an uncaught error and end the process at once."""
         tell = print_error if isinstance(error, Refused) else show
         tell(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
-        # A usual exit would let vLLM take the process group down, which waits for ranks that may never come.
+        # At a normal exit vLLM would destroy the process group, which waits for ranks that may never get there.
         os._exit(1)
 
     sys.excepthook = end
-    if local_rank:  # See `fetched_once`.
+    if local_rank:  # `fetched_once` explains why these ranks are offline.
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
@@ -86,11 +94,12 @@ def init_world():
 
 @contextmanager
 def fetched_once():
-    """Let the first rank of each node do what is inside, which may fetch something from the hub. Then let the node's
-    other ranks do the same: they are offline, and find it in the cache. So a node of 16 ranks asks the hub as often as
-    one rank does. Without a token the hub answers 500 calls in five minutes."""
+    """Run the `with` block, which may download from the hub, on the first rank of each node, and after that on the
+    other ranks of the node. The other ranks are offline and find the files in the hub's cache. So a node of 16 ranks
+    sends the hub no more requests than one rank does: without a token the hub answers only 500 requests in five
+    minutes."""
     if dist.is_initialized():
-        fetched = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # A large model takes hours to fetch.
+        fetched = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # Downloading a large model takes hours.
         others = os.environ["LOCAL_RANK"] != "0"
         if others:
             dist.barrier(fetched)
@@ -104,5 +113,6 @@ def fetched_once():
 
 
 def seed_of(*parts):
-    """Return a 63-bit hash of the parts, the same in every process; near neighbours share nothing."""
+    """Return a 63-bit hash of the parts as a seed. It is the same in every process. Seeds of similar parts, such as two
+    consecutive numbers, are unrelated."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1

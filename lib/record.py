@@ -1,4 +1,4 @@
-"""The record of a run: its folder, its metrics and samples, and what it says while it goes on."""
+"""The record of a run: its folder, its metrics and samples, and the lines that it prints."""
 
 import fcntl
 import importlib.metadata
@@ -26,15 +26,16 @@ from lib import ROOT
 from lib.messages import refuse_errors, require
 from lib.ranks import seed_of
 
-MAY_CHANGE = {  # These flags when a run is resumed; --steps, too, where the learning rate is constant.
+MAY_CHANGE = {  # Flags that may change when a run is resumed. So may --steps, if the learning rate is constant.
     "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "max_num_seqs",
     "micro_batch_tokens",
     "activation_checkpointing", "gpu_memory_utilization", "keep_awake", "tensor_parallel", "track",
 }  # fmt: skip
 
 
-PATHS = ("model", "dataset", "eval", "template", "reward")  # Flags that may have paths.
-COLUMNS = {  # Metrics in the line of a step, blank where the step or the script has none, and their headings.
+PATHS = ("model", "dataset", "eval", "template", "reward")  # Flags whose values may contain paths.
+# The metrics in the line that is printed after each step, and their headings. A metric that is missing leaves a blank.
+COLUMNS = {
     "reward": "reward",
     "response_length": "length",
     "entropy": "entropy",
@@ -48,10 +49,12 @@ COLUMNS = {  # Metrics in the line of a step, blank where the step or the script
 
 
 def located(flags, folder):
-    """Return flags with the paths in them from the root: those that lead somewhere from `folder`, where they were
-    given. So a run that was started in one folder can be resumed and evaluated from another."""
+    """Return a copy of the dict `flags` with absolute paths. The user gave the flags in `folder`. A part of a flag of
+    PATHS becomes an absolute path if a file or folder of this name exists there. So a run that was started in one
+    folder can be resumed and evaluated from another."""
 
     def place(word):
+        """Return the text of a match, as an absolute path if it exists."""
         path = Path(folder, word[0])
         return str(path.resolve()) if path.exists() else word[0]
 
@@ -60,9 +63,11 @@ def located(flags, folder):
 
 
 def open_run(folder, args, world):
-    """Make the folder, run.json and code/1, or /2 if a run goes on with other code; return a file that is locked until
-    this process ends, and the run's number. Raises ValueError if flags or files do not fit the run, or if it is
-    alive."""
+    """Make the run's folder, run.json, and a copy of the code in code/1. If a resumed run has new code, the copy is
+    code/2, code/3 and so on. Return a file that is locked until this process ends, and the number that identifies the
+    run: the time of its first start in nanoseconds. Raises Refused if the folder holds a run and --resume is missing,
+    if a flag has changed that is not in MAY_CHANGE, if a link is in the folder, or if another process holds the
+    lock."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
     codes = []
@@ -80,20 +85,20 @@ def open_run(folder, args, world):
             fits = now.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
             require(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {now.get(name)!r}")
     for each in folder.rglob("*"):
-        # The folder may be another's, and what this run writes through a link would change a file outside.
-        require(not each.is_symlink(), f"--run-dir {folder}: {each} is a link")
+        # Somebody else may have made the folder. Writing to a link in it would change a file outside the folder.
+        require(not each.is_symlink(), f"--run-dir {folder}: {each} is a link, and a run writes to no link")
     with refuse_errors(f"--run-dir {folder}"):
         (folder / "samples").mkdir(parents=True, exist_ok=True)
-    lock = open(folder / "lock", "w")  # noqa: SIM115  closing it would unlock the folder
+    lock = open(folder / "lock", "w")  # noqa: SIM115  Closing the file would unlock the folder.
     with refuse_errors(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    (folder / "stop").unlink(missing_ok=True)  # A start that was killed may have left it.
+    (folder / "stop").unlink(missing_ok=True)  # A run that was killed may have left this file.
     files = [Path(sys.argv[0]), ROOT / "common.py", *sorted(ROOT.glob("lib/*.py"))]
     code = seed_of(*[each.read_bytes() for each in files])
     if code not in codes[-1:]:
         codes.append(code)
         if len(codes) > 1:
-            print("the code has changed since the run was started: code/ has all that ran")
+            print("the code has changed since the run was started: code/ keeps every version")
         kept = folder / "code" / f"{len(codes)}"
         kept.mkdir(parents=True, exist_ok=True)
         for each in files:
@@ -113,25 +118,27 @@ def open_run(folder, args, world):
 
 
 class Record:
-    """What a run leaves behind, written by rank 0: run.json, metrics.jsonl, TensorBoard events, samples and log.txt."""
+    """The writer of a run's folder: run.json, metrics.jsonl, TensorBoard events, samples and log.txt. Every rank has a
+    Record, and only that of rank 0 writes. It also holds the state of the run that is neither policy nor optimiser."""
 
     def __init__(self, args, world):
         experiment = os.environ.get("EXPERIMENT", Path(sys.argv[0]).stem)
         name = f"{experiment}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.args = args
         self.world = world
-        self.folder = Path(args.run_dir or f"runs/{name}").expanduser()  # A shell leaves --run-dir=~/run as it is.
+        self.folder = Path(args.run_dir or f"runs/{name}").expanduser()  # A shell does not expand --run-dir=~/run.
         self.stopping = False
         self.started = time.time()
-        self.ends = []  # When step 0 or reading a checkpoint ended, and each step since.
-        self.best = -math.inf  # The highest sum of avg@n over sets, for --keep-best.
+        # The times at which steps of this process ended. The first is the end of step 0 or of reading a checkpoint.
+        self.ends = []
+        self.best = -math.inf  # For --keep-best: the highest sum of avg@n over held-out sets.
         self.gap_checked = False  # Whether `sampler_gap` has compared trainer and sampler.
         self.board = None
-        self.number = 0  # The run's own.
+        self.number = 0  # `open_run` makes the number that identifies the run.
         self.start_step()
         if world.rank == 0:
             if args.track:
-                with refuse_errors("--track needs `pip install wandb`, and a key, but for WANDB_MODE=offline"):
+                with refuse_errors("--track needs `pip install wandb`, and a key unless WANDB_MODE=offline"):
                     import wandb
 
                     wandb.login()
@@ -140,12 +147,12 @@ class Record:
                 wandb.init(
                     project=args.track,
                     name=self.folder.name,
-                    id=f"{self.number:x}",  # --resume goes on with the same curves.
+                    id=f"{self.number:x}",  # A resumed run adds to the same curves.
                     resume="allow",
                     config=asdict(args),
                     sync_tensorboard=True,
                 )
-        self.folder, self.number = world.from_rank_0((self.folder, self.number))  # Rank 0 has made it.
+        self.folder, self.number = world.from_rank_0((self.folder, self.number))  # Rank 0 has chosen these.
         self.quoted = shlex.quote(str(self.folder))
         shared = all(world.all_gather(self.folder.is_dir()))
         require(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
@@ -153,43 +160,45 @@ class Record:
         self.say(f"run folder {self.folder}; next the engine starts")
 
     def answer_signals(self):
-        """Let Ctrl-C end a rank without a traceback, and SIGUSR1, which run.sh sends, the run with a checkpoint."""
+        """From now on, Ctrl-C ends this process without a traceback. SIGUSR1, which run.sh sends, makes the file
+        `stop`: the run then ends after its step, with a checkpoint."""
         signal(SIGINT, SIG_DFL)
-        signal(SIGUSR1, lambda *_: (self.folder / "stop").touch())  # The run ends after the step.
+        signal(SIGUSR1, lambda *_: (self.folder / "stop").touch())
 
     def start_step(self):
-        """Reset what is counted in a step."""
+        """Reset the metrics and the gradient norms that are collected during a step."""
         self.metrics = Counter(skipped_updates=0)
-        self.norms = defaultdict(list)  # Norms of gradients by the name of their metric.
+        self.norms = defaultdict(list)  # {metric: gradient norms of the step}
 
     def write(self, name, line):
-        """Add a line to a file of the run folder."""
+        """Append a line to the file `name` of the run's folder, on rank 0."""
         if self.world.rank == 0:
             with open(self.folder / name, "a") as file:
                 print(line, file=file)
 
     def say(self, text):
-        """Print a line on rank 0's terminal and, with the time of day, to log.txt."""
+        """Print a line on rank 0 and append it to log.txt, with the time of day in front."""
         if self.world.rank == 0:
             try:
                 print(text, flush=True)
-            except OSError:  # Whoever read it has ended, and the run goes on.
+            except OSError:  # The program that read stdout has ended. The run goes on without it.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         self.write("log.txt", f"{datetime.now():%H:%M:%S} {text}")
 
     @contextmanager
     def phase(self, name):
-        """Add a block's wall-clock seconds, GPU work included, to a phase; note a GPU's memory."""
+        """Add the wall-clock seconds of the `with` block, its GPU work included, to the metric seconds/<name>. On a
+        GPU, also set memory_gib/<name> to the GPU's memory in use at the end of the block (GiB)."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()  # torch's own counters do not see that the engine sleeps.
+            free, total = torch.cuda.mem_get_info()  # torch's counters miss the memory that vLLM frees when it sleeps.
             self.metrics[f"memory_gib/{name}"] = (total - free) / 2**30
         self.metrics[f"seconds/{name}"] += time.perf_counter() - start
 
     def write_samples(self, name, groups):
-        """Write groups to samples/<name>.txt."""
+        """Write the problems, responses and rewards of a list of groups to samples/<name>.txt, on rank 0."""
         if self.world.rank:
             return
         text = ""
@@ -201,7 +210,9 @@ class Record:
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def write_training(self, step, batch, per_token, evaluated):
-        """In a step that was `evaluated` write the responses, and as .parquet what the loss saw: `per_token`."""
+        """After a step with an evaluation (`evaluated`), write its responses to samples/train-step<step>.txt. Write a
+        table with a row for each response to the .parquet file of the same name: token ids, reward, and for each token
+        the sampler's log-prob and the values in `per_token`, {name: x_T}. On rank 0."""
         if self.world.rank or not evaluated:
             return
         name = f"train-step{step:05d}"
@@ -220,7 +231,8 @@ class Record:
         datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{name}.parquet")
 
     def say_step(self, step, metrics):
-        """Say in columns how a step went."""
+        """Print the metrics of COLUMNS for a step as one line, with its seconds and the minutes that the remaining
+        steps will take. After every 20 steps print the headings again."""
         seconds = np.diff(self.ends)
         left = (self.args.steps - step) * seconds.mean() / 60
         figures = metrics | {"seconds": seconds[-1], "left": left}
@@ -230,7 +242,9 @@ class Record:
         self.say(f"{step:>9}" + "".join(f"{cell:>10}" for cell in cells))
 
     def log_step(self, step, metrics):
-        """Write a step's metrics, with the seconds of its phases, and say how it went."""
+        """Write a step's metrics, {name: value}, to metrics.jsonl and TensorBoard, and print them with `say_step`. This
+        adds the mean gradient norms and everything in self.metrics, such as the seconds of phases, to `metrics`. Step 0
+        is the evaluation before training. Then reset what was collected for this step."""
         if step:
             metrics["optimizer_steps"] = len(self.norms["grad_norm"])
         for name, norms in self.norms.items():
@@ -242,7 +256,7 @@ class Record:
             self.board = self.board or SummaryWriter(self.folder, purge_step=step)
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
-            self.board.flush()  # A run may be ended at any time.
+            self.board.flush()  # A run may be killed at any time.
         if step:
             self.say_step(step, metrics)
         if metrics.get("zero_advantage_share") == 1:

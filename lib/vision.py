@@ -1,6 +1,7 @@
-"""What models that see need, for GPG's Tables 5 to 8: an image, its places in a prompt, what the tower makes of it.
+"""Images for vision-language models, for GPG's Tables 5 to 8: reading an image, its places in a prompt, its embeddings.
 
-common.py calls this for a problem with an image and a model with a tower, Qwen2-VL or Qwen2.5-VL. Shapes as there.
+common.py calls these functions if a problem has an image or if the model, Qwen2-VL or Qwen2.5-VL, has a vision tower.
+The suffixes of names, such as _N and _H, mean the same as in common.py.
 """
 
 import io
@@ -15,13 +16,17 @@ from transformers import AutoImageProcessor
 
 @cache
 def processor_of(folder, max_pixels):
-    """Return a model's image processor."""
+    """Return the image processor of the model in a folder. It shrinks images to at most max_pixels pixels."""
     return AutoImageProcessor.from_pretrained(folder, max_pixels=max_pixels, trust_remote_code=False)
 
 
 class Picture:
-    """The image of a problem. Its data lie in the data set: a path, which might lead anywhere, is not followed. `token`
-    is the id of its tokens, `grid` its height and width in them; `text` is what stands for it in a prompt."""
+    """The image of a problem. `data` is the content of the image file. It comes from the data set: a path in the data
+    set is never opened, since it might name any file of the computer.
+
+    In a prompt the image is a number of equal placeholder tokens: `token` is their id, `tokens` their number, and
+    `text` the text that these tokens and those around them come from. `grid` is (height, width) of the image in tokens,
+    and `patches` the number of patches that the vision tower reads, several for each token."""
 
     def __init__(self, data, tokenizer, max_pixels):
         self.data = data
@@ -34,20 +39,23 @@ class Picture:
         self.text = f"<|vision_start|>{'<|image_pad|>' * self.tokens}<|vision_end|>"
 
     def open(self):
-        """Return the image upright, on white where transparent: vLLM does so, transformers does not."""
-        safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL hands others to programs: EPS to Ghostscript.
+        """Return the image as a PIL image in RGB, turned upright as its EXIF data say, and with a white background
+        where it is transparent. vLLM does the same with an image, and transformers does not."""
+        safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # For EPS, for example, PIL starts Ghostscript.
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data), formats=safe)).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
 
-    @lru_cache(maxsize=32)  # noqa: B019  10 MB each, one for a group
+    @lru_cache(maxsize=32)  # noqa: B019  An entry takes about 10 MB. A group's responses share it.
     def processed(self):
-        """Return the vision tower's pixel_values, a row for each patch, and image_grid_thw."""
+        """Return the input of the vision tower: pixel_values, with a row for each patch, and image_grid_thw, which is
+        (1, height, width) in patches."""
         return self.processor(images=[self.open()], return_tensors="pt")
 
 
 def for_sampler(problem):
-    """Return a prompt as vLLM takes it, with one placeholder for an image, which vLLM multiplies."""
+    """Return the prompt of a problem as a dict for vLLM's `generate`. An image has a single placeholder token in it,
+    because vLLM itself repeats the token."""
     ids = problem.prompt_ids
     image = problem.image
     if not image:
@@ -60,8 +68,9 @@ def for_sampler(problem):
 
 
 def positions(problem):
-    """Return a prompt's position_3N (time, height, width): three times the same, but in an image; text behind it goes
-    on after the largest."""
+    """Return position_3N, the positions (time, height, width) of the tokens of a problem's prompt. The three are equal
+    for a token of text. In an image, whose first token is at `at`, they are `at` for the time, `at` + row for the
+    height and `at` + column for the width. The text after the image continues with the largest of these, plus 1."""
     position_3N = torch.arange(len(problem.prompt_ids)).repeat(3, 1)
     image = problem.image
     if image:
@@ -73,13 +82,14 @@ def positions(problem):
 
 
 def add_images(row, problems, position_3N, prompts_N):
-    """Add to a packed row what the tower needs of its images, if it has any. prompts_N are the ids with which it
-    begins, prompts'."""
+    """Add the images of `problems` to a packed row, in place, if there are any. The row gets the positions of all its
+    tokens, image_N (the places of image tokens in the row), and the vision tower's pixel_values and image_grid_thw.
+    prompts_N are the token ids of the prompts, with which the row begins."""
     images = [problem.image for problem in problems if problem.image]
     if not images:
         return
     row["position_ids"] = position_3N[:, None]
-    # Only of prompts: a response may hold the placeholder as a word.
+    # Only prompts are searched: the policy may also sample a placeholder token in a response, where it is no image.
     row["image_N"] = torch.nonzero(prompts_N == images[0].token)[:, 0]
     processed = [image.processed() for image in images]
     for name in ("pixel_values", "image_grid_thw"):
@@ -87,28 +97,31 @@ def add_images(row, problems, position_3N, prompts_N):
 
 
 def embed(model, row, embedding_1NH):
-    """Return the embeddings of a row with those of its images in their places."""
+    """Return a copy of embedding_1NH, the token embeddings of a packed row, in which the embeddings of image tokens
+    come from the vision tower. Removes the tower's inputs from `row`."""
     image_N = row.pop("image_N")
     images = model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
     return embedding_1NH.index_copy(1, image_N, torch.cat(images.pooler_output)[None].to(embedding_1NH))
 
 
 def prepare(model, args):
-    """Let the vision tower of a model take packed rows and, with images, train; return its layers."""
+    """Change the vision tower of a model so that it takes packed rows, and return its layers. The tower is trained only
+    if the data have images (--image-column)."""
     visual = model.visual
     visual.requires_grad_(bool(args.image_column))
     visual.config._attn_implementation = "packed_flash"
-    # Its stride is its kernel, so it is a plain product; cuDNN 9.20 is reported to fail in bf16's gradient or to crawl.
+    # The stride of this convolution equals its kernel, so a matrix product does the same. For the convolution, cuDNN
+    # 9.20 is reported to fail in the bf16 gradient or to be very slow.
     conv = visual.patch_embed.proj
     conv.forward = lambda x: F.linear(x.flatten(1), conv.weight.flatten(1))
     return visual.blocks
 
 
 def engine_settings(args, cuda):
-    """Return vLLM's settings for a model that sees."""
+    """Return the arguments that vllm.LLM gets only for a model with a vision tower. `cuda`: whether there is a GPU."""
     return {
         "limit_mm_per_prompt": {"image": 1, "video": 0},
         "mm_processor_kwargs": {"max_pixels": args.max_pixels},
         "skip_mm_profiling": not cuda,
-        "mm_device_do_normalize": False,  # vLLM 0.32's dummy loading overwrites the mean and deviation
+        "mm_device_do_normalize": False,  # vLLM 0.32's dummy loading overwrites its mean and deviation.
     }
