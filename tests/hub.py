@@ -86,5 +86,5 @@ if __name__ == "__main__":
             folder = common.model_folder(args)
             common.load_data(args, AutoTokenizer.from_pretrained(folder))
         except Exception as error:
-            if common.FIRST:
+            if common.IS_RANK_0:
                 print(error)

@@ -157,7 +157,7 @@ import sys
 sys.path.append("tests")
 from conftest import make_verifier
 if __name__ == "__main__":
-    make_verifier(1, {own!r}, 600).judge([({hangs!r}, {{}})])
+    make_verifier(1, {own!r}, 600).grade_all([({hangs!r}, {{}})])
 """
     run = started(tmp_path, program)
     while not (pid.exists() and pid.read_text()):
