@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import datasets
+import numpy as np
 from pyarrow.parquet import ParquetFile
 
 from lib.grading import last_boxed
@@ -113,13 +114,24 @@ def bare(value):
     require(not isinstance(value, dict | bytes), f"no answer: {value}")
     if value is None or value != value:  # pandas writes NaN for None.
         return ""
+    if isinstance(value, float) and len(str(value)) > 15 and value == np.float32(value):
+        value = np.float32(value)  # The float32 0.1 of a parquet file has become 0.10000000149011612.
     text = str(value).rpartition("####")[2].strip()  # GSM8K has it behind a worked solution.
+    _, tag, inside = text.partition("<answer>")
+    if tag:
+        text = inside.partition("</answer>")[0].strip()
     boxed = last_boxed(text)
     if boxed is not None:
         text = boxed.strip()
-    if re.match(r"""\[\s*["']""", text):
-        with suppress(SyntaxError, ValueError):  # It is no list. A single backslash is LaTeX's, not an escape.
-            return bare(literal_eval(re.sub(r"(?<!\\)\\(?![\\\"']|u\d)", r"\\\\", text)))
+    if re.match(r"""[\[{]\s*["']""", text):
+        text = re.sub(r"(?<!\\)\\(?![\\\"']|u\d)", r"\\\\", text)  # A single backslash is LaTeX's, and no escape.
+        for read in (json.loads, literal_eval):
+            with suppress(SyntaxError, ValueError):  # The text may be no list and no object.
+                found = read(text)
+                if isinstance(found, dict):
+                    found = found.get("ground_truth")  # A program's inputs and outputs are no answer.
+                if not isinstance(found, set):
+                    return bare(found)
     if text.lower().lstrip("+-") in ("inf", "infinity"):
         return "-\\infty" if text[0] == "-" else "\\infty"
     squeezed = re.sub(r"\\text|[^\w/]", "", text).lower()

@@ -142,6 +142,13 @@ REFERENCES = {  # what a row has, and what a response needs
     r'["\u221a2"]': "√2",
     "-Infinity": r"-\infty",
     float("-inf"): r"-\infty",
+    '{"ground_truth": "6", "style": null}': "6",
+    "{'ground_truth': '4'}": "4",
+    '{"inputs": ["1"], "outputs": ["2"]}': "",
+    "{'a', 'b'}": "{'a', 'b'}",
+    "<answer> 3 </answer>": "3",
+    0.10000000149011612: "0.1",
+    10000000000.5: "10000000000.5",
 }
 
 

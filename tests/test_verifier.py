@@ -143,7 +143,7 @@ def test_a_reward_is_tried_before_an_engine_starts(mine, error, tmp_path):
 def test_a_reward_that_takes_more_than_a_minute_to_load_is_named(tmp_path):
     own = tmp_path / "mine.py"
     own.write_text("import time; time.sleep(70)")
-    with refused(f"^--reward {own}:f: takes over a minute to load, or ends"):
+    with refused(f"^--reward {own}:f: loads for a minute, or ends"):
         make_verifier(1, f"{own}:f", 5, [[PROBLEM]])
 
 
