@@ -124,10 +124,10 @@ def bare(value):
     if boxed is not None:
         text = boxed.strip()
     if re.match(r"""[\[{]\s*["']""", text):
-        text = re.sub(r"(?<!\\)\\(?![\\\"']|u\d)", r"\\\\", text)  # A single backslash is LaTeX's, and no escape.
+        escaped = re.sub(r"(?<!\\)\\(?![\\\"']|u\d)", r"\\\\", text)  # A single backslash is LaTeX's, and no escape.
         for read in (json.loads, literal_eval):
             with suppress(SyntaxError, ValueError):  # The text may be no list and no object.
-                found = read(text)
+                found = read(escaped)
                 if isinstance(found, dict):
                     found = found.get("ground_truth")  # A program's inputs and outputs are no answer.
                 if not isinstance(found, set):
