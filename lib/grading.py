@@ -18,7 +18,7 @@ from unicodedata import normalize
 
 import numpy as np
 import torch
-from sympy import Eq, Rel, count_ops, nan, sympify
+from sympy import Eq, Rel, UnevaluatedExpr, count_ops, nan, sympify
 
 from lib import ROOT
 from lib.ranks import end_with_parent
@@ -45,16 +45,16 @@ def last_boxed(text):
     return None
 
 
-# Words behind a number that are no unit: 618 million, 618 tenths (but 618 months is), and before one: at least 618.
+# Words behind a number that are no unit: 618 million (but 618 months is), and before one: at least 618.
 CHANGES = (
-    r"\w*illion|thousand|hundred|dozen|not|is|at|below|or|plus|minus|\w+ed|hal\w+|(?!mon)\w*ths?"
-    r"|[AP]M|BC|AD|\w+uary|March|April|May|June|July|August|\w+ber"
+    "thousand|hundred|dozen|not|is|at|below|or|plus|minus|AM|PM|BC|AD|March|April|May|June|July|August"
+    "|sinx|cosx|tanx|sinh|cosh|tanh|arcsin|arccos|arctan"
+    "|十|百|千|万|萬|億|亿|兆|만|억|천|半|分|点|倍|或|不"
 )
-
-# What is a unit in the type of text: two letters or more, or one that is no variable's, as i and e are.
-UNIT = r"[A-Za-zÀ-ӿ]{2}|[mghslLAVWJNKCFTMÅ]|\\(AA|mu)"
-# What is one in the type of variables: xy is none.
-BARE = r"([ckm]m|kg|ft|in|lb|min|mph|pct|day)\b|(?=[a-zA-Z]{3})[a-zA-Z]*([eo](?!\^)|s\b)"
+# Letters that are units where they are set as text (i and e are not), and short words that are units where they are not
+# (xy is not).
+UNITS = "mghslLAVWJNKCFTMÅ"
+SHORT = "cm|mm|km|kg|ft|in|oz|lbs|gal|min|hrs|day|men|mph|pct"
 
 
 def exact(number):
@@ -89,18 +89,16 @@ SPELLINGS = (
     (r"\\varnothing", r"\\emptyset"),
     (r"(?<=\d)(,\\!|\{,\}|(\\[, ]|[\s~])(?!\d+/))\s?(?=\d{3}(?!\d))", ""),  # 10,\!080, 10 080
     (r"\\l?dots|\.{2,}|'|(?<=[\d}])_", "?"),  # 7\ldots and 52_8 are no numbers: ? keeps them from being read as such
-    (
-        r"\\(bf|rm|it|bm|checkmark|left|right|\w+style|[bB]igg?[lr]?|(math(?!bb|rm|op)|bold|under)[a-z]*)(?![a-z])",
-        "",
-    ),  # {\bf 5}
+    (r"\\(bf|rm|it|left|right|\w+style|[bB]igg?[lr]?|checkmark|\w*color\w* ?\{\w+\})(?![a-z])", ""),  # {\bf 5}, \left(
     (r"(\\?%|\^? ?(\{ ?\\circ ?\}|\\circ)|°)(?!\d)", ""),  # 5\%, 90^\circ
     (r"((?<!\\)\\(q?quad(?![a-z])|[,;:!> ()\[\]$])|[~\s$€£\u200b\ufeff])+", " "),  # 5\,\text{cm}, \(5\), \$5
-    (r"\\(text|operator|math(rm|op)|[a-z]*box|color)[a-z]* ?(\{\w+\} ?(?=\{))?(\{([^{}]*)\})?", r"~\5~"),  # \mathrm{cm}
-    (r"^[~ {]*\(?([A-J])\)[~ }]*(?=\w|\\|\$|-)", r"\1: "),  # (B) 12
+    (r"\\(math(?!bb|rm|op)|bm|bold|under)[a-z]* ?(\{([^{}]*)\})?", r" \3 "),  # \mathbf{x}
+    (r"\\(text|operator|math(rm|op)|[a-z]*box)[a-z]* ?(\{([^{}]*)\})?", r"~\4~"),  # \mathrm{cm}
+    (r"^[~ ]*\(?([A-J])\)[~ ]*(?=\w|\\|\$|-)", r"\1: "),  # (B) 12
     (
-        rf"(?<=[\d}})i])(?<!:\d\d) *(~(-|[ ~({{]*)(?={UNIT})|(?<= )(?={BARE})"
-        r"|[ ~]*(?=[぀-힣])(?![十百千万萬億亿兆만억천半分点倍或不]))"
-        rf"(?!.*\b({CHANGES})\b)([^\d,=+]|\^\{{?-?\d)+(?=,|$)",
+        rf"(?<=[\d}})i])(?<!:\d\d) *(~(-|[ ~({{]*)(?=[{UNITS}]|[A-Za-zÀ-ӿ]{{2}}|\\(AA|mu))(?!\w+~ ?[(a-zA-Z])"
+        rf"|(?<= )(?=({SHORT})\b|[a-zA-Z]{{4}})|[ ~]*(?=[぀-힣])(?!{CHANGES}))"
+        rf"(?!.*\b({CHANGES}|\w*illion|\w+ed|hal\w+|(?!mon)\w*ths?|\w+uary|\w+ber)\b)([^\d,=+]|\^\{{?-?\d)+(?=,|$)",
         "",
     ),  # 5 cm^2, 5个
     (r"~", " "),
@@ -108,14 +106,14 @@ SPELLINGS = (
     (r"(?<![\d.])(\d+) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # 11 5/6
     (r"^ *\{(([^{}]|\{[^{}]*\})*)\}$", r"\1"),  # {5}
     (r"(?<![^,{])(?! *\\\{)([^,]*)\\pm([^,]*?)(?=,|\\\}|$)", r"\1+\2,\1-\2"),  # \{1\pm\sqrt5,-2\}
-    (r"(?<=\d) ?(\\times|\\cdot|\*) ?10\^\{?(-?\d{1,3})\}?", r"e\2"),  # 3\times10^5
+    (r"(?<=\d) ?\\?(times|cdot|\*) ?10\^\{?(-?\d{1,3})\}?", r"e\2"),  # 3\times10^5
     (r"(?<=\d),(?=\d{3}([,.]\d+)*$)", ""),  # 58,500
-    (r"(?=\.\d|\d+(\.|[eE][-+]?\d))(?![2-9]e[-+][12]\b)\d*+(\.\d*+)?([eE][-+]?\d{1,3}(?![\d?]))?", exact),  # 0.5, 3e5
+    (r"(?![2-9]e[-+][12]\b|\w+\?)(?=\.?\d)\d*+(\.\d*+([eE][-+]?\d{1,3})?|[eE][-+]?\d{1,3})", exact),  # 0.5, 3e5
     (r" ?([-+=<>*/]) ?", r"\1"),  # x + 1
     (r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1"),  # \in \mathbb{Z}
 )
 # x=5, f(x)=5, m+n=5, (x,y)=(1,2), x \in [1,2], but neither 2x=6 nor not=5
-NAME = r"(?<![^ ,])[a-zA-Z({](?!ot)([a-zA-Z{}(), ]|\+(?=[a-z])|_\{?\w++)*+(=|\\in(?![a-z]))"
+NAME = r"(?<![^ ,])[a-zA-Z(](?!ot)([a-zA-Z{}(), ]|\+(?=[a-z])|_\{?\w++)*+(=|\\in(?![a-z]))"
 # even, no, Köln; A, C; 3:1, 52_8; 3-1, 2024-01-05; 5/1/2024
 WORDS = (
     r"(?=.*([^\W\d_]{3}|[^\W\d_a-zA-ZͰ-Ͽ]))[\w .,()-]*|(?i:no|on|up|ja|si|da)"
@@ -158,19 +156,22 @@ def read(text):
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
     # By default gamma is read as a function, I as the imaginary unit and ^T as a transpose.
-    text = re.sub(r"\\(gamma)|(?<![\\a-z])([IT])", r"x_{c\1\2}", text)
-    with suppress(Exception):
-        return sympify(latex2sympy(text, is_real=True, conversion_config=ConversionConfig(lowercase_symbols=False)))
+    text = re.sub(r"\\(gamma)|(?<![\\a-z])(I|T(?!_))", r"\\variable{\1\2}", text)
+    for part in (text, re.sub("^[^,;]*=[^,;]*=(?=[^,;]*$)", "", text)):  # P(X=k)=p may be read from the last = on.
+        with suppress(Exception):
+            tree = sympify(latex2sympy(part, is_real=True, conversion_config=ConversionConfig(lowercase_symbols=False)))
+            computed = tree.is_Rational and re.search(r"binom|matrix|det|Gamma|e ?\^", part)  # as 10 in \binom{5}{2}
+            return UnevaluatedExpr(tree) if computed else tree
     return nan
 
 
 def shape(tree):
     """Return a tree's symbols and how many relations it has. A solved inequality has none of either: x>5 may stand for
-    (5,\\infty), as x/2>1 may not for (2,\\infty)."""
+    (5,\\infty), as x/2>1 may not for (2,\\infty). Without symbols its relations stand for them: e=2."""
     inequalities = tree.atoms(Rel) - tree.atoms(Eq)
     if any(side.is_Symbol for each in inequalities for side in each.args):
         return set(), 0
-    return {*map(str, tree.free_symbols)}, len(tree.atoms(Rel))
+    return tree.free_symbols or tree.atoms(Rel), len(tree.atoms(Rel))
 
 
 def same(answer, gold):
@@ -215,8 +216,6 @@ def equal(answer, gold, problem):
         return False  # the question is no answer: x^8-256 for its factors
     if answer.count(",") != gold.count(",") and not re.search(r"[<>]|\\[lgn]e", answer + gold):
         return False  # fewer or more values: -2 for -2,-2
-    if read(gold).is_Rational and re.search(r"binom|matrix|det|Gamma|e ?\^", answer):
-        return False  # something is left to compute: \binom{5}{2} for 10
     return same(read(answer), read(gold))
 
 
