@@ -1,13 +1,13 @@
-"""What sspo.py, gpg.py, cwgrpo.py and sps.py share and no paper defines, in the order of a step.
+"""The code that sspo.py, gpg.py, cwgrpo.py and sps.py share and that no paper defines, in the order of a step.
 
-A suffix names what an axis counts: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _T response
-tokens, _N packed tokens, _S segments, _V vocabulary, _H hidden. So advantage_T has an entry for each response token of
-the step, without prompts or padding; a loss gets a micro-batch's part of it. response_T and group_R say of which
-response a token is, and of which group a response.
+The suffix of a tensor's name gives its axes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _T
+response tokens, _N tokens of a packed row, _S segments, _V vocabulary, _H hidden size. So advantage_T has an entry for
+each response token of the step, without prompts or padding. A loss gets the entries of one micro-batch. response_T
+gives the number of each token's response, and group_R the number of each response's group.
 
-After sampling, every rank holds the whole step (token ids, rewards, log-probs): what a paper defines is a pure function
-of it, on any number of ranks. Only forward and backward are sharded. Functions here have no annotations: args, world,
-record, policy and batch are named after their classes.
+After sampling, every rank holds the whole step: token ids, rewards and log-probs. So everything that a paper defines is
+a pure function of the whole step, on any number of ranks. Only forward and backward passes are sharded. Parameters have
+no annotations: args is an Args, world a World, record a Record, policy a Policy and batch a Batch.
 """
 
 import atexit
@@ -53,82 +53,81 @@ from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_e
 from lib.ranks import World, fetched_once, init_world, seed_of
 from lib.record import Record, located
 
-# Scripts and tools find these here, too.
 __all__ = ["Record", "World", "checkpoint_if_due", "checkpoints_of", "init_world", "located", "manifest_of"]
-__all__ += ["parse_flags", "print_error", "resume"]
+__all__ += ["parse_flags", "print_error", "resume"]  # Scripts and tools import these names from here, too.
 
 # ---------------------------- arguments
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
 Below1 = confloat(ge=0, lt=1)
-Temperature = confloat(ge=0.01, le=2)  # vLLM samples at no other one.
+Temperature = confloat(ge=0.01, le=2)  # vLLM raises lower ones to 0.01, and refuses higher ones than 2.
 
 
 @pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})
 class Args:
-    """The flags of every script. A script sets the first nine, and others where its paper has others."""
+    """The flags of every script. A script replaces the defaults of the first nine and of others that its paper sets."""
 
-    model: str = ""  # Hub id or folder with config.json and *.safetensors.
+    model: str = ""  # Hub id, or folder with config.json and *.safetensors.
     dataset: str = ""  # Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id.
-    template: str = "chat"  # One of PROMPTS, or a text file with {problem} and perhaps {image} in it.
+    template: str = "chat"  # One of PROMPTS in lib/chat.py, or a text file with {problem} and perhaps {image}.
     steps: NonNegativeInt = 1  # Rollout steps; 0 only evaluates.
     prompts_per_step: PositiveInt = 1  # Prompts sampled in a step, or in each of its draws (P).
     group_size: AtLeastTwo = 2  # Responses to each prompt (G).
     max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted.
-    max_response_tokens: PositiveInt = 1024  # A response is cut here and scores as it stands.
+    max_response_tokens: PositiveInt = 1024  # A response is cut at this length and graded as it stands.
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
 
-    eval: str = ""  # Held-out problems, named as --dataset is, separated by commas. Empty: no evaluation.
-    problem_column: str = ""  # In sets that have it; else problem, question, prompt, messages.
-    answer_column: str = ""  # In sets that have it; else answer, ground_truth, final_answer, reward_model, solution.
+    eval: str = ""  # Held-out sets, each written like --dataset, separated by commas. Empty: no evaluation.
+    problem_column: str = ""  # Column of the problem. Sets without it: problem, question, prompt or messages.
+    answer_column: str = ""  # Column of the answer. Else answer, ground_truth, final_answer, reward_model, solution.
     chat_template_kwargs: str = "{}"  # JSON for the tokenizer's chat template: '{"enable_thinking": false}'.
-    image_column: str = ""  # Image in front of a problem, in all sets; for Qwen2-VL and Qwen2.5-VL. Empty: none.
-    max_pixels: PositiveInt = 401408  # Larger images are shrunk (GPG's released scripts).
+    image_column: str = ""  # Column of the image before each problem, in all sets (Qwen2-VL, Qwen2.5-VL).
+    max_pixels: PositiveInt = 401408  # Larger images are shrunk to this size (GPG's released scripts).
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
-    run_dir: str = ""  # For what the run writes. Empty: runs/<experiment or script>-seed<seed>-<time>.
+    run_dir: str = ""  # Folder of the run. Empty: runs/<experiment or script>-seed<seed>-<time>.
     seed: NonNegativeInt = 1  # Seeds the order of the data and every sampled token.
-    max_total_tokens: NonNegativeInt = 0  # Bound of prompt and response together. 0: none.
-    reward: str = "math"  # The last box equals the answer. Else a name in tasks/rewards.py, or FILE.py:FUNCTION.
+    max_total_tokens: NonNegativeInt = 0  # Limit for a prompt and its response together. 0: no limit.
+    reward: str = "math"  # math: 1 if the last box is the answer. Or a name in tasks/rewards.py, or FILE.py:FUNCTION.
     reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of sampler and trainer; weights, logits, sums over micro-batches are float32. auto (ours): bfloat16 on GPUs."""
+    """Type of the layers' computation. Trained weights, logits, gradient sums are float32. auto (ours): bf16 on GPU."""
     temperature: Temperature = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
-    lr_floor: Share = 1.0  # Then it falls to this share of --lr. 1: constant.
-    lr_schedule: Literal["cosine", "linear"] = "cosine"  # How it falls.
+    lr_floor: Share = 1.0  # After the warm-up it falls to this share of --lr. 1: it stays constant.
+    lr_schedule: Literal["cosine", "linear"] = "cosine"  # How the learning rate falls.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
-    adam_betas: tuple[Below1, Below1] = (0.9, 0.999)  # How much AdamW's moments keep.
-    max_grad_norm: PositiveFloat = 1.0  # Gradients are scaled down to this global L2 norm.
+    adam_betas: tuple[Below1, Below1] = (0.9, 0.999)  # AdamW's decay rates of the moments.
+    max_grad_norm: PositiveFloat = 1.0  # A gradient of a larger global L2 norm is scaled down to this norm.
     tis_cap: NonNegativeFloat = 0.0
     """Truncated importance sampling, which no paper here has: multiply each token's advantage by
     min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. 0: off."""
     eval_every: PositiveInt = 10  # Evaluate before training, after every N steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: confloat(ge=0, le=2) = 0.0  # Temperature of evaluation. 0: greedy.
-    keep_best: bool = False  # Keep the model of the highest avg@n, mean over sets, in best/.
+    keep_best: bool = False  # Keep the model with the highest avg@n, averaged over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
-    checkpoints_kept: PositiveInt = 2  # The newest of --checkpoint-every that stay.
-    resume: bool = False  # Go on from --run-dir's last checkpoint; --steps may grow, at constant lr.
-    micro_batch_tokens: PositiveInt = 16384  # Most tokens and patches in a pass: memory, speed.
+    checkpoints_kept: PositiveInt = 2  # This many of --checkpoint-every's checkpoints, the newest, stay.
+    resume: bool = False  # Go on from --run-dir's last checkpoint. With a constant --lr, --steps may change.
+    micro_batch_tokens: PositiveInt = 16384  # Limit of tokens and image patches in a pass. It affects memory and speed.
     activation_checkpointing: bool = False  # Recompute decoder layers: less memory, more time.
-    track: str = ""  # Weights & Biases project for the curves (`pip install wandb`).
+    track: str = ""  # Weights & Biases project that gets the curves (`pip install wandb`).
     tensor_parallel: PositiveInt = 1  # Ranks of a node that share one vLLM engine.
-    max_num_seqs: PositiveInt = 256  # Responses that an engine samples at a time: memory, speed.
+    max_num_seqs: PositiveInt = 256  # Responses that an engine samples at a time. It affects memory and speed.
     gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while it samples.
-    keep_awake: bool = False  # vLLM keeps that share while the policy trains: faster, where both fit.
+    keep_awake: bool = False  # vLLM keeps that memory while the policy trains. This is faster, if both fit.
 
 
 def longest_sequence(args):
-    """Return how many tokens a prompt and its response may have."""
+    """Return how many tokens a prompt and its response may have together."""
     most = args.max_prompt_tokens + args.max_response_tokens
     return min(most, args.max_total_tokens or most)
 
 
 def validate(args):
-    """Refuse flags that do not fit each other."""
+    """Raise ValueError if a flag cannot work, or flags do not fit each other."""
     legal = f"{', '.join(PROMPTS)}, or a text file with {{problem}} in it"
     with refuse_errors(f"--template {args.template}: legal: {legal}"):
-        require("{problem}" in str(prompt_format(args.template)), "it has none")
+        require("{problem}" in str(prompt_format(args.template)), "it has no {problem}")
     with refuse_errors(f"--chat-template-kwargs {args.chat_template_kwargs}, which is to be an object of JSON"):
         {**json.loads(args.chat_template_kwargs)}
     if args.keep_best or not args.steps:
@@ -141,8 +140,8 @@ def validate(args):
 # --------------------------------- data
 @dataclass
 class Problem:
-    """A problem: its text, its prompt's token ids and its reference answer. `graded_by` is what a completion of it is
-    graded by: answer and text, or for a --reward of one's own the data's row. `origin` names set and row."""
+    """A problem: its text, the token ids of its prompt, its reference answer. `graded_by` are the grader's inputs after
+    the completion: (answer, text), or (row of the data,) for a --reward of the user's. `origin` names set and row."""
 
     text: str
     prompt_ids: list
@@ -153,13 +152,13 @@ class Problem:
 
     @property
     def cost(self):
-        """How many tokens the prompt has, and patches its image."""
+        """Number of tokens in the prompt plus number of patches in its image."""
         return len(self.prompt_ids) + (self.image.patches if self.image else 0)
 
 
 def names_of(sources):
-    """Return held-out sets, {name: source}. A name is the last part of a path or hub id, and a split behind a dash.
-    Raises ValueError where files of two sets, or of one and of the training, would have the same name."""
+    """Return {name: source} of held-out sets. A name is the last part of a path or hub id, then a dash and the split if
+    the source has one. Raises ValueError if two sets have the same name or one is called train: files would mix."""
     named = {}
     for source in filter(None, map(str.strip, sources)):
         name = re.sub(r"\.(jsonl?|parquet)$", "", Path(source).name).replace(":", "-")
@@ -169,7 +168,7 @@ def names_of(sources):
 
 
 def load_data(args, tokenizer):
-    """Return --dataset's training problems, or --subset of them, and --eval's held-out ones by name."""
+    """Return the training problems, --subset of them if it is set, and {name: problems} of the held-out sets."""
     held_out = {}
     for name, source in names_of(args.eval.split(",")).items():
         held_out[name] = load_problems(source, tokenizer, args, "--eval")
@@ -183,16 +182,15 @@ def load_data(args, tokenizer):
 
 
 def load_problems(source, tokenizer, args, flag):
-    """Return a set's problems and print what was left out. Raises ValueError naming flag, source and row."""
+    """Return a set's problems, and print which rows are left out. Raises ValueError that names flag, source and row."""
     use_own_file(tokenizer)
-    # vLLM refuses a prompt that leaves no room for a token of the response.
-    most = min(args.max_prompt_tokens, longest_sequence(args) - 1)
+    most = min(args.max_prompt_tokens, longest_sequence(args) - 1)  # vLLM needs room for a token of the response.
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     problems = []
-    left_out = defaultdict(list)  # The numbers of rows.
+    left_out = defaultdict(list)  # Row numbers by reason.
     texts = set()
     row = {}
-    with refuse_errors(f"{flag} {source}: cannot be read as one of {rows.KINDS}; ./run.sh data: sspo.py's"):
+    with refuse_errors(f"{flag} {source}: cannot be read as one of {rows.KINDS}; ./run.sh data fetches sspo.py's"):
         name, table = rows.read_table(source, "train" if flag == "--dataset" else "test")
     for number, row in enumerate(Progress(table, f"{flag} {source}, rows"), 1):
         origin = f"{flag} {source}, row {number}"
@@ -200,7 +198,7 @@ def load_problems(source, tokenizer, args, flag):
             for column in filter(None, (args.problem_column, args.answer_column, args.image_column)):
                 require(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
             said = turns = rows.turns_of(row, args.problem_column)
-            if args.template != "chat":  # Every other template says the whole prompt.
+            if args.template != "chat":  # Every other template has its own system turn, or none.
                 turns = [turn for turn in said if turn["role"] != "system"]
             text = "\n\n".join(turn["content"] for turn in turns)
             reason = ""
@@ -227,20 +225,16 @@ def load_problems(source, tokenizer, args, flag):
     left = f"left out: {', '.join(counts) or 'none'}"
     require(
         problems,
-        f"{flag} {source}: no usable row; {left}; --problem-column and --answer-column name one of {list(row)}; "
-        "--max-prompt-tokens, --max-total-tokens",
+        f"{flag} {source}: no usable row; {left}; --problem-column and --answer-column name columns of {list(row)}",
     )
     if IS_RANK_0:
         first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
-        print(
-            f"{flag} {name}: {len(problems)} problems; {left}; the first prompt: {first!r}, its answer: "
-            f"{problems[0].answer!r}"
-        )
+        print(f"{flag} {name}: {len(problems)} problems; {left}; the first: {first!r}, answer {problems[0].answer!r}")
     return problems
 
 
 def problem_of(row, turns, text, tokenizer, args, origin):
-    """Return the problem of a row whose turns, and their text, are given; its answer is empty if the row has none."""
+    """Return the Problem of a row that has these turns and this text. Its answer is empty if the row has no answer."""
     image = None
     image_text = ""
     if row.get(args.image_column):
@@ -252,17 +246,17 @@ def problem_of(row, turns, text, tokenizer, args, origin):
     else:
         answer = str(rows.answer_of(row, args.answer_column)) or "(graded by --reward)"
         graded_by = (row,)
-    (text + answer).encode()  # A lone half of a surrogate pair cannot be written.
+    (text + answer).encode()  # This raises for half of a surrogate pair, which no file can hold.
     prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs, image_text)
     return Problem(text, prompt_ids, answer, graded_by, image, origin)
 
 
 def problems_from(problems, args, position):
-    """Return P problems from a position on; every pass over the data has its own order. Their keys seed samples."""
+    """Return {key: problem} of the P problems from `position` on. Every pass over the data has its own order."""
     prompts = {}
     for p in range(args.prompts_per_step):
         epoch, number = divmod(position + p, len(problems))
-        if not p or not number:  # A new pass over the data has a new order.
+        if not p or not number:
             order = np.random.default_rng([args.seed, epoch]).permutation(len(problems))
         prompts["train", position, p] = problems[order[number]]
     return prompts
@@ -273,21 +267,20 @@ VLLM_ENVIRONMENT = {  # Environment variables; those that the user has set stay.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # It might be compiled first, and requests with a seed never use it.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer might be compiled first, and requests with a seed never use it.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "OMP_NUM_THREADS": str(torch.get_num_threads()),
     "PYTHONSAFEPATH": "1",  # vLLM starts a `python -m`, which would import from the current folder
 }
 
-# A response as sampled: arrays of its tokens, the stop token among them, and of the sampler's log-probs, which are NaN
-# where none were asked for; its text; whether it was cut off.
+# A response: token ids with the stop token, the sampler's log-probs (NaN if not requested), text, whether it was cut.
 Rollout = namedtuple("Rollout", "ids logp text truncated")
 
 
 @dataclass
 class Group:
-    """A problem's responses; `verify` adds verdicts, what was right (float64) and rewards equal to that."""
+    """A problem and its responses. `verify` sets verdicts, scores in correct_G (float64), and reward_G to a copy."""
 
     problem: Problem
     rollouts: list[Rollout]
@@ -297,14 +290,14 @@ class Group:
 
 
 def compute_dtype(args, world):
-    """Return what --compute-dtype means on this device."""
+    """Return the torch dtype that --compute-dtype means on this device."""
     if args.compute_dtype != "auto":
         return getattr(torch, args.compute_dtype)
     return torch.bfloat16 if world.device.type == "cuda" else torch.float32
 
 
 class Sampler:
-    """The only contact with vLLM: an engine for --tensor-parallel ranks. It has no weights before `load`."""
+    """A vLLM engine, shared by --tensor-parallel ranks. It has no weights before `load`. Only this class calls vLLM."""
 
     def __init__(self, folder, tokenizer, args, world):
         ranks = args.tensor_parallel
@@ -313,8 +306,7 @@ class Sampler:
         os.environ.update(VLLM_ENVIRONMENT | os.environ)
         cuda = world.device.type == "cuda"
         self.sleeps = cuda and not args.keep_awake
-        # On a CPU vLLM would compile for seconds before the first token.
-        torch._dynamo.config.disable = not cuda
+        torch._dynamo.config.disable = not cuda  # On a CPU vLLM would compile for seconds before the first token.
         config = config_of(folder)
         lm = empty_model(config)
         from vllm import LLM
@@ -322,14 +314,13 @@ class Sampler:
         self.world = world
         self.dtype = compute_dtype(args, world)
         self.tokenizer = tokenizer
-        self.stop = stop_tokens(tokenizer)  # vLLM stops at the model's own, too.
+        self.stop = stop_tokens(tokenizer)  # vLLM stops at the model's own end tokens, too.
         sees = hasattr(config, "vision_config")
-        # A sleep of level 2 frees more, but vLLM 0.32 then loses the zeros that follow an image's positions.
-        self.level = 1 if sees else 2
+        self.level = 1 if sees else 2  # 2 frees more, but vLLM 0.32 then loses the zeros after an image's positions.
         self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
-            """vLLM changes the class that is registered here in place, which is why the policy's is another."""
+            """vLLM changes the class registered here in place. This subclass leaves the policy's class unchanged."""
 
         transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
         with Progress(total=1, desc="the engine starts"):
@@ -342,28 +333,27 @@ class Sampler:
                 tensor_parallel_size=args.tensor_parallel,
                 distributed_executor_backend="external_launcher",
                 enable_sleep_mode=self.sleeps,
-                enable_flashinfer_autotune=False,  # It would tune over the ranks of all engines.
+                enable_flashinfer_autotune=False,  # The tuning would involve the ranks of all engines.
                 enforce_eager=not cuda,
-                enable_chunked_prefill=cuda,  # On a CPU vLLM 0.32 cannot rewind a seed after it.
+                enable_chunked_prefill=cuda,  # With it vLLM 0.32 cannot rewind a seed on a CPU.
                 load_format="dummy",
                 logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # A model's own may have a top-p or a penalty.
-                # On a CPU vLLM 0.32 does not reload a tied head; the policy, too, computes logits in float32.
+                generation_config="vllm",  # The model's own file may set a top-p or a penalty.
+                # vLLM 0.32 on CPUs does not reload a tied head. The logits are float32, as the policy's are.
                 hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
                 skip_tokenizer_init=not sees,
                 **(vision.engine_settings(args, cuda) if sees else {}),
             )
-        # Each sleep collects garbage. What is there by now stays, and need not be looked through.
-        gc.freeze()
+        gc.freeze()  # Each sleep collects garbage, and now skips all objects that exist by this time.
         self.sleep()
 
     def sample(self, prompts, n, temperature, args, top_p=1.0, scored=1):
-        """Sample n responses to each of `prompts`, problems by their keys; return the groups on every rank. A seed
-        hashes --seed, the problem's key and the response's number: on CPUs samples do not depend on ranks. The first
-        `scored` responses of a group, or with --tis-cap all, have log-probs: all take a fifth of a CPU's time."""
+        """Return a Group of n sampled responses for each problem of `prompts`, {key: problem}, on every rank. A seed
+        hashes --seed, the problem's key and the response's number, so on CPUs samples do not depend on ranks. Only the
+        first `scored` responses of a group, or with --tis-cap all, have log-probs: all cost a fifth of a CPU's time."""
         from vllm import SamplingParams
 
-        require(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs are of all tokens")
+        require(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs are not cut to a top-p")
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         mine = [(key, g) for key in list(prompts)[engine::engines] for g in range(n)]
@@ -391,17 +381,17 @@ class Sampler:
             rollout_of[key_g] = Rollout(
                 np.array(ids, np.int64),
                 np.full(len(ids), logp, np.float32),
-                self.tokenizer.decode(ids if cut else ids[:-1]),  # without the stop token
+                self.tokenizer.decode(ids if cut else ids[:-1]),  # The text has no stop token.
                 cut,
             )
         rollout_of = ChainMap(*self.world.all_gather(rollout_of))
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in prompts.items()]
 
     def load(self, weights):
-        """Load a policy or (name, tensor) pairs. Raises ValueError for wrong names: vLLM ignores a missing layer."""
+        """Give the engine a policy's weights or (name, tensor) pairs. Raises ValueError for missing or other names."""
         if isinstance(weights, Policy):
             weights = full_weights(weights, self.dtype)
-        sent = set()
+        sent = set()  # vLLM itself would ignore a missing layer.
 
         def stream():
             for name, tensor in weights:
@@ -414,14 +404,14 @@ class Sampler:
             torch.cuda.empty_cache()  # Torch's cache holds memory that the engine needs.
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
-        require(sent == self.expected, f"vLLM has no or wants other weights: {sent ^ self.expected}")
+        require(sent == self.expected, f"weights that were not sent, or are not the model's: {sent ^ self.expected}")
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
     def sleep(self):
-        """Give a GPU's memory back until `load`."""
+        """Free the engine's memory on the GPU until the next `load`, unless --keep-awake is set."""
         if self.sleeps:
             self.llm.sleep(level=self.level)
 
@@ -431,9 +421,9 @@ class Sampler:
 
 
 def sampler_gap(logp_T, sampler_logp_T, record):
-    """Return how far trainer and sampler differ, mean and max |difference| (nats), on trained tokens that have both
-    log-probs. Refuses a mean that is no rounding in the first step of a process that has log-probs to compare."""
-    known_T = ~sampler_logp_T.isnan()  # Where none were asked for they are NaN.
+    """Return gap_mean and gap_max, the mean and largest |trainer's - sampler's log-prob| (nats), over tokens for which
+    the sampler gave one; {} if it gave none. Raises ValueError if a process's first mean is too large for rounding."""
+    known_T = ~sampler_logp_T.isnan()  # Log-probs that were not requested are NaN.
     if not known_T.any():
         return {}
     gap = (logp_T - sampler_logp_T)[known_T].double().abs().numpy()
@@ -441,16 +431,15 @@ def sampler_gap(logp_T, sampler_logp_T, record):
     limit = 0.1 if compute_dtype(record.args, record.world) == torch.bfloat16 else 0.01  # nats
     require(
         record.gap_checked or not mean > limit,  # A NaN passes: such an update is skipped.
-        f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token in the first step: see "
-        "docs/running.md",
+        f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token: see docs/running.md",
     )
     record.gap_checked = True  # A larger gap in a later step has other causes.
     return {"gap_mean": mean, "gap_max": gap.max()}
 
 
 def choose_groups(drawn, valid_P, count, updates=1):
-    """Return `count` groups: of a single draw all, in their order; else the first valid ones, and if they are too few,
-    others of the last draw, of both an equal share for each update."""
+    """Return `count` groups. If `count` groups were drawn, return them in their order. Otherwise take the first valid
+    groups and, if they are too few, invalid ones of the last draw, and give each update an equal share of both."""
     if len(drawn) == count:
         return drawn
     kept = [*compress(drawn, valid_P)]
@@ -459,20 +448,20 @@ def choose_groups(drawn, valid_P, count, updates=1):
 
 
 def valid_groups(reward_PG):
-    """Return valid_P: which groups have rewards that differ by more than rounding; the others have zero advantage."""
+    """Return valid_P: whether a group's rewards differ by more than rounding. Other groups have zero advantage."""
     return ((reward_PG - reward_PG[:, :1]).abs() > 1e-9).any(1)
 
 
 # ----------------------------- verifier
 class Verifier:
-    """math_verify, or a --reward of one's own, in processes that can be killed: no answer hangs or ends a run. Raises
-    ValueError if a reward raises for an empty completion of a set's first problem."""
+    """Runs math_verify, or another --reward, in processes that can be killed, so that no answer hangs or ends a run.
+    Raises ValueError if another --reward fails on an empty completion of the first problem of one of `sets`."""
 
     def __init__(self, args, world, sets=()):
         self.world = world
         self.reward = args.reward
-        self.seconds = args.reward_seconds  # by the clock: a process may get a tenth of a core
-        # In ROOT Python 3.11's server finds this file and no other folder's. It needs a short path for its socket.
+        self.seconds = args.reward_seconds  # Wall-clock time, in which a process may get a tenth of a core.
+        # In ROOT, Python 3.11's fork server imports this common.py and no other. Its socket needs a short TMPDIR.
         with chdir(ROOT), refuse_errors(f"TMPDIR {tempfile.gettempdir()}"):
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
@@ -483,8 +472,7 @@ class Verifier:
             initargs=(self.reward,),
             context=get_context("forkserver"),
         )
-        # A process that the pool started while the interpreter exits would be waited for, for ever: it stops, then
-        # joins.
+        # An exit would wait for ever for a process that the pool starts meanwhile. So the pool stops, then joins.
         atexit.register(self.pool.join)
         atexit.register(self.pool.stop)
         if self.reward != "math":
@@ -493,7 +481,7 @@ class Verifier:
                 verify(self, [Group(problems[0], [empty])], legal=["graded"])
 
     def grade_all(self, cases):
-        """Return score and verdict of each case, on every rank: a completion and what it is graded by."""
+        """Return (score, verdict) of each case, on every rank. A case is (completion, *its problem's graded_by)."""
         world = self.world
         mine = cases[world.rank :: world.size]
         graded = []
@@ -510,8 +498,8 @@ class Verifier:
 
 
 def verify(verifier, groups, legal=VERDICTS):
-    """Grade every response; fill in what was right, rewards and verdicts. Raises ValueError where a reward raises: its
-    traceback is no legal verdict."""
+    """Grade all responses and set each group's verdicts, correct_G and reward_G. If the reward raised an error, the
+    verdict is the error's text, which is not in `legal`: then raise ValueError."""
     cases = [(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
     graded = iter(verifier.grade_all(cases))
     for group in groups:
@@ -524,14 +512,14 @@ def verify(verifier, groups, legal=VERDICTS):
 
 # -------------------------------- batch
 def mean_by(x, number):
-    """Return the mean of x for each number; 0 for one not in use."""
+    """Return the mean of x over the entries with each number 0, 1, ...; 0 for a number that no entry has."""
     counts = torch.bincount(number)
     sums = x.new_zeros(len(counts)).index_add(0, number, x)
     return sums / counts.clamp(min=1)
 
 
 def drawn_metrics(groups):
-    """Return metrics of everything drawn, trained on or not; docs/metrics.md explains each."""
+    """Return the metrics of all groups drawn, trained on or not; docs/metrics.md explains each metric."""
     batch = Batch(groups)
     reward_PG = batch.reward_PG.numpy()
     right_PG = np.stack([group.correct_G for group in groups]) >= 1
@@ -552,13 +540,13 @@ def drawn_metrics(groups):
     return metrics
 
 
-# A row of packed tokens for the model, and where its response tokens stand; `Batch.pack` draws a picture of it.
+# The model's input for a packed row, and three vectors of its response tokens, which `Batch.pack` shows in an example.
 MicroBatch = namedtuple("MicroBatch", "row index_T target_T entry_T")
 
 
 class Batch:
-    """The whole step, the same on every rank. Response r = p G + g; its token k is entry sum(length_R[:r]) + k of *_T.
-    cost_R counts its tokens, its prompt's and image patches."""
+    """All responses of a step, the same on every rank. Response r = p G + g is response g to prompt p, and its token k
+    is entry sum(length_R[:r]) + k of *_T. cost_R counts tokens of the response and its prompt, and image patches."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -569,21 +557,21 @@ class Batch:
         lengths = [len(rollout.ids) for rollout in self.rollout_R]
         self.length_R = torch.tensor(lengths)
         self.cost_R = self.length_R + torch.tensor([groups[p].problem.cost for p in self.group_R])
-        self.response_T = torch.repeat_interleave(self.length_R)  # Such as 0 0 0 1 1.
+        self.response_T = torch.repeat_interleave(self.length_R)  # 0 0 0 1 1 for lengths 3 and 2
         self.entry_R = torch.arange(len(self.response_T)).split(lengths)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-        # Ranks run the layers together, and the vision tower. So each row, even one without responses, has at least one
-        # of these prompts: any, or if the step has images, one with an image.
+        # All ranks must run the same modules in a pass. So each row, even one without responses, needs a prompt, and if
+        # the step has images, a prompt with an image. `pack` adds one of these to a row that has none.
         self.filler_prompts = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
-        """Return this rank's micro-batches, lists of response numbers: as many on every rank, some of them empty.
+        """Return this rank's micro-batches: lists of chosen responses' numbers. All ranks get equally many, some empty.
 
-        First, consecutive responses to a prompt are joined to bundles, so that their prompt is computed once; a bundle
-        of several costs at most an eighth of a rank's load, or micro-batches could not be balanced. Then bundles are
-        put, the most costly first, into the emptiest micro-batch. A round is a micro-batch for each rank. There are as
-        few rounds as it takes for all to stay within `budget` packed tokens, or within the longest response with its
-        prompt, if that alone is longer."""
+        First, consecutive responses to a prompt are joined to bundles, so that their prompt is computed once. A bundle
+        of several costs at most an eighth of a rank's load, because larger ones could not be balanced. Then each
+        bundle, the most costly first, goes into the emptiest micro-batch. A round is a micro-batch for each rank. The
+        rounds are as few as possible while no micro-batch costs more than `budget` tokens and patches or, if that is
+        more, than the most costly response with its prompt."""
         most = min(budget, int(self.cost_R[chosen_R].sum()) // (8 * world.size))
         bundles = []
         costs = []
@@ -602,35 +590,34 @@ class Batch:
         for rounds in count(fewest):
             loads = np.zeros(rounds * world.size, int)
             bins = [[] for _ in loads]
-            for n in np.argsort(-np.array(costs), kind="stable"):  # the most costly first
+            for n in np.argsort(-np.array(costs), kind="stable"):
                 number = loads.argmin()
                 bins[number] += bundles[n]
                 loads[number] += costs[n]
             if loads.max(initial=0) <= budget:
                 break
-        # In this order the micro-batches of a round cost about the same, so that no rank waits long for another.
-        fullest = np.argsort(-loads, kind="stable")
+        fullest = np.argsort(-loads, kind="stable")  # A round then has micro-batches of like cost: no rank waits long.
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def update_of_response(self, updates):
-        """Return update_R, in which of a step's updates a response is: each has consecutive prompts, and as many."""
+        """Return update_R, the number of each response's update. All have the same number of prompts, in order."""
         return torch.arange(len(self.rollout_R)) * updates // len(self.rollout_R)
 
     def deal_updates(self, update_R, chosen_R, world, budget):
-        """Return this rank's micro-batches of each update, of its responses in chosen_R: none if it has none."""
+        """Return, for each update, this rank's micro-batches of its chosen responses; [] for an update without any."""
         return [self.deal(chosen_R & (update_R == update), world, budget) for update in update_R.unique()]
 
     def pack(self, responses, device):
-        """Lay responses and their prompts, each once, end to end in a row.
+        """Return a MicroBatch in which these responses and their prompts, each prompt once, lie end to end in a row.
 
         Let responses 4 (tokens a b) and 5 (c d e) share the prompt P P P, and response 9 (f) have the prompt Q Q:
 
             place in the row   0 1 2 3 4 5 6 7 8 9 10
             input_ids          P P P Q Q a b c d e f       five pieces: two prompts and three responses
             key_N              0 1 2, 3 4, 0 1 2 5 6, 0 1 2 7 8 9, 3 4 10       a piece sees its prompt and itself
-            index_T            2 5 2 7 8 4       the place whose hidden state predicts a token: the one before it
+            index_T            2 5 2 7 8 4       the place whose hidden state predicts the token
             target_T           a b c d e f
-            entry_T            where a b c d e f stand in the step's *_T: place 5 is not token 5 of the step
+            entry_T            the entries of a b c d e f in the step's *_T vectors
         """
         prompts = sorted({self.group_R[r] for r in responses})
         if self.filler_prompts.isdisjoint(prompts):
@@ -651,9 +638,9 @@ class Batch:
         position_3N = torch.cat(positions, 1)
         row = BatchFeature({"input_ids": ids_N[None], "position_ids": position_3N[:1], "key_N": key_N})
         entry_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
-        first = len(ids_N) - len(entry_T)  # Here the responses begin.
+        first = len(ids_N) - len(entry_T)  # the place of the first response
         vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
-        for side, parts in (("q", pieces), ("k", keys)):  # transformers' names for queries and keys
+        for side, parts in (("q", pieces), ("k", keys)):  # transformers' names: q are queries, k keys
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, parts))
         index_T = key_N[:-1][key_N[1:] >= first].to(device)
@@ -666,12 +653,12 @@ def packed_attention(
     _, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **rest
 ):
     """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
-    key_N lists the places that each piece sees, its prompt's before its own: the causal window ends with the keys."""
-    if key_N is not None:  # With key[:, :, key_N] threads would sum the gradient in any order.
-        # In float32, since a prompt's keys sum gradients of all its responses, and Triton adds bf16 more slowly.
+    key_N lists the places that each piece sees: its prompt's, then its own. The last query of a piece sees them all."""
+    if key_N is not None:  # With key[:, :, key_N] the order in which the gradient is summed would vary.
+        # In float32, because a prompt's keys sum the gradients of all its responses. Triton adds bf16 more slowly, too.
         key, value = (x.float().index_select(2, key_N).to(x.dtype) for x in (key, value))
     if query.is_cuda and query.dtype == torch.bfloat16:
-        from torch.nn.attention.varlen import varlen_attn  # It exists for bf16 on GPUs alone.
+        from torch.nn.attention.varlen import varlen_attn  # Only GPUs have it, and not for float32.
 
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         out = varlen_attn(
@@ -697,29 +684,27 @@ def packed_attention(
 
 
 transformers.AttentionInterface.register("packed", packed_attention)
-# With "flash" in the name, vision towers tell where their sequences end.
-transformers.AttentionInterface.register("packed_flash", packed_attention)
+transformers.AttentionInterface.register("packed_flash", packed_attention)  # Towers give only "flash" cu_seq_lens.
 
-# Logits in a chunk of the head. Each chunk writes a whole gradient of the head's weights, so few are faster.
+# Most logits in a chunk of the head. Each chunk writes a gradient of all the head's weights, so few chunks are faster.
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 30}
 
 
 @cache
 def compiled_on_gpu(function):
-    """Return a function that reads and writes its tensors once, where there is a GPU: the compiler loads in seconds."""
+    """Return the function; with a GPU, compiled to read and write tensors once. Loading the compiler takes seconds."""
     return torch.compile(function) if torch.cuda.is_available() else function
 
 
 def head_logits(hidden_TH, weight_VH):
-    """Return logits_TV in float32: bf16 would round those above 8 to 0.06. Products of bf16 are exact in float32."""
+    """Return logits_TV in float32, which is exact for products of bf16. bf16 rounds above 8 to multiples of 0.06."""
     if hidden_TH.dtype == torch.bfloat16:
         return torch.mm(hidden_TH, weight_VH.T, out_dtype=torch.float32)
     return hidden_TH @ weight_VH.T
 
 
 def logp_and_entropy(logits_TV, target_T, temperature):
-    """Return logp_T, entropy_T, and max_T1 and sum_T1, which `logits_gradient` need not find again: the softmax is
-    exp(logits / temperature - max) / sum."""
+    """Return logp_T, entropy_T (nats), max_T1, sum_T1. The softmax is exp(logits / temperature - max_T1) / sum_T1."""
     scaled_TV = logits_TV / temperature
     max_T1 = scaled_TV.amax(-1, keepdim=True)
     scaled_TV -= max_T1
@@ -731,9 +716,9 @@ def logp_and_entropy(logits_TV, target_T, temperature):
 
 
 def logits_gradient(logits_TV, target_T, entropy_T, max_T1, sum_T1, temperature, grad_logp_T, grad_entropy_T, dtype):
-    """Return the gradient by logits_TV of a loss that has these by logp_T and, unless it is None, by entropy_T. With
-    p = softmax(logits / temperature), d logp / d logits is (1 at the target - p) / temperature and d entropy / d logits
-    is -p (log p + entropy) / temperature."""
+    """Return a loss's gradient with respect to logits_TV, in dtype. grad_logp_T is its gradient with respect to logp_T
+    and grad_entropy_T, unless it is None, to entropy_T. With p = softmax(logits / temperature), d logp / d logits is
+    (1 at the target - p) / temperature, and d entropy / d logits is -p (log p + entropy) / temperature."""
     scaled_TV = (logits_TV / temperature).sub_(max_T1)
     p_TV = scaled_TV.exp().div_(sum_T1)
     target_TV = torch.arange(logits_TV.shape[1], device=logits_TV.device) == target_T[:, None]
@@ -745,8 +730,8 @@ def logits_gradient(logits_TV, target_T, entropy_T, max_T1, sum_T1, temperature,
 
 
 class Head(torch.autograd.Function):
-    """hidden_TH, weight_VH, target_T, temperature -> logp_T, entropy_T. Going back it makes the logits again, so that
-    none are kept. A loss must depend on logp_T; a gradient of entropy_T is optional."""
+    """hidden_TH, weight_VH, target_T, temperature -> logp_T, entropy_T. `backward` computes the logits again, so that
+    they need not be kept. A loss must depend on logp_T, and may depend on entropy_T."""
 
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, target_T, temperature):
@@ -766,7 +751,7 @@ class Head(torch.autograd.Function):
 
 
 class Policy(torch.nn.Module):
-    """A decoder, perhaps with a vision tower, and its head, by transformers' names. Gives log-probs, never logits."""
+    """A decoder with its head, perhaps a vision tower; weights have transformers' names. It returns no logits."""
 
     def __init__(self, lm, temperature):
         super().__init__()
@@ -775,8 +760,8 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
 
     def forward(self, micro):
-        """Return logp_T of the response tokens and entropy_T (nats, whole vocabulary), float32, at the sampling
-        temperature, on the CPU, where the paper's functions run. Both have gradients."""
+        """Return logp_T of the response tokens of a MicroBatch, and entropy_T (nats) over the whole vocabulary, both at
+        the sampling temperature, with gradients, and in float32 on the CPU, where the paper's functions run."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_1NH = embeddings(row.pop("input_ids"))
@@ -788,7 +773,7 @@ class Policy(torch.nn.Module):
             hidden_NH = hidden_NH.float()
             weight_VH = weight_VH.float()
         size = LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH)
-        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # Indexing sums gradients in any order.
+        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order.
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [Head.apply(hidden_TH, weight_VH, target_T, self.temperature) for hidden_TH, target_T in chunks]
         logp_T, entropy_T = map(torch.cat, zip(*parts, strict=True))
@@ -796,33 +781,33 @@ class Policy(torch.nn.Module):
 
 
 def config_of(folder):
-    """Return what a model's config.json says; no code is run."""
+    """Return the config in a model's folder, without running code from the folder."""
     return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def model_class(config):
-    """Return transformers' class of models that see, or of those that do not."""
+    """Return transformers' auto class for models of images and text or, without a vision tower, of text."""
     sees = hasattr(config, "vision_config")
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
-# How a model is made: never with the attention that its config.json names, nor with code of its own.
+# Every model gets `packed_attention`, whatever its config.json names, and runs none of its own code.
 MODEL_OPTIONS = {"dtype": torch.float32, "attn_implementation": "packed", "trust_remote_code": False}
 
 
 def empty_model(config):
-    """Return a config's model, without weights."""
+    """Return the model of a config, on the meta device, so without weights."""
     with torch.device("meta"):
         return model_class(config).from_config(config, **MODEL_OPTIONS)
 
 
 def model_folder(args):
-    """Return --model's folder, fetched if it is a hub id, for which a node's other ranks wait. Raises ValueError where
-    the context is too short. Whether weights fit, `load_policy` says; whether it computes as vLLM, `sampler_gap`."""
+    """Return --model's folder. If --model is a hub id, one rank of each node downloads it. Raises ValueError if the
+    context is too short. `load_policy` checks the weights, and `sampler_gap` that the policy agrees with vLLM."""
     folder = Path(args.model)
     with refuse_errors(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        with fetched_once():  # Every rank gets here, even if a folder is on one node alone.
+        with fetched_once():  # All ranks enter, even if only one node has the folder.
             if not folder.is_dir():
                 folder = Path(snapshot_download(args.model, allow_patterns=patterns))
         transformers.logging.disable_progress_bar()
@@ -833,8 +818,8 @@ def model_folder(args):
 
 
 def check_context(text, args):
-    """Refuse sequences that are longer than the context, or the window, in a text model's config."""
-    # The policy sees a whole sequence, in the same way. Beyond a window, or LongRoPE's first angles, vLLM does not.
+    """Raise ValueError if prompt and response may be longer than the context or the window in a text model's config."""
+    # The policy ignores a sliding window, and keeps LongRoPE's angles of the original context. vLLM does neither.
     context = min(text.max_position_embeddings, getattr(text, "sliding_window", None) or math.inf)
     if "longrope" in text.rope_parameters.values():
         context = text.rope_parameters["original_max_position_embeddings"]
@@ -847,13 +832,13 @@ def check_context(text, args):
 
 
 def read_weights(folder):
-    """Return a policy's weights, in float32, from a folder. Raises ValueError if they are not those of its kind."""
+    """Return a policy's state dict (float32) from a folder. Refuses missing, unexpected, infinite and NaN weights."""
     config = config_of(folder)
     lm, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **MODEL_OPTIONS)
     unlike = [name for names in info.values() for name in names]
     tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     if config.tie_word_embeddings and not tied:
-        unlike.append("lm_head.weight: tie_word_embeddings must be false")  # There is a head.
+        unlike.append("lm_head.weight: tie_word_embeddings must be false")  # The files have a head of their own.
     require(not unlike, f"--model {folder}: its files and its config.json differ in weights such as {unlike[:2]}")
     for name, weight in lm.named_parameters():
         require(weight.isfinite().all(), f"--model {folder}: {name} has entries that are not finite")
@@ -861,38 +846,37 @@ def read_weights(folder):
 
 
 def load_policy(folder, args, world):
-    """Return the policy, sharded; rank 0 reads the weights for all. Weights and reductions are float32."""
+    """Return the policy, sharded over ranks. Rank 0 reads the weights for all. Weights and reductions are float32."""
     config = config_of(folder)
     lm = empty_model(config)
     units = [*lm.get_decoder().layers]
     if hasattr(config, "vision_config"):
         units += vision.prepare(lm.model, args)
-    policy = Policy(lm, args.temperature).eval()  # The sampler has no dropout.
+    policy = Policy(lm, args.temperature).eval()  # without dropout, as in the sampler
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable()
         for unit in units:
-            unit.training = True  # In eval mode it would not be; dropout, inside, stays off.
+            unit.training = True  # In eval mode it would not checkpoint. Its submodules, such as dropout, stay in it.
     if torch.cuda.is_available():
-        # One graph for all lengths: what a layer is given varies, but nothing of its own, such as the size of a head.
-        # With dynamic=True that would be a variable, too, for FSDP marks its modules: H200s took 6 % longer.
-        torch.compiler.config.dynamic_sources = r"L\['(hidden|position|rotary|cu_|kwargs)"  # Not what vLLM compiles.
+        # One graph serves all lengths, because the sizes of a layer's inputs are dynamic. With dynamic=True the layer's
+        # own sizes, such as a head's, would be dynamic, too, because FSDP marks its modules: H200s took 6 % longer.
+        torch.compiler.config.dynamic_sources = r"L\['(hidden|position|rotary|cu_|kwargs)"  # It matches none of vLLM's.
         torch._dynamo.config.specialize_float = True
-        # Going back, a layer computes again what is no product, unless the whole layer is computed again.
+        # The backward pass recomputes all but a layer's matrix products, or with checkpointing the whole layer.
         torch._functorch.config.activation_memory_budget = 1.0 if args.activation_checkpointing else 0.9
         for unit in units:
             unit.compile()
     dtype = compute_dtype(args, world)
-    # Without recomputation a layer stays gathered until its backward pass; by default only the root, `policy`, does.
+    # Without checkpointing layers stay gathered until their backward pass. By default only the root, `policy`, does.
     reshard = None if args.activation_checkpointing else False
     types = MixedPrecisionPolicy(dtype, torch.float32)
-    # lm_head stays in the root's unit. In one of its own it would be gathered for each chunk of logits, of which ranks
-    # have different numbers, and so they would wait for each other.
+    # lm_head has no unit. It would be gathered for each chunk of logits, and ranks with more chunks would hang.
     for module in (*units, policy):
         fully_shard(module, mesh=world.mesh, reshard_after_forward=reshard, mp_policy=types)
     policy.to_empty(device=world.device)
     for parameter in policy.parameters():
         parameter._is_hf_initialized = True
-    policy.apply(lm._init_weights)  # This makes the buffers, which no checkpoint has.
+    policy.apply(lm._init_weights)  # This fills the buffers, which no file has.
     with Progress(total=1, desc=f"{folder} is read"):
         weights = read_weights(folder) if world.rank == 0 else {}
         options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -901,13 +885,13 @@ def load_policy(folder, args, world):
 
 
 def adamw(policy, lr, args):
-    """Return an AdamW of the policy's parameters."""
+    """Return an AdamW optimizer of the policy's parameters, with the flags' betas and weight decay."""
     return torch.optim.AdamW(policy.parameters(), lr, args.adam_betas, weight_decay=args.weight_decay, fused=True)
 
 
 def learning_rate(args, step):
-    """Return the learning rate of a step (the first is 1): up to --lr over the warm-up, then down to a floor that it
-    would reach a step after the last, so that no step has rate 0."""
+    """Return the learning rate of a step; the first step is 1. It rises to --lr over the warm-up, and then falls. It
+    would reach the floor, --lr-floor times --lr, one step after the last, so that no step has rate 0."""
     warm_up = args.lr_warmup * args.steps
     if step < warm_up:
         return args.lr * (step / warm_up)
@@ -917,21 +901,21 @@ def learning_rate(args, step):
 
 
 def set_lr(optimizer, args, step):
-    """Set the learning rate of a step."""
+    """Give an optimizer the learning rate of a step."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(args, step)
 
 
 def passes(policy, micro_batches):
-    """Yield an update's micro-batches. Where there are several nodes, only the last backward pass, which a loop must
-    reach, adds up the gradients of all; until then each node has its own sum."""
+    """Yield an update's micro-batches. Each node sums its own gradients; only the backward pass of the last micro-batch
+    adds them up over nodes. So a loop must not end before the last."""
     for number, responses in enumerate(Progress(micro_batches, "update, passes"), 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield responses
 
 
 def optimizer_step(policy, optimizer, record, name="grad_norm"):
-    """Scale the gradient down to --max-grad-norm and make an optimiser's step, or say that its norm is not finite."""
+    """Scale the gradient down to --max-grad-norm and make an optimiser's step, or skip it if the norm is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), record.args.max_grad_norm)
     norm = norm.full_tensor().item()
     if math.isfinite(norm):
@@ -943,11 +927,11 @@ def optimizer_step(policy, optimizer, record, name="grad_norm"):
 
 
 def logprobs(policy, batch, micro_batches_by_update, record, phase):
-    """Return logp_T and entropy_T of the whole step on every rank, on the CPU; 0 where no rank had the response. They
-    are equal to the bit to what the first update computes in the same micro-batches."""
+    """Return logp_T and entropy_T of the whole step, on every rank's CPU; 0 for responses in no micro-batch. They are
+    equal to the bit to what the first update computes, because that has the same micro-batches."""
     world = record.world
     both_2T = torch.zeros(2, len(batch.response_T))  # log-probs and entropies
-    # On a GPU autograd records, although nothing goes back: without it the compiler would make other kernels.
+    # On a GPU autograd stays on, although there is no backward pass. Without it the compiler would make other kernels.
     with record.phase(phase), torch.set_grad_enabled(world.device.type == "cuda"):
         home = next(policy.parameters()).device  # A reference model waits in the host's memory.
         shards = {parameter: parameter.detach() for parameter in policy.parameters()}
@@ -955,32 +939,32 @@ def logprobs(policy, batch, micro_batches_by_update, record, phase):
         for responses in Progress([*chain(*micro_batches_by_update)], f"{phase}, passes"):
             micro = batch.pack(responses, world.device)
             both_2T[:, micro.entry_T] = torch.stack(policy(micro)).detach()
-        # What a forward pass leaves gathered, at least the root, the next would take for the weights, also after the
-        # optimiser's step. FSDP2 reshards before `_apply`, which then gets the shards: they stay those of before.
+        # A forward pass leaves at least the root gathered, and the next pass would use these weights even after an
+        # optimiser's step. FSDP2's `_apply` reshards first. Then it gets the shards from before, and buffers go home.
         policy._apply(lambda x: shards[x] if x in shards else x.to(home))
     return world.all_reduce(both_2T)
 
 
 def tis_factor(logp_T, sampler_logp_T, cap):
-    """Return what --tis-cap multiplies advantages by: min(exp(logp - sampler's), cap)."""
+    """Return factor_T, by which --tis-cap multiplies advantages: min(exp(logp - sampler's logp), cap)."""
     return (logp_T - sampler_logp_T).exp().clamp(max=cap)
 
 
 def full_weights(policy, dtype):
-    """Yield (name, whole tensor), one gathered at a time; every rank must take every item."""
+    """Yield (name, unsharded tensor) of each weight, in dtype, one at a time. Every rank must take every item."""
     for name, parameter in policy.named_parameters():
         whole = parameter.detach().to(dtype).full_tensor()
-        yield name, whole.clone()  # without the padding of unequal shards, which would be saved with it
+        yield name, whole.clone()  # A clone lacks the padding of unequal shards, which would be saved.
 
 
-KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")  # No suffix: LICENSE.
+KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")  # Suffixes of files that `save_model` copies. LICENSE has "".
 
 
 def save_model(policy, folder, source, dtype, world):
-    """Write a model folder: files of `source` as they are, and the weights, with their type in config.json."""
+    """Write a model's folder: unchanged files of the folder `source`, and the weights, with dtype in config.json."""
     weights = {}
     for name, tensor in full_weights(policy, dtype):
-        if world.rank == 0:  # The files of models that see name decoder and tower a level higher.
+        if world.rank == 0:  # Files of models with a tower lack these levels in names.
             weights[name.replace(".language_model", "").replace("model.visual", "visual")] = tensor.cpu()
     if world.rank == 0:
         partial = folder.with_suffix(".partial")
@@ -990,8 +974,7 @@ def save_model(policy, folder, source, dtype, world):
         if source.parent.name == "snapshots":
             inside = inside.parents[1]  # The files of the hub's cache are links to its folder `blobs`.
         for each in source.iterdir():
-            # A link may lead to what nobody wants to publish.
-            own = each.is_file() and each.resolve().is_relative_to(inside)
+            own = each.is_file() and each.resolve().is_relative_to(inside)  # A link may lead to private files.
             if own and each.suffix in KEPT and not each.match("*.index.json"):
                 shutil.copyfile(each, partial / each.name)
         about = partial / "config.json"
@@ -1002,7 +985,7 @@ def save_model(policy, folder, source, dtype, world):
         generation = {"eos_token_id": config.get("eos_token_id")}
         if file.exists():
             generation.update(json.loads(file.read_text()))
-        ends = stop_tokens(AutoTokenizer.from_pretrained(source))  # They are added, as in training.
+        ends = stop_tokens(AutoTokenizer.from_pretrained(source))  # They ended responses in training, too.
         ends.update(np.atleast_1d(generation["eos_token_id"]).tolist())
         generation["eos_token_id"] = sorted(ends - {None})
         file.write_text(json.dumps(generation, indent=2))
@@ -1013,7 +996,7 @@ def save_model(policy, folder, source, dtype, world):
 
 
 def finish(policy, source, dtype, record):
-    """Write the trained model and say what one may type next, but after a stop, which a checkpoint has."""
+    """Write the trained model and say which commands show the run. A stopped run skips this: it has a checkpoint."""
     if record.stopping:
         return
     save_model(policy, record.folder / "model", source, dtype, record.world)
@@ -1028,7 +1011,7 @@ def finish(policy, source, dtype, record):
 
 # --------------------------- evaluation
 def pass_at_k(correct_PN, k):
-    """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k) averaged over problems, from n samples each (0 or 1)."""
+    """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k), averaged over problems. c of a problem's n samples are 1."""
     correct = np.asarray(correct_PN, int)
     n = correct.shape[1]
     wrong_P = n - correct.sum(1)
@@ -1036,8 +1019,8 @@ def pass_at_k(correct_PN, k):
 
 
 def evaluate(held_out, sampler, verifier, record, step):
-    """Sample all held-out sets as one batch, so that we wait for the longest response only once, with the same seeds
-    each time. Write samples/, return avg@n, pass@k for k = 2, 4, … ≤ n, and lengths."""
+    """Evaluate and write samples/. Return each held-out set's avg@n, pass@k for k = 2, 4, … ≤ n, and mean length. All
+    sets are one batch, so that we wait for the longest response only once. Seeds are the same in every step."""
     args = record.args
     n = args.eval_samples
     prompts = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
@@ -1049,7 +1032,7 @@ def evaluate(held_out, sampler, verifier, record, step):
     for name, problems in held_out.items():
         groups = [next(graded) for _ in problems]
         drawn = drawn_metrics(groups)
-        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # It may be a fraction.
+        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # A score may be a fraction.
         figures = {f"avg@{n}": drawn["reward"]}
         for power in range(1, n.bit_length()):
             figures[f"pass@{2**power}"] = pass_at_k(correct_PN, 2**power)
@@ -1060,17 +1043,17 @@ def evaluate(held_out, sampler, verifier, record, step):
         record.write_samples(f"{name}-step{step:05d}", groups)
     if args.keep_best and not step:
         record.best = held_out_score(metrics)
-        record.say(f"best/ will have the model whose avg@{n} add up to the most, and to more than {record.best:.3f}")
+        record.say(f"best/ will have the model with the largest sum of avg@{n} over sets, if above {record.best:.3f}")
     return metrics
 
 
 def held_out_score(metrics):
-    """Return the sum of avg@n over held-out sets."""
+    """Return the sum of avg@n over the held-out sets, given the metrics of `evaluate`."""
     return sum(value for name, value in metrics.items() if "/avg@" in name)
 
 
 def keep_best(policy, source, dtype, metrics, record):
-    """With --keep-best write the model to best/ if its held-out score is the highest so far, step 0's included."""
+    """With --keep-best, write the model to best/ if its held-out score is higher than all before, step 0's included."""
     total = held_out_score(metrics)
     if record.args.keep_best and total > record.best:
         record.best = total
