@@ -24,7 +24,6 @@ import tempfile
 from collections import ChainMap, defaultdict, namedtuple
 from contextlib import chdir
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, chain, compress, count
 from multiprocessing import forkserver, get_context
 from pathlib import Path
@@ -42,25 +41,26 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from transformers import AutoConfig, AutoTokenizer, BatchFeature
 
-from lib import ROOT, rows, vision
+from lib import ROOT, layers, rows, vision
 from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_own_file
 from lib.checkpoints import checkpoint_if_due, checkpoints_of, manifest_of, replace_folder, resume
-from lib.grading import BY_ANSWER, VERDICTS, begin, grade
+from lib.grading import BY_ANSWER, VERDICTS, grade, start_worker
 from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_errors, require
 from lib.ranks import World, fetched_once, init_world, seed_of
 from lib.record import Record, located
 
 __all__ = ["Record", "World", "checkpoint_if_due", "checkpoints_of", "init_world", "located", "manifest_of"]
-__all__ += ["parse_flags", "print_error", "resume"]  # Scripts and tools import these names from here, too.
+# Scripts and tools import these names from here, too.
+__all__ += ["parse_flags", "print_error", "resume"]
 
 # ---------------------------- arguments
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
 Below1 = confloat(ge=0, lt=1)
-Temperature = confloat(ge=0.01, le=2)  # vLLM raises lower ones to 0.01, and refuses higher ones than 2.
+# vLLM raises lower ones to 0.01, and refuses higher ones than 2.
+Temperature = confloat(ge=0.01, le=2)
 
 
 @pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})
@@ -68,36 +68,49 @@ class Args:
     """The flags of every script. A script replaces the defaults of the first nine and of others that its paper sets."""
 
     model: str = ""  # Hub id, or folder with config.json and *.safetensors.
-    dataset: str = ""  # Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id.
-    template: str = "chat"  # One of PROMPTS in lib/chat.py, or a text file with {problem} and perhaps {image}.
+    dataset: str = ""
+    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id."""
+    template: str = "chat"
+    """One of PROMPTS in lib/chat.py, or a text file with {problem} and perhaps {image}."""
     steps: NonNegativeInt = 1  # Rollout steps; 0 only evaluates.
     prompts_per_step: PositiveInt = 1  # Prompts sampled in a step, or in each of its draws (P).
     group_size: AtLeastTwo = 2  # Responses to each prompt (G).
     max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted.
-    max_response_tokens: PositiveInt = 1024  # A response is cut at this length and graded as it stands.
+    max_response_tokens: PositiveInt = 1024
+    """A response is cut at this length and graded as it stands."""
     lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
 
-    eval: str = ""  # Held-out sets, each written like --dataset, separated by commas. Empty: no evaluation.
-    problem_column: str = ""  # Column of the problem. Sets without it: problem, question, prompt or messages.
-    answer_column: str = ""  # Column of the answer. Else answer, ground_truth, final_answer, reward_model, solution.
-    chat_template_kwargs: str = "{}"  # JSON for the tokenizer's chat template: '{"enable_thinking": false}'.
-    image_column: str = ""  # Column of the image before each problem, in all sets (Qwen2-VL, Qwen2.5-VL).
-    max_pixels: PositiveInt = 401408  # Larger images are shrunk to this size (GPG's released scripts).
+    eval: str = ""
+    """Held-out sets, each written like --dataset, separated by commas. Empty: no evaluation."""
+    problem_column: str = ""
+    """Column of the problem. Sets without it: problem, question, prompt or messages."""
+    answer_column: str = ""
+    """Column of the answer. Else answer, ground_truth, final_answer, reward_model, solution."""
+    chat_template_kwargs: str = "{}"
+    """JSON for the tokenizer's chat template: '{"enable_thinking": false}'."""
+    image_column: str = ""
+    """Column of the image before each problem, in all sets (Qwen2-VL, Qwen2.5-VL)."""
+    max_pixels: PositiveInt = 401408
+    """Larger images are shrunk to this size (GPG's released scripts)."""
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
     run_dir: str = ""  # Folder of the run. Empty: runs/<experiment or script>-seed<seed>-<time>.
     seed: NonNegativeInt = 1  # Seeds the order of the data and every sampled token.
-    max_total_tokens: NonNegativeInt = 0  # Limit for a prompt and its response together. 0: no limit.
-    reward: str = "math"  # math: 1 if the last box is the answer. Or a name in tasks/rewards.py, or FILE.py:FUNCTION.
+    max_total_tokens: NonNegativeInt = 0
+    """Limit for a prompt and its response together. 0: no limit."""
+    reward: str = "math"
+    """math: 1 if the last box is the answer. Or a name in tasks/rewards.py, or FILE.py:FUNCTION."""
     reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the layers' computation. Trained weights, logits, gradient sums are float32. auto (ours): bf16 on GPU."""
-    temperature: Temperature = 1.0  # Divides the logits in sampler and trainer; top-p and top-k are off.
+    temperature: Temperature = 1.0
+    """Divides the logits in sampler and trainer; top-p and top-k are off."""
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
     lr_floor: Share = 1.0  # After the warm-up it falls to this share of --lr. 1: it stays constant.
     lr_schedule: Literal["cosine", "linear"] = "cosine"  # How the learning rate falls.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
     adam_betas: tuple[Below1, Below1] = (0.9, 0.999)  # AdamW's decay rates of the moments.
-    max_grad_norm: PositiveFloat = 1.0  # A gradient of a larger global L2 norm is scaled down to this norm.
+    max_grad_norm: PositiveFloat = 1.0
+    """A gradient of a larger global L2 norm is scaled down to this norm."""
     tis_cap: NonNegativeFloat = 0.0
     """Truncated importance sampling, which no paper here has: multiply each token's advantage by
     min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. 0: off."""
@@ -106,15 +119,20 @@ class Args:
     eval_temperature: confloat(ge=0, le=2) = 0.0  # Temperature of evaluation. 0: greedy.
     keep_best: bool = False  # Keep the model with the highest avg@n, averaged over sets, in best/.
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
-    checkpoints_kept: PositiveInt = 2  # This many of --checkpoint-every's checkpoints, the newest, stay.
-    resume: bool = False  # Go on from --run-dir's last checkpoint. With a constant --lr, --steps may change.
-    micro_batch_tokens: PositiveInt = 16384  # Limit of tokens and image patches in a pass. It affects memory and speed.
+    checkpoints_kept: PositiveInt = 2
+    """This many of --checkpoint-every's checkpoints, the newest, stay."""
+    resume: bool = False
+    """Go on from --run-dir's last checkpoint. With a constant --lr, --steps may change."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Limit of tokens and image patches in a pass. It affects memory and speed."""
     activation_checkpointing: bool = False  # Recompute decoder layers: less memory, more time.
     track: str = ""  # Weights & Biases project that gets the curves (`pip install wandb`).
     tensor_parallel: PositiveInt = 1  # Ranks of a node that share one vLLM engine.
-    max_num_seqs: PositiveInt = 256  # Responses that an engine samples at a time. It affects memory and speed.
+    max_num_seqs: PositiveInt = 256
+    """Responses that an engine samples at a time. It affects memory and speed."""
     gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while it samples.
-    keep_awake: bool = False  # vLLM keeps that memory while the policy trains. This is faster, if both fit.
+    keep_awake: bool = False
+    """vLLM keeps that memory while the policy trains. This is faster, if both fit."""
 
 
 def longest_sequence(args):
@@ -184,7 +202,8 @@ def load_data(args, tokenizer):
 def load_problems(source, tokenizer, args, flag):
     """Return a set's problems, and print which rows are left out. Raises ValueError that names flag, source and row."""
     use_own_file(tokenizer)
-    most = min(args.max_prompt_tokens, longest_sequence(args) - 1)  # vLLM needs room for a token of the response.
+    # vLLM needs room for a token of the response.
+    most = min(args.max_prompt_tokens, longest_sequence(args) - 1)
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     problems = []
     left_out = defaultdict(list)  # Row numbers by reason.
@@ -267,7 +286,8 @@ VLLM_ENVIRONMENT = {  # Environment variables; those that the user has set stay.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer might be compiled first, and requests with a seed never use it.
+    # FlashInfer might be compiled first, and requests with a seed never use it.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "OMP_NUM_THREADS": str(torch.get_num_threads()),
@@ -306,7 +326,8 @@ class Sampler:
         os.environ.update(VLLM_ENVIRONMENT | os.environ)
         cuda = world.device.type == "cuda"
         self.sleeps = cuda and not args.keep_awake
-        torch._dynamo.config.disable = not cuda  # On a CPU vLLM would compile for seconds before the first token.
+        # On a CPU vLLM would compile for seconds before the first token.
+        torch._dynamo.config.disable = not cuda
         config = config_of(folder)
         lm = empty_model(config)
         from vllm import LLM
@@ -316,7 +337,8 @@ class Sampler:
         self.tokenizer = tokenizer
         self.stop = stop_tokens(tokenizer)  # vLLM stops at the model's own end tokens, too.
         sees = hasattr(config, "vision_config")
-        self.level = 1 if sees else 2  # 2 frees more, but vLLM 0.32 then loses the zeros after an image's positions.
+        # 2 frees more, but vLLM 0.32 then loses the zeros after an image's positions.
+        self.level = 1 if sees else 2
         self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
@@ -333,7 +355,8 @@ class Sampler:
                 tensor_parallel_size=args.tensor_parallel,
                 distributed_executor_backend="external_launcher",
                 enable_sleep_mode=self.sleeps,
-                enable_flashinfer_autotune=False,  # The tuning would involve the ranks of all engines.
+                # The tuning would involve the ranks of all engines.
+                enable_flashinfer_autotune=False,
                 enforce_eager=not cuda,
                 enable_chunked_prefill=cuda,  # With it vLLM 0.32 cannot rewind a seed on a CPU.
                 load_format="dummy",
@@ -344,7 +367,8 @@ class Sampler:
                 skip_tokenizer_init=not sees,
                 **(vision.engine_settings(args, cuda) if sees else {}),
             )
-        gc.freeze()  # Each sleep collects garbage, and now skips all objects that exist by this time.
+        # Each sleep collects garbage, and now skips all objects that exist by this time.
+        gc.freeze()
         self.sleep()
 
     def sample(self, prompts, n, temperature, args, top_p=1.0, scored=1):
@@ -460,7 +484,8 @@ class Verifier:
     def __init__(self, args, world, sets=()):
         self.world = world
         self.reward = args.reward
-        self.seconds = args.reward_seconds  # Wall-clock time, in which a process may get a tenth of a core.
+        # Wall-clock time, in which a process may get a tenth of a core.
+        self.seconds = args.reward_seconds
         # In ROOT, Python 3.11's fork server imports this common.py and no other. Its socket needs a short TMPDIR.
         with chdir(ROOT), refuse_errors(f"TMPDIR {tempfile.gettempdir()}"):
             forkserver.set_forkserver_preload(["common", "math_verify"])
@@ -468,7 +493,7 @@ class Verifier:
         cores = len(os.sched_getaffinity(0)) // world.local_size
         self.pool = ProcessPool(
             max_workers=min(max(1, cores), 8),
-            initializer=begin,
+            initializer=start_worker,
             initargs=(self.reward,),
             context=get_context("forkserver"),
         )
@@ -596,7 +621,8 @@ class Batch:
                 loads[number] += costs[n]
             if loads.max(initial=0) <= budget:
                 break
-        fullest = np.argsort(-loads, kind="stable")  # A round then has micro-batches of like cost: no rank waits long.
+        # A round then has micro-batches of like cost: no rank waits long.
+        fullest = np.argsort(-loads, kind="stable")
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def update_of_response(self, updates):
@@ -640,7 +666,8 @@ class Batch:
         entry_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
         first = len(ids_N) - len(entry_T)  # the place of the first response
         vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
-        for side, parts in (("q", pieces), ("k", keys)):  # transformers' names: q are queries, k keys
+        # Transformers' names: q are queries, k keys.
+        for side, parts in (("q", pieces), ("k", keys)):
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, parts))
         index_T = key_N[:-1][key_N[1:] >= first].to(device)
@@ -649,107 +676,6 @@ class Batch:
 
 
 # ------------------------------- policy
-def packed_attention(
-    _, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **rest
-):
-    """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
-    key_N lists the places that each piece sees: its prompt's, then its own. The last query of a piece sees them all."""
-    if key_N is not None:  # With key[:, :, key_N] the order in which the gradient is summed would vary.
-        # In float32, because a prompt's keys sum the gradients of all its responses. Triton adds bf16 more slowly, too.
-        key, value = (x.float().index_select(2, key_N).to(x.dtype) for x in (key, value))
-    if query.is_cuda and query.dtype == torch.bfloat16:
-        from torch.nn.attention.varlen import varlen_attn  # Only GPUs have it, and not for float32.
-
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            cu_seq_lens_q,
-            cu_seq_lens_k,
-            rest["max_length_q"],
-            rest["max_length_k"],
-            scale=scaling,
-            window_size=(-1, 0 if is_causal else -1),
-            enable_gqa=True,
-        )
-        return out[None], None
-    length_k = cu_seq_lens_k.diff().tolist()
-    queries = query.split(cu_seq_lens_q.diff().tolist(), 2)
-    out = []
-    for q, k, v in zip(queries, key.split(length_k, 2), value.split(length_k, 2), strict=True):
-        mask = causal_lower_right(q.shape[2], k.shape[2]) if is_causal else None
-        out.append(F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True))
-    return torch.cat(out, 2).transpose(1, 2), None
-
-
-transformers.AttentionInterface.register("packed", packed_attention)
-transformers.AttentionInterface.register("packed_flash", packed_attention)  # Towers give only "flash" cu_seq_lens.
-
-# Most logits in a chunk of the head. Each chunk writes a gradient of all the head's weights, so few chunks are faster.
-LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 30}
-
-
-@cache
-def compiled_on_gpu(function):
-    """Return the function; with a GPU, compiled to read and write tensors once. Loading the compiler takes seconds."""
-    return torch.compile(function) if torch.cuda.is_available() else function
-
-
-def head_logits(hidden_TH, weight_VH):
-    """Return logits_TV in float32, which is exact for products of bf16. bf16 rounds above 8 to multiples of 0.06."""
-    if hidden_TH.dtype == torch.bfloat16:
-        return torch.mm(hidden_TH, weight_VH.T, out_dtype=torch.float32)
-    return hidden_TH @ weight_VH.T
-
-
-def logp_and_entropy(logits_TV, target_T, temperature):
-    """Return logp_T, entropy_T (nats), max_T1, sum_T1. The softmax is exp(logits / temperature - max_T1) / sum_T1."""
-    scaled_TV = logits_TV / temperature
-    max_T1 = scaled_TV.amax(-1, keepdim=True)
-    scaled_TV -= max_T1
-    weight_TV = scaled_TV.exp()
-    sum_T1 = weight_TV.sum(-1, keepdim=True)
-    logp_T1 = scaled_TV.gather(1, target_T[:, None]) - sum_T1.log()
-    entropy_T1 = sum_T1.log() - weight_TV.mul_(scaled_TV).sum(-1, keepdim=True) / sum_T1  # -sum of p log p
-    return logp_T1[:, 0], entropy_T1[:, 0], max_T1, sum_T1
-
-
-def logits_gradient(logits_TV, target_T, entropy_T, max_T1, sum_T1, temperature, grad_logp_T, grad_entropy_T, dtype):
-    """Return a loss's gradient with respect to logits_TV, in dtype. grad_logp_T is its gradient with respect to logp_T
-    and grad_entropy_T, unless it is None, to entropy_T. With p = softmax(logits / temperature), d logp / d logits is
-    (1 at the target - p) / temperature, and d entropy / d logits is -p (log p + entropy) / temperature."""
-    scaled_TV = (logits_TV / temperature).sub_(max_T1)
-    p_TV = scaled_TV.exp().div_(sum_T1)
-    target_TV = torch.arange(logits_TV.shape[1], device=logits_TV.device) == target_T[:, None]
-    grad_TV = p_TV.add(target_TV, alpha=-1).mul_(-grad_logp_T[:, None] / temperature)
-    if grad_entropy_T is not None:
-        logp_TV = scaled_TV - sum_T1.log()
-        grad_TV -= p_TV * (logp_TV + entropy_T[:, None]) * grad_entropy_T[:, None] / temperature
-    return grad_TV.to(dtype)
-
-
-class Head(torch.autograd.Function):
-    """hidden_TH, weight_VH, target_T, temperature -> logp_T, entropy_T. `backward` computes the logits again, so that
-    they need not be kept. A loss must depend on logp_T, and may depend on entropy_T."""
-
-    @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, target_T, temperature):
-        ctx.set_materialize_grads(False)
-        logp_T, *others = compiled_on_gpu(logp_and_entropy)(head_logits(hidden_TH, weight_VH), target_T, temperature)
-        ctx.save_for_backward(hidden_TH, weight_VH, target_T, *others)
-        ctx.temperature = temperature
-        return logp_T, others[0]
-
-    @staticmethod
-    def backward(ctx, grad_logp_T, grad_entropy_T):
-        hidden_TH, weight_VH, *known = ctx.saved_tensors
-        logits_TV = head_logits(hidden_TH, weight_VH)
-        given = (ctx.temperature, grad_logp_T, grad_entropy_T, hidden_TH.dtype)
-        grad_TV = compiled_on_gpu(logits_gradient)(logits_TV, *known, *given)
-        return grad_TV @ weight_VH, grad_TV.T @ hidden_TH, None, None
-
-
 class Policy(torch.nn.Module):
     """A decoder with its head, perhaps a vision tower; weights have transformers' names. It returns no logits."""
 
@@ -772,10 +698,11 @@ class Policy(torch.nn.Module):
         if hidden_NH.is_cpu:  # A CPU multiplies bf16 more slowly than float32.
             hidden_NH = hidden_NH.float()
             weight_VH = weight_VH.float()
-        size = LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH)
-        hidden_TH = F.embedding(micro.index_T, hidden_NH)  # hidden_NH[index_T] would sum gradients in any order.
+        size = layers.LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH)
+        # hidden_NH[index_T] would sum gradients in any order.
+        hidden_TH = F.embedding(micro.index_T, hidden_NH)
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
-        parts = [Head.apply(hidden_TH, weight_VH, target_T, self.temperature) for hidden_TH, target_T in chunks]
+        parts = [layers.Head.apply(hidden_TH, weight_VH, target_T, self.temperature) for hidden_TH, target_T in chunks]
         logp_T, entropy_T = map(torch.cat, zip(*parts, strict=True))
         return logp_T.cpu(), entropy_T.cpu()
 
@@ -838,7 +765,8 @@ def read_weights(folder):
     unlike = [name for names in info.values() for name in names]
     tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     if config.tie_word_embeddings and not tied:
-        unlike.append("lm_head.weight: tie_word_embeddings must be false")  # The files have a head of their own.
+        # The files have a head of their own.
+        unlike.append("lm_head.weight: tie_word_embeddings must be false")
     require(not unlike, f"--model {folder}: its files and its config.json differ in weights such as {unlike[:2]}")
     for name, weight in lm.named_parameters():
         require(weight.isfinite().all(), f"--model {folder}: {name} has entries that are not finite")
@@ -856,11 +784,13 @@ def load_policy(folder, args, world):
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable()
         for unit in units:
-            unit.training = True  # In eval mode it would not checkpoint. Its submodules, such as dropout, stay in it.
+            # In eval mode it would not checkpoint. Its submodules, such as dropout, stay in it.
+            unit.training = True
     if torch.cuda.is_available():
         # One graph serves all lengths, because the sizes of a layer's inputs are dynamic. With dynamic=True the layer's
         # own sizes, such as a head's, would be dynamic, too, because FSDP marks its modules: H200s took 6 % longer.
-        torch.compiler.config.dynamic_sources = r"L\['(hidden|position|rotary|cu_|kwargs)"  # It matches none of vLLM's.
+        # It matches none of vLLM's.
+        torch.compiler.config.dynamic_sources = r"L\['(hidden|position|rotary|cu_|kwargs)"
         torch._dynamo.config.specialize_float = True
         # The backward pass recomputes all but a layer's matrix products, or with checkpointing the whole layer.
         torch._functorch.config.activation_memory_budget = 1.0 if args.activation_checkpointing else 0.9
@@ -954,10 +884,12 @@ def full_weights(policy, dtype):
     """Yield (name, unsharded tensor) of each weight, in dtype, one at a time. Every rank must take every item."""
     for name, parameter in policy.named_parameters():
         whole = parameter.detach().to(dtype).full_tensor()
-        yield name, whole.clone()  # A clone lacks the padding of unequal shards, which would be saved.
+        # A clone lacks the padding of unequal shards, which would be saved.
+        yield name, whole.clone()
 
 
-KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")  # Suffixes of files that `save_model` copies. LICENSE has "".
+# Suffixes of files that `save_model` copies. LICENSE has "".
+KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")
 
 
 def save_model(policy, folder, source, dtype, world):
@@ -972,9 +904,11 @@ def save_model(policy, folder, source, dtype, world):
         partial.mkdir(parents=True)
         inside = source.resolve()
         if source.parent.name == "snapshots":
-            inside = inside.parents[1]  # The files of the hub's cache are links to its folder `blobs`.
+            # The files of the hub's cache are links to its folder `blobs`.
+            inside = inside.parents[1]
         for each in source.iterdir():
-            own = each.is_file() and each.resolve().is_relative_to(inside)  # A link may lead to private files.
+            # A link may lead to private files.
+            own = each.is_file() and each.resolve().is_relative_to(inside)
             if own and each.suffix in KEPT and not each.match("*.index.json"):
                 shutil.copyfile(each, partial / each.name)
         about = partial / "config.json"
@@ -985,7 +919,8 @@ def save_model(policy, folder, source, dtype, world):
         generation = {"eos_token_id": config.get("eos_token_id")}
         if file.exists():
             generation.update(json.loads(file.read_text()))
-        ends = stop_tokens(AutoTokenizer.from_pretrained(source))  # They ended responses in training, too.
+        # They ended responses in training, too.
+        ends = stop_tokens(AutoTokenizer.from_pretrained(source))
         ends.update(np.atleast_1d(generation["eos_token_id"]).tolist())
         generation["eos_token_id"] = sorted(ends - {None})
         file.write_text(json.dumps(generation, indent=2))
@@ -1032,7 +967,8 @@ def evaluate(held_out, sampler, verifier, record, step):
     for name, problems in held_out.items():
         groups = [next(graded) for _ in problems]
         drawn = drawn_metrics(groups)
-        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1  # A score may be a fraction.
+        # A score may be a fraction.
+        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1
         figures = {f"avg@{n}": drawn["reward"]}
         for power in range(1, n.bit_length()):
             figures[f"pass@{2**power}"] = pass_at_k(correct_PN, 2**power)

@@ -23,7 +23,8 @@ PROMPTS = {
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
         "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
     ),
-    "open-rs": {  # CW-GRPO's Fig. 4 and GPG's released R1 recipe. GPG's B.4 does not mention a box or English.
+    # CW-GRPO's Fig. 4 and GPG's released R1 recipe. GPG's B.4 does not mention a box or English.
+    "open-rs": {
         "system": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
         "The assistant first thinks about the reasoning process in the mind and then provides the user with the "
         "answer, and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within "

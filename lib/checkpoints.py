@@ -133,7 +133,8 @@ def replace_folder(partial, final):
     last. So if the process is killed, at least one of the two folders is complete on the disk."""
     old = final.with_suffix(".old")
     if final.exists():
-        shutil.rmtree(old, ignore_errors=True)  # A process that was killed may have left this folder.
+        # A process that was killed may have left this folder.
+        shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     partial.rename(final)
     shutil.rmtree(old, ignore_errors=True)

@@ -71,7 +71,8 @@ def init_world():
         "with several nodes set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to their interface; `ip -br addr` shows it"
     ):
         dist.init_process_group(backends, timeout=timedelta(minutes=5))
-    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))  # All ranks wait while rank 0 saves a model.
+    # All ranks wait while rank 0 saves a model.
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
     show = sys.excepthook  # torch's hook writes the rank before each line and calls `print_error`.
 
     def end(kind, error, trace):
@@ -99,7 +100,8 @@ def fetched_once():
     sends the hub no more requests than one rank does: without a token the hub answers only 500 requests in five
     minutes."""
     if dist.is_initialized():
-        fetched = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # Downloading a large model takes hours.
+        # Downloading a large model takes hours.
+        fetched = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         others = os.environ["LOCAL_RANK"] != "0"
         if others:
             dist.barrier(fetched)

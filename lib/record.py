@@ -26,8 +26,9 @@ from lib import ROOT
 from lib.messages import refuse_errors, require
 from lib.ranks import seed_of
 
-MAY_CHANGE = {  # Flags that may change when a run is resumed. So may --steps, if the learning rate is constant.
-    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "max_num_seqs",
+# Flags that may change when a run is resumed. So may --steps, if the learning rate is constant.
+MAY_CHANGE = {
+    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoints_kept", "max_num_seqs",
     "micro_batch_tokens",
     "activation_checkpointing", "gpu_memory_utilization", "keep_awake", "tensor_parallel", "track",
 }  # fmt: skip
@@ -126,7 +127,8 @@ class Record:
         name = f"{experiment}-seed{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.args = args
         self.world = world
-        self.folder = Path(args.run_dir or f"runs/{name}").expanduser()  # A shell does not expand --run-dir=~/run.
+        # A shell does not expand --run-dir=~/run.
+        self.folder = Path(args.run_dir or f"runs/{name}").expanduser()
         self.stopping = False
         self.started = time.time()
         # The times at which steps of this process ended. The first is the end of step 0 or of reading a checkpoint.
@@ -152,7 +154,8 @@ class Record:
                     config=asdict(args),
                     sync_tensorboard=True,
                 )
-        self.folder, self.number = world.from_rank_0((self.folder, self.number))  # Rank 0 has chosen these.
+        # Rank 0 has chosen these.
+        self.folder, self.number = world.from_rank_0((self.folder, self.number))
         self.quoted = shlex.quote(str(self.folder))
         shared = all(world.all_gather(self.folder.is_dir()))
         require(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
@@ -193,7 +196,8 @@ class Record:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()  # torch's counters miss the memory that vLLM frees when it sleeps.
+            # torch's counters miss the memory that vLLM frees when it sleeps.
+            free, total = torch.cuda.mem_get_info()
             self.metrics[f"memory_gib/{name}"] = (total - free) / 2**30
         self.metrics[f"seconds/{name}"] += time.perf_counter() - start
 

@@ -1,4 +1,4 @@
-"""Other people's data: the files, splits and layouts in which problems come to `load_problems` of common.py."""
+"""The rows of data sets, in the file formats and column layouts in which other people publish problems and answers."""
 
 import json
 import re
@@ -10,16 +10,18 @@ import datasets
 import numpy as np
 from pyarrow.parquet import ParquetFile
 
-from lib.grading import last_boxed
+from lib.answers import last_boxed
 from lib.messages import require
 from lib.ranks import fetched_once
 
 KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split"
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "messages")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "reward_model")
-NO_ANSWERS = ("proof", "notfound", "na", "n/a", "nan")  # So 143,300 rows of NuminaMath-1.5 say that they have none.
-ENDLESS = r"[^,]*\d *(\.{2,}|…|\\l?dots)\W*"  # 3.14... gives no value
-DAPO_BEGINS = (  # DAPO-Math-17k puts these around each problem.
+# Texts that say that a row has no answer, as 143,300 rows of NuminaMath-1.5 do.
+NO_ANSWERS = ("proof", "notfound", "na", "n/a", "nan")
+ENDLESS = r"[^,]*\d *(\.{2,}|…|\\l?dots)\W*"  # A decimal that is cut off, such as 3.14..., has no exact value.
+# DAPO-Math-17k puts these two texts around each problem.
+DAPO_BEGINS = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
@@ -27,8 +29,8 @@ DAPO_ENDS = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def read_json(path):
-    """Return a file's rows as they stand there, where `datasets` would give all rows the same keys and kinds: one list,
-    or a row on each line. An error names its line."""
+    """Return the rows of a file that holds a JSON list, or a JSON object on each line. Each row keeps its own keys and
+    types; `datasets` would give all rows the same ones. The error for text that is no JSON names its line."""
     text = Path(path).read_text(encoding="utf-8-sig")
     if not text.lstrip().startswith("["):
         text = "[" + re.sub(r"\}([^\S\n]*\n\s*)\{", r"},\1{", text) + "]"
@@ -36,21 +38,23 @@ def read_json(path):
 
 
 def rows_of(batches):
-    """Yield the rows of Arrow's batches, as Python values."""
+    """Yield the rows of Arrow batches as dicts of Python values."""
     for batch in batches:
         yield from batch.to_pylist()
 
 
 def read_table(source, usual):
-    """Return a source's name, with its split, and an iterable of its rows, as Python values. If `source` names no
-    split, it is the only one or, of several, the one called `usual`. Raises ValueError if there is no such split."""
+    """Return the name of a data set, with its split, and an iterable of its rows as dicts. `source` is one of KINDS. If
+    it names no split, read the only split or, if there are several, the split called `usual`. Raises ValueError if
+    there is no such split."""
     path, _, split = source.partition(":")
     if source.endswith((".json", ".jsonl")):
         return source, read_json(source)
     if source.endswith(".parquet"):
-        return source, rows_of(ParquetFile(source).iter_batches(1000))  # `datasets` knows a file by its time stamp.
+        # `datasets` would cache the rows and recognise a file by its time stamp, so a changed file could be missed.
+        return source, rows_of(ParquetFile(source).iter_batches(1000))
     require(not Path(source).is_file(), "it is a file of another kind")
-    with fetched_once():  # Every rank gets here, even if a folder is on one node alone.
+    with fetched_once():  # All ranks enter, even if only one node has the folder.
         if Path(path).is_dir():
             table = datasets.load_from_disk(path)
             require(not split or isinstance(table, dict), "it has no splits")
@@ -65,18 +69,20 @@ def read_table(source, usual):
             source += f":{split}"
         require(split in table, f"name one of its splits: {list(table)}")
         table = table[split]
-    return source, rows_of(table.with_format("arrow").iter(1000))  # Not decoded: that might fetch what a row names.
+    # Arrow gives images and audio as stored. `datasets` would decode them, and open a path or URL that a row names.
+    return source, rows_of(table.with_format("arrow").iter(1000))
 
 
 def first_of(row, column, *others):
-    """Return what a row has in `column`, or where it has no such column in the first of the others that is not null; an
-    empty text where all are."""
+    """Return a row's value in `column`. If the row has no such column, return the first value in the other columns that
+    is not None. If there is none, return ""."""
     columns = [column] if column in row else others
     return next((row[name] for name in columns if row.get(name) is not None), "")
 
 
 def turns_of(row, column=""):
-    """Return the turns of a row's problem, without DAPO's instruction; a text is a turn of the user."""
+    """Return the turns of a row's problem as a list of dicts with role and content. A problem that is a text becomes a
+    turn of the user. DAPO's instruction is removed. Raises ValueError if the problem is neither a text nor turns."""
     value = first_of(row, column, *PROBLEM_COLUMNS)
     if not isinstance(value, list):
         value = [{"role": "user", "content": value or ""}]
@@ -90,33 +96,37 @@ def turns_of(row, column=""):
 
 
 def answer_of(row, column=""):
-    """Return what a row has for an answer, as it stands."""
+    """Return a row's answer or solution unchanged, in whatever type the row has it, or ""."""
     return first_of(row, column, *ANSWER_COLUMNS, "solution")
 
 
 def reference_of(row, column=""):
-    """Return a row's bare reference, empty where there is none. Of a `solution` it is the last box, unless `column`
-    names it: without a box it would be a text that no response repeats. Raises ValueError for an object."""
+    """Return the text of a row's reference answer, or "" if the row has none. If the row has only a `solution`, the
+    answer is the last box in it: a solution without a box is a long text that no response repeats, so it counts as no
+    answer. If `column` names the solution, `answer_text` reads it. Raises ValueError for an answer that is an
+    object."""
     value = first_of(row, column, *ANSWER_COLUMNS)
     if value == "" and column not in row:
         value = last_boxed(str(row.get("solution")))
-    return bare(value)
+    return answer_text(value)
 
 
-def bare(value):
-    """Return the text of an answer: out of a list, which may be a text itself, or a last box. A list in a list is a
-    tuple."""
+def answer_text(value):
+    """Return the text of a reference answer, "" if it says that there is none. If the text has a final answer in a
+    last box, behind #### or in <answer> tags, return only that. Join the entries of a list, or of a text that spells a
+    list, by commas; a list inside a list becomes a tuple. Raises ValueError for an object without ground_truth."""
     if isinstance(value, dict):
         value = value.get("ground_truth", value)  # The column `reward_model` has the answer inside.
     if isinstance(value, list):
-        parts = [f"({bare(part)})" if isinstance(part, list) else bare(part) for part in value]
+        parts = [f"({answer_text(part)})" if isinstance(part, list) else answer_text(part) for part in value]
         value = ", ".join(filter(None, parts))
     require(not isinstance(value, dict | bytes), f"no answer: {value}")
     if value is None or value != value:  # pandas writes NaN for None.
         return ""
     if isinstance(value, float) and len(str(value)) > 15 and value == np.float32(value):
-        value = np.float32(value)  # The float32 0.1 of a parquet file has become 0.10000000149011612.
-    text = str(value).rpartition("####")[2].strip()  # GSM8K has it behind a worked solution.
+        # A float32 column gives 0.10000000149011612 for 0.1. As a float32 the value prints as 0.1 again.
+        value = np.float32(value)
+    text = str(value).rpartition("####")[2].strip()  # GSM8K puts the answer behind a worked solution.
     _, tag, inside = text.partition("<answer>")
     if tag:
         text = inside.partition("</answer>")[0].strip()
@@ -124,14 +134,16 @@ def bare(value):
     if boxed is not None:
         text = boxed.strip()
     if re.match(r"""[\[{]\s*["']""", text):
-        escaped = re.sub(r"(?<!\\)\\(?![\\\"']|u\d)", r"\\\\", text)  # A single backslash is LaTeX's, and no escape.
+        # A single backslash begins a LaTeX command, such as \pi. It is no escape of JSON or Python.
+        escaped = re.sub(r"(?<!\\)\\(?![\\\"']|u\d)", r"\\\\", text)
         for read in (json.loads, literal_eval):
             with suppress(SyntaxError, ValueError):  # The text may be no list and no object.
                 found = read(escaped)
                 if isinstance(found, dict):
-                    found = found.get("ground_truth")  # A program's inputs and outputs are no answer.
+                    # Other objects, such as the inputs and outputs of a program, are no answer.
+                    found = found.get("ground_truth")
                 if not isinstance(found, set):
-                    return bare(found)
+                    return answer_text(found)
     if text.lower().lstrip("+-") in ("inf", "infinity"):
         return "-\\infty" if text[0] == "-" else "\\infty"
     squeezed = re.sub(r"\\text|[^\w/]", "", text).lower()

@@ -41,7 +41,8 @@ class Picture:
     def open(self):
         """Return the image as a PIL image in RGB, turned upright as its EXIF data say, and with a white background
         where it is transparent. vLLM does the same with an image, and transformers does not."""
-        safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # For EPS, for example, PIL starts Ghostscript.
+        # For EPS, for example, PIL starts Ghostscript.
+        safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data), formats=safe)).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
@@ -123,5 +124,6 @@ def engine_settings(args, cuda):
         "limit_mm_per_prompt": {"image": 1, "video": 0},
         "mm_processor_kwargs": {"max_pixels": args.max_pixels},
         "skip_mm_profiling": not cuda,
-        "mm_device_do_normalize": False,  # vLLM 0.32's dummy loading overwrites its mean and deviation.
+        # vLLM 0.32's dummy loading overwrites its mean and deviation.
+        "mm_device_do_normalize": False,
     }

@@ -14,11 +14,12 @@ from torch._dynamo.utils import counters
 from transformers import AttentionInterface
 
 import common
+from lib import layers
 
 
 def dense(query, key, value, lens_q, lens_k):
     given = {"scaling": query.shape[-1] ** -0.5, "cu_seq_lens_q": lens_q, "cu_seq_lens_k": lens_k}
-    return common.packed_attention(None, query, key, value, None, **given)[0]
+    return layers.packed_attention(None, query, key, value, None, **given)[0]
 
 
 @torch.library.custom_op("cleanrlvr::attend", mutates_args={})

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import common
 import cwgrpo
-from lib.rows import DAPO_BEGINS, DAPO_ENDS, bare
+from lib.rows import DAPO_BEGINS, DAPO_ENDS, answer_text
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +153,8 @@ REFERENCES = {  # what a row has, and what a response needs
 
 
 def test_references_as_data_sets_write_them():
-    assert {text: bare(text) for text in REFERENCES} == REFERENCES
-    assert bare([[1, 2], None, [3, float("inf")]]) == r"(1, 2), (3, \infty)"
+    assert {text: answer_text(text) for text in REFERENCES} == REFERENCES
+    assert answer_text([[1, 2], None, [3, float("inf")]]) == r"(1, 2), (3, \infty)"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])

@@ -9,8 +9,8 @@ import re
 import pytest
 from conftest import ROOT, grades, judged, slow
 
-from lib.grading import last_boxed
-from lib.rows import bare
+from lib.answers import last_boxed
+from lib.rows import answer_text
 
 SHARED = ROOT.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent: no real answers to grade")
@@ -77,7 +77,7 @@ def test_public_pairs(verifier):
 @one_in
 def test_references_grade_themselves(verifier, share):
     """Also as a model may write them; two are empty, which the loader leaves out and counts."""
-    golds = [bare(row["answer"]) for path in SHARED.glob("*.jsonl") for row in rows(path.name)]
+    golds = [answer_text(row["answer"]) for path in SHARED.glob("*.jsonl") for row in rows(path.name)]
     assert golds.count("") == 2
     sample = [gold for gold in golds if gold][::share]
     for written in ("{}", r"\, {}\,.", "${}$"):

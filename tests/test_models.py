@@ -10,6 +10,7 @@ from test_policy import CPU, batch_of
 from transformers import AutoModelForCausalLM
 
 import common
+from lib import layers
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.1] * 16, "long_factor": [4.0] * 16, "rope_theta": 10000.0}
 LONG = {"rope_parameters": LONGROPE, "max_position_embeddings": 512}
@@ -43,7 +44,7 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
     """Of each response whole and alone, by transformers' model; prompts, which are shared, shorter and longer than the
     responses. Buffers that no checkpoint has hold their values, and there is no dropout. A saved model has the weights
     under transformers' names."""
-    monkeypatch.setitem(common.LOGITS_AT_ONCE, "cpu", 5 * 263)
+    monkeypatch.setitem(layers.LOGITS_AT_ONCE, "cpu", 5 * 263)
     source, saved = tmp_path / "source", tmp_path / "saved"
     args = model_of(source, kind, TRAINED[kind])
     world = common.init_world()

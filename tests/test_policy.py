@@ -10,6 +10,7 @@ from conftest import PACKED, random_model, refused
 from transformers import AutoModelForCausalLM
 
 import common
+from lib import layers
 
 CPU = torch.device("cpu")
 
@@ -82,10 +83,10 @@ def test_the_gradient_by_logits_is_that_of_the_definition(weights):
         p_V = row_V.exp() / row_V.exp().sum()
         loss += grad_logp_T[t] * p_V[target_T[t]].log() - grad_entropy_T[t] * sum(p * p.log() for p in p_V)
     loss.backward()
-    _, *known = common.logp_and_entropy(logits_TV, target_T, 0.7)
+    _, *known = layers.logp_and_entropy(logits_TV, target_T, 0.7)
     for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
         given = (0.7, grad_logp_T, grad_entropy_T if weights[1] else None, dtype)
-        made_TV = common.logits_gradient(logits_TV, target_T, *known, *given)
+        made_TV = layers.logits_gradient(logits_TV, target_T, *known, *given)
         torch.testing.assert_close(made_TV.double(), exact_TV.grad, rtol=rounding, atol=3e-7)
 
 

@@ -34,7 +34,8 @@ import tyro
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import common
-from lib.grading import last_boxed
+from lib.answers import last_boxed
+from lib.layers import LOGITS_AT_ONCE
 
 GIB = 2**30
 
@@ -166,7 +167,7 @@ def training_bytes(lm, gpus, tokens, recompute):
     kept = hidden
     if not recompute:
         kept = 4 * hidden + 2 * intermediate + 4 * tokens * layers[0].self_attn.k_proj.out_features + 2 * layer
-    logits = 2 * head + 2 * layer + 8 * hidden + 6 * common.LOGITS_AT_ONCE["cuda"]
+    logits = 2 * head + 2 * layer + 8 * hidden + 6 * LOGITS_AT_ONCE["cuda"]
     backward = 2 * head + 10 * layer + 11 * hidden + 8 * intermediate
     return 16 * weights / gpus + 2 * root + len(layers) * kept + max(logits, backward)
 
