@@ -25,11 +25,15 @@ PROMPTS = {
     ),
     # CW-GRPO's Fig. 4 and GPG's released R1 recipe. GPG's B.4 does not mention a box or English.
     "open-rs": {
-        "system": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
-        "The assistant first thinks about the reasoning process in the mind and then provides the user with the "
-        "answer, and put your final answer within \\boxed{} . The reasoning process and answer are enclosed within "
-        "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
-        "<answer> answer here </answer>. Note that respond by English, NOT use other languages.",
+        "system": (
+            "A conversation between User and Assistant. The user asks a question, and the "
+            "Assistant solves it. The assistant first thinks about the reasoning process in the "
+            "mind and then provides the user with the answer, and put your final answer within "
+            "\\boxed{} . The reasoning process and answer are enclosed within <think> </think> "
+            "and <answer> </answer> tags, respectively, i.e., <think> reasoning process here "
+            "</think> <answer> answer here </answer>. Note that respond by English, NOT use "
+            "other languages."
+        ),
         "user": "{problem}",
     },
 }
