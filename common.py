@@ -1,14 +1,16 @@
-"""The code that sspo.py, gpg.py, cwgrpo.py and sps.py share and that no paper defines, in the order of a step.
+"""The code that sspo.py, gpg.py, cwgrpo.py and sps.py share and that no paper defines. Its sections stand in the order
+in which a step uses them.
 
 The suffix of a tensor's name gives its axes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _T
-response tokens, _N tokens of a packed row, _S segments, _V vocabulary, _H hidden size. So advantage_T has an entry for
-each response token of the step, without prompts or padding. A loss gets the entries of one micro-batch. response_T
-gives the number of each token's response, and group_R the number of each response's group.
+response tokens, _N tokens of a packed row, _S segments, _V vocabulary, _H hidden size. A digit is an axis of that size.
+So advantage_T has an entry for each response token of the step, and none for prompts or padding. response_T[t] is the
+index of the response to which token t belongs, and group_R[r] is the index of the group to which response r belongs. A
+script's loss function gets the entries of one micro-batch at a time.
 
-After sampling, every rank holds the whole step: token ids, rewards and log-probs. So everything that a paper defines is
-a pure function of the whole step, on any number of ranks. Only forward and backward passes are sharded. Parameters have
-no annotations: args is an Args, world a World, record a Record, policy a Policy and batch a Batch.
-"""
+After sampling, every rank holds the token ids, the rewards and the log-probs of the whole step. So everything that a
+paper defines is a pure function of the whole step, on any number of ranks. Only forward and backward passes are
+sharded. Parameters have no annotations: args is an Args, world a World, record a Record, policy a Policy and batch a
+Batch."""
 
 import atexit
 import gc
@@ -52,87 +54,98 @@ from lib.ranks import World, fetched_once, init_world, seed_of
 from lib.record import Record, located
 
 __all__ = ["Record", "World", "checkpoint_if_due", "checkpoints_of", "init_world", "located", "manifest_of"]
-# Scripts and tools import these names from here, too.
+# Scripts and tools import these names from common.
 __all__ += ["parse_flags", "print_error", "resume"]
 
 # ---------------------------- arguments
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
 Below1 = confloat(ge=0, lt=1)
-# vLLM raises lower ones to 0.01, and refuses higher ones than 2.
+# vLLM raises a temperature below 0.01 to 0.01, and refuses one above 2.
 Temperature = confloat(ge=0.01, le=2)
 
 
 @pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})
 class Args:
-    """The flags of every script. A script replaces the defaults of the first nine and of others that its paper sets."""
+    """The flags of every script. Each script has its own defaults for the first nine flags, model to lr, and for the
+    later flags for which its paper gives a value."""
 
     model: str = ""  # Hub id, or folder with config.json and *.safetensors.
     dataset: str = ""
-    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, a hub id."""
+    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id. A folder and a hub id
+    may end in :SPLIT."""
     template: str = "chat"
-    """One of PROMPTS in lib/chat.py, or a text file with {problem} and perhaps {image}."""
-    steps: NonNegativeInt = 1  # Rollout steps; 0 only evaluates.
-    prompts_per_step: PositiveInt = 1  # Prompts sampled in a step, or in each of its draws (P).
+    """A name in PROMPTS of lib/chat.py, or a text file with {problem} in it, and with {image} where an image goes."""
+    steps: NonNegativeInt = 1  # Number of steps. Each one samples and then trains. 0: only evaluate.
+    prompts_per_step: PositiveInt = 1
+    """Prompts in a step (P). If a script samples again for more valid groups, it takes P prompts each time."""
     group_size: AtLeastTwo = 2  # Responses to each prompt (G).
-    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out of the data and counted.
+    max_prompt_tokens: PositiveInt = 1024  # Longer prompts are left out; their number is printed.
     max_response_tokens: PositiveInt = 1024
-    """A response is cut at this length and graded as it stands."""
-    lr: NonNegativeFloat = 1e-6  # AdamW's largest learning rate.
+    """A response ends at this length, even if it is not finished. It is then graded like any other."""
+    lr: NonNegativeFloat = 1e-6  # Largest learning rate of AdamW.
 
     eval: str = ""
-    """Held-out sets, each written like --dataset, separated by commas. Empty: no evaluation."""
+    """Held-out sets, separated by commas. Each is a file, a folder or a hub id, as for --dataset. Empty: none."""
     problem_column: str = ""
-    """Column of the problem. Sets without it: problem, question, prompt or messages."""
+    """Column of the problem. If it is empty, or a held-out set lacks this column, the first of problem, question,
+    prompt and messages that the set has."""
     answer_column: str = ""
-    """Column of the answer. Else answer, ground_truth, final_answer, reward_model, solution."""
+    """Column of the answer. If it is empty, or a held-out set lacks this column, the first of answer, ground_truth,
+    final_answer, reward_model and solution that the set has."""
     chat_template_kwargs: str = "{}"
-    """JSON for the tokenizer's chat template: '{"enable_thinking": false}'."""
+    """A JSON object of arguments for the tokenizer's chat template, such as '{"enable_thinking": false}'."""
     image_column: str = ""
-    """Column of the image before each problem, in all sets (Qwen2-VL, Qwen2.5-VL)."""
+    """Column of the image, which stands before the problem, in all sets. Only Qwen2-VL and Qwen2.5-VL see images."""
     max_pixels: PositiveInt = 401408
-    """Larger images are shrunk to this size (GPG's released scripts)."""
+    """Larger images are shrunk to this number of pixels. The default is from GPG's released scripts."""
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
     run_dir: str = ""  # Folder of the run. Empty: runs/<experiment or script>-seed<seed>-<time>.
-    seed: NonNegativeInt = 1  # Seeds the order of the data and every sampled token.
+    seed: NonNegativeInt = 1  # Decides the order of the data, the --subset and every sampled token.
     max_total_tokens: NonNegativeInt = 0
     """Limit for a prompt and its response together. 0: no limit."""
     reward: str = "math"
-    """math: 1 if the last box is the answer. Or a name in tasks/rewards.py, or FILE.py:FUNCTION."""
+    """math: 1 if the content of the response's last \\boxed{} equals the answer, else 0. Or the name of a function in
+    tasks/rewards.py, or FILE.py:FUNCTION."""
     reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the layers' computation. Trained weights, logits, gradient sums are float32. auto (ours): bf16 on GPU."""
+    """Type in which the layers compute. Trained weights, logits and sums of gradients are always float32. auto is our
+    choice: bfloat16 on a GPU, float32 on a CPU."""
     temperature: Temperature = 1.0
-    """Divides the logits in sampler and trainer; top-p and top-k are off."""
+    """Sampler and trainer divide the logits by this number. Top-p and top-k are off."""
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
-    lr_floor: Share = 1.0  # After the warm-up it falls to this share of --lr. 1: it stays constant.
-    lr_schedule: Literal["cosine", "linear"] = "cosine"  # How the learning rate falls.
+    lr_floor: Share = 1.0
+    """After the warm-up, the learning rate falls to this share of --lr. 1: it stays constant."""
+    lr_schedule: Literal["cosine", "linear"] = "cosine"  # The shape of the fall: half a cosine or a line.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
     adam_betas: tuple[Below1, Below1] = (0.9, 0.999)  # AdamW's decay rates of the moments.
     max_grad_norm: PositiveFloat = 1.0
     """A gradient of a larger global L2 norm is scaled down to this norm."""
     tis_cap: NonNegativeFloat = 0.0
     """Truncated importance sampling, which no paper here has: multiply each token's advantage by
-    min(pi_old / pi_sampler, cap), where pi_sampler is the probability that vLLM gave the token. 0: off."""
+    min(pi_old / pi_sampler, cap). pi_old is the trainer's probability of the token before the step's first update, and
+    pi_sampler the probability that vLLM gave it. 0: off."""
     eval_every: PositiveInt = 10  # Evaluate before training, after every N steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: confloat(ge=0, le=2) = 0.0  # Temperature of evaluation. 0: greedy.
-    keep_best: bool = False  # Keep the model with the highest avg@n, averaged over sets, in best/.
+    keep_best: bool = False
+    """Keep the model with the highest sum of avg@n over the held-out sets in best/, if training has raised that sum."""
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
     checkpoints_kept: PositiveInt = 2
-    """This many of --checkpoint-every's checkpoints, the newest, stay."""
+    """Keep only this many of the checkpoints that --checkpoint-every has caused, the newest."""
     resume: bool = False
-    """Go on from --run-dir's last checkpoint. With a constant --lr, --steps may change."""
+    """Go on from the last checkpoint in --run-dir. --steps may be another number if the learning rate is constant."""
     micro_batch_tokens: PositiveInt = 16384
-    """Limit of tokens and image patches in a pass. It affects memory and speed."""
-    activation_checkpointing: bool = False  # Recompute decoder layers: less memory, more time.
+    """Most tokens and image patches in a forward and backward pass. This changes memory and speed, not the gradient."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in the backward pass, which saves memory and costs time."""
     track: str = ""  # Weights & Biases project that gets the curves (`pip install wandb`).
     tensor_parallel: PositiveInt = 1  # Ranks of a node that share one vLLM engine.
     max_num_seqs: PositiveInt = 256
-    """Responses that an engine samples at a time. It affects memory and speed."""
-    gpu_memory_utilization: Share = 0.6  # Share of a GPU that vLLM fills while it samples.
+    """Most responses that an engine samples at the same time. This changes memory and speed."""
+    gpu_memory_utilization: Share = 0.6  # Share of a GPU's memory that vLLM uses while it samples.
     keep_awake: bool = False
-    """vLLM keeps that memory while the policy trains. This is faster, if both fit."""
+    """vLLM keeps its memory on the GPU while the policy trains. This is faster, if there is room for both."""
 
 
 def longest_sequence(args):
@@ -158,8 +171,9 @@ def validate(args):
 # --------------------------------- data
 @dataclass
 class Problem:
-    """A problem: its text, the token ids of its prompt, its reference answer. `graded_by` are the grader's inputs after
-    the completion: (answer, text), or (row of the data,) for a --reward of the user's. `origin` names set and row."""
+    """A problem of a data set: its text, the token ids of its prompt, its reference answer, and its image or None. A
+    grader is called with a completion and then the items of `graded_by`. These are (answer, text) if --reward is one of
+    BY_ANSWER, and (row of the data,) for other rewards. `origin` names flag, set and row for messages."""
 
     text: str
     prompt_ids: list
@@ -175,8 +189,9 @@ class Problem:
 
 
 def names_of(sources):
-    """Return {name: source} of held-out sets. A name is the last part of a path or hub id, then a dash and the split if
-    the source has one. Raises ValueError if two sets have the same name or one is called train: files would mix."""
+    """Return {name: source} for a list of held-out sets. A name is the last part of the path or hub id, without the
+    ending of a file; a colon before a split becomes a dash. The run writes the set's samples under this name. So if two
+    sets have the same name, or a set is called train, raise ValueError."""
     named = {}
     for source in filter(None, map(str.strip, sources)):
         name = re.sub(r"\.(jsonl?|parquet)$", "", Path(source).name).replace(":", "-")
@@ -186,7 +201,8 @@ def names_of(sources):
 
 
 def load_data(args, tokenizer):
-    """Return the training problems, --subset of them if it is set, and {name: problems} of the held-out sets."""
+    """Return the training problems and {name: problems} of the held-out sets. With --subset N, only N training problems
+    are drawn, by --seed. With --steps 0 there are none. Raises ValueError if --subset is too large."""
     held_out = {}
     for name, source in names_of(args.eval.split(",")).items():
         held_out[name] = load_problems(source, tokenizer, args, "--eval")
@@ -200,13 +216,15 @@ def load_data(args, tokenizer):
 
 
 def load_problems(source, tokenizer, args, flag):
-    """Return a set's problems, and print which rows are left out. Raises ValueError that names flag, source and row."""
+    """Return the problems of one data set. `flag` is --dataset or --eval. Print how many rows are left out and why, and
+    the first prompt. Raises ValueError if the set cannot be read, a row has another form, or no row can be used. The
+    message names flag, source and row."""
     use_own_file(tokenizer)
-    # vLLM needs room for a token of the response.
+    # vLLM refuses a prompt that leaves no room for a token of the response.
     most = min(args.max_prompt_tokens, longest_sequence(args) - 1)
     control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     problems = []
-    left_out = defaultdict(list)  # Row numbers by reason.
+    left_out = defaultdict(list)  # {reason: numbers of rows}
     texts = set()
     row = {}
     with refuse_errors(f"{flag} {source}: cannot be read as one of {rows.KINDS}; ./run.sh data fetches sspo.py's"):
@@ -226,7 +244,7 @@ def load_problems(source, tokenizer, args, flag):
             elif any(token in text for token in control):
                 reason = "spells a special token"
             elif "reward_model" in row and not args.image_column and text in texts:
-                reason = "repeated"  # DAPO has each problem a hundred times.
+                reason = "repeated"  # DAPO's data, which have this column, repeat each problem a hundred times.
             else:
                 problem = problem_of(row, turns, text, tokenizer, args, origin)
                 if not problem.answer:
@@ -253,7 +271,8 @@ def load_problems(source, tokenizer, args, flag):
 
 
 def problem_of(row, turns, text, tokenizer, args, origin):
-    """Return the Problem of a row that has these turns and this text. Its answer is empty if the row has no answer."""
+    """Return the Problem of a row. `turns` are the turns of the chat, and `text` is their joined content. If the reward
+    compares with an answer and the row has none, the answer is empty. The image is removed from `row`."""
     image = None
     image_text = ""
     if row.get(args.image_column):
@@ -265,13 +284,14 @@ def problem_of(row, turns, text, tokenizer, args, origin):
     else:
         answer = str(rows.answer_of(row, args.answer_column)) or "(graded by --reward)"
         graded_by = (row,)
-    (text + answer).encode()  # This raises for half of a surrogate pair, which no file can hold.
+    (text + answer).encode()  # Raises for half of a surrogate pair, which could not be written to a file later.
     prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs, image_text)
     return Problem(text, prompt_ids, answer, graded_by, image, origin)
 
 
 def problems_from(problems, args, position):
-    """Return {key: problem} of the P problems from `position` on. Every pass over the data has its own order."""
+    """Return {key: problem} for the next P training problems. `position` is the number of problems that the run has
+    used before. The key ("train", position, p) seeds the responses. Each epoch has its own order of the data."""
     prompts = {}
     for p in range(args.prompts_per_step):
         epoch, number = divmod(position + p, len(problems))
@@ -286,7 +306,7 @@ VLLM_ENVIRONMENT = {  # Environment variables; those that the user has set stay.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    # FlashInfer might be compiled first, and requests with a seed never use it.
+    # vLLM might first compile FlashInfer for minutes, and requests with a seed do not use it.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -294,13 +314,15 @@ VLLM_ENVIRONMENT = {  # Environment variables; those that the user has set stay.
     "PYTHONSAFEPATH": "1",  # vLLM starts a `python -m`, which would import from the current folder
 }
 
-# A response: token ids with the stop token, the sampler's log-probs (NaN if not requested), text, whether it was cut.
+# A sampled response: its token ids with the stop token, the sampler's log-probs (NaN if they were not requested), its
+# text without the stop token, and whether it was cut off at --max-response-tokens.
 Rollout = namedtuple("Rollout", "ids logp text truncated")
 
 
 @dataclass
 class Group:
-    """A problem and its responses. `verify` sets verdicts, scores in correct_G (float64), and reward_G to a copy."""
+    """A problem and its G responses. `verify` sets the other fields: a verdict for each response, the scores correct_G
+    (float64), and reward_G. reward_G begins as a copy of the scores, and a script may change it."""
 
     problem: Problem
     rollouts: list[Rollout]
@@ -317,7 +339,8 @@ def compute_dtype(args, world):
 
 
 class Sampler:
-    """A vLLM engine, shared by --tensor-parallel ranks. It has no weights before `load`. Only this class calls vLLM."""
+    """A vLLM engine, which --tensor-parallel ranks share. It has no weights and sleeps until `load`. Only this class
+    calls vLLM. Raises ValueError if --tensor-parallel does not divide the ranks of a node."""
 
     def __init__(self, folder, tokenizer, args, world):
         ranks = args.tensor_parallel
@@ -335,14 +358,15 @@ class Sampler:
         self.world = world
         self.dtype = compute_dtype(args, world)
         self.tokenizer = tokenizer
-        self.stop = stop_tokens(tokenizer)  # vLLM stops at the model's own end tokens, too.
+        self.stop = stop_tokens(tokenizer)  # vLLM also stops at the end tokens in the model's config.
         sees = hasattr(config, "vision_config")
-        # 2 frees more, but vLLM 0.32 then loses the zeros after an image's positions.
-        self.level = 1 if sees else 2
+        # Sleep level 2 frees more memory. But with it, vLLM 0.32 loses the zeros behind the positions of an image.
+        self.sleep_level = 1 if sees else 2
         self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
-            """vLLM changes the class registered here in place. This subclass leaves the policy's class unchanged."""
+            """vLLM changes the class that is registered for a config. This subclass keeps it from changing the policy's
+            class."""
 
         transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
         with Progress(total=1, desc="the engine starts"):
@@ -355,29 +379,35 @@ class Sampler:
                 tensor_parallel_size=args.tensor_parallel,
                 distributed_executor_backend="external_launcher",
                 enable_sleep_mode=self.sleeps,
-                # The tuning would involve the ranks of all engines.
+                # The tuning would communicate with the ranks of other engines.
                 enable_flashinfer_autotune=False,
                 enforce_eager=not cuda,
-                enable_chunked_prefill=cuda,  # With it vLLM 0.32 cannot rewind a seed on a CPU.
+                # On a CPU, vLLM 0.32 cannot reset the random numbers of a request after a chunk of its prompt.
+                enable_chunked_prefill=cuda,
                 load_format="dummy",
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # The model's own file may set a top-p or a penalty.
-                # vLLM 0.32 on CPUs does not reload a tied head. The logits are float32, as the policy's are.
+                # On a CPU, vLLM 0.32 does not reload a tied head, so `load` sends the head as a weight of its own. The
+                # engine computes logits in float32, as the policy does.
                 hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
                 skip_tokenizer_init=not sees,
                 **(vision.engine_settings(args, cuda) if sees else {}),
             )
-        # Each sleep collects garbage, and now skips all objects that exist by this time.
+        # Each sleep collects garbage. After this call it need not look at the objects that exist now.
         gc.freeze()
         self.sleep()
 
     def sample(self, prompts, n, temperature, args, top_p=1.0, scored=1):
-        """Return a Group of n sampled responses for each problem of `prompts`, {key: problem}, on every rank. A seed
-        hashes --seed, the problem's key and the response's number, so on CPUs samples do not depend on ranks. Only the
-        first `scored` responses of a group, or with --tis-cap all, have log-probs: all cost a fifth of a CPU's time."""
+        """Sample n responses to each problem of `prompts`, {key: problem}. Return the Groups in the order of `prompts`,
+        on every rank. The seed of a response is a hash of --seed, the key and the number of the response in its group.
+        So on CPUs the samples do not depend on the number of ranks.
+
+        Only the first `scored` responses of a group get the sampler's log-probs, because log-probs of all responses
+        take a fifth of the time on a CPU. With --tis-cap all responses get them. Raises ValueError for a top-p with
+        log-probs."""
         from vllm import SamplingParams
 
-        require(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs are not cut to a top-p")
+        require(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs have none")
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         mine = [(key, g) for key in list(prompts)[engine::engines] for g in range(n)]
@@ -405,17 +435,18 @@ class Sampler:
             rollout_of[key_g] = Rollout(
                 np.array(ids, np.int64),
                 np.full(len(ids), logp, np.float32),
-                self.tokenizer.decode(ids if cut else ids[:-1]),  # The text has no stop token.
+                self.tokenizer.decode(ids if cut else ids[:-1]),
                 cut,
             )
         rollout_of = ChainMap(*self.world.all_gather(rollout_of))
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in prompts.items()]
 
     def load(self, weights):
-        """Give the engine a policy's weights or (name, tensor) pairs. Raises ValueError for missing or other names."""
+        """Wake the engine and replace its weights by those of a Policy, or by (name, tensor) pairs. Every rank must
+        call this. Raises ValueError if a weight is missing or the model has no weight of that name."""
         if isinstance(weights, Policy):
             weights = full_weights(weights, self.dtype)
-        sent = set()  # vLLM itself would ignore a missing layer.
+        sent = set()  # vLLM itself would ignore that a layer is missing.
 
         def stream():
             for name, tensor in weights:
@@ -437,16 +468,17 @@ class Sampler:
     def sleep(self):
         """Free the engine's memory on the GPU until the next `load`, unless --keep-awake is set."""
         if self.sleeps:
-            self.llm.sleep(level=self.level)
+            self.llm.sleep(level=self.sleep_level)
 
     def close(self):
-        """End the engine and the process group, which vLLM destroys with it."""
+        """End the engine. vLLM then also destroys the process group, so ranks cannot communicate any more."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
 def sampler_gap(logp_T, sampler_logp_T, record):
-    """Return gap_mean and gap_max, the mean and largest |trainer's - sampler's log-prob| (nats), over tokens for which
-    the sampler gave one; {} if it gave none. Raises ValueError if a process's first mean is too large for rounding."""
+    """Compare the log-probs of trainer and sampler. Return the mean and the maximum of |difference| (nats) as gap_mean
+    and gap_max, over the tokens for which the sampler gave a log-prob. If there are none, return {}. The first
+    comparison of a process raises ValueError if the mean is larger than rounding explains."""
     known_T = ~sampler_logp_T.isnan()  # Log-probs that were not requested are NaN.
     if not known_T.any():
         return {}
@@ -454,7 +486,7 @@ def sampler_gap(logp_T, sampler_logp_T, record):
     mean = gap.mean()
     limit = 0.1 if compute_dtype(record.args, record.world) == torch.bfloat16 else 0.01  # nats
     require(
-        record.gap_checked or not mean > limit,  # A NaN passes: such an update is skipped.
+        record.gap_checked or not mean > limit,  # A NaN passes. `optimizer_step` then skips the update.
         f"--model {record.args.model}: sampler and trainer disagree by {mean:.2g} nats a token: see docs/running.md",
     )
     record.gap_checked = True  # A larger gap in a later step has other causes.
@@ -462,8 +494,10 @@ def sampler_gap(logp_T, sampler_logp_T, record):
 
 
 def choose_groups(drawn, valid_P, count, updates=1):
-    """Return `count` groups. If `count` groups were drawn, return them in their order. Otherwise take the first valid
-    groups and, if they are too few, invalid ones of the last draw, and give each update an equal share of both."""
+    """Return the `count` groups on which a step trains. `drawn` has the groups of all draws of the step, `count` groups
+    a draw, and valid_P says which of them are valid. After a single draw, return all its groups. After several draws,
+    take the first valid groups and, if these are too few, invalid groups of the last draw. Then order the groups so
+    that each of the `updates` updates gets an equal share of the valid and of the invalid groups."""
     if len(drawn) == count:
         return drawn
     kept = [*compress(drawn, valid_P)]
@@ -472,19 +506,21 @@ def choose_groups(drawn, valid_P, count, updates=1):
 
 
 def valid_groups(reward_PG):
-    """Return valid_P: whether a group's rewards differ by more than rounding. Other groups have zero advantage."""
+    """Return valid_P: whether the rewards of a group differ by more than rounding. Groups that are not valid have zero
+    advantage."""
     return ((reward_PG - reward_PG[:, :1]).abs() > 1e-9).any(1)
 
 
 # ----------------------------- verifier
 class Verifier:
-    """Runs math_verify, or another --reward, in processes that can be killed, so that no answer hangs or ends a run.
-    Raises ValueError if another --reward fails on an empty completion of the first problem of one of `sets`."""
+    """Grades responses by --reward in worker processes that can be killed. So a response that hangs or crashes its
+    grader does not stop the run. `sets` are lists of problems. A --reward other than math is tried on an empty
+    completion of the first problem of each set. Raises ValueError if it raises an error there."""
 
     def __init__(self, args, world, sets=()):
         self.world = world
         self.reward = args.reward
-        # Wall-clock time, in which a process may get a tenth of a core.
+        # This is wall-clock time. In it a worker may have only a tenth of a core.
         self.seconds = args.reward_seconds
         # In ROOT, Python 3.11's fork server imports this common.py and no other. Its socket needs a short TMPDIR.
         with chdir(ROOT), refuse_errors(f"TMPDIR {tempfile.gettempdir()}"):
@@ -497,7 +533,8 @@ class Verifier:
             initargs=(self.reward,),
             context=get_context("forkserver"),
         )
-        # An exit would wait for ever for a process that the pool starts meanwhile. So the pool stops, then joins.
+        # At exit Python would wait for ever for a worker that the pool is just starting. So the pool must first stop
+        # and then join; atexit calls the last registered function first.
         atexit.register(self.pool.join)
         atexit.register(self.pool.stop)
         if self.reward != "math":
@@ -506,16 +543,19 @@ class Verifier:
                 verify(self, [Group(problems[0], [empty])], legal=["graded"])
 
     def grade_all(self, cases):
-        """Return (score, verdict) of each case, on every rank. A case is (completion, *its problem's graded_by)."""
+        """Return a list of (score, verdict) for a list of cases, on every rank. The ranks share the work. A case is a
+        tuple of the completion and the items of its problem's `graded_by`. If a case takes too long or its process
+        dies, the score is 0 and the verdict is timeout or crash. Raises ValueError if --reward cannot be loaded."""
         world = self.world
         mine = cases[world.rank :: world.size]
         graded = []
         futures = [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]
         for future in Progress(futures, "graded"):
-            end = future.exception(600)
-            require(not isinstance(end, RuntimeError), f"--reward {self.reward}: loads for a minute, or ends: {end}")
-            if end:
-                late = isinstance(end, TimeoutError) or end.exitcode == -SIGPROF
+            error = future.exception(600)
+            loaded = not isinstance(error, RuntimeError)
+            require(loaded, f"--reward {self.reward}: loads for a minute, or ends: {error}")
+            if error:
+                late = isinstance(error, TimeoutError) or error.exitcode == -SIGPROF
                 graded.append((0.0, "timeout" if late else "crash"))
             else:
                 graded.append(future.result())
@@ -523,8 +563,8 @@ class Verifier:
 
 
 def verify(verifier, groups, legal=VERDICTS):
-    """Grade all responses and set each group's verdicts, correct_G and reward_G. If the reward raised an error, the
-    verdict is the error's text, which is not in `legal`: then raise ValueError."""
+    """Grade all responses, and set verdicts, correct_G and reward_G of each group. Raises ValueError if a verdict is
+    not in `legal`: if the reward has raised an error, the verdict is the text of this error."""
     cases = [(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
     graded = iter(verifier.grade_all(cases))
     for group in groups:
@@ -537,7 +577,7 @@ def verify(verifier, groups, legal=VERDICTS):
 
 # -------------------------------- batch
 def mean_by(x, number):
-    """Return the mean of x over the entries with each number 0, 1, ...; 0 for a number that no entry has."""
+    """Return a vector of means. Entry i is the mean of those x[j] for which number[j] is i, or 0 if there are none."""
     counts = torch.bincount(number)
     sums = x.new_zeros(len(counts)).index_add(0, number, x)
     return sums / counts.clamp(min=1)
@@ -570,8 +610,10 @@ MicroBatch = namedtuple("MicroBatch", "row index_T target_T entry_T")
 
 
 class Batch:
-    """All responses of a step, the same on every rank. Response r = p G + g is response g to prompt p, and its token k
-    is entry sum(length_R[:r]) + k of *_T. cost_R counts tokens of the response and its prompt, and image patches."""
+    """The responses of a list of groups, the same on every rank. Response g to prompt p has the index r = p G + g. A
+    vector *_T lists the tokens of response 0, then those of response 1 and so on; entry_R[r] are the indices of
+    response r's tokens in it. cost_R[r] is the number of tokens in response r and its prompt, and of patches in its
+    image."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -585,18 +627,20 @@ class Batch:
         self.response_T = torch.repeat_interleave(self.length_R)  # 0 0 0 1 1 for lengths 3 and 2
         self.entry_R = torch.arange(len(self.response_T)).split(lengths)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
-        # All ranks must run the same modules in a pass. So each row, even one without responses, needs a prompt, and if
-        # the step has images, a prompt with an image. `pack` adds one of these to a row that has none.
+        # FSDP gathers the weights of a module on all ranks, so all ranks must run the same modules in a pass. So every
+        # row needs a prompt, even a row without responses. If the step has images, it needs a prompt with an image.
+        # `pack` adds one of these prompts to a row that has none of them.
         self.filler_prompts = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
-        """Return this rank's micro-batches: lists of chosen responses' numbers. All ranks get equally many, some empty.
+        """Return this rank's micro-batches, each a list of indices of responses. chosen_R says which responses are
+        dealt. Every rank gets the same number of micro-batches, so that some may be empty.
 
-        First, consecutive responses to a prompt are joined to bundles, so that their prompt is computed once. A bundle
-        of several costs at most an eighth of a rank's load, because larger ones could not be balanced. Then each
-        bundle, the most costly first, goes into the emptiest micro-batch. A round is a micro-batch for each rank. The
-        rounds are as few as possible while no micro-batch costs more than `budget` tokens and patches or, if that is
-        more, than the most costly response with its prompt."""
+        First, consecutive responses to a prompt are joined to a bundle, which computes the prompt only once. A bundle
+        of several responses costs at most an eighth of a rank's share, because larger bundles are hard to balance. Then
+        each bundle, the most costly first, goes into the micro-batch that costs least so far. The number of
+        micro-batches is the smallest with which none of them costs more than `budget`. If a single response with its
+        prompt costs more than that, its cost is the limit."""
         most = min(budget, int(self.cost_R[chosen_R].sum()) // (8 * world.size))
         bundles = []
         costs = []
@@ -621,16 +665,18 @@ class Batch:
                 loads[number] += costs[n]
             if loads.max(initial=0) <= budget:
                 break
-        # A round then has micro-batches of like cost: no rank waits long.
+        # In this order the ranks work on micro-batches of about the same cost, so that none waits long.
         fullest = np.argsort(-loads, kind="stable")
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
     def update_of_response(self, updates):
-        """Return update_R, the number of each response's update. All have the same number of prompts, in order."""
+        """Return update_R, the index of the update that trains on each response. Each update has the same number of
+        prompts, which are consecutive."""
         return torch.arange(len(self.rollout_R)) * updates // len(self.rollout_R)
 
     def deal_updates(self, update_R, chosen_R, world, budget):
-        """Return, for each update, this rank's micro-batches of its chosen responses; [] for an update without any."""
+        """Return a list with an entry for each update: this rank's micro-batches of the update's chosen responses. The
+        entry is [] if the update has no chosen responses."""
         return [self.deal(chosen_R & (update_R == update), world, budget) for update in update_R.unique()]
 
     def pack(self, responses, device):
@@ -666,7 +712,7 @@ class Batch:
         entry_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
         first = len(ids_N) - len(entry_T)  # the place of the first response
         vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
-        # Transformers' names: q are queries, k keys.
+        # transformers' names: q stands for queries, k for keys
         for side, parts in (("q", pieces), ("k", keys)):
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, parts))
@@ -677,7 +723,8 @@ class Batch:
 
 # ------------------------------- policy
 class Policy(torch.nn.Module):
-    """A decoder with its head, perhaps a vision tower; weights have transformers' names. It returns no logits."""
+    """A decoder with its head and, in models that see images, a vision tower. The weights have transformers' names.
+    `forward` returns log-probs and entropies instead of logits, which would need too much memory."""
 
     def __init__(self, lm, temperature):
         super().__init__()
@@ -686,8 +733,9 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
 
     def forward(self, micro):
-        """Return logp_T of the response tokens of a MicroBatch, and entropy_T (nats) over the whole vocabulary, both at
-        the sampling temperature, with gradients, and in float32 on the CPU, where the paper's functions run."""
+        """Return logp_T and entropy_T of the response tokens in a MicroBatch: the log-prob of each token, and the
+        entropy (nats) of the whole vocabulary in its place. Both are at the sampling temperature, and both have
+        gradients. They are float32 on the CPU, where the paper's functions run."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_1NH = embeddings(row.pop("input_ids"))
@@ -699,7 +747,7 @@ class Policy(torch.nn.Module):
             hidden_NH = hidden_NH.float()
             weight_VH = weight_VH.float()
         size = layers.LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH)
-        # hidden_NH[index_T] would sum gradients in any order.
+        # The backward pass of hidden_NH[index_T] would sum gradients in an order that varies.
         hidden_TH = F.embedding(micro.index_T, hidden_NH)
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [layers.Head.apply(hidden_TH, weight_VH, target_T, self.temperature) for hidden_TH, target_T in chunks]
@@ -713,12 +761,13 @@ def config_of(folder):
 
 
 def model_class(config):
-    """Return transformers' auto class for models of images and text or, without a vision tower, of text."""
+    """Return transformers' auto class for a config: that of models for images and text if there is a vision tower, and
+    otherwise that of models for text."""
     sees = hasattr(config, "vision_config")
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
-# Every model gets `packed_attention`, whatever its config.json names, and runs none of its own code.
+# Whatever its config.json says, a model uses our `packed_attention` (lib/layers.py) and runs no code of its own.
 MODEL_OPTIONS = {"dtype": torch.float32, "attn_implementation": "packed", "trust_remote_code": False}
 
 
@@ -729,12 +778,13 @@ def empty_model(config):
 
 
 def model_folder(args):
-    """Return --model's folder. If --model is a hub id, one rank of each node downloads it. Raises ValueError if the
-    context is too short. `load_policy` checks the weights, and `sampler_gap` that the policy agrees with vLLM."""
+    """Return the folder of --model. If --model is a hub id, one rank of each node downloads it. Raises ValueError if
+    the folder has no readable config or tokenizer, or if its context is too short. Later, `read_weights` checks the
+    weights, and `sampler_gap` checks that policy and vLLM agree."""
     folder = Path(args.model)
     with refuse_errors(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        with fetched_once():  # All ranks enter, even if only one node has the folder.
+        with fetched_once():  # All ranks must enter, even if only one node has the folder.
             if not folder.is_dir():
                 folder = Path(snapshot_download(args.model, allow_patterns=patterns))
         transformers.logging.disable_progress_bar()
@@ -745,8 +795,10 @@ def model_folder(args):
 
 
 def check_context(text, args):
-    """Raise ValueError if prompt and response may be longer than the context or the window in a text model's config."""
-    # The policy ignores a sliding window, and keeps LongRoPE's angles of the original context. vLLM does neither.
+    """Raise ValueError if a prompt and its response may be longer than the model's context or sliding window. `text` is
+    the config of the decoder."""
+    # The policy always sees the whole sequence, and always has LongRoPE's angles for the original context. vLLM
+    # computes otherwise beyond the window or the original context, so sequences must stay within both.
     context = min(text.max_position_embeddings, getattr(text, "sliding_window", None) or math.inf)
     if "longrope" in text.rope_parameters.values():
         context = text.rope_parameters["original_max_position_embeddings"]
@@ -759,54 +811,56 @@ def check_context(text, args):
 
 
 def read_weights(folder):
-    """Return a policy's state dict (float32) from a folder. Refuses missing, unexpected, infinite and NaN weights."""
+    """Read the files of a model and return the state dict of its Policy (float32). Raises ValueError if a weight is
+    missing, unexpected, infinite or NaN."""
     config = config_of(folder)
     lm, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **MODEL_OPTIONS)
-    unlike = [name for names in info.values() for name in names]
+    wrong = [name for names in info.values() for name in names]
     tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     if config.tie_word_embeddings and not tied:
-        # The files have a head of their own.
-        unlike.append("lm_head.weight: tie_word_embeddings must be false")
-    require(not unlike, f"--model {folder}: its files and its config.json differ in weights such as {unlike[:2]}")
+        wrong.append("lm_head.weight: tie_word_embeddings must be false")
+    require(not wrong, f"--model {folder}: its files and its config.json differ in weights such as {wrong[:2]}")
     for name, weight in lm.named_parameters():
         require(weight.isfinite().all(), f"--model {folder}: {name} has entries that are not finite")
     return Policy(lm, 1.0).state_dict()
 
 
 def load_policy(folder, args, world):
-    """Return the policy, sharded over ranks. Rank 0 reads the weights for all. Weights and reductions are float32."""
+    """Return the policy with its weights, sharded over ranks. Rank 0 reads the files and sends the weights to the
+    others. Weights, and sums of gradients over ranks, are float32."""
     config = config_of(folder)
     lm = empty_model(config)
     units = [*lm.get_decoder().layers]
     if hasattr(config, "vision_config"):
         units += vision.prepare(lm.model, args)
-    policy = Policy(lm, args.temperature).eval()  # without dropout, as in the sampler
+    policy = Policy(lm, args.temperature).eval()  # The sampler has no dropout either.
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable()
         for unit in units:
-            # In eval mode it would not checkpoint. Its submodules, such as dropout, stay in it.
+            # A layer checkpoints only in training mode. Its submodules, such as dropout, stay in eval mode.
             unit.training = True
     if torch.cuda.is_available():
-        # One graph serves all lengths, because the sizes of a layer's inputs are dynamic. With dynamic=True the layer's
-        # own sizes, such as a head's, would be dynamic, too, because FSDP marks its modules: H200s took 6 % longer.
-        # It matches none of vLLM's.
+        # Only the sizes of a layer's inputs are dynamic, so that one compiled graph serves all lengths. With
+        # dynamic=True the sizes of the layer itself, such as the size of a head, would be dynamic, too, because FSDP
+        # marks its modules. On an H200 that took 6 % longer. The pattern matches no input of a graph of vLLM's.
         torch.compiler.config.dynamic_sources = r"L\['(hidden|position|rotary|cu_|kwargs)"
         torch._dynamo.config.specialize_float = True
-        # The backward pass recomputes all but a layer's matrix products, or with checkpointing the whole layer.
+        # The backward pass computes again whatever is no matrix product or, with checkpointing, the whole layer.
         torch._functorch.config.activation_memory_budget = 1.0 if args.activation_checkpointing else 0.9
         for unit in units:
             unit.compile()
     dtype = compute_dtype(args, world)
-    # Without checkpointing layers stay gathered until their backward pass. By default only the root, `policy`, does.
+    # Without checkpointing, a layer stays gathered until its backward pass. By default only the root `policy` would.
     reshard = None if args.activation_checkpointing else False
     types = MixedPrecisionPolicy(dtype, torch.float32)
-    # lm_head has no unit. It would be gathered for each chunk of logits, and ranks with more chunks would hang.
+    # lm_head belongs to the unit of the root. In a unit of its own it would be gathered for each chunk of logits. Ranks
+    # have different numbers of chunks, so they would wait for each other for ever.
     for module in (*units, policy):
         fully_shard(module, mesh=world.mesh, reshard_after_forward=reshard, mp_policy=types)
     policy.to_empty(device=world.device)
     for parameter in policy.parameters():
-        parameter._is_hf_initialized = True
-    policy.apply(lm._init_weights)  # This fills the buffers, which no file has.
+        parameter._is_hf_initialized = True  # `_init_weights` leaves it as it is.
+    policy.apply(lm._init_weights)  # This fills only the buffers, which no file has.
     with Progress(total=1, desc=f"{folder} is read"):
         weights = read_weights(folder) if world.rank == 0 else {}
         options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -837,15 +891,16 @@ def set_lr(optimizer, args, step):
 
 
 def passes(policy, micro_batches):
-    """Yield an update's micro-batches. Each node sums its own gradients; only the backward pass of the last micro-batch
-    adds them up over nodes. So a loop must not end before the last."""
+    """Yield the micro-batches of an update. Each backward pass sums gradients over the ranks of a node, and only that
+    of the last micro-batch sums them over nodes. So the caller must run a backward pass for each micro-batch."""
     for number, responses in enumerate(Progress(micro_batches, "update, passes"), 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield responses
 
 
 def optimizer_step(policy, optimizer, record, name="grad_norm"):
-    """Scale the gradient down to --max-grad-norm and make an optimiser's step, or skip it if the norm is not finite."""
+    """Scale the gradient down to --max-grad-norm and make a step of the optimizer. If the norm is not finite, make no
+    step and count it in skipped_updates. The metric `name` gets the norm."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), record.args.max_grad_norm)
     norm = norm.full_tensor().item()
     if math.isfinite(norm):
@@ -857,20 +912,22 @@ def optimizer_step(policy, optimizer, record, name="grad_norm"):
 
 
 def logprobs(policy, batch, micro_batches_by_update, record, phase):
-    """Return logp_T and entropy_T of the whole step, on every rank's CPU; 0 for responses in no micro-batch. They are
-    equal to the bit to what the first update computes, because that has the same micro-batches."""
+    """Return logp_T and entropy_T of the whole step, on the CPU of every rank. Responses that are in no micro-batch
+    have 0. The first update computes the same numbers, to the bit, because it has the same micro-batches. `phase` is
+    the name under which the record counts the seconds."""
     world = record.world
-    both_2T = torch.zeros(2, len(batch.response_T))  # log-probs and entropies
-    # On a GPU autograd stays on, although there is no backward pass. Without it the compiler would make other kernels.
+    both_2T = torch.zeros(2, len(batch.response_T))
+    # On a GPU autograd stays on, although no backward pass follows. Otherwise the compiler would make other kernels.
     with record.phase(phase), torch.set_grad_enabled(world.device.type == "cuda"):
-        home = next(policy.parameters()).device  # A reference model waits in the host's memory.
+        home = next(policy.parameters()).device  # A reference model returns to the host's memory afterwards.
         shards = {parameter: parameter.detach() for parameter in policy.parameters()}
         policy.to(world.device)
         for responses in Progress([*chain(*micro_batches_by_update)], f"{phase}, passes"):
             micro = batch.pack(responses, world.device)
             both_2T[:, micro.entry_T] = torch.stack(policy(micro)).detach()
-        # A forward pass leaves at least the root gathered, and the next pass would use these weights even after an
-        # optimiser's step. FSDP2's `_apply` reshards first. Then it gets the shards from before, and buffers go home.
+        # A forward pass leaves some weights gathered, at least those of the root. The next pass would use them even
+        # after the optimizer has changed the shards. `_apply` of FSDP2 reshards first. The function then puts the
+        # shards from before back, and moves the buffers home.
         policy._apply(lambda x: shards[x] if x in shards else x.to(home))
     return world.all_reduce(both_2T)
 
@@ -881,45 +938,48 @@ def tis_factor(logp_T, sampler_logp_T, cap):
 
 
 def full_weights(policy, dtype):
-    """Yield (name, unsharded tensor) of each weight, in dtype, one at a time. Every rank must take every item."""
+    """Yield (name, tensor) for each weight, whole and in `dtype`. All ranks gather a weight together, so every rank
+    must take every item."""
     for name, parameter in policy.named_parameters():
         whole = parameter.detach().to(dtype).full_tensor()
-        # A clone lacks the padding of unequal shards, which would be saved.
+        # The storage of a gathered tensor may include the padding of unequal shards, which would be saved with it.
         yield name, whole.clone()
 
 
-# Suffixes of files that `save_model` copies. LICENSE has "".
+# Suffixes of the files that `save_model` copies; "" is for LICENSE.
 KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")
 
 
 def save_model(policy, folder, source, dtype, world):
-    """Write a model's folder: unchanged files of the folder `source`, and the weights, with dtype in config.json."""
+    """Write a folder that transformers and vLLM can load. It has the weights in `dtype`, the files of the folder
+    `source` whose suffix is in KEPT, `dtype` in config.json, and all end tokens in generation_config.json. Every rank
+    must call this."""
     weights = {}
     for name, tensor in full_weights(policy, dtype):
-        if world.rank == 0:  # Files of models with a tower lack these levels in names.
+        if world.rank == 0:
+            # The files of models with a vision tower name the weights without these levels.
             weights[name.replace(".language_model", "").replace("model.visual", "visual")] = tensor.cpu()
     if world.rank == 0:
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        inside = source.resolve()
+        home = source.resolve()
         if source.parent.name == "snapshots":
-            # The files of the hub's cache are links to its folder `blobs`.
-            inside = inside.parents[1]
+            home = home.parents[1]  # Files in the hub's cache are links to its folder `blobs`.
         for each in source.iterdir():
-            # A link may lead to private files.
-            own = each.is_file() and each.resolve().is_relative_to(inside)
+            # A link to another place may lead to a private file, and people publish this folder.
+            own = each.is_file() and each.resolve().is_relative_to(home)
             if own and each.suffix in KEPT and not each.match("*.index.json"):
                 shutil.copyfile(each, partial / each.name)
-        about = partial / "config.json"
-        config = json.loads(about.read_text())
+        file = partial / "config.json"
+        config = json.loads(file.read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-        about.write_text(json.dumps(config, indent=2))
+        file.write_text(json.dumps(config, indent=2))
         file = partial / "generation_config.json"
         generation = {"eos_token_id": config.get("eos_token_id")}
         if file.exists():
             generation.update(json.loads(file.read_text()))
-        # They ended responses in training, too.
+        # Responses ended with these tokens in training, too.
         ends = stop_tokens(AutoTokenizer.from_pretrained(source))
         ends.update(np.atleast_1d(generation["eos_token_id"]).tolist())
         generation["eos_token_id"] = sorted(ends - {None})
@@ -931,7 +991,8 @@ def save_model(policy, folder, source, dtype, world):
 
 
 def finish(policy, source, dtype, record):
-    """Write the trained model and say which commands show the run. A stopped run skips this: it has a checkpoint."""
+    """Write the trained model and print the commands that plot the run. Do nothing for a run that was stopped, because
+    it has a checkpoint."""
     if record.stopping:
         return
     save_model(policy, record.folder / "model", source, dtype, record.world)
@@ -946,7 +1007,8 @@ def finish(policy, source, dtype, record):
 
 # --------------------------- evaluation
 def pass_at_k(correct_PN, k):
-    """Return the unbiased pass@k, 1 - C(n-c, k) / C(n, k), averaged over problems. c of a problem's n samples are 1."""
+    """Return the unbiased estimate of pass@k, averaged over problems. correct_PN says which of the n samples of a
+    problem are correct. If c of them are, pass@k is 1 - C(n-c, k) / C(n, k)."""
     correct = np.asarray(correct_PN, int)
     n = correct.shape[1]
     wrong_P = n - correct.sum(1)
@@ -954,8 +1016,10 @@ def pass_at_k(correct_PN, k):
 
 
 def evaluate(held_out, sampler, verifier, record, step):
-    """Evaluate and write samples/. Return each held-out set's avg@n, pass@k for k = 2, 4, … ≤ n, and mean length. All
-    sets are one batch, so that we wait for the longest response only once. Seeds are the same in every step."""
+    """Sample and grade the held-out sets, {name: problems}, and write the responses to samples/. Return the metrics
+    eval/<name>/avg@n, pass@k for k = 2, 4, … ≤ n, and length. All sets are sampled together, so that there is only one
+    wait for the longest response. Every step has the same seeds. At step 0, set the score that --keep-best compares
+    with."""
     args = record.args
     n = args.eval_samples
     prompts = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
@@ -967,11 +1031,11 @@ def evaluate(held_out, sampler, verifier, record, step):
     for name, problems in held_out.items():
         groups = [next(graded) for _ in problems]
         drawn = drawn_metrics(groups)
-        # A score may be a fraction.
+        # A score may be a fraction, and only 1 is correct.
         correct_PN = torch.stack([group.reward_G for group in groups]) >= 1
         figures = {f"avg@{n}": drawn["reward"]}
-        for power in range(1, n.bit_length()):
-            figures[f"pass@{2**power}"] = pass_at_k(correct_PN, 2**power)
+        for exponent in range(1, n.bit_length()):
+            figures[f"pass@{2**exponent}"] = pass_at_k(correct_PN, 2**exponent)
         record.say(f"{name} after step {step}: " + ", ".join(f"{what} {value:.3f}" for what, value in figures.items()))
         figures["length"] = drawn["response_length"]
         for what, value in figures.items():
@@ -984,7 +1048,7 @@ def evaluate(held_out, sampler, verifier, record, step):
 
 
 def held_out_score(metrics):
-    """Return the sum of avg@n over the held-out sets, given the metrics of `evaluate`."""
+    """Return the sum of avg@n over the held-out sets, from the metrics that `evaluate` returns."""
     return sum(value for name, value in metrics.items() if "/avg@" in name)
 
 
