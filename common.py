@@ -5,7 +5,7 @@ The suffix of a tensor's name gives its axes: _P prompts of a step, _G responses
 response tokens, _N tokens of a packed row, _S segments, _V vocabulary, _H hidden size. A digit is an axis of that size.
 So advantage_T has an entry for each response token of the step, and none for prompts or padding. response_T[t] is the
 index of the response to which token t belongs, and group_R[r] is the index of the group to which response r belongs. A
-script's loss function gets the entries of one micro-batch at a time.
+script's loss function gets the entries of one micro-batch or, for the metrics, those of the whole step.
 
 After sampling, every rank holds the token ids, the rewards and the log-probs of the whole step. So everything that a
 paper defines is a pure function of the whole step, on any number of ranks. Only forward and backward passes are
@@ -39,7 +39,7 @@ import torch.distributed as dist
 import transformers
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from pebble import ProcessPool
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint, constr
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -61,6 +61,7 @@ __all__ += ["parse_flags", "print_error", "resume"]
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
 Below1 = confloat(ge=0, lt=1)
+Ascii = constr(pattern=r"^[\x00-\x7f]*$")
 # vLLM raises a temperature below 0.01 to 0.01, and refuses one above 2.
 Temperature = confloat(ge=0.01, le=2)
 
@@ -365,8 +366,7 @@ class Sampler:
         self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
-            """vLLM changes the class that is registered for a config. This subclass keeps it from changing the policy's
-            class."""
+            """vLLM changes the class that is registered for a config. This subclass protects the policy's class."""
 
         transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
         with Progress(total=1, desc="the engine starts"):
@@ -400,7 +400,7 @@ class Sampler:
     def sample(self, prompts, n, temperature, args, top_p=1.0, scored=1):
         """Sample n responses to each problem of `prompts`, {key: problem}. Return the Groups in the order of `prompts`,
         on every rank. The seed of a response is a hash of --seed, the key and the number of the response in its group.
-        So on CPUs the samples do not depend on the number of ranks.
+        So on CPUs the samples do not depend on the number of ranks; on GPUs rounding may change them.
 
         Only the first `scored` responses of a group get the sampler's log-probs, because log-probs of all responses
         take a fifth of the time on a CPU. With --tis-cap all responses get them. Raises ValueError for a top-p with
@@ -506,8 +506,7 @@ def choose_groups(drawn, valid_P, count, updates=1):
 
 
 def valid_groups(reward_PG):
-    """Return valid_P: whether the rewards of a group differ by more than rounding. Groups that are not valid have zero
-    advantage."""
+    """Return valid_P: whether the rewards of a group differ by more than rounding. Other groups have zero advantage."""
     return ((reward_PG - reward_PG[:, :1]).abs() > 1e-9).any(1)
 
 
@@ -634,7 +633,8 @@ class Batch:
 
     def deal(self, chosen_R, world, budget):
         """Return this rank's micro-batches, each a list of indices of responses. chosen_R says which responses are
-        dealt. Every rank gets the same number of micro-batches, so that some may be empty.
+        dealt. Every rank gets the same number of micro-batches. Some may be empty: their pass computes a prompt, and
+        their loss is 0.
 
         First, consecutive responses to a prompt are joined to a bundle, which computes the prompt only once. A bundle
         of several responses costs at most an eighth of a rank's share, because larger bundles are hard to balance. Then
@@ -654,8 +654,8 @@ class Batch:
                 bundles.append([r])
                 costs.append(int(self.cost_R[r]))
             group = self.group_R[r]
-        budget = max([budget, *costs])
-        fewest = math.ceil(sum(costs) / (world.size * budget))
+        limit = max([budget, *costs])
+        fewest = math.ceil(sum(costs) / (world.size * limit))
         for rounds in count(fewest):
             loads = np.zeros(rounds * world.size, int)
             bins = [[] for _ in loads]
@@ -663,7 +663,7 @@ class Batch:
                 number = loads.argmin()
                 bins[number] += bundles[n]
                 loads[number] += costs[n]
-            if loads.max(initial=0) <= budget:
+            if loads.max(initial=0) <= limit:
                 break
         # In this order the ranks work on micro-batches of about the same cost, so that none waits long.
         fullest = np.argsort(-loads, kind="stable")
@@ -716,6 +716,7 @@ class Batch:
         for side, parts in (("q", pieces), ("k", keys)):
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, parts))
+        # In key_N, the place before that of a response token predicts the token.
         index_T = key_N[:-1][key_N[1:] >= first].to(device)
         target_T = ids_N[first:].to(device)
         return MicroBatch(row.to(device), index_T, target_T, entry_T)
@@ -891,8 +892,9 @@ def set_lr(optimizer, args, step):
 
 
 def passes(policy, micro_batches):
-    """Yield the micro-batches of an update. Each backward pass sums gradients over the ranks of a node, and only that
-    of the last micro-batch sums them over nodes. So the caller must run a backward pass for each micro-batch."""
+    """Yield the micro-batches of an update. Each backward pass averages gradients over the ranks of a node, and only
+    that of the last micro-batch averages them over nodes. So the caller must run a backward pass for each micro-batch.
+    """
     for number, responses in enumerate(Progress(micro_batches, "update, passes"), 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield responses
@@ -938,8 +940,8 @@ def tis_factor(logp_T, sampler_logp_T, cap):
 
 
 def full_weights(policy, dtype):
-    """Yield (name, tensor) for each weight, whole and in `dtype`. All ranks gather a weight together, so every rank
-    must take every item."""
+    """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather it together, so each must take every item.
+    """
     for name, parameter in policy.named_parameters():
         whole = parameter.detach().to(dtype).full_tensor()
         # The storage of a gathered tensor may include the padding of unequal shards, which would be saved with it.
@@ -951,9 +953,8 @@ KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")
 
 
 def save_model(policy, folder, source, dtype, world):
-    """Write a folder that transformers and vLLM can load. It has the weights in `dtype`, the files of the folder
-    `source` whose suffix is in KEPT, `dtype` in config.json, and all end tokens in generation_config.json. Every rank
-    must call this."""
+    """Write a folder that transformers and vLLM can load: the weights in `dtype`, the files of the folder `source` with
+    a suffix in KEPT, `dtype` in config.json, all end tokens in generation_config.json. Every rank must call this."""
     weights = {}
     for name, tensor in full_weights(policy, dtype):
         if world.rank == 0:
@@ -991,8 +992,7 @@ def save_model(policy, folder, source, dtype, world):
 
 
 def finish(policy, source, dtype, record):
-    """Write the trained model and print the commands that plot the run. Do nothing for a run that was stopped, because
-    it has a checkpoint."""
+    """Write the trained model and print the commands that plot the run. A stopped run has a checkpoint instead."""
     if record.stopping:
         return
     save_model(policy, record.folder / "model", source, dtype, record.world)
@@ -1006,10 +1006,10 @@ def finish(policy, source, dtype, record):
 
 
 # --------------------------- evaluation
-def pass_at_k(correct_PN, k):
-    """Return the unbiased estimate of pass@k, averaged over problems. correct_PN says which of the n samples of a
+def pass_at_k(correct_PG, k):
+    """Return the unbiased estimate of pass@k, averaged over problems. correct_PG says which of the n samples of a
     problem are correct. If c of them are, pass@k is 1 - C(n-c, k) / C(n, k)."""
-    correct = np.asarray(correct_PN, int)
+    correct = np.asarray(correct_PG, int)
     n = correct.shape[1]
     wrong_P = n - correct.sum(1)
     return np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P])
@@ -1018,8 +1018,7 @@ def pass_at_k(correct_PN, k):
 def evaluate(held_out, sampler, verifier, record, step):
     """Sample and grade the held-out sets, {name: problems}, and write the responses to samples/. Return the metrics
     eval/<name>/avg@n, pass@k for k = 2, 4, … ≤ n, and length. All sets are sampled together, so that there is only one
-    wait for the longest response. Every step has the same seeds. At step 0, set the score that --keep-best compares
-    with."""
+    wait for the longest response. All steps have the same seeds. Step 0 sets the score that --keep-best must exceed."""
     args = record.args
     n = args.eval_samples
     prompts = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
@@ -1032,10 +1031,10 @@ def evaluate(held_out, sampler, verifier, record, step):
         groups = [next(graded) for _ in problems]
         drawn = drawn_metrics(groups)
         # A score may be a fraction, and only 1 is correct.
-        correct_PN = torch.stack([group.reward_G for group in groups]) >= 1
+        correct_PG = torch.stack([group.reward_G for group in groups]) >= 1
         figures = {f"avg@{n}": drawn["reward"]}
         for exponent in range(1, n.bit_length()):
-            figures[f"pass@{2**exponent}"] = pass_at_k(correct_PN, 2**exponent)
+            figures[f"pass@{2**exponent}"] = pass_at_k(correct_PG, 2**exponent)
         record.say(f"{name} after step {step}: " + ", ".join(f"{what} {value:.3f}" for what, value in figures.items()))
         figures["length"] = drawn["response_length"]
         for what, value in figures.items():

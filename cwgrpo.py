@@ -255,9 +255,9 @@ def learn(policy, reference, optimizer, batch, step, record):
     weights = []
     for update in range(args.updates_per_step):
         weights.append(token_weights(batch.length_R[update_R == update], args.normaliser))
-    weight_T = torch.cat(weights).float()
+    weight_T = torch.cat(weights).float()  # in the order of *_T, because updates hold consecutive responses
     low, high = 1 - args.clip_low, 1 + args.clip_high
-    # one list of micro-batches for each update; `pack` lays a micro-batch, a list of response numbers, in one row
+    # for each update, this rank's micro-batches; `pack` lays a micro-batch, a list of response numbers, in one row
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' own micro-batches, so that the first update's ratios are all 1
@@ -329,7 +329,7 @@ def learn(policy, reference, optimizer, batch, step, record):
                 micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)
                 loss, _ = loss_of(logp, entropy, factor_T, micro.entry_T)
-                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over ranks
                 seen_2T[:, micro.entry_T] = torch.stack([logp, entropy]).detach()
             common.optimizer_step(policy, optimizer, record)
 

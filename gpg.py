@@ -146,7 +146,7 @@ def learn(policy, reference, optimizer, batch, record):
     weight_T = token_weights(batch.length_R, together).float()
     scale = alpha(batch.reward_PG) if args.accurate_gradient else 1.0
     # A rollout batch gets one update. Algorithm 1 suggests this; the paper says it nowhere else.
-    # one list of micro-batches for the update; `pack` lays a micro-batch, a list of response numbers, in one row
+    # this rank's micro-batches of the update; `pack` lays a micro-batch, a list of response numbers, in one row
     micro_batches_by_update = batch.deal_updates(batch.update_of_response(1), trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs; the loss has no ratio, so only --tis-cap needs old log-probs
@@ -174,7 +174,7 @@ def learn(policy, reference, optimizer, batch, record):
                 micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)  # Algorithm 1, line 2
                 loss, _ = loss_of(logp, entropy, micro.entry_T)
-                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over ranks
                 seen_2T[:, micro.entry_T] = torch.stack([logp, entropy]).detach()
             common.optimizer_step(policy, optimizer, record)
 

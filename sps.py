@@ -175,8 +175,8 @@ def learn(policy, reference, optimizer, batch, record):
     advantage_T = advantage_R[batch.response_T]
     update_R = batch.update_of_response(args.updates_per_step)
     weights = [token_weights(batch.length_R[update_R == update]) for update in range(args.updates_per_step)]
-    weight_T = torch.cat(weights).float()
-    # one list of micro-batches for each update; `pack` lays a micro-batch, a list of response numbers, in one row
+    weight_T = torch.cat(weights).float()  # in the order of *_T, because updates hold consecutive responses
+    # for each update, this rank's micro-batches; `pack` lays a micro-batch, a list of response numbers, in one row
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' own micro-batches, so that the first update's ratios are all 1
@@ -210,7 +210,7 @@ def learn(policy, reference, optimizer, batch, record):
                 micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)
                 loss, _ = loss_of(logp, entropy, micro.entry_T)
-                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over ranks
                 seen_2T[:, micro.entry_T] = torch.stack([logp, entropy]).detach()
             common.optimizer_step(policy, optimizer, record)
 
@@ -258,7 +258,7 @@ def learn_irl(policy, batches, record):
             micro = batch.pack(responses, world.device)
             logp, _ = policy(micro)
             loss, _ = irl_loss(logp, weight_T[micro.entry_T])
-            (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+            (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over ranks
             logp_T[micro.entry_T] = logp.detach()
         common.optimizer_step(policy, optimizer, record, "irl/grad_norm")
         loss, means = irl_loss(world.all_reduce(logp_T), weight_T)

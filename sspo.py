@@ -67,7 +67,7 @@ class Args(common.Args):
     """Number of updates (optimiser steps) on one rollout batch. Each update has its own prompts: we read that there is
     one epoch. The paper gives no number, but Fig. 3b shows clipping, so there were several updates. 4 is ours; verl's
     GSPO example has 4, too."""
-    delimiter: str = r"\n\n"
+    delimiter: common.Ascii = r"\n\n"
     r"""Text that ends a segment: \n\n (§6.2.2; §4.1 says "line break or double line break"), \n, . or other ASCII text.
     The paper names only the delimiters. The rule that assigns tokens to segments is ours. A period (Table 3) ends a
     segment wherever it stands, even inside 3.14.
@@ -235,8 +235,8 @@ def learn(policy, optimizer, batch, tokenizer, record):
     for update in range(args.updates_per_step):
         length_R = batch.length_R[update_R == update]
         weights.append(token_weights(length_R, args.normaliser, args.max_response_tokens))
-    weight_T = torch.cat(weights).float()
-    # one list of micro-batches for each update; `pack` lays a micro-batch, a list of response numbers, in one row
+    weight_T = torch.cat(weights).float()  # in the order of *_T, because updates hold consecutive responses
+    # for each update, this rank's micro-batches; `pack` lays a micro-batch, a list of response numbers, in one row
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 
     # ---- old log-probs and entropies, in the updates' own micro-batches, so that the first update's ratios are all 1
@@ -269,7 +269,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
                 micro = batch.pack(responses, world.device)
                 logp, entropy = policy(micro)
                 loss, _ = loss_of(logp, entropy, micro.entry_T)
-                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+                (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over ranks
                 seen_2T[:, micro.entry_T] = torch.stack([logp, entropy]).detach()
             common.optimizer_step(policy, optimizer, record)
 
@@ -354,7 +354,7 @@ def main(args: Args) -> None:
             drawn += groups
             position += len(groups)
             correct_PG = torch.stack([group.correct_G for group in drawn])
-            valid_P = common.valid_groups((correct_PG >= 1).double())  # without the penalty
+            valid_P = common.valid_groups((correct_PG >= 1).double())  # The penalty does not count here.
             if valid_P.sum().item() / args.prompts_per_step >= args.valid_share:
                 break
         else:
