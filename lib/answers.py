@@ -33,21 +33,21 @@ def last_boxed(text):
     return None
 
 
-# Words that stand after or before a number and are no unit, because they change its value: million, at least, half.
+# Words after or before a number that are no unit, because with them the number means something else: 5 thousand, 5 PM.
 NOT_UNITS = (
     "thousand|hundred|dozen|not|is|at|below|or|plus|minus|AM|PM|BC|AD|March|April|May|June|July|August"
     "|sinx|cosx|tanx|sinh|cosh|tanh|arcsin|arccos|arctan"
     "|十|百|千|万|萬|億|亿|兆|만|억|천|半|分|点|倍|或|不"
 )
-# Single letters that are units if they are set as text, as in 5\,\text{m}. So i and e are missing.
+# Single letters that are units if they are set as text, as in 5\,\text{m}. So i and e, which are numbers, are missing.
 UNIT_LETTERS = "mghslLAVWJNKCFTMÅ"
 # Words of two or three letters that are units even if they are not set as text, as in 5 cm. Others, such as xy, are
-# products of variables. A word of four letters or more is a unit in any type.
+# products of variables. A word of four letters or more is a unit even so.
 SHORT_UNITS = "cm|mm|km|kg|ft|in|oz|lbs|gal|min|hrs|day|men|mph|pct"
 
 
 def fraction_of(match):
-    """Return the decimal number that a match of `re` has found as a fraction: (1/2) for 0.5."""
+    """Return (1/2) for a match of `re` whose text is 0.5: a fraction in parentheses for a decimal number."""
     return f"({Fraction(match[0])})"
 
 
@@ -66,7 +66,7 @@ def latex_of(match):
     return re.sub(r"(\d+)⁄(\d+)", r"\\frac{\1}{\2}", SIGNS.get(alike, alike))
 
 
-# Pairs (pattern, replacement), each with an example. They give answers of one meaning one spelling, where math_verify's
+# Pairs (pattern, replacement), most with an example. They give answers of one meaning one spelling, where math_verify's
 # own normalisation does not. Their order matters. First, marks that affect only appearance go, such as fonts and
 # spaces. Then text such as \text{cm} becomes ~cm~, and the next pattern recognises units by the ~ and removes them.
 # Then whatever encloses the whole answer goes. Then numbers, which now have no units, are rewritten. Last, spaces
@@ -115,7 +115,7 @@ COMPARED_AS_TEXT = (
     r"(?=.*([^\W\d_]{3}|[^\W\d_a-zA-ZͰ-Ͽ]))[\w .,()-]*|(?i:no|on|up|ja|si|da)"
     r"|[A-Z ,()]{2,}|.*[:?].*|[\d ()+]*\d-\d[\d()-]*|\d+/\d+/\d+"
 )
-# Text after the letter of a choice with which the answer names more than one choice, or calls the choice wrong.
+# Matches the text after the letter of a choice if it names another choice, or says that the choice is wrong.
 HEDGE = r"\W*(?:and|or|is wrong|is not)\b|,|.*\b[A-J][:.)]"
 
 
@@ -137,7 +137,8 @@ def is_reduced(text):
 
 @lru_cache(1000)  # The responses to a problem share its text and reference, and many have the same answer.
 def normalise(text):
-    """Return an answer in LaTeX, without its unit, in the spelling that equal answers share."""
+    """Rewrite an answer in LaTeX to a standard spelling, without its unit. Answers that differ only in spelling become
+    equal."""
     from latex2sympy2_extended import NormalizationConfig
     from latex2sympy2_extended.math_normalization import normalize_latex
 
@@ -148,28 +149,29 @@ def normalise(text):
 
 @lru_cache(1000)
 def parse_expression(text):
-    """Return the SymPy tree that math_verify's parser reads in a normalised answer. Nothing is computed: 2+2 stays a
-    sum. If the parser fails, return nan, which equals nothing."""
+    """Parse a normalised answer with math_verify's parser, and return the SymPy tree. Sums and products are not
+    computed: 2+2 stays a sum. If the parser fails, return SymPy's nan, which `trees_equal` does not accept."""
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
     # By default the parser reads gamma as a function, I as the imaginary unit and ^T as a transpose.
     text = re.sub(r"\\(gamma)|(?<![\\a-z])(I|T(?!_))", r"\\variable{\1\2}", text)
     config = ConversionConfig(lowercase_symbols=False)
-    # The parser fails at P(X=k)=p. So the part after the last equals sign is tried next.
+    # The parser fails at P(X=k)=p. Then only the part after the last equals sign is tried.
     for part in (text, re.sub("^[^,;]*=[^,;]*=(?=[^,;]*$)", "", text)):
         with suppress(Exception):
             tree = sympify(latex2sympy(part, is_real=True, conversion_config=config))
-            # The parser itself computes some functions, such as 10 from \binom{5}{2}. The mark says that the answer
-            # leaves this to compute.
+            # The parser computes some functions, such as 10 from \binom{5}{2}. UnevaluatedExpr keeps such a tree from
+            # being equal to the number.
             computed = tree.is_Rational and re.search(r"binom|matrix|det|Gamma|e ?\^", part)
             return UnevaluatedExpr(tree) if computed else tree
     return nan
 
 
 def symbols_and_relations(tree):
-    """Return the symbols of a tree and the number of its relations; equal answers have the same ones. A solved
-    inequality counts as having neither, so x>5 can equal (5,\\infty), and x/2>1 cannot equal (2,\\infty). If a tree has
-    relations and no symbols, as e=2, return the relations in place of the symbols."""
+    """Return the symbols of a tree and the number of its relations. Equal answers agree in both. A relation is an
+    equation or an inequality. An inequality is solved if one side is a symbol. A tree with a solved inequality counts
+    as having neither symbols nor relations, as an interval does: so x>5 can equal (5,\\infty), and x/2>1 cannot equal
+    (2,\\infty). If a tree has relations and no symbols, as e=2 does, return the relations in place of the symbols."""
     inequalities = tree.atoms(Rel) - tree.atoms(Eq)
     if any(side.is_Symbol for each in inequalities for side in each.args):
         return set(), 0
@@ -177,11 +179,12 @@ def symbols_and_relations(tree):
 
 
 def trees_equal(answer, gold):
-    """Return whether the trees of an answer and of a reference are equal."""
+    """Return whether the trees of an answer and of a reference are equal. If the reference is a number, the answer must
+    be the same number, written as one: 1/2 equals the reference 0.5, and 5-8 does not equal -3."""
     from math_verify import verify
 
     if answer == gold or gold.is_Rational:
-        return answer == gold is not nan  # A number must be written as one: 1/2 for 0.5, but not 5-8 for -3.
+        return answer == gold is not nan  # nan means that the parser has failed.
     if symbols_and_relations(answer) != symbols_and_relations(gold):
         return False  # 3=2x+1 is not 2x+1, and x=x is not 0.56=56\%.
     if count_ops(gold) < count_ops(answer) > count_ops(answer.doit()):
@@ -192,9 +195,10 @@ def trees_equal(answer, gold):
 
 
 def answers_equal(answer, gold, problem):
-    """Return whether a normalised answer equals a normalised reference. They are compared as text if the reference
-    matches COMPARED_AS_TEXT, and otherwise as trees. `problem` is the text of the problem, which is no answer to
-    itself."""
+    """Return whether an answer equals a reference. Both are normalised. If both name the letter of a choice, the
+    letters decide or, if both also have a value, letters and values. A reference that matches COMPARED_AS_TEXT is
+    compared as text, and any other as a tree. `problem` is the text of the problem. An answer that only repeats an
+    expression in it is wrong."""
     if answer == gold:
         return True
     letter, value = split_choice(gold, ":")

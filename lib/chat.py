@@ -23,7 +23,7 @@ PROMPTS = {
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{problem}\n"
         "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n<|im_start|>assistant\n"
     ),
-    # CW-GRPO's Fig. 4 and GPG's released R1 recipe. GPG's B.4 does not mention a box or English.
+    # CW-GRPO (Fig. 4) and GPG's released R1 recipe have this prompt. In GPG's B.4 it does not mention a box or English.
     "open-rs": {
         "system": (
             "A conversation between User and Assistant. The user asks a question, and the "
@@ -66,11 +66,13 @@ def stop_tokens(tokenizer):
 
 
 def prompt_of(turns, template, tokenizer, options="{}", image=""):
-    """Return the token ids of a prompt. `turns` are the turns of a chat, dicts with role and content; the last one is
-    the user's and holds the problem. `template` is a name in PROMPTS or the path of a file, and `options` is a JSON
-    object of variables for the tokenizer's chat template. `image` is the text that stands for an image. It replaces
-    {image} in a template that is a string, or goes in front of the problem. Raises Refused if the prompt would lack a
-    turn or an option."""
+    """Return the token ids of a prompt. `turns` are the turns of a chat, dicts with role and content; the last turn is
+    the user's and holds the problem. `template` is a name in PROMPTS or the path of a file. `options` is the text of a
+    JSON object with variables for the tokenizer's chat template. `image` is the text that stands for an image. If the
+    template is a string with {image} in it, the image goes there, and otherwise in front of the problem.
+
+    Raises Refused if the last turn is not the user's, if a template that is a string gets several turns or options, if
+    the chat template does not use an option, or if it does not show every turn."""
     form = prompt_format(template)
     *before, last = turns
     problem = last["content"]
@@ -84,7 +86,8 @@ def prompt_of(turns, template, tokenizer, options="{}", image=""):
         require(not before and not options, f"--template {template} is no chat: one turn, no --chat-template-kwargs")
         text = form.replace("{problem}", problem)
         ids = tokenizer.encode(text, add_special_tokens=False)
-        # With add_special_tokens=True some tokenizers would also put an end token after the text.
+        # Add the begin token if the tokenizer begins texts with it. With add_special_tokens=True some tokenizers would
+        # also put an end token after the text.
         begin = [tokenizer.bos_token_id]
         if tokenizer.encode("")[:1] == begin != ids[:1]:
             ids = begin + ids

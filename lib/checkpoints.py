@@ -16,16 +16,17 @@ from lib.messages import Progress, refuse_errors, require
 
 
 def checkpoints_of(folder):
-    """Return the folders step-<number> in a folder, which are its complete checkpoints, in the order of their steps. If
-    such a name has a suffix, the folder is incomplete or not from this program, and it is left out."""
+    """Return the folders step-<number> in a folder, in the order of their numbers. These are its complete checkpoints.
+    A folder whose name has a suffix, such as step-00005.partial, is left out."""
     whole = [each for each in folder.glob("step-*") if each.name[5:].isdecimal()]
     return sorted(whole, key=lambda each: int(each.name[5:]))
 
 
 def manifest_of(checkpoint):
-    """Return the manifest of a checkpoint as a dict. Raises Refused if a shard (the file of one rank) is missing, is
-    damaged, or comes from another checkpoint or run. If a shard were missing, its weights would silently remain those
-    of --model."""
+    """Return manifest.json of a checkpoint, a dict with the step, the position in the data, the best evaluation and
+    more. Each rank has written a shard, and each shard holds a mark: the number of the run, and the step. Raises
+    Refused if a shard is damaged or the marks are not those in the manifest. Otherwise PyTorch would load an incomplete
+    checkpoint silently, and the weights of a missing shard would remain those of --model."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     marks = []
     for file in checkpoint.glob("*.safetensors"):
@@ -39,13 +40,13 @@ def manifest_of(checkpoint):
 
 
 def checkpoint_if_due(policy, optimizer, step, position, record):
-    """Decide whether the run stops: if its folder has a file `stop`, set record.stopping and delete the file. Then
-    write the checkpoint checkpoints/step-<step> if the run stops, if `step` is a multiple of --checkpoint-every, or if
-    it is the last step. `position` is the position in the data. While a checkpoint is written, its folder has another
-    name, so a folder of this name is complete.
+    """Write a checkpoint if one is due. All ranks call this after each step. Set record.stopping to whether the run's
+    folder has a file `stop`, and delete this file. A checkpoint is due if the run stops, if `step` is a multiple of
+    --checkpoint-every, or if it is the last step. `position` is the number of training problems that the run has used.
 
-    Of the checkpoints at multiples of --checkpoint-every, keep the newest --checkpoints-kept. A checkpoint of another
-    step is kept until the next one is written."""
+    The checkpoint is the folder checkpoints/step-<step>. Until all its files are written, the folder has another name,
+    so a folder of this name is complete. Afterwards, delete old checkpoints. The newest --checkpoints-kept at multiples
+    of --checkpoint-every stay, and the checkpoint of any other step stays until the next one is written."""
     world = record.world
     args = record.args
     stop = record.folder / "stop"
@@ -63,7 +64,8 @@ def checkpoint_if_due(policy, optimizer, step, position, record):
     dist.barrier()
     mark = [record.number, step]
     state = {"policy": sharded.get_model_state_dict(policy), "mark": {f"{world.rank}": torch.tensor(mark)}}
-    # Before its first step the optimiser has no state. get_optimizer_state_dict would make one, which counts one step.
+    # Before the optimizer's first step it has no state. get_optimizer_state_dict would make one, and count a step in
+    # it.
     if optimizer.state:
         state["optimizer"] = sharded.get_optimizer_state_dict(policy, optimizer)["state"]
     writer = dcp.HuggingFaceStorageWriter(partial, save_distributed=True)
@@ -78,7 +80,7 @@ def checkpoint_if_due(policy, optimizer, step, position, record):
             "best": record.best,
             "seconds": time.time() - record.started,
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
-            "marks": world.size * [mark],  # A shard for each rank.
+            "marks": world.size * [mark],  # Every rank writes a shard with this mark.
         }
         (partial / "manifest.json").write_text(json.dumps(manifest))
         replace_folder(partial, final)
@@ -90,18 +92,19 @@ def checkpoint_if_due(policy, optimizer, step, position, record):
 
 
 def resume(policy, optimizer, record):
-    """Return the step and the position in the data at which the run begins. With --resume, load the newest checkpoint
-    into policy, optimiser and record, and cut metrics.jsonl back to that step. Without --resume, or if there is no
-    checkpoint, return (0, 0). Raises Refused if the newest checkpoint is incomplete."""
+    """Return the number of finished steps and the number of training problems that they used. With --resume, load the
+    newest checkpoint into policy, optimizer and record, and delete the lines of metrics.jsonl that were written after
+    it. If there is no checkpoint, rename metrics.jsonl to metrics.before.jsonl and return (0, 0). Without --resume,
+    return (0, 0). Raises Refused if the newest checkpoint is incomplete."""
     record.say(f"{record.args.model} is loaded, on {record.world.size} x {record.world.device.type}")
     if not record.args.resume:
         return 0, 0
     checkpoints = record.world.from_rank_0(checkpoints_of(record.folder / "checkpoints"))
-    figures = record.folder / "metrics.jsonl"
+    metrics_file = record.folder / "metrics.jsonl"
     if not checkpoints:
         record.say("there is no checkpoint yet: the run begins at its first step")
         with suppress(FileNotFoundError):  # Another rank may have renamed the file first.
-            figures.rename(figures.with_suffix(".before.jsonl"))
+            metrics_file.rename(metrics_file.with_suffix(".before.jsonl"))
         return 0, 0
     newest = checkpoints[-1]
     manifest = manifest_of(newest)
@@ -117,10 +120,10 @@ def resume(policy, optimizer, record):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
     sharded.set_optimizer_state_dict(policy, optimizer, moments)
-    if not figures.exists() or figures.stat().st_size < manifest["metrics"]:
-        record.say(f"{figures} lacks figures of earlier steps")
+    if not metrics_file.exists() or metrics_file.stat().st_size < manifest["metrics"]:
+        record.say(f"{metrics_file} lacks figures of earlier steps")
     else:
-        os.truncate(figures, manifest["metrics"])  # The steps after the checkpoint are repeated.
+        os.truncate(metrics_file, manifest["metrics"])  # The steps after the checkpoint are repeated.
     record.started -= manifest["seconds"]
     record.best = manifest["best"]
     record.ends = [time.time()]
@@ -129,8 +132,8 @@ def resume(policy, optimizer, record):
 
 
 def replace_folder(partial, final):
-    """Rename the complete folder `partial` to `final`. If a folder `final` exists, it is renamed first and deleted
-    last. So if the process is killed, at least one of the two folders is complete on the disk."""
+    """Rename the folder `partial`, whose files are all written, to `final`. If a folder `final` exists, it is renamed
+    first and deleted last. So if the process is killed, at least one of the two folders is complete on the disk."""
     old = final.with_suffix(".old")
     if final.exists():
         # A process that was killed may have left this folder.

@@ -21,18 +21,17 @@ from lib.ranks import end_with_parent
 
 # Rewards that compare with a reference answer. They are called with (completion, answer, text of the problem).
 BY_ANSWER = ("math", "open_r1", "open_r1_gpg", "lighteval", "math_verify")
-# The verdicts on a response. The verifier gives `timeout` or `crash` if the worker process had to be killed or has
-# ended.
+# The verdicts on a response. `timeout` means that the worker had to be killed, and `crash` that it ended by itself.
 VERDICTS = ("graded", "no_answer", "too_long", "timeout", "error", "crash")
 
 
 def judge(completion, gold, problem=""):
-    """Return (score, verdict) of a completion. The score is 1.0 if the content of its last box equals `gold`, else 0.0;
-    docs/evaluation.md has the rules. A second of CPU time kills the process, even inside C code or a pattern, so call
-    this only in a worker process."""
+    """Return (score, verdict) of a completion. The score is 1.0 if the content of its last box equals the reference
+    `gold`, else 0.0; docs/evaluation.md has the rules. `problem` is the text of the problem. After a second of CPU time
+    the kernel kills the process, even inside C code or a regular expression, so call this only in a worker process."""
     import math_verify  # noqa: F401  It is loaded before the time counts.
 
-    setitimer(ITIMER_PROF, 1.0)  # After this time SIGPROF ends the process.
+    setitimer(ITIMER_PROF, 1.0)
     try:
         answer = (last_boxed(completion) or "").strip()
         if len(answer) > 2000:  # characters
@@ -52,7 +51,8 @@ def judge(completion, gold, problem=""):
 @cache
 def reward_function(reward):
     """Return the function that --reward names, as FILE.py:FUNCTION or as a name in tasks/rewards.py. The file may
-    import whatever the run can import, and modules from its own folder."""
+    import whatever the run can import, and modules from its own folder. Raises FileNotFoundError or ImportError if
+    there is no such file or function."""
     path, _, name = reward.rpartition(":")
     path = path or str(ROOT / "tasks" / "rewards.py")
     # The folder comes last, so that no file in it replaces a module of the run.
@@ -64,8 +64,8 @@ def reward_function(reward):
 
 
 def start_worker(reward):
-    """Prepare a process of the verifier's pool. It ends with the run, may have 4 GiB of data, and ends if it needs more
-    than a minute to load a reward."""
+    """Set up this process as a worker of the verifier's pool, which calls this once in each new process. The worker
+    ends with the run, may have 4 GiB of data, and is killed if it needs more than a minute to load the reward."""
     # With this file open, the fork server, which is the parent of this process, would live until this process ends.
     os.close(forkserver._forkserver._forkserver_alive_fd)
     end_with_parent()
@@ -78,7 +78,7 @@ def start_worker(reward):
     torch.seed()
     alarm(60)
     if reward == "math":
-        answers_equal("(3,4]", normalise(r"3 < x \le 4"), "")  # The first use of the parser takes half a second.
+        answers_equal("(3,4]", normalise(r"3 < x \le 4"), "")  # The parser's first use is slow and should not count.
     else:
         with suppress(BaseException):  # `grade` loads the reward again and reports the error.
             reward_function(reward)
@@ -86,8 +86,9 @@ def start_worker(reward):
 
 
 def grade(reward, completion, *graded_by):
-    """Return (score, verdict) of a completion, in a worker process. `graded_by` are the other inputs of the reward. If
-    the reward raises an error, return (None, traceback). If it runs out of memory or exits, the process ends."""
+    """Return (score, verdict) of a completion, in a worker process. `graded_by` are the arguments of the reward after
+    the completion. If the reward cannot be loaded, return (None, message). If it raises an error, return (None,
+    traceback). If it runs out of memory or calls sys.exit, this process ends."""
     try:
         if reward == "math":
             return judge(completion, *graded_by)
@@ -97,7 +98,7 @@ def grade(reward, completion, *graded_by):
         return score, "graded"
     except (MemoryError, SystemExit):
         os._exit(1)  # The pool starts a new process for the next completion.
-    # The file or the function does not exist, or a module that the reward imports. The message says which.
+    # The message says which file, function or module does not exist. It needs no traceback.
     except (ImportError, FileNotFoundError) as error:
         return None, str(error)
     except Exception:

@@ -12,11 +12,15 @@ from torch.nn.attention.bias import causal_lower_right
 def packed_attention(
     _, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **rest
 ):
-    """Attend inside pieces of a packed row. query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None.
-    key_N lists the places that each piece sees: its prompt's, then its own. The last query of a piece sees them all."""
+    """Attend inside the pieces of a packed row. A piece is a prompt, a response or, in a vision tower, an image. query
+    (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None, with N tokens, H and H_kv heads of size D.
+
+    The queries of piece i are those from cu_seq_lens_q[i] to cu_seq_lens_q[i + 1], and likewise its keys by
+    cu_seq_lens_k. key_N lists the places of the keys of all pieces; a response has those of its prompt and then its
+    own. The last query of a piece sees all its keys, and each query before it one key less."""
     if key_N is not None:
         # With key[:, :, key_N] the gradient would be summed in an order that varies. The sum is in float32, because a
-        # prompt's keys get the gradients of all its responses. Triton adds bf16 more slowly, too.
+        # prompt's keys get the gradients of all its responses. Besides, Triton adds float32 faster than bf16.
         key, value = (x.float().index_select(2, key_N).to(x.dtype) for x in (key, value))
     if query.is_cuda and query.dtype == torch.bfloat16:
         from torch.nn.attention.varlen import varlen_attn  # Only GPUs have it, and not for float32.
@@ -51,18 +55,21 @@ transformers.AttentionInterface.register("packed", packed_attention)
 # A vision tower passes cu_seq_lens only to attention with "flash" in its name.
 transformers.AttentionInterface.register("packed_flash", packed_attention)
 
-# Most logits in a chunk of the head. Each chunk writes a gradient of all the head's weights, so few chunks are faster.
+# The head computes logits in chunks of tokens, with at most this many logits. The backward pass of a chunk writes a
+# gradient of all the head's weights, so a few large chunks are faster.
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 30}
 
 
 @cache
 def compiled_on_gpu(function):
-    """Return the function; with a GPU, compiled to read and write tensors once. Loading the compiler takes seconds."""
+    """Return the function. If there is a GPU, compile it, so that it reads and writes each tensor only once. Without a
+    GPU this is not worth the seconds that loading the compiler takes."""
     return torch.compile(function) if torch.cuda.is_available() else function
 
 
 def head_logits(hidden_TH, weight_VH):
-    """Return logits_TV in float32, which is exact for products of bf16. bf16 rounds above 8 to multiples of 0.06."""
+    """Return logits_TV in float32, in which a product of two bf16 numbers is exact. In bf16, a logit above 8 would be
+    rounded to a multiple of 0.06."""
     if hidden_TH.dtype == torch.bfloat16:
         return torch.mm(hidden_TH, weight_VH.T, out_dtype=torch.float32)
     return hidden_TH @ weight_VH.T
@@ -91,9 +98,10 @@ def logits_gradient(
     grad_entropy_T,
     dtype,
 ):
-    """Return a loss's gradient with respect to logits_TV, in dtype. grad_logp_T is its gradient with respect to logp_T
-    and grad_entropy_T, unless it is None, to entropy_T. With p = softmax(logits / temperature), d logp / d logits is
-    (1 at the target - p) / temperature, and d entropy / d logits is -p (log p + entropy) / temperature."""
+    """Return the gradient of a loss with respect to logits_TV, in dtype. grad_logp_T is the loss's gradient with
+    respect to logp_T. grad_entropy_T is its gradient with respect to entropy_T, or None if the loss does not depend on
+    the entropy. With p = softmax(logits / temperature), and t = 1 for the target and 0 for other tokens, d logp / d
+    logits is (t - p) / temperature, and d entropy / d logits is -p (log p + entropy) / temperature."""
     scaled_TV = (logits_TV / temperature).sub_(max_T1)
     p_TV = scaled_TV.exp().div_(sum_T1)
     token_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)

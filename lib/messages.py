@@ -14,11 +14,12 @@ from threading import Event, Thread
 import tyro
 from tqdm import tqdm
 
+# The variables of torchrun, with their values for a run of one process.
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 # torchrun sets all of these variables. If only some are set, another job has left them in the shell, and torchrun has
 # not started this process.
 BY_TORCHRUN = ALONE.keys() <= os.environ.keys()
-IS_RANK_0 = not BY_TORCHRUN or os.environ["RANK"] == "0"  # Needed before there is a World.
+IS_RANK_0 = not BY_TORCHRUN or os.environ["RANK"] == "0"  # Flags are parsed before the ranks can communicate.
 
 
 class Refused(ValueError):
@@ -34,8 +35,8 @@ def require(holds, text):
 
 @contextmanager
 def refuse_errors(where):
-    """Turn any exception of the `with` block into Refused. `where` names a flag, a file or a row, and its text comes
-    before the text of the exception."""
+    """Turn any exception of the `with` block into Refused. The text of the new error is `where`, a colon, and the text
+    of the exception. `where` names a flag, a file or a row, or gives advice."""
     try:
         yield
     except Exception as error:
@@ -52,15 +53,18 @@ def parse_flags(kind, description):
             return tyro.cli(kind, description=description.partition("\n\n")[0])
     except SystemExit as end:
         if end.code and not IS_RANK_0:
-            time.sleep(30)  # torchrun ends all ranks when one ends, and rank 0 must print first.
+            time.sleep(
+                30
+            )  # As soon as one rank exits, torchrun kills the others, and rank 0 must print its reason first.
         raise
 
 
 def print_error(kind, error, trace):
-    """Print an uncaught error, with the arguments of sys.excepthook: Refused as one line, any other error with its
-    traceback."""
+    """Print an uncaught error: Refused as one line, any other error with its traceback. The parameters are those of
+    sys.excepthook."""
     if not IS_RANK_0:
-        # Rank 0 must print first, as in `parse_flags`. Perhaps this rank has failed only because rank 0 has ended.
+        # Rank 0 must print first, as in `parse_flags`. If this rank fails only because rank 0 has exited, torchrun
+        # kills this rank while it sleeps, and its misleading error is never printed.
         time.sleep(10)
     if not isinstance(error, Refused):
         return sys.__excepthook__(kind, error, trace)

@@ -25,8 +25,9 @@ def end_with_parent():
 
 
 class World(namedtuple("World", "rank size local_size device mesh")):
-    """This process's rank, and the number of ranks in the run (`size`) and on its node (`local_size`). `device` is the
-    device of this rank. `mesh` is for FSDP: it shards over the ranks of a node and replicates across nodes."""
+    """The place of this process in the run. `rank` is its number, `size` the number of ranks in the run, and
+    `local_size` the number of ranks on its node. `device` is its torch.device. With the DeviceMesh `mesh`, FSDP shards
+    weights over the ranks of a node, and every node has all shards."""
 
     def all_gather(self, thing):
         """Return a list of the picklable `thing` of every rank, in the order of ranks."""
@@ -71,21 +72,21 @@ def init_world():
         "with several nodes set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to their interface; `ip -br addr` shows it"
     ):
         dist.init_process_group(backends, timeout=timedelta(minutes=5))
-    # All ranks wait while rank 0 saves a model.
+    # Ranks find each other within minutes. Later, all wait longer while rank 0 alone saves a model.
     dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
-    show = sys.excepthook  # torch's hook writes the rank before each line and calls `print_error`.
+    show = sys.excepthook  # This is torch's hook, which writes the rank before each line of `print_error`.
 
     def end(kind, error, trace):
-        """Print an uncaught error and end the process at once."""
+        """Print an uncaught error and end the process at once. A normal exit lets vLLM destroy the process group, which
+        waits for all ranks, and some of these may never get there."""
         tell = print_error if isinstance(error, Refused) else show
         tell(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
-        # At a normal exit vLLM would destroy the process group, which waits for ranks that may never get there.
         os._exit(1)
 
     sys.excepthook = end
-    if local_rank:  # `fetched_once` explains why these ranks are offline.
+    if local_rank:  # Only the first rank of a node asks the hub: see `fetched_once`.
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))
     if size == local_size:
@@ -95,10 +96,10 @@ def init_world():
 
 @contextmanager
 def fetched_once():
-    """Run the `with` block, which may download from the hub, on the first rank of each node, and after that on the
-    other ranks of the node. The other ranks are offline and find the files in the hub's cache. So a node of 16 ranks
-    sends the hub no more requests than one rank does: without a token the hub answers only 500 requests in five
-    minutes."""
+    """Run the `with` block, which may download from the hub, on the first rank of every node, and after that on the
+    other ranks. All ranks must enter. Only first ranks may ask the hub; the others are offline and find the files in
+    the hub's cache. So a node of 16 ranks sends no more requests than one rank does. The hub answers only 500 requests
+    in five minutes without a token. If there is no process group, just run the block."""
     if dist.is_initialized():
         # Downloading a large model takes hours.
         fetched = dist.new_group(backend="gloo", timeout=timedelta(days=1))

@@ -50,12 +50,13 @@ COLUMNS = {
 
 
 def located(flags, folder):
-    """Return a copy of the dict `flags` with absolute paths. The user gave the flags in `folder`. A part of a flag of
-    PATHS becomes an absolute path if a file or folder of this name exists there. So a run that was started in one
-    folder can be resumed and evaluated from another."""
+    """Return a copy of `flags`, {name: value}, with absolute paths. `folder` is the folder in which the command with
+    these flags was given. The values of the flags in PATHS are split at commas and colons. If a part names a file or
+    folder that exists, its absolute path replaces it. With absolute paths, a run can be resumed and evaluated from
+    another folder."""
 
     def place(word):
-        """Return the text of a match, as an absolute path if it exists."""
+        """Return the absolute path for the text of a match, or the text if no such file or folder exists."""
         path = Path(folder, word[0])
         return str(path.resolve()) if path.exists() else word[0]
 
@@ -63,12 +64,14 @@ def located(flags, folder):
     return flags | paths
 
 
-def open_run(folder, args, world):
-    """Make the run's folder, run.json, and a copy of the code in code/1. If a resumed run has new code, the copy is
-    code/2, code/3 and so on. Return a file that is locked until this process ends, and the number that identifies the
-    run: the time of its first start in nanoseconds. Raises Refused if the folder holds a run and --resume is missing,
-    if a flag has changed that is not in MAY_CHANGE, if a link is in the folder, or if another process holds the
-    lock."""
+def open_run(folder, args):
+    """Make the folder of a new run, or check that of a resumed run. Only rank 0 calls this. Write run.json, and copy
+    the code to code/1. If the code has changed since then, a resumed run copies it to code/2, code/3 and so on. Return
+    an open file and the run's number. The folder is locked while the file is open. The number is the time of the run's
+    first start in nanoseconds.
+
+    Raises Refused if the folder holds a run and --resume is missing, if a flag has changed that may not change, if the
+    folder contains a link, or if another process holds the lock."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
     codes = []
@@ -120,7 +123,8 @@ def open_run(folder, args, world):
 
 class Record:
     """The writer of a run's folder: run.json, metrics.jsonl, TensorBoard events, samples and log.txt. Every rank has a
-    Record, and only that of rank 0 writes. It also holds the state of the run that is neither policy nor optimiser."""
+    Record, but only the Record of rank 0 writes. A Record also remembers the metrics of the current step, the times of
+    the steps, the best evaluation, and whether the run is to stop. Raises Refused if the folder cannot be used."""
 
     def __init__(self, args, world):
         experiment = os.environ.get("EXPERIMENT", Path(sys.argv[0]).stem)
@@ -136,7 +140,7 @@ class Record:
         self.best = -math.inf  # For --keep-best: the highest sum of avg@n over held-out sets.
         self.gap_checked = False  # Whether `sampler_gap` has compared trainer and sampler.
         self.board = None
-        self.number = 0  # `open_run` makes the number that identifies the run.
+        self.number = 0  # `open_run` makes the number by which the run is known.
         self.start_step()
         if world.rank == 0:
             if args.track:
@@ -144,7 +148,7 @@ class Record:
                     import wandb
 
                     wandb.login()
-            self.lock, self.number = open_run(self.folder, args, world)
+            self.lock, self.number = open_run(self.folder, args)
             if args.track:
                 wandb.init(
                     project=args.track,
@@ -154,7 +158,7 @@ class Record:
                     config=asdict(args),
                     sync_tensorboard=True,
                 )
-        # Rank 0 has chosen these.
+        # The folder's name holds the time, which differs between ranks, and only rank 0 has opened the run.
         self.folder, self.number = world.from_rank_0((self.folder, self.number))
         self.quoted = shlex.quote(str(self.folder))
         shared = all(world.all_gather(self.folder.is_dir()))
@@ -163,8 +167,9 @@ class Record:
         self.say(f"run folder {self.folder}; next the engine starts")
 
     def answer_signals(self):
-        """From now on, Ctrl-C ends this process without a traceback. SIGUSR1, which run.sh sends, makes the file
-        `stop`: the run then ends after its step, with a checkpoint."""
+        """From now on, Ctrl-C ends this process without a traceback. run.sh sends SIGUSR1 to stop a run: this process
+        then makes the file `stop` in the run's folder. After the current step the run sees this file, writes a
+        checkpoint and ends."""
         signal(SIGINT, SIG_DFL)
         signal(SIGUSR1, lambda *_: (self.folder / "stop").touch())
 
@@ -180,7 +185,7 @@ class Record:
                 print(line, file=file)
 
     def say(self, text):
-        """Print a line on rank 0 and append it to log.txt, with the time of day in front."""
+        """Print a line on rank 0. Append it to log.txt, too, where the time of day stands before it."""
         if self.world.rank == 0:
             try:
                 print(text, flush=True)
@@ -190,13 +195,13 @@ class Record:
 
     @contextmanager
     def phase(self, name):
-        """Add the wall-clock seconds of the `with` block, its GPU work included, to the metric seconds/<name>. On a
-        GPU, also set memory_gib/<name> to the GPU's memory in use at the end of the block (GiB)."""
+        """Add the wall-clock seconds of the `with` block, with its work on the GPU, to the metric seconds/<name>. On a
+        GPU, also set memory_gib/<name> to the GPU's memory (GiB) that all processes use at the end of the block."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            # torch's counters miss the memory that vLLM frees when it sleeps.
+            # The counters of torch do not notice that vLLM frees memory when it sleeps, so ask the driver.
             free, total = torch.cuda.mem_get_info()
             self.metrics[f"memory_gib/{name}"] = (total - free) / 2**30
         self.metrics[f"seconds/{name}"] += time.perf_counter() - start
@@ -214,9 +219,10 @@ class Record:
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def write_training(self, step, batch, per_token, evaluated):
-        """After a step with an evaluation (`evaluated`), write its responses to samples/train-step<step>.txt. Write a
-        table with a row for each response to the .parquet file of the same name: token ids, reward, and for each token
-        the sampler's log-prob and the values in `per_token`, {name: x_T}. On rank 0."""
+        """If the step ended with an evaluation (`evaluated`), write the step's training responses to
+        samples/train-step<step>.txt. Also write samples/train-step<step>.parquet, a table with a row for each response:
+        its token ids, reward, the sampler's log-prob of each token, and every tensor of `per_token`, {name: tensor},
+        whose name ends in _T. Only rank 0 writes."""
         if self.world.rank or not evaluated:
             return
         name = f"train-step{step:05d}"
@@ -235,8 +241,8 @@ class Record:
         datasets.Dataset.from_dict(table).to_parquet(self.folder / "samples" / f"{name}.parquet")
 
     def say_step(self, step, metrics):
-        """Print the metrics of COLUMNS for a step as one line, with its seconds and the minutes that the remaining
-        steps will take. After every 20 steps print the headings again."""
+        """Print the metrics of COLUMNS for a step in one line, with the seconds that the step took and the minutes that
+        the remaining steps will take. Print the headings before the first line and again after every 20 steps."""
         seconds = np.diff(self.ends)
         left = (self.args.steps - step) * seconds.mean() / 60
         figures = metrics | {"seconds": seconds[-1], "left": left}
@@ -246,9 +252,10 @@ class Record:
         self.say(f"{step:>9}" + "".join(f"{cell:>10}" for cell in cells))
 
     def log_step(self, step, metrics):
-        """Write a step's metrics, {name: value}, to metrics.jsonl and TensorBoard, and print them with `say_step`. This
-        adds the mean gradient norms and everything in self.metrics, such as the seconds of phases, to `metrics`. Step 0
-        is the evaluation before training. Then reset what was collected for this step."""
+        """Finish the record of a step. Add the means of the gradient norms and the entries of self.metrics, such as the
+        seconds of phases, to `metrics`, {name: value}. Write `metrics` to metrics.jsonl and TensorBoard. Step 0 is the
+        evaluation before training. After any other step, print a line with `say_step`. If no group has rewards that
+        differ, print advice. Last, reset what was collected during the step."""
         if step:
             metrics["optimizer_steps"] = len(self.norms["grad_norm"])
         for name, norms in self.norms.items():

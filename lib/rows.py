@@ -30,9 +30,11 @@ DAPO_ENDS = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 def read_json(path):
     """Return the rows of a file that holds a JSON list, or a JSON object on each line. Each row keeps its own keys and
-    types; `datasets` would give all rows the same ones. The error for text that is no JSON names its line."""
+    types; `datasets` would give all rows the same ones. Raises ValueError, which names the line, if the text is no
+    JSON."""
     text = Path(path).read_text(encoding="utf-8-sig")
     if not text.lstrip().startswith("["):
+        # Commas between the objects make one list of them. Line breaks stay, so that an error names the right line.
         text = "[" + re.sub(r"\}([^\S\n]*\n\s*)\{", r"},\1{", text) + "]"
     return json.loads(text)
 
@@ -44,9 +46,9 @@ def rows_of(batches):
 
 
 def read_table(source, usual):
-    """Return the name of a data set, with its split, and an iterable of its rows as dicts. `source` is one of KINDS. If
-    it names no split, read the only split or, if there are several, the split called `usual`. Raises ValueError if
-    there is no such split."""
+    """Return the name of a data set, with its split, and an iterable of its rows as dicts. KINDS lists the forms of
+    `source`. If `source` names no split, read the only split or, if there are several, the split called `usual`. Raises
+    ValueError for a file of another kind and for a split that does not exist."""
     path, _, split = source.partition(":")
     if source.endswith((".json", ".jsonl")):
         return source, read_json(source)
@@ -54,7 +56,7 @@ def read_table(source, usual):
         # `datasets` would cache the rows and recognise a file by its time stamp, so a changed file could be missed.
         return source, rows_of(ParquetFile(source).iter_batches(1000))
     require(not Path(source).is_file(), "it is a file of another kind")
-    with fetched_once():  # All ranks enter, even if only one node has the folder.
+    with fetched_once():  # All ranks must enter, even if only one node has the folder.
         if Path(path).is_dir():
             table = datasets.load_from_disk(path)
             require(not split or isinstance(table, dict), "it has no splits")
@@ -81,8 +83,10 @@ def first_of(row, column, *others):
 
 
 def turns_of(row, column=""):
-    """Return the turns of a row's problem as a list of dicts with role and content. A problem that is a text becomes a
-    turn of the user. DAPO's instruction is removed. Raises ValueError if the problem is neither a text nor turns."""
+    """Return the problem of a row as turns of a chat, a list of dicts with role and content. The problem is the value
+    in `column` or, if the row has no such column, the first value in PROBLEM_COLUMNS. A text becomes a turn of the
+    user. The two texts that DAPO-Math-17k puts around a problem are removed. Raises ValueError if the problem is
+    neither a text nor turns."""
     value = first_of(row, column, *PROBLEM_COLUMNS)
     if not isinstance(value, list):
         value = [{"role": "user", "content": value or ""}]
@@ -96,15 +100,15 @@ def turns_of(row, column=""):
 
 
 def answer_of(row, column=""):
-    """Return a row's answer or solution unchanged, in whatever type the row has it, or ""."""
+    """Return a row's answer unchanged, of any type: the value in `column` or, if the row has no such column, the first
+    value in ANSWER_COLUMNS or `solution`. If there is none, return ""."""
     return first_of(row, column, *ANSWER_COLUMNS, "solution")
 
 
 def reference_of(row, column=""):
-    """Return the text of a row's reference answer, or "" if the row has none. If the row has only a `solution`, the
-    answer is the last box in it: a solution without a box is a long text that no response repeats, so it counts as no
-    answer. If `column` names the solution, `answer_text` reads it. Raises ValueError for an answer that is an
-    object."""
+    """Return a row's reference answer as `answer_text` makes it, or "". The answer is the value in `column` or, if the
+    row has no such column, the first value in ANSWER_COLUMNS. If there is none, it is the last box in the column
+    `solution`. A solution without a box gives "", because it is a long text that no response repeats."""
     value = first_of(row, column, *ANSWER_COLUMNS)
     if value == "" and column not in row:
         value = last_boxed(str(row.get("solution")))
@@ -112,9 +116,12 @@ def reference_of(row, column=""):
 
 
 def answer_text(value):
-    """Return the text of a reference answer, "" if it says that there is none. If the text has a final answer in a
-    last box, behind #### or in <answer> tags, return only that. Join the entries of a list, or of a text that spells a
-    list, by commas; a list inside a list becomes a tuple. Raises ValueError for an object without ground_truth."""
+    """Return a reference answer of any type as a text.
+
+    A dict stands for its value ground_truth. Another dict, and bytes, raise ValueError.
+    The entries of a list, or of a text that spells a list, are joined by commas; a list in a list is a tuple.
+    Of a text with a final answer behind ####, in <answer> tags or in a last box, only that answer is returned.
+    None, NaN, the texts of NO_ANSWERS, decimals that are cut off and texts that spell another object give ""."""
     if isinstance(value, dict):
         value = value.get("ground_truth", value)  # The column `reward_model` has the answer inside.
     if isinstance(value, list):
@@ -142,6 +149,7 @@ def answer_text(value):
                 if isinstance(found, dict):
                     # Other objects, such as the inputs and outputs of a program, are no answer.
                     found = found.get("ground_truth")
+                # {'a', 'b'} is a set of mathematics and stays as it is.
                 if not isinstance(found, set):
                     return answer_text(found)
     if text.lower().lstrip("+-") in ("inf", "infinity"):

@@ -24,9 +24,10 @@ class Picture:
     """The image of a problem. `data` is the content of the image file. It comes from the data set: a path in the data
     set is never opened, since it might name any file of the computer.
 
-    In a prompt the image is a number of equal placeholder tokens: `token` is their id, `tokens` their number, and
-    `text` the text that these tokens and those around them come from. `grid` is (height, width) of the image in tokens,
-    and `patches` the number of patches that the vision tower reads, several for each token."""
+    In a prompt, a number of equal placeholder tokens stands for the image. `token` is the id of this token, and
+    `tokens` is their number. `text` is the text of these tokens, with the markers before and after them. `grid` is
+    (height, width) of the image in tokens. `patches` is the number of patches that the vision tower reads, several for
+    each token."""
 
     def __init__(self, data, tokenizer, max_pixels):
         self.data = data
@@ -40,8 +41,9 @@ class Picture:
 
     def open(self):
         """Return the image as a PIL image in RGB, turned upright as its EXIF data say, and with a white background
-        where it is transparent. vLLM does the same with an image, and transformers does not."""
-        # For EPS, for example, PIL starts Ghostscript.
+        where it is transparent. vLLM does the same with an image, and transformers does not. Raises
+        PIL.UnidentifiedImageError for other formats."""
+        # The data are a stranger's. For some other formats PIL starts a program, such as Ghostscript for EPS.
         safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data), formats=safe)).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
@@ -55,8 +57,8 @@ class Picture:
 
 
 def for_sampler(problem):
-    """Return the prompt of a problem as a dict for vLLM's `generate`. An image has a single placeholder token in it,
-    because vLLM itself repeats the token."""
+    """Return the prompt of a problem as a dict for vLLM's `generate`. If the problem has an image, the dict holds it,
+    and the prompt has only one placeholder token, because vLLM itself repeats this token."""
     ids = problem.prompt_ids
     image = problem.image
     if not image:
@@ -83,9 +85,10 @@ def positions(problem):
 
 
 def add_images(row, problems, position_3N, prompts_N):
-    """Add the images of `problems` to a packed row, in place, if there are any. The row gets the positions of all its
-    tokens, image_N (the places of image tokens in the row), and the vision tower's pixel_values and image_grid_thw.
-    prompts_N are the token ids of the prompts, with which the row begins."""
+    """Add the images of `problems` to `row`, the model's input for a packed row, in place. Without images nothing
+    changes. position_3N are the positions of all tokens of the row, and prompts_N are the ids of the prompts' tokens,
+    with which the row begins. The row gets these positions, image_N (the places of image tokens in the row), and the
+    vision tower's pixel_values and image_grid_thw."""
     images = [problem.image for problem in problems if problem.image]
     if not images:
         return
@@ -106,8 +109,9 @@ def embed(model, row, embedding_1NH):
 
 
 def prepare(model, args):
-    """Change the vision tower of a model so that it takes packed rows, and return its layers. The tower is trained only
-    if the data have images (--image-column)."""
+    """Change the vision tower of a model, in place, and return its layers. Its attention becomes `packed_attention`, so
+    that the patches of several images can lie in a row. Its weights are trained only if the data have images
+    (--image-column)."""
     visual = model.visual
     visual.requires_grad_(bool(args.image_column))
     visual.config._attn_implementation = "packed_flash"
@@ -124,6 +128,7 @@ def engine_settings(args, cuda):
         "limit_mm_per_prompt": {"image": 1, "video": 0},
         "mm_processor_kwargs": {"max_pixels": args.max_pixels},
         "skip_mm_profiling": not cuda,
-        # vLLM 0.32's dummy loading overwrites its mean and deviation.
+        # With it, vLLM 0.32 keeps the mean and deviation of pixels among the weights, where `load_format="dummy"` of
+        # common.py overwrites them.
         "mm_device_do_normalize": False,
     }
