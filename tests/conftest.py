@@ -14,9 +14,11 @@ import pytest
 import torch
 from faults import ROOT, TOY
 from jobs import Jobs
+from transformers import AutoTokenizer
 
 import common
 
+TURNS = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"
 PACKED = "packed"  # common.py's attention, as transformers knows it
 torch.set_num_threads(1)  # the models here are too small for more: their threads would only wait for each other
 
@@ -176,6 +178,34 @@ def slow(*values) -> list:
 def refused(match: str, kind=(ValueError, OSError)):
     """Expect an error, by default one that is said in a line; where it happened and what it says matches."""
     return pytest.raises(kind, match=match)
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TOY / "model")
+
+
+@pytest.fixture
+def chat(tokenizer):
+    """A tokenizer with a chat format."""
+    tokenizer.chat_template = TURNS
+    return tokenizer
+
+
+def write(path: Path, *rows) -> Path:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(source, tokenizer, template: str = "plain", **settings) -> list[common.Problem]:
+    return common.load_problems(str(source), tokenizer, common.Args(template=template, **settings), "--dataset")
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    """loaded(tokenizer, row, ...): the problems of these rows in a file."""
+    return lambda tokenizer, *rows, **settings: load(write(tmp_path / "a.jsonl", *rows), tokenizer, **settings)
 
 
 def judged(verifier, *lists):

@@ -15,11 +15,8 @@ import pytest
 import sets
 import smollm
 import toy_images
-from conftest import ROOT, TOY, refused
+from conftest import ROOT, TOY
 from test_commands import parsed, table  # noqa: F401
-from test_data import load
-from test_others import TURNS
-from transformers import AutoTokenizer
 
 import common
 
@@ -44,14 +41,7 @@ def folder(tmp_path_factory):
         yield folder
 
 
-@pytest.fixture
-def tokenizer():
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
-    tokenizer.chat_template = TURNS
-    return tokenizer
-
-
-def test_the_sets_of_every_experiment_load(table, folder, tokenizer, monkeypatch):  # noqa: F811
+def test_the_sets_of_every_experiment_load(table, folder, chat, monkeypatch):  # noqa: F811
     """All their rows that can be used, with the answers that are there. Pictures, which need a processor, stay out."""
     monkeypatch.chdir(folder)
     seen = set()
@@ -61,7 +51,7 @@ def test_the_sets_of_every_experiment_load(table, folder, tokenizer, monkeypatch
         if read in seen:
             continue
         seen.add(read)
-        problems, held_out = common.load_data(args, tokenizer)
+        problems, held_out = common.load_data(args, chat)
         sources = [args.dataset, *filter(None, args.eval.split(","))]
         for source, loaded in zip(sources, (problems, *held_out.values()), strict=True):
             answers = [problem.answer for problem in loaded]
@@ -69,29 +59,14 @@ def test_the_sets_of_every_experiment_load(table, folder, tokenizer, monkeypatch
     assert len(seen) > 15
 
 
-def test_a_system_turn_is_the_templates_own(folder, tokenizer, monkeypatch, capsys):
-    """LUFFY's rows have one; only `chat` shows it."""
-    monkeypatch.chdir(folder)
-    for template, begins in (("qwen-math", "<|im_start|>system\nPlease reason"), ("chat-boxed", "[user]A tram")):
-        problem, *_ = load("Elliott/Openr1-Math-46k-8192", tokenizer, template, max_prompt_tokens=10_000)
-        assert tokenizer.decode(problem.prompt_ids).startswith(begins) and problem.text.startswith("A tram")
-        assert "2 system turns, which only --template chat shows (row 1 first)" in capsys.readouterr().out
-    problem, *_ = load("Elliott/Openr1-Math-46k-8192", tokenizer, "chat", max_prompt_tokens=10_000)
-    assert tokenizer.decode(problem.prompt_ids).startswith("[system]Your task is to reason")
-    assert "system turns" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("flag", "split"), [("--dataset", "train"), ("--eval", "test"), ("--sets", "test")])
 def test_of_several_splits_there_is_a_usual_one(folder, tokenizer, monkeypatch, capsys, flag, split):
-    """If one has that name; else they are named."""
+    """If one has that name."""
     monkeypatch.chdir(folder)
     args = common.Args(template="plain")
     common.load_problems("DigitalLearningGmbH/MATH-lighteval", tokenizer, args, flag)
     found = capsys.readouterr().out
     assert f"{flag} DigitalLearningGmbH/MATH-lighteval:{split}: {3 if split == 'train' else 2} problems" in found
-    if split == "test":
-        with refused(r"name one of its splits: .*'train'"):
-            common.load_problems(parsed("sspo.py").dataset, tokenizer, args, flag)
 
 
 @pytest.mark.slow
