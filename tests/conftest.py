@@ -14,6 +14,7 @@ import pytest
 import torch
 from faults import ROOT, TOY
 from jobs import Jobs
+from seeing import random_seeing_model
 from transformers import AutoTokenizer
 
 import common
@@ -247,6 +248,14 @@ def random_model(folder: Path, tied: bool = False, kind: str = "qwen2", norms: f
             parameter.data += norms * torch.randn(parameter.shape)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """Models that see, with tied weights and with a head of its own."""
+    folder = tmp_path_factory.mktemp("seeing")
+    kinds = {"qwen2_vl": True, "qwen2_5_vl": False}
+    return {kind: random_seeing_model(folder / kind, kind, tied) for kind, tied in kinds.items()}
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from conftest import PACKED, check_sampler, slow
 from faults import differences
 from jobs import Jobs
 from safetensors.torch import load_file
-from seeing import STOPS, load, random_seeing_model, settings, write_images
+from seeing import STOPS, load, settings, write_images
 from test_invariance import check_alike, largest_difference
 from test_policy import group_of
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -16,13 +16,6 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 import common
 
 CPU = torch.device("cpu")
-KINDS = {"qwen2_vl": True, "qwen2_5_vl": False}  # with tied weights, and with a head of its own
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("seeing")
-    return {kind: random_seeing_model(folder / kind, kind, tied) for kind, tied in KINDS.items()}
 
 
 def policy_and_batch(folder: Path) -> tuple[common.Policy, common.Batch]:
@@ -62,7 +55,7 @@ def one_at_a_time(model, batch: common.Batch, temperature: float) -> torch.Tenso
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
 def test_packed_log_probs_and_gradients(models, kind):
     """Of images of several sizes, a problem without one, and responses that hold the placeholder."""
     policy, batch = policy_and_batch(models[kind])

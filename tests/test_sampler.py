@@ -3,7 +3,6 @@
 import pytest
 import torch
 from conftest import TOY, check_sampler, refused
-from transformers import AutoTokenizer
 
 import common
 
@@ -70,5 +69,5 @@ def check_stops(found, ends, longest):
     assert {truncated for truncated, _, _ in found["stops"]} == {True, False}
 
 
-def test_the_stop_token_is_part_of_the_response(found):
-    check_stops(found, [AutoTokenizer.from_pretrained(TOY / "model").eos_token_id], 64)
+def test_the_stop_token_is_part_of_the_response(found, tokenizer):
+    check_stops(found, [tokenizer.eos_token_id], 64)

@@ -6,10 +6,9 @@ import random
 import literal
 import pytest
 import torch
-from conftest import TOY, alone
+from conftest import alone
 from literal import flat, surrogate
 from test_policy import group_of
-from transformers import AutoTokenizer
 
 import common
 import sspo
@@ -139,9 +138,8 @@ def test_segments(pieces, delimiter, expected):
     assert sspo.segments(pieces, delimiter) == expected
 
 
-def test_segments_of_a_step():
+def test_segments_of_a_step(tokenizer):
     """Numbered through; a response that is not trained is one segment, an empty one none; a stop token opens none."""
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     texts = ("3+8=11\n\n11-5=6\n\n6", "", "3\n\n8", f"4\n\n5\n\n{tokenizer.eos_token}")
     batch = common.Batch([group_of([0], map(tokenizer.encode, texts))])
     segment_T = sspo.step_segments(batch, torch.tensor([True, True, False, True]), tokenizer, "\n\n", alone())
