@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tyro
-from conftest import ROOT, slow
+from conftest import ROOT
 
 import common
 
@@ -190,14 +190,6 @@ def test_a_refused_flag_is_the_last_line(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"CPU": "1"}, capture_output=True, text=True)
     assert done.returncode == 1 and len(done.stderr.split()) < 50
     assert done.stderr.strip().splitlines()[-1] == "sspo.py: --eval-samples: at --eval-temperature 0 all are the same"
-
-
-@pytest.mark.parametrize("script", ["sspo", *slow("gpg", "cwgrpo", "sps")])
-def test_help_begins_with_the_flags_that_one_changes_first(script):
-    help_ = run_sh(f"{script}-toy", "--help", DRY="", COLUMNS="80")
-    lines = help_.splitlines()
-    assert "torchrun" in help_ and importlib.import_module(script).Args().model in help_
-    assert next(n for n, line in enumerate(lines) if "--model STR" in line) < 26
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu"])

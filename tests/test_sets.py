@@ -1,6 +1,7 @@
 """Every data set that an experiment names, loaded with that experiment's flags: those that the repository makes as they
 are, the papers' as rows in their true shapes, and the true ones where they lie beside the repository."""
 
+import json
 import resource
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from conftest import ROOT, TOY
 from test_commands import parsed, table  # noqa: F401
 
 import common
+from lib import rows
+
+MADE = json.loads((sets.ROWS / "made.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,13 @@ def test_the_sets_of_every_experiment_load(table, folder, chat, monkeypatch):  #
             answers = [problem.answer for problem in loaded]
             assert answers and answers == sets.ANSWERS.get(Path(source.split(":")[0]).name, answers), experiment
     assert len(seen) > 15
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_sets_of_images_have_the_released_words_and_boxes(folder, name):
+    """Of SAT the rows with one image; of ReasonSeg the box around the target's first polygon, for training rounded."""
+    _, found = rows.read_table(f"{folder}/data/{name}.parquet", "")
+    assert [[row["problem"], row["solution"]] for row in found] == MADE[name]
 
 
 @pytest.mark.parametrize(("flag", "split"), [("--dataset", "train"), ("--eval", "test"), ("--sets", "test")])

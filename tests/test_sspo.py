@@ -2,6 +2,8 @@
 
 import math
 import random
+import tomllib
+from pathlib import Path
 
 import literal
 import pytest
@@ -14,6 +16,7 @@ import common
 import sspo
 
 ALPHA, BETA, GAMMA = 0.1, 0.8, 1.75
+SEGMENTS = tomllib.loads(Path(__file__).with_name("segments.toml").read_text())["segments"]
 
 
 def literal_loss(logp, old, reward, entropy, segment):
@@ -122,18 +125,7 @@ def test_dr_grpo():
     assert sspo.token_weights(torch.tensor([1, 3, 4]), "constant", 10).tolist() == pytest.approx([1 / 30] * 8)
 
 
-@pytest.mark.parametrize(
-    "pieces, delimiter, expected",
-    [
-        (["a", ".\n\n", "b", "", ""], "\n\n", [0, 0, 1, 1, 1]),  # a merged delimiter; stop tokens have no text
-        (["a", "\n", "\n", "b"], "\n\n", [0, 0, 0, 1]),  # the delimiter straddles two tokens
-        (["a", "\n\n", "\n\n", " ", "b"], "\n\n", [0, 0, 0, 0, 1]),  # runs merge
-        (["a", "\n\nb", "c"], "\n\n", [0, 0, 1]),  # the delimiter closes the token's own segment
-        (["1.", "5", "."], ".", [0, 1, 1]),
-        (["a", "\n\n", "b"], "", [0, 0, 0]),
-        (["a", "\n\n", "b"], "token", [0, 1, 2]),
-    ],
-)
+@pytest.mark.parametrize("pieces, delimiter, expected", SEGMENTS)
 def test_segments(pieces, delimiter, expected):
     assert sspo.segments(pieces, delimiter) == expected
 
