@@ -17,9 +17,9 @@ from conftest import ROOT
 import common
 
 
-def run_sh(*words: str, folder: Path = ROOT, **more: str) -> str:
+def run_sh(*words: str, folder: Path = ROOT) -> str:
     """Return what run.sh prints from this folder; DRY=1 keeps it from setting up and starting anything."""
-    environment = os.environ | {"DRY": "1", "CPU": "1"} | more
+    environment = os.environ | {"DRY": "1", "CPU": "1"}
     return subprocess.check_output([ROOT / "run.sh", *words], cwd=folder, env=environment, text=True)
 
 

@@ -21,15 +21,29 @@ def group_of(prompt: list[int], responses) -> common.Group:
     return common.Group(common.Problem("", prompt, "0"), rollouts, reward_G=torch.zeros(1))
 
 
-def batch_of(seed: int, vocabulary: int = 263, prompt: int = 12) -> common.Batch:
+def batch_of(seed: int, prompt: int = 12) -> common.Batch:
     """Four groups of 1 to 5 responses, some of one token and one of none."""
     rng = np.random.default_rng(seed)
     groups = []
     for count in (1, 5, 2, 3):
-        ids = [rng.integers(0, vocabulary, rng.integers(1, 20)) for _ in range(count)]
+        ids = [rng.integers(0, 263, rng.integers(1, 20)) for _ in range(count)]
         ids[-1] = ids[-1][: count % 3]
-        groups.append(group_of(rng.integers(0, vocabulary, rng.integers(1, prompt)).tolist(), ids))
+        groups.append(group_of(rng.integers(0, 263, rng.integers(1, prompt)).tolist(), ids))
     return common.Batch(groups)
+
+
+def one_at_a_time(batch: common.Batch, temperature: float, logits_of) -> torch.Tensor:
+    """Return logp_T and entropy_T of each sequence alone, by a model's logits_of(problem, ids)."""
+    parts = []
+    for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
+        problem = batch.groups[p].problem
+        prompt = len(problem.prompt_ids)
+        ids = torch.tensor([[*problem.prompt_ids, *rollout.ids.tolist()]])
+        logp_TV = (logits_of(problem, ids)[0, prompt - 1 : -1] / temperature).log_softmax(-1)
+        logp_T = logp_TV.gather(-1, ids[0, prompt:, None])[:, 0]
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        parts.append(torch.stack([logp_T, entropy_T]))
+    return torch.cat(parts, 1)
 
 
 def test_gradients_repeat_bit_for_bit_with_two_threads(tmp_path):
