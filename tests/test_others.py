@@ -45,11 +45,12 @@ def test_weights_that_a_sampler_would_not_have_are_refused(tmp_path, plain_pytho
 
     embedding = weights["model.embed_tokens.weight"]
     assert "lm_head.weight" not in read(**{"lm_head.weight": embedding.clone()})
-    norm = weights.pop("model.norm.weight")
+    name = "model.norm.weight"
+    norm = weights.pop(name)
     for changes, said in (
-        ({"model.norm.weight": norm, "lm_head.weight": embedding + 1}, "lm_head.weight: tie_word_embeddings must"),
-        ({"model.norm.weight": norm * math.nan}, "model.norm.weight has entries that are not finite"),
-        ({"model.norm.weight": norm, "model.norm.bias": norm + 1}, r"^--model .*its files .* as .*model\.norm\.bias"),
+        ({name: norm, "lm_head.weight": embedding + 1}, "lm_head.weight: tie_word_embeddings must be false"),
+        ({name: norm * math.nan}, "model.norm.weight has entries that are not finite"),
+        ({name: norm, "model.norm.bias": norm + 1}, r"^--model .*its files .* as .*model\.norm\.bias"),
         ({}, r"^--model .*its files .* as .*model\.norm\.weight"),
     ):
         with refused(said):
