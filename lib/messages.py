@@ -53,9 +53,8 @@ def parse_flags(kind, description):
             return tyro.cli(kind, description=description.partition("\n\n")[0])
     except SystemExit as end:
         if end.code and not IS_RANK_0:
-            time.sleep(
-                30
-            )  # As soon as one rank exits, torchrun kills the others, and rank 0 must print its reason first.
+            # As soon as one rank exits, torchrun kills the others, and rank 0 must print its reason first.
+            time.sleep(30)
         raise
 
 

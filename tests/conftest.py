@@ -14,9 +14,12 @@ import pytest
 import torch
 from faults import ROOT, TOY
 from jobs import Jobs
+from seeing import random_seeing_model
+from transformers import AutoTokenizer
 
 import common
 
+TURNS = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"
 PACKED = "packed"  # common.py's attention, as transformers knows it
 torch.set_num_threads(1)  # the models here are too small for more: their threads would only wait for each other
 
@@ -178,6 +181,34 @@ def refused(match: str, kind=(ValueError, OSError)):
     return pytest.raises(kind, match=match)
 
 
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TOY / "model")
+
+
+@pytest.fixture
+def chat(tokenizer):
+    """A tokenizer with a chat format."""
+    tokenizer.chat_template = TURNS
+    return tokenizer
+
+
+def write(path: Path, *rows) -> Path:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(source, tokenizer, template: str = "plain", **settings) -> list[common.Problem]:
+    return common.load_problems(str(source), tokenizer, common.Args(template=template, **settings), "--dataset")
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    """loaded(tokenizer, row, ...): the problems of these rows in a file."""
+    return lambda tokenizer, *rows, **settings: load(write(tmp_path / "a.jsonl", *rows), tokenizer, **settings)
+
+
 def judged(verifier, *lists):
     """Return score and verdict of each case, where completions and what each is graded by are lists of their own."""
     return verifier.grade_all([*zip(*lists, strict=True)])
@@ -217,6 +248,14 @@ def random_model(folder: Path, tied: bool = False, kind: str = "qwen2", norms: f
             parameter.data += norms * torch.randn(parameter.shape)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """Models that see, with tied weights and with a head of its own."""
+    folder = tmp_path_factory.mktemp("seeing")
+    kinds = {"qwen2_vl": True, "qwen2_5_vl": False}
+    return {kind: random_seeing_model(folder / kind, kind, tied) for kind, tied in kinds.items()}
 
 
 @pytest.fixture(scope="session")

@@ -109,6 +109,17 @@ def numbers(logp, reward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.tensor(reward, dtype=torch.float64), length_R, response_T
 
 
+def inputs(script, logp, old, ref, reward) -> dict:
+    """Return what a script's policy_loss is given, but for logp_T, the bounds and what only this script has."""
+    reward_PG, length_R, response_T = numbers(logp, reward)
+    return {
+        "old_logp_T": flat(old),
+        "ref_logp_T": flat(ref),
+        "advantage_T": script.advantages(reward_PG).flatten()[response_T],
+        "weight_T": script.token_weights(length_R),
+    }
+
+
 def check(loss_of: Callable, value: Callable, logp, trained: Callable | None = None, step: float = 1e-6) -> None:
     """Check loss_of(logp_T) against value(), which reads the nested lists logp, and its gradient against the central
     differences in each of their numbers. Where another loss is `trained`, its gradient is checked."""

@@ -15,7 +15,6 @@ where each is declared and what it is for. Look there, put the slots right, then
 import contextlib
 import ctypes
 import gc
-import importlib
 import sys
 import tempfile
 import weakref
@@ -25,11 +24,10 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
+import prove
 import torch
 import torch.distributed as dist
 from jobs import serve
-from test_policy import group_of
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,7 +41,6 @@ import common
 
 TORCH = "2.13."
 KEPT = []  # C++ points at these
-PROBLEMS = [common.Problem("", list(range(9)), "0")] * 6
 aten = torch.ops.aten
 
 
@@ -216,30 +213,19 @@ def watched_score(gpu: Gpu):
     return mock.patch.object(common, "logprobs", watched)
 
 
-def groups(problems, valid=6):
-    """Return four responses of 1 to 29 tokens to each problem; half are right, or none in later groups."""
-    rng = np.random.default_rng(7)
-    found = []
-    for problem in problems:
-        group = group_of([], [rng.integers(0, 263, length) for length in rng.integers(1, 30, 4)])
-        group.problem = problem
-        group.reward_G = (len(found) < valid) * torch.tensor([1.0, 0.0, 0.0, 1.0]).double()
-        found.append(group)
-    return found
-
-
 def learn(script, model, ranks=8, local=8, irl=False, rank=0, valid=6, **flags):
-    """Make a script's step on a model's real weights, and check what lies where. The responses are those of `rank`."""
-    module = importlib.import_module(script)
-    args = module.Args(model=model, run_dir=tempfile.mkdtemp(), micro_batch_tokens=800, template="plain", **flags)
+    """Make a script's step on a model's real weights, and check what lies where. The responses are those of `rank`;
+    groups behind the first `valid` have zero advantage."""
+    module, args = prove.load(f"{script}.py", ["--model", model, "--prompts-per-step=6", "--micro-batch-tokens=800"])
+    args = replace(args, run_dir=tempfile.mkdtemp(), **flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    problems = common.load_data(args, tokenizer)[0] if args.image_column else PROBLEMS
-    batch = common.Batch(groups(problems, valid))
+    batch = common.Batch(prove.fixed_groups(args, tokenizer, range(valid, 6)))
     with world_of(ranks, local) as world, Gpu() as gpu, watched_score(gpu):
         record = common.Record(args, world)
         policy = common.load_policy(Path(model), args, world)
         optimizer = common.adamw(policy, args.lr, args)
         record.world = world._replace(rank=rank)
+        record.gap_checked = True  # the sampler's log-probs are made up
         if irl:
             module.learn_irl(policy, [batch] * 2, record)
         elif script == "sspo":
@@ -266,12 +252,12 @@ def folders(model):
     """Write a checkpoint, resume from it and save the model, and check what comes of it."""
     folder = Path(tempfile.mkdtemp())
     source = Path(model)
-    args = common.Args(model=model, run_dir=str(folder / "run"), micro_batch_tokens=800)
+    args = common.Args(model, f"{prove.TOY}/train.jsonl", "plain", run_dir=str(folder / "run"))
+    batch = common.Batch(prove.fixed_groups(args, AutoTokenizer.from_pretrained(model), []))
     with world_of(1, 1) as world, Gpu() as gpu:
         record = common.Record(args, world)
         policy = common.load_policy(source, args, world)
         mine, its = (common.adamw(policy, 1e-3, args) for _ in range(2))
-        batch = common.Batch(groups(PROBLEMS))
         policy(batch.pack([0, 1], world.device))[0].sum().backward()
         common.optimizer_step(policy, mine, record)
         record.write("metrics.jsonl", "{}")  # a checkpoint knows how far they went

@@ -20,6 +20,15 @@ def ids(groups: list[common.Group]) -> list[list[int]]:
     return [rollout.ids.tolist() for group in groups for rollout in group.rollouts]
 
 
+def ends(groups: list[common.Group]) -> list[list]:
+    """Return of each response whether it was cut off, its last token and its length, and the length of its prompt."""
+    found = []
+    for group in groups:
+        prompt = len(group.problem.prompt_ids)
+        found += [[one.truncated, int(one.ids[-1]), len(one.ids), prompt] for one in group.rollouts]
+    return found
+
+
 def scored_in(groups: list[common.Group]) -> list[list[int]]:
     """Return which responses have the log-prob of every token, and check that the others have none."""
     known = [[[*map(math.isfinite, one.logp)] for one in group.rollouts] for group in groups]
@@ -70,7 +79,7 @@ def check(args: Args, sampler: common.Sampler, policy: common.Policy, problems: 
     found["texts"] = ids(first)
     spoken = "".join(one.text for group in first for one in group.rollouts)
     found["special tokens in texts"] = [spoken.count(word) for word in ("\\boxed", tokenizer.eos_token)]
-    found["stops"] = [[one.truncated, int(one.ids[-1]), len(one.ids)] for group in first for one in group.rollouts]
+    found["stops"] = ends(first)
     loaded = gap(first)
     found["repeatable"] = ids(sampled("a")) == found["texts"]
     found["one prompt"] = ids(sampled("a", asked=1)) == found["texts"][:3]
@@ -105,9 +114,7 @@ def main(args: Args) -> None:
     short = common.Sampler(model, tokenizer, replace(args, max_total_tokens=160), world)
     short.load(policy)
     groups = short.sample({("a", p): problem for p, problem in enumerate(problems)}, 3, args.temperature, args)
-    found["room"] = [
-        [one.truncated, len(group.problem.prompt_ids), len(one.ids)] for group in groups for one in group.rollouts
-    ]
+    found["room"] = ends(groups)
     short.expected.add("another")
     with suppress(ValueError):  # for want of a name
         short.load(policy)

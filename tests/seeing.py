@@ -1,7 +1,8 @@
-"""Small random models that see, and problems with images of several sizes, one of them without: for the tests."""
+"""Small random models that see (seeing.toml), and problems with images of several sizes, one of them without."""
 
 import io
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 import common
 
-PATCH = 4  # pixels; 2 x 2 patches are a token
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 STOPS = (41, 51, 61)  # end a response, too, by generation_config.json
 SIZES = ((16, 16), (24, 16), (40, 40), (9, 60), None, (32, 8))  # of images, height and width in pixels
@@ -27,17 +27,11 @@ def random_seeing_model(folder: Path, kind: str, tied: bool) -> Path:
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2} | ends
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    vision = {"depth": 3, "num_heads": 3, "patch_size": PATCH, "temporal_patch_size": 2, "spatial_merge_size": 2}
-    if kind == "qwen2_vl":
-        vision |= {"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2}
-    else:  # windows of 2 x 2 tokens, but in the last block
-        vision |= {"hidden_size": 48, "out_hidden_size": 64, "intermediate_size": 96}
-        vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [2]}
+    about = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    text = about["text"] | {"vocab_size": len(tokenizer)} | ends
+    tower = about["tower"] | about[kind]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied, **ids)
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=tower, tie_word_embeddings=tied, **ids)
     model = AutoModelForImageTextToText.from_config(config)
     for parameter in model.parameters():  # far from what an untaught model says of any image
         if parameter.ndim > 1:
@@ -46,10 +40,7 @@ def random_seeing_model(folder: Path, kind: str, tied: bool) -> Path:
             parameter.data += 0.1 * torch.randn(parameter.shape)
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *STOPS]
     model.save_pretrained(folder)
-    sizes = {"shortest_edge": 4 * PATCH**2, "longest_edge": 256 * PATCH**2}
-    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor", "size": sizes}
-    processor |= {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2}
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(about["processor"]))
     write_images(folder / "problems.parquet")
     return folder
 

@@ -1,6 +1,5 @@
 """tools/experiments.py, run.sh: the command of every experiment parses and passes the checks before a run."""
 
-import ast
 import importlib
 import os
 import re
@@ -9,19 +8,18 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 import tyro
-from conftest import ROOT, slow
+from conftest import ROOT
 
 import common
 
 
-def run_sh(*words: str, folder: Path = ROOT, **more: str) -> str:
+def run_sh(*words: str, folder: Path = ROOT) -> str:
     """Return what run.sh prints from this folder; DRY=1 keeps it from setting up and starting anything."""
-    environment = os.environ | {"DRY": "1", "CPU": "1"} | more
+    environment = os.environ | {"DRY": "1", "CPU": "1"}
     return subprocess.check_output([ROOT / "run.sh", *words], cwd=folder, env=environment, text=True)
 
 
@@ -109,9 +107,7 @@ def machine(folder: Path, nvidia_smi: str) -> dict[str, str]:
     shutil.copy(ROOT / "run.sh", folder)
     script = (folder / "run.sh").read_text()
     (folder / "run.sh").write_text(script.replace("/dev/nvidiactl", "/dev/null"))
-    (folder / "tools").mkdir()
-    for tool in ("experiments.py", "launch.py"):
-        shutil.copy(ROOT / "tools" / tool, folder / "tools")
+    shutil.copytree(ROOT / "tools", folder / "tools")
     for requirements, venv in {"requirements-cpu.lock": ".venv", "requirements-gpu.lock": ".venv-gpu"}.items():
         shutil.copy(ROOT / requirements, folder)
         (folder / venv / "bin").mkdir(parents=True)
@@ -133,12 +129,7 @@ def machine(folder: Path, nvidia_smi: str) -> dict[str, str]:
     ],
 )
 def test_gpus_that_cannot_be_used_are_an_error_that_says_why(tmp_path, nvidia_smi, message):
-    """The driver's faults before anything is installed: there a Python stands by that makes no folder."""
     environment = machine(tmp_path, nvidia_smi)
-    if "Torch" not in message:
-        executable(tmp_path / "bin" / "python3", "echo Python 3.12.0")
-        for venv in tmp_path.glob(".venv*"):
-            shutil.rmtree(venv)
     done = subprocess.run([tmp_path / "run.sh", "setup"], env=environment, text=True, stderr=subprocess.PIPE)
     assert done.returncode == 1
     assert message in done.stderr
@@ -201,34 +192,10 @@ def test_a_refused_flag_is_the_last_line(tmp_path):
     assert done.stderr.strip().splitlines()[-1] == "sspo.py: --eval-samples: at --eval-temperature 0 all are the same"
 
 
-@pytest.mark.parametrize("script", ["sspo", *slow("gpg", "cwgrpo", "sps")])
-def test_help_begins_with_the_flags_that_one_changes_first(script):
-    help_ = run_sh(f"{script}-toy", "--help", DRY="", COLUMNS="80")
-    lines = help_.splitlines()
-    assert "torchrun" in help_ and importlib.import_module(script).Args().model in help_
-    assert next(n for n, line in enumerate(lines) if "--model STR" in line) < 26
-
-
-def test_what_is_imported_is_required():
-    """And what is required is in the locks, with this version."""
-    own = {"lib", "tools", "tasks", "toy"}
-    imported = set()
-    for folder in ("", "lib/", "tools/", "tasks/", "tasks/toy/", "tests/"):
-        for file in ROOT.glob(f"{folder}*.py"):
-            own.add(file.stem)
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    imported.add((getattr(node, "module", None) or node.names[0].name).partition(".")[0])
-    their = imported - own - sys.stdlib_module_names - {"wandb", "triton"}  # the one is optional, the other torch's
-    assert len(their) > 15
-    packages_of = packages_distributions()
-    for machine in ("cpu", "gpu"):
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        required = [*project["dependencies"], *project["optional-dependencies"][machine]]
-        required = [line.replace("-", "_") for line in required]
-        locked = (ROOT / f"requirements-{machine}.lock").read_text().replace("+cpu", "").replace("-", "_").splitlines()
-        names = {line.partition("==")[0] for line in required}
-        for module in their:
-            packages = {module, *(package.lower().replace("-", "_") for package in packages_of[module])}
-            assert names & packages, (module, packages)
-        assert {*required} <= {line.split(" ;")[0] for line in locked}
+@pytest.mark.parametrize("machine", ["cpu", "gpu"])
+def test_what_is_required_is_in_the_locks(machine):
+    """With this version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"][machine]]
+    locked = (ROOT / f"requirements-{machine}.lock").read_text().replace("+cpu", "").replace("-", "_").splitlines()
+    assert {line.replace("-", "_") for line in required} <= {line.split(" ;")[0] for line in locked}

@@ -52,19 +52,10 @@ def literal_loss(logp, old, ref, reward, beta, kernel="printed", constant=None):
 
 def ours(logp, old, ref, reward, beta, kernel):
     """Return the loss that is logged and, with the printed kernel, that which is trained, as functions of logp_T."""
-    reward_PG, length_R, response_T = literal.numbers(logp, reward)
+    _, _, response_T = literal.numbers(logp, reward)
     group_T = response_T // len(logp[0])
-    advantage_T = cwgrpo.advantages(reward_PG).flatten()[response_T]
-    weight_T = cwgrpo.token_weights(length_R)
-    inputs = {
-        "old_logp_T": flat(old),
-        "ref_logp_T": flat(ref),
-        "advantage_T": advantage_T,
-        "weight_T": weight_T,
-        "low": LOW,
-        "high": HIGH,
-        "kl_coef": beta,
-    }
+    inputs = literal.inputs(cwgrpo, logp, old, ref, reward) | {"low": LOW, "high": HIGH, "kl_coef": beta}
+    advantage_T = inputs["advantage_T"]
 
     def of(factor_T):
         return lambda logp_T: cwgrpo.policy_loss(logp_T, factor_T=factor_T, **inputs)[0]
@@ -74,7 +65,7 @@ def ours(logp, old, ref, reward, beta, kernel):
     w_T = cwgrpo.kernel_weights(cwgrpo.covariance(flat(old), advantage_T, response_T, group_T), group_T)
     if kernel == "detached":
         return of(w_T), None
-    return of(w_T), of(cwgrpo.effective_kernel(flat(old), advantage_T, weight_T, response_T, group_T))
+    return of(w_T), of(cwgrpo.effective_kernel(flat(old), advantage_T, inputs["weight_T"], response_T, group_T))
 
 
 @pytest.mark.parametrize("kernel", ["printed", "detached", "none"])

@@ -1,35 +1,18 @@
 """Reading problems: formats, columns, what is left out, errors that name flag, file and row; flags; order of data."""
 
-import copy
 import importlib
 import json
 import os
 import shutil
-from dataclasses import replace
-from pathlib import Path
 
 import datasets
 import pytest
-from conftest import PACKED, ROOT, TOY, refused
+from conftest import PACKED, ROOT, TOY, load, refused, write
 from transformers import AutoTokenizer
 
 import common
 import cwgrpo
 from lib.rows import DAPO_BEGINS, DAPO_ENDS, answer_text
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TOY / "model")
-
-
-def write(path: Path, *rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def load(source, tokenizer, template: str = "plain", **settings) -> list[common.Problem]:
-    return common.load_problems(str(source), tokenizer, common.Args(template=template, **settings), "--dataset")
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "unheard_of"])
@@ -69,12 +52,14 @@ def test_formats_and_aliases(tokenizer, tmp_path):
         assert tokenizer.decode(data[0].prompt_ids) == "1+1=?\n"
     with refused(r"^--dataset \S+splits: .*name one of its splits.*\['one', 'test'\]"):
         load(tmp_path / "splits", tokenizer)
-    for name in ("a.json:train", "folder:train", "nowhere.parquet"):  # the first two have no splits
-        with refused(rf"^--dataset \S+{name}: cannot be read as one of "):
+    write(tmp_path / "a.csv")  # the hub is not asked for it
+    others = {"a.csv": "it is a file of another kind", "a.json:train": "", "folder:train": "", "nowhere.parquet": ""}
+    for name, why in others.items():
+        with refused(rf"^--dataset \S+{name}: cannot be read as one of .*{why}"):
             load(tmp_path / name, tokenizer)
 
 
-def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
+def test_the_layout_of_verl(tokenizer, loaded, capsys):
     """As in DAPO-Math-17k: chat turns, a nested answer, repeated rows, an instruction around each problem."""
 
     def row(problem, solution):
@@ -82,27 +67,24 @@ def test_the_layout_of_verl(tokenizer, tmp_path, capsys):
 
     first = row(DAPO_BEGINS + "1+1=?" + DAPO_ENDS, {"ground_truth": "2", "style": "rule"})
     second = row("1+2=?", {"ground_truth": "3"})
-    source = write(tmp_path / "a.jsonl", first, second, first, row("3?", None))
-    assert [(p.text, p.answer) for p in load(source, tokenizer)] == [("1+1=?", "2"), ("1+2=?", "3")]
+    rows = first, second, first, row("3?", None)
+    assert [(p.text, p.answer) for p in loaded(tokenizer, *rows)] == [("1+1=?", "2"), ("1+2=?", "3")]
     assert "2 problems; left out: 1 repeated (row 3 first), 1 no answer (row 4 first)" in capsys.readouterr().out
-    own = load(source, tokenizer, reward="x")
+    own = loaded(tokenizer, *rows, reward="x")
     assert [p.text for p in own] == ["1+1=?", "1+2=?", "3?"] and own[1].graded_by == (second,)
 
 
-def test_rows_left_out_are_counted(tokenizer, tmp_path, capsys):
+def test_rows_left_out_are_counted(tokenizer, loaded, capsys):
     answers = (["3", "4"], True, 7, "", None, "  ", float("nan"))
     rows = [{"problem": "1+1=?", "answer": answer} for answer in answers]
-    rows += [{"problem": None, "answer": "1"}, {"answer": "1"}]
-    source = write(tmp_path / "a.jsonl", *rows, {"problem": "1+1=?"}, {"problem": "9" * 50, "answer": "1"})
-    data = load(source, tokenizer, max_prompt_tokens=20)
+    rows += [{"problem": None, "answer": "1"}, {"answer": "1"}, {"problem": "1+1=?"}]
+    data = loaded(tokenizer, *rows, {"problem": "9" * 50, "answer": "1"}, max_prompt_tokens=20)
     assert [problem.answer for problem in data] == ["3, 4", "True", "7"]
     left_out = "5 no answer (row 4 first), 2 no problem (row 8 first), 1 prompt too long (row 11 first)"
     assert f"a.jsonl: 3 problems; left out: {left_out}; the fi" in capsys.readouterr().out
-    with refused(r"no usable row; left out: 1 no problem \(row 1 first\); --problem-column .*\['text', 'answer'\]"):
-        load(write(tmp_path / "a.jsonl", {"text": "1", "answer": "2"}), tokenizer)
 
 
-def test_an_answer_is_the_first_that_a_row_has(tokenizer, tmp_path, capsys):
+def test_an_answer_is_the_first_that_a_row_has(tokenizer, loaded, capsys):
     """A null is none, nor is a word of NuminaMath-1.5 for its absence; a solution has it in a box, unless named."""
     rows = [
         {"problem": "1?", "answer": None, "ground_truth": "1"},
@@ -111,10 +93,9 @@ def test_an_answer_is_the_first_that_a_row_has(tokenizer, tmp_path, capsys):
         {"problem": "4?", "answer": "\\boxed{notfound}"},
         {"problem": "5?", "solution": "a text that no response repeats"},
     ]
-    source = write(tmp_path / "a.jsonl", *rows)
-    assert [(p.text, p.answer) for p in load(source, tokenizer)] == [("1?", "1"), ("2?", "2")]
+    assert [(p.text, p.answer) for p in loaded(tokenizer, *rows)] == [("1?", "1"), ("2?", "2")]
     assert "left out: 3 no answer (row 3 first)" in capsys.readouterr().out
-    (problem,) = load(write(tmp_path / "a.jsonl", rows[-1]), tokenizer, answer_column="solution")
+    (problem,) = loaded(tokenizer, rows[-1], answer_column="solution")
     assert problem.answer == rows[-1]["solution"]
 
 
@@ -127,34 +108,14 @@ def test_a_parquet_is_read_as_it_is_now(tokenizer, tmp_path):
         assert problem.answer == answer
 
 
-REFERENCES = {  # what a row has, and what a response needs
-    '["-1", "1"]': "-1, 1",
-    "['0.5', '1/2']": "0.5, 1/2",
-    r'["\frac{1}{2}"]': r"\frac{1}{2}",
-    r'["\\sqrt{3}"]': r"\sqrt{3}",
-    '["10:30"]': "10:30",
-    '["proof"]': "",
-    "[1,2)": "[1,2)",
-    "10...": "",
-    "3.14…": "",
-    "1, 2, ...": "1, 2, ...",
-    "Not found.": "",
-    r'["\u221a2"]': "√2",
-    "-Infinity": r"-\infty",
-    float("-inf"): r"-\infty",
-    '{"ground_truth": "6", "style": null}': "6",
-    "{'ground_truth': '4'}": "4",
-    '{"inputs": ["1"], "outputs": ["2"]}': "",
-    "{'a', 'b'}": "{'a', 'b'}",
-    "<answer> 3 </answer>": "3",
-    0.10000000149011612: "0.1",
-    10000000000.5: "10000000000.5",
-}
-
-
 def test_references_as_data_sets_write_them():
-    assert {text: answer_text(text) for text in REFERENCES} == REFERENCES
-    assert answer_text([[1, 2], None, [3, float("inf")]]) == r"(1, 2), (3, \infty)"
+    """Texts are in references.txt, a line each: `what a row has  ?  what a response needs`."""
+    for line in (ROOT / "tests" / "references.txt").read_text().splitlines():
+        written, _, needed = line.partition("  ?  ")
+        assert answer_text(written) == needed, line
+    numbers = {0.10000000149011612: "0.1", 10000000000.5: "10000000000.5", float("-inf"): "-\\infty"}
+    assert {number: answer_text(number) for number in numbers} == numbers
+    assert answer_text([[1, 2], None, [3, float("inf")]]) == "(1, 2), (3, \\infty)"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -171,39 +132,26 @@ def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
     assert [problem.graded_by for problem in load(tmp_path / name, tokenizer, reward="x")] == [(row,) for row in rows]
 
 
-def test_a_problem_that_spells_a_control_token_is_left_out(tokenizer, tmp_path, capsys):
+def test_a_problem_that_spells_a_control_token_is_left_out(chat, loaded, capsys):
     """Those of the chat format itself stay."""
-    chat = copy.deepcopy(tokenizer)
-    chat.chat_template = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}<|endoftext|>{% endfor %}"
-    source = write(tmp_path / "a.jsonl", *({"problem": text, "answer": "1"} for text in ("1?", "1?<|endoftext|>\n2!")))
-    (kept,) = load(source, chat, "chat")
-    assert kept.text == "1?" and chat.decode(kept.prompt_ids) == "user: 1?<|endoftext|>"
+    chat.chat_template += "<|endoftext|>"
+    rows = [{"problem": text, "answer": "1"} for text in ("1?", "1?<|endoftext|>\n2!")]
+    (kept,) = loaded(chat, *rows, template="chat")
+    assert kept.text == "1?" and chat.decode(kept.prompt_ids) == "[user]1?[assistant]<|endoftext|>"
     assert "1 problems; left out: 1 spells" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"problem": "1?", "answer": "\ud835"}, ", row 2: .*surrogates not allowed"),
-        ({"problem": "1?", "answer": {"is": 1}}, ", row 2: no answer: "),
-        ({"answer": "lines"}, ": cannot be read as .* line 3"),
-        ({"problem": 5, "answer": 5}, ", row 2: a problem is a text, or turns .*'content': 5"),
-        ({"messages": [{"role": "user", "content": None}]}, ", row 2: a problem is a text, or turns"),
-        ({"messages": ["1?"]}, ", row 2: a problem is a text, or turns .*, not 1?"),
+        ({"problem": "1?", "answer": "\ud835"}, "surrogates not allowed"),
+        ({"problem": "1?", "answer": {"is": 1}}, "no answer: "),
+        ({"messages": [{"role": "user", "content": None}]}, "a problem is a text, or turns .*'content': None"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named(tokenizer, tmp_path, row, message):
-    source = write(tmp_path / "a.jsonl", {"problem": "0?", "answer": "1"}, row)
-    Path(source).write_text(Path(source).read_text().replace("lines", '"}\n{'))
-    with refused(rf"^--dataset \S+a\.jsonl{message}.*$", Exception):
-        load(source, tokenizer)
-
-
-def test_a_file_of_another_kind_is_refused(tokenizer, tmp_path):
-    """The hub is not asked for it."""
-    (tmp_path / "a.csv").write_text("problem,answer")
-    with refused(r"^--dataset \S+a\.csv: cannot be read as .*: it is a file of another kind"):
-        load(tmp_path / "a.csv", tokenizer)
+def test_a_row_that_cannot_be_used_is_named(tokenizer, loaded, row, message):
+    with refused(rf"^--dataset \S+a\.jsonl, row 2: .*{message}"):
+        loaded(tokenizer, {"problem": "0?", "answer": "1"}, row)
 
 
 def test_names_of_held_out_sets():
@@ -215,31 +163,28 @@ def test_names_of_held_out_sets():
             common.names_of(names)
 
 
-def test_columns_of_ones_own(tokenizer, tmp_path):
+def test_columns_of_ones_own(tokenizer, loaded):
     """They are the only ones: the second row has no answer."""
     rows = [{"problem": "not this", "q": f"{n}+1=?", "answer": "3", "a": answer} for n, answer in ((1, "2"), (2, None))]
-    source = write(tmp_path / "a.jsonl", *rows)
-    (data,) = load(source, tokenizer, problem_column="q", answer_column="a")
+    (data,) = loaded(tokenizer, *rows, problem_column="q", answer_column="a")
     assert data.graded_by == ("2", "1+1=?")
     with refused("--dataset .*a.jsonl.*'b'.*'problem', 'q', 'answer', 'a'"):
-        load(source, tokenizer, answer_column="b")
+        loaded(tokenizer, *rows, answer_column="b")
 
 
 def test_held_out_sets_have_the_usual_columns(tokenizer, tmp_path):
     """A column of one's own is for --dataset. The papers' sets are loaded in tests/test_sets.py."""
     source = write(tmp_path / "a.jsonl", {"question": "q", "final_answer": ["1"]})
-    args = common.Args(template="plain", eval=source, steps=0, answer_column="x")
+    args = common.Args(template="plain", eval=str(source), steps=0, answer_column="x")
     _, found = common.load_data(args, tokenizer)
     assert [(p.text, p.answer) for p in found["a"]] == [("q", "1")]
-    with refused("another set is called a, and their files would mix"):
-        common.load_data(replace(args, eval=f"{source},{source}"), tokenizer)
 
 
 def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
     source = write(tmp_path / "a.jsonl", *({"problem": f"{n}+1=?", "answer": n} for n in range(200)))
 
     def drawn(subset, seed=1):
-        args = common.Args(dataset=source, template="plain", subset=subset, seed=seed)
+        args = common.Args(dataset=str(source), template="plain", subset=subset, seed=seed)
         return [int(problem.answer) for problem in common.load_data(args, tokenizer)[0]]
 
     half = drawn(100)
@@ -267,9 +212,6 @@ def test_order_of_the_data():
     [
         ({"template": "LICENSE"}, "--template LICENSE: legal: plain, qwen-math, .*or a text file with {problem}"),
         ({"steps": 0}, "--steps 0 and --keep-best need held-out problems: name them with --eval"),
-        ({"eval_samples": 2}, "--eval-samples: at --eval-temperature 0 all are the same"),
-        ({"chat_template_kwargs": "[]"}, "^--chat-template-kwargs .* object of JSON: "),
-        ({"chat_template_kwargs": "{a}"}, "^--chat-template-kwargs {a}, which is to be an object of JSON: "),
         ({"resume": True}, "--resume: name the run that goes on with --run-dir"),
         ({"reweight": "kernel", "updates_per_step": 2}, "--updates-per-step: 1, or another --reweight than kernel"),
     ],

@@ -10,42 +10,39 @@ import gpg
 import sps
 import sspo
 
-RIGHT, WRONG, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]
-ROUNDED = [0.1 + 0.2, 0.3]
+REWARDS = {"r": [1.0, 1.0], "w": [0.0, 0.0], "m": [1.0, 0.0], "~": [0.1 + 0.2, 0.3]}
 
 
-def group(name: str, rewards: list[float]) -> common.Group:
-    """Return a group of two, of two and of three tokens, the second one cut off."""
-    rollouts = [common.Rollout(np.zeros(2 + g), np.array([-1.0] * (2 + g)), f"{name}{g}", g == 1) for g in range(2)]
-    correct_G = torch.tensor(rewards, dtype=torch.float64)
-    return common.Group(common.Problem(name, [0], ""), rollouts, correct_G, correct_G - 0.5, ("graded", "no_answer"))
+def groups_of(kinds: str) -> list[common.Group]:
+    """Return groups a, b, ... of two responses, of two and of three tokens, the second one cut off."""
+    rollouts = [common.Rollout(np.zeros(2 + g), np.array([-1.0] * (2 + g)), "", g == 1) for g in range(2)]
+    groups = []
+    for name, kind in zip("abcdefghijkl", kinds, strict=False):
+        correct_G = torch.tensor(REWARDS[kind], dtype=torch.float64)
+        problem = common.Problem(name, [0], "")
+        groups.append(common.Group(problem, rollouts, correct_G, correct_G - 0.5, ("graded", "no_answer")))
+    return groups
 
 
-DRAWS = [  # rewards, count, updates, chosen
-    # one draw, whatever it holds, in its own order
-    ([WRONG, MIXED, RIGHT, MIXED], 4, 2, "abcd"),
-    # too few: valid groups stay, the rest is filled up from the last draw
-    ([WRONG, MIXED, RIGHT, WRONG, RIGHT, RIGHT, WRONG, MIXED], 4, 1, "bhef"),
-    # surplus: the valid groups that came first, nothing else
-    ([WRONG, MIXED, WRONG, MIXED, MIXED, ROUNDED, MIXED, MIXED], 4, 1, "bdeg"),
-    # never valid: the last draw
-    ([WRONG, RIGHT] * 6, 4, 1, "ijkl"),
-    # three valid groups (a, d, g) and three updates: one each
-    ([MIXED, RIGHT, WRONG] + [MIXED, WRONG, WRONG] * 2 + [WRONG] * 3, 6, 3, "ahdigj"),
+DRAWS = [  # groups, whose responses are right, wrong, mixed or differ by rounding; count, updates, chosen
+    ("wmrm", 4, 2, "abcd"),  # one draw, whatever it holds, in its own order
+    ("wmrwrrwm", 4, 1, "bhef"),  # too few: valid groups stay, the rest is filled up from the last draw
+    ("wmwmm~mm", 4, 1, "bdeg"),  # surplus: the valid groups that came first, nothing else
+    ("wrwrwrwrwrwr", 4, 1, "ijkl"),  # never valid: the last draw
+    ("mrwmwwmwwwww", 6, 3, "ahdigj"),  # three valid groups (a, d, g) and three updates: one each
 ]
 
 
-@pytest.mark.parametrize("rewards, count, updates, chosen", DRAWS)
-def test_which_groups_are_chosen(rewards, count, updates, chosen):
-    drawn = [group(name, pair) for name, pair in zip("abcdefghijkl", rewards, strict=False)]
+@pytest.mark.parametrize("groups, count, updates, chosen", DRAWS)
+def test_which_groups_are_chosen(groups, count, updates, chosen):
+    drawn = groups_of(groups)
     valid_P = common.valid_groups(torch.stack([one.reward_G for one in drawn]))
-    assert valid_P.tolist() == [pair == MIXED for pair in rewards]
+    assert valid_P.tolist() == [kind == "m" for kind in groups]
     assert "".join(one.problem.text for one in common.choose_groups(drawn, valid_P, count, updates)) == chosen
 
 
 def test_metrics_are_of_everything_drawn():
-    rewards = [WRONG, MIXED, RIGHT, WRONG, RIGHT, RIGHT, MIXED, MIXED]
-    metrics = common.drawn_metrics([group(name, pair) for name, pair in zip("abcdefgh", rewards, strict=True)])
+    metrics = common.drawn_metrics(groups_of("wmrwrrmm"))
     expected = {
         "reward": 1 / 16,
         "accuracy": 9 / 16,

@@ -3,11 +3,11 @@ r"""What counts as right: a table of guards, real model outputs with labels, and
 answers.txt holds one case a line, `gold  ?  answer in the box`, and where the question matters `  ?  question`.
 """
 
-import json
 import re
 
 import pytest
 from conftest import ROOT, grades, judged, slow
+from faults import read
 
 from lib.answers import last_boxed
 from lib.rows import answer_text
@@ -18,7 +18,7 @@ one_in = pytest.mark.parametrize("share", [16, *slow(1)])
 
 
 def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in (SHARED / name).read_text().splitlines()]
+    return read(SHARED / name)
 
 
 def boxed(answers) -> list[str]:

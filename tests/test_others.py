@@ -8,30 +8,21 @@ import shutil
 
 import pytest
 import torch
-from conftest import TOY, random_model, refused
+from conftest import TOY, TURNS, random_model, refused
 from safetensors.torch import load_file, save_file
-from test_data import load, write
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 import common
 
 BEGIN = "<|endoftext|>"
-TURNS = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}[assistant]"
+ONE = {"problem": "1?", "answer": "4"}
 
 
 @pytest.fixture
 def model(tmp_path):
     """A copy of the toy model."""
     return shutil.copytree(TOY / "model", tmp_path / "model")
-
-
-@pytest.fixture
-def chat():
-    """A tokenizer with a chat format."""
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
-    tokenizer.chat_template = TURNS
-    return tokenizer
 
 
 def edit(file, change):
@@ -42,26 +33,28 @@ def edit(file, change):
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
-def test_a_head_that_the_config_ties_is_refused(tmp_path, plain_python):
-    """The sampler would have the embedding in its place; one that is the embedding may be there."""
+def test_weights_that_a_sampler_would_not_have_are_refused(tmp_path, plain_python):
+    """In the place of a head that the config ties it has the embedding; one that is the embedding may be there."""
     folder = random_model(tmp_path / "model", tied=True)
-    weights = load_file(folder / "model.safetensors")
-    for more, fits in ((0, True), (1, False)):
-        head = {"lm_head.weight": weights["model.embed_tokens.weight"] + more}
-        save_file(weights | head, folder / "model.safetensors", metadata={"format": "pt"})
-        if fits:
-            assert "lm_head.weight" not in common.read_weights(folder)
-        else:
-            with refused("lm_head.weight: tie_word_embeddings must be false"):
-                common.read_weights(folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
 
+    def read(**changes) -> dict:
+        save_file(weights | changes, file, metadata={"format": "pt"})
+        return common.read_weights(folder)
 
-def test_a_weight_that_is_not_finite_is_named(model, plain_python):
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"][3] = math.nan
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    with refused("model.norm.weight has entries that are not finite"):
-        common.read_weights(model)
+    embedding = weights["model.embed_tokens.weight"]
+    assert "lm_head.weight" not in read(**{"lm_head.weight": embedding.clone()})
+    name = "model.norm.weight"
+    norm = weights.pop(name)
+    for changes, said in (
+        ({name: norm, "lm_head.weight": embedding + 1}, "lm_head.weight: tie_word_embeddings must be false"),
+        ({name: norm * math.nan}, "model.norm.weight has entries that are not finite"),
+        ({name: norm, "model.norm.bias": norm + 1}, r"^--model .*its files .* as .*model\.norm\.bias"),
+        ({}, r"^--model .*its files .* as .*model\.norm\.weight"),
+    ):
+        with refused(said):
+            read(**changes)
 
 
 def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
@@ -94,7 +87,7 @@ def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
 
 # ------------------------------------------------------------------------------------------------------- the tokenizer
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3", "gemma"])
-def test_a_tokenizers_own_file_counts(model, tmp_path, kind):
+def test_a_tokenizers_own_file_counts(model, loaded, kind):
     """For some kinds transformers 5 has another way to split a text, in which blanks vanish."""
     edit(model / "config.json", lambda about: about.update(model_type=kind))
     edit(
@@ -103,12 +96,12 @@ def test_a_tokenizers_own_file_counts(model, tmp_path, kind):
     )
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = "What is $x^{10}$ now?\n\n  Show work."
-    (problem,) = load(write(tmp_path / "a.jsonl", {"problem": text, "answer": "4"}), tokenizer)
+    (problem,) = loaded(tokenizer, {"problem": text, "answer": "4"})
     own = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert problem.prompt_ids == own.encode(text + "\n").ids and tokenizer.decode(problem.prompt_ids) == text + "\n"
 
 
-def test_a_begin_token_stands_once_before_a_text(model, tmp_path):
+def test_a_begin_token_stands_once_before_a_text(model, loaded, tmp_path):
     """In front of the prompts of a text template, as the tokenizer puts it; a chat format has its own. The token that
     the tokenizer puts behind a text would end the response."""
     word = {"SpecialToken": {"id": BEGIN, "type_id": 0}}
@@ -121,7 +114,7 @@ def test_a_begin_token_stands_once_before_a_text(model, tmp_path):
     tokenizer.chat_template = BEGIN + TURNS
     file = tmp_path / "mine.txt"
     file.write_text(BEGIN + "{problem}\n", encoding="utf-8-sig")  # a BOM is no part of it
-    (problem,) = load(write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"}), tokenizer)
+    (problem,) = loaded(tokenizer, ONE)
     turns = [{"role": "user", "content": "1?"}]
     asked = [problem.prompt_ids, *(common.prompt_of(turns, template, tokenizer) for template in (str(file), "chat"))]
     assert [tokenizer.decode(ids) for ids in asked] == [BEGIN + "1?\n", BEGIN + "1?\n", BEGIN + "[user]1?[assistant]"]
@@ -137,15 +130,18 @@ def test_an_image_stands_where_the_template_says(chat, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------ the data
-def test_a_rows_turns_are_asked_whole(chat, tmp_path):
-    """The answer is the last question's, and a text template, which has no place for the others, refuses the row."""
+def test_a_rows_turns_are_asked_whole(chat, loaded, capsys):
+    """The answer is the last question's, and a text template, which has no place for the others, refuses the row. A
+    system turn is the template's own."""
     system = {"role": "system", "content": "Be brief."}
     example = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     last = {"role": "user", "content": "3+3?"}
-    file = write(tmp_path / "a.jsonl", {"prompt": [system, *example, last], "answer": "6"})
-    (problem,) = load(file, chat, "chat")
+    row = {"prompt": [system, *example, last], "answer": "6"}
+    (problem,) = loaded(chat, row, template="chat")
     assert chat.decode(problem.prompt_ids) == "[system]Be brief.[user]1+1?[assistant]2[user]3+3?[assistant]"
-    (problem,) = load(file, chat, "chat-boxed")
+    assert "system turns" not in capsys.readouterr().out
+    (problem,) = loaded(chat, row, template="chat-boxed")
+    assert "1 system turns, which only --template chat shows (row 1 first)" in capsys.readouterr().out
     assert chat.decode(problem.prompt_ids).startswith("[user]1+1?[assistant]2[user]3+3?\nPlease reason")
     asked = chat.decode(common.prompt_of([last], "open-rs", chat))
     assert asked.startswith("[system]A conversation between User and Assistant.") and asked.endswith(
@@ -153,23 +149,22 @@ def test_a_rows_turns_are_asked_whole(chat, tmp_path):
     )
     assert chat.decode(common.prompt_of([last], "chat-boxed", chat)).startswith("[user]3+3?\nPlease reason")
     with refused("row 1: --template plain is no chat: one turn"):
-        load(file, chat)
-    (problem,) = load(write(tmp_path / "a.jsonl", {"prompt": [system, last], "answer": "6"}), chat)
+        loaded(chat, row)
+    (problem,) = loaded(chat, row | {"prompt": [system, last]})
     assert (chat.decode(problem.prompt_ids), problem.text) == ("3+3?\n", "3+3?")
     with refused("row 1: the last turn is not the user's"):
-        load(write(tmp_path / "a.jsonl", {"prompt": example, "answer": "2"}), chat)
+        loaded(chat, row | {"prompt": example})
 
 
-def test_options_of_a_chat_format_are_passed_on(chat, tmp_path):
+def test_options_of_a_chat_format_are_passed_on(chat, loaded):
     """As TRL and verl have them."""
     chat.chat_template = TURNS + "{% if not enable_thinking %}<no thoughts>{% endif %}"
-    file = write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"})
     for options, end in (('{"enable_thinking": false}', "<no thoughts>"), ('{"enable_thinking": true}', "]")):
-        (problem,) = load(file, chat, "chat", chat_template_kwargs=options)
+        (problem,) = loaded(chat, ONE, template="chat", chat_template_kwargs=options)
         assert chat.decode(problem.prompt_ids).endswith(end)
     for template, name, said in (("plain", "enable_thinking", "is no chat"), ("chat", "enable_think", "it has no en")):
         with refused(f"row 1: --.*{said}"):
-            load(file, chat, template, chat_template_kwargs=json.dumps({name: True}))
+            loaded(chat, ONE, template=template, chat_template_kwargs=json.dumps({name: True}))
 
 
 def test_a_turn_ends_where_the_chat_format_ends_it(chat):
@@ -181,9 +176,8 @@ def test_a_turn_ends_where_the_chat_format_ends_it(chat):
     assert common.stop_tokens(chat) == {end, chat.convert_tokens_to_ids("[/turn]")}
 
 
-def test_a_chat_format_that_hides_the_problem_is_refused(chat, tmp_path):
+def test_a_chat_format_that_hides_the_problem_is_refused(chat, loaded):
     """Or loses the system's turn."""
     chat.chat_template = TURNS.replace("turn.content", "turn.content if turn.role == 'user' else ''")
-    file = write(tmp_path / "a.jsonl", {"problem": "1?", "answer": "4"})
     with refused("row 1: the tokenizer's chat template does not show every turn"):
-        load(file, chat, "open-rs")
+        loaded(chat, ONE, template="open-rs")

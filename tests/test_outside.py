@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import refused
 from PIL import Image
-from seeing import load, random_seeing_model, write_rows
+from seeing import load, write_rows
 
 import sps
 
@@ -41,9 +41,9 @@ def test_a_hostile_file_of_demonstrations_is_refused(tmp_path):
         sps.draw_demonstrations(tmp_path, range(1, 2), [], 1, 0)
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory) -> Path:
-    return random_seeing_model(tmp_path_factory.mktemp("seeing"), "qwen2_vl", tied=True)
+@pytest.fixture
+def seeing(models) -> Path:
+    return models["qwen2_vl"]
 
 
 def test_code_of_an_image_processor_is_not_run(seeing, tmp_path, monkeypatch):

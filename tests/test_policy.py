@@ -10,7 +10,6 @@ from conftest import PACKED, random_model, refused
 from transformers import AutoModelForCausalLM
 
 import common
-from lib import layers
 
 CPU = torch.device("cpu")
 
@@ -22,26 +21,37 @@ def group_of(prompt: list[int], responses) -> common.Group:
     return common.Group(common.Problem("", prompt, "0"), rollouts, reward_G=torch.zeros(1))
 
 
-def batch_of(seed: int, vocabulary: int = 263, prompt: int = 12) -> common.Batch:
+def batch_of(seed: int, prompt: int = 12) -> common.Batch:
     """Four groups of 1 to 5 responses, some of one token and one of none."""
     rng = np.random.default_rng(seed)
     groups = []
     for count in (1, 5, 2, 3):
-        ids = [rng.integers(0, vocabulary, rng.integers(1, 20)) for _ in range(count)]
+        ids = [rng.integers(0, 263, rng.integers(1, 20)) for _ in range(count)]
         ids[-1] = ids[-1][: count % 3]
-        groups.append(group_of(rng.integers(0, vocabulary, rng.integers(1, prompt)).tolist(), ids))
+        groups.append(group_of(rng.integers(0, 263, rng.integers(1, prompt)).tolist(), ids))
     return common.Batch(groups)
 
 
-def policy_of(folder) -> common.Policy:
-    packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=PACKED)
-    return common.Policy(packed, 0.7).train()
+def one_at_a_time(batch: common.Batch, temperature: float, logits_of) -> torch.Tensor:
+    """Return logp_T and entropy_T of each sequence alone, by a model's logits_of(problem, ids)."""
+    parts = []
+    for p, rollout in zip(batch.group_R, batch.rollout_R, strict=True):
+        problem = batch.groups[p].problem
+        prompt = len(problem.prompt_ids)
+        ids = torch.tensor([[*problem.prompt_ids, *rollout.ids.tolist()]])
+        logp_TV = (logits_of(problem, ids)[0, prompt - 1 : -1] / temperature).log_softmax(-1)
+        logp_T = logp_TV.gather(-1, ids[0, prompt:, None])[:, 0]
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        parts.append(torch.stack([logp_T, entropy_T]))
+    return torch.cat(parts, 1)
 
 
 def test_gradients_repeat_bit_for_bit_with_two_threads(tmp_path):
     """A prompt's last token predicts the first of each response, and its keys serve all of them: many gradients in one
     place, whose order must not be left to threads. Smaller sums than these would be left to one thread."""
-    policy = policy_of(random_model(tmp_path, hidden_size=512, num_hidden_layers=1, num_attention_heads=8))
+    folder = random_model(tmp_path, hidden_size=512, num_hidden_layers=1, num_attention_heads=8)
+    packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=PACKED)
+    policy = common.Policy(packed, 0.7).train()
     rng = np.random.default_rng(0)
     group = group_of(rng.integers(0, 64, 40).tolist(), rng.integers(0, 64, (64, 20)))
     micro = common.Batch([group]).pack(rng.permutation(64).tolist(), CPU)
@@ -57,37 +67,6 @@ def test_gradients_repeat_bit_for_bit_with_two_threads(tmp_path):
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(seen[0], again) for again in seen)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_empty_micro_batch_reaches_every_parameter(tiny, device):
-    """A rank with nothing left must still take part in every collective of the backward pass."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
-    policy = policy_of(tiny).to(device)
-    logp_T, entropy_T = policy(batch_of(0).pack([], torch.device(device)))
-    assert logp_T.shape == entropy_T.shape == (0,)
-    logp_T.sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
-
-
-@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (1.0, -0.5)])
-def test_the_gradient_by_logits_is_that_of_the_definition(weights):
-    """Of log-prob, entropy and both, in float64 by a literal loop; where a token is all but sure, in bf16 as well."""
-    logits_TV = torch.tensor([[0.3, -1.2, 2.0, 0.1], [6.0, 0.0, -1.0, 0.5], [1.0, 1.0, 1.0, 1.0]])
-    target_T = torch.tensor([1, 0, 3])
-    grad_logp_T, grad_entropy_T = (weight * torch.tensor([0.7, -2.0, 1.0]) for weight in weights)
-    exact_TV = logits_TV.double().requires_grad_()
-    loss = 0
-    for t, row_V in enumerate(exact_TV / 0.7):
-        p_V = row_V.exp() / row_V.exp().sum()
-        loss += grad_logp_T[t] * p_V[target_T[t]].log() - grad_entropy_T[t] * sum(p * p.log() for p in p_V)
-    loss.backward()
-    _, *known = layers.logp_and_entropy(logits_TV, target_T, 0.7)
-    for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
-        given = (0.7, grad_logp_T, grad_entropy_T if weights[1] else None, dtype)
-        made_TV = layers.logits_gradient(logits_TV, target_T, *known, *given)
-        torch.testing.assert_close(made_TV.double(), exact_TV.grad, rtol=rounding, atol=3e-7)
 
 
 def packed_tokens(batch, row) -> int:

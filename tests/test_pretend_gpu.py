@@ -4,7 +4,6 @@ this cannot see."""
 import pytest
 import torch
 from conftest import serving
-from seeing import random_seeing_model
 
 pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="it takes torch's CPU build")
 
@@ -32,10 +31,9 @@ def test_learn_irl(traced, tiny):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
-def test_images(traced, tmp_path, kind):
-    model = random_seeing_model(tmp_path, kind, tied=True)
-    images = {"image_column": "image", "dataset": str(model / "problems.parquet")}
-    traced(name="learn", script="gpg", model=model, kl_coef=0.1, **images)
+def test_images(traced, models, kind):
+    images = {"image_column": "image", "dataset": str(models[kind] / "problems.parquet")}
+    traced(name="learn", script="gpg", model=models[kind], kl_coef=0.1, **images)
 
 
 def test_load_save_and_resume(traced, tiny):

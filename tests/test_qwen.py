@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import sets
-from test_data import load
+from conftest import load
 from test_grading import SHARED, needs_data, rows
 from transformers import AutoTokenizer
 

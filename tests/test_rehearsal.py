@@ -21,6 +21,7 @@ import eval as evaluation
 import pytest
 import sets
 import torch
+from conftest import write
 from faults import ROOT, read
 from hub import Hub
 from test_commands import parsed, table  # noqa: F401
@@ -102,7 +103,7 @@ def add_real(rows: Path) -> None:
             longest = sorted(read(SHARED / f"{file}.jsonl"), key=lambda real: len(real["problem"]))[-3:]
             kind = type(one[answer])
             there += [one | {problem: real["problem"], answer: kind(form.format(real["answer"]))} for real in longest]
-            (rows / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in there))
+            write(rows / f"{name}.jsonl", *there)
 
 
 @pytest.fixture(scope="module")

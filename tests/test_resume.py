@@ -128,16 +128,8 @@ def go_on(run, **changes) -> tuple[int, int]:
     return common.resume(run.policy, run.optimizer, run.record)
 
 
-def test_a_checkpoint_of_other_parameters_is_refused(run):
-    """What is not there must not stay as --model has it."""
-    save(run, 2)
-    run.policy.more = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: policy\.more"):
-        go_on(run)
-
-
-def test_a_checkpoint_without_a_shard_is_refused(run):
-    """Its weights would stay those of --model. Half a shard, or one of another step or run, is refused, too."""
+def test_a_checkpoint_that_lacks_weights_is_refused(run):
+    """They would stay those of --model. Half a shard, or one of another step or run, is refused, too."""
     save(run, 2)
     [shard] = run.record.folder.glob("checkpoints/*/*.safetensors")
     whole = shard.read_bytes()
@@ -154,6 +146,10 @@ def test_a_checkpoint_without_a_shard_is_refused(run):
         (run.record.folder / "checkpoints" / f"step-{step:05d}" / shard.name).write_bytes(whole)
         with refused("lacks a shard, or has one of another"):
             go_on(run)
+    save(run, 6)
+    run.policy.more = torch.nn.Parameter(torch.zeros(1))
+    with refused(r"Missing key in checkpoint state_dict: policy\.more", CheckpointException):
+        go_on(run)
 
 
 def test_figures_that_are_lost_are_said_to_be(run, capsys):
@@ -207,10 +203,6 @@ def test_a_tracked_run_goes_on_under_its_id(run, monkeypatch, tmp_path):
     assert asked[-1]["id"] != first["id"], "another run in a folder of the same name"
     assert (first["project"], first["name"], first["resume"]) == ("toys", tmp_path.name, "allow")
     assert first["config"]["seed"] == 1 and first["sync_tensorboard"]
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=Path("no key").unlink))
-    with refused("^--track needs `pip install wandb`, .*no key"):
-        go_on(run, track="toys", run_dir=str(tmp_path / "none"))
-    assert not (tmp_path / "none").exists()
 
 
 def evaluate(run, *averages: float) -> bytes:
@@ -259,7 +251,6 @@ def test_the_run_folder_and_the_flags_are_checked(run):
     (run.record.folder / "log.txt").rename(run.record.folder / "other")
     (run.record.folder / "log.txt").symlink_to("other")
     check(r"^--run-dir .*: .*/log.txt is a link", resume=True)
-    check(r"^--run-dir .*/other: .*Not a directory", run_dir=str(run.record.folder / "other"))
 
 
 def test_flags_name_the_same_files_from_another_folder(tmp_path, monkeypatch):

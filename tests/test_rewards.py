@@ -1,15 +1,8 @@
-"""tasks/rewards.py on rows as the data sets have them, and tasks/images.py on files of the same layout."""
+"""tasks/rewards.py on rows as the data sets have them."""
 
-import json
-
-import datasets
-import images
 import pytest
 import rewards
 from conftest import grades, make_verifier
-from seeing import png
-
-from lib import rows
 
 
 def row(solution: str) -> dict:
@@ -91,8 +84,8 @@ BOXES = [
 
 @pytest.mark.parametrize("answer, share", BOXES)
 def test_boxes(answer, share):
-    """Intersection over union, counted by hand."""
-    assert rewards.iou(answered(answer), row("(0,0),(40,40)")) == pytest.approx(share)
+    """Intersection over union, counted by hand. A reference may be not rounded."""
+    assert rewards.iou(answered(answer), row("(0.0,0),(40.0,40)")) == pytest.approx(share)
 
 
 def test_as_a_flag():
@@ -100,36 +93,3 @@ def test_as_a_flag():
     verifier = make_verifier(1, "geoqa")
     cases = [(answered(r"5^{5^{5^{5^5}}}"), row(r"\sqrt{5}+\sqrt{7}")), (answered(r"\sqrt{3}\cdot 2"), row("√(12)"))]
     assert verifier.grade_all(cases) == [(0.0, "timeout"), (1.0, "graded")]
-
-
-def test_sat_asks_for_words(tmp_path, monkeypatch):
-    """In the release's words, of rows with one image; the answer is an option."""
-    monkeypatch.chdir(tmp_path)
-    one = {"question": "How many?", "answers": ["three", "no chair", "one"], "correct_answer": "no chair"}
-    rows_ = [one | {"image_bytes": [png(8, 8)] * count} for count in (1, 2)]
-    datasets.Dataset.from_list(rows_).to_parquet("train.parquet")
-    images.main("sat", "train.parquet")
-    [found] = rows.read_table("data/sat.parquet", "")[1]
-    start, _, options = found["problem"].partition(" options: ")
-    assert start == "Answer in natural language. How many? Choose between the following"
-    *first, last = options.replace(", ", " or ").split(" or ")
-    assert {*first, last} == {*one["answers"]} and len(first) == 2
-    assert rewards.class_name(answered("No chair."), found) == 1 and not rewards.class_name(answered("chair"), found)
-
-
-def test_masks_of_lisa_become_boxes(tmp_path, monkeypatch):
-    """By tasks/images.py, around the first polygon of the target."""
-    polygons = [[[20, 10], [60, 20], [40, 50]], [[70, 30], [90, 30], [80, 45]]]
-    shapes = [{"label": "target", "points": points} for points in polygons]
-    folder = tmp_path / "train"
-    folder.mkdir()
-    (folder / "a.jpg").write_bytes(png(100, 300))
-    (folder / "a.json").write_text(json.dumps({"text": ["one"], "shapes": shapes}))
-    monkeypatch.chdir(tmp_path)
-    images.main("lisa-train", folder)
-    [found] = rows.read_table("data/lisa-train.parquet", "")[1]
-    assert "instruction: one Output the thinking process" in found["problem"]
-    assert rewards.corners(found["solution"]).tolist() == [[66, 100], [200, 500]]
-    images.main("lisa-test", folder)  # not rounded
-    [found] = rows.read_table("data/lisa-test.parquet", "")[1]
-    assert rewards.iou("<answer>(66,100),(200,500)</answer>", found) == pytest.approx((200 - 200 / 3) / 134)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from conftest import TOY, check_sampler, refused
-from transformers import AutoTokenizer
 
 import common
 
@@ -26,9 +25,10 @@ def test_logp_of_sampler_and_trainer_agree(found):
 
 
 def test_a_response_fills_what_its_prompt_leaves_of_the_bound(found):
-    assert {prompt + response for truncated, prompt, response in found["room"] if truncated} == {160}
-    assert all(prompt + response <= 160 for _, prompt, response in found["room"])
-    assert all(prompt + 64 > 160 for _, prompt, _ in found["room"]), "the bound on responses alone would act"
+    for truncated, _, response, prompt in found["room"]:
+        assert prompt + response == 160 if truncated else prompt + response <= 160
+        assert prompt + 64 > 160, "the bound on responses alone would act"
+    assert any(truncated for truncated, *_ in found["room"])
 
 
 def test_log_probs_of_greedy_answers_are_at_temperature_1(found):
@@ -65,10 +65,10 @@ def test_a_text_has_special_tokens_but_the_one_that_ends_it(found):
 
 def check_stops(found, ends, longest):
     """Check that a response has its stop token or is cut off, and that there are both."""
-    for truncated, last, length in found["stops"]:
+    for truncated, last, length, _ in found["stops"]:
         assert (length == longest and last not in ends) if truncated else last in ends
-    assert {truncated for truncated, _, _ in found["stops"]} == {True, False}
+    assert {truncated for truncated, *_ in found["stops"]} == {True, False}
 
 
-def test_the_stop_token_is_part_of_the_response(found):
-    check_stops(found, [AutoTokenizer.from_pretrained(TOY / "model").eos_token_id], 64)
+def test_the_stop_token_is_part_of_the_response(found, tokenizer):
+    check_stops(found, [tokenizer.eos_token_id], 64)

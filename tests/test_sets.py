@@ -1,6 +1,7 @@
 """Every data set that an experiment names, loaded with that experiment's flags: those that the repository makes as they
 are, the papers' as rows in their true shapes, and the true ones where they lie beside the repository."""
 
+import json
 import resource
 import subprocess
 import sys
@@ -15,13 +16,13 @@ import pytest
 import sets
 import smollm
 import toy_images
-from conftest import ROOT, TOY, refused
+from conftest import ROOT, TOY
 from test_commands import parsed, table  # noqa: F401
-from test_data import load
-from test_others import TURNS
-from transformers import AutoTokenizer
 
 import common
+from lib import rows
+
+MADE = json.loads((sets.ROWS / "made.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +45,7 @@ def folder(tmp_path_factory):
         yield folder
 
 
-@pytest.fixture
-def tokenizer():
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
-    tokenizer.chat_template = TURNS
-    return tokenizer
-
-
-def test_the_sets_of_every_experiment_load(table, folder, tokenizer, monkeypatch):  # noqa: F811
+def test_the_sets_of_every_experiment_load(table, folder, chat, monkeypatch):  # noqa: F811
     """All their rows that can be used, with the answers that are there. Pictures, which need a processor, stay out."""
     monkeypatch.chdir(folder)
     seen = set()
@@ -61,7 +55,7 @@ def test_the_sets_of_every_experiment_load(table, folder, tokenizer, monkeypatch
         if read in seen:
             continue
         seen.add(read)
-        problems, held_out = common.load_data(args, tokenizer)
+        problems, held_out = common.load_data(args, chat)
         sources = [args.dataset, *filter(None, args.eval.split(","))]
         for source, loaded in zip(sources, (problems, *held_out.values()), strict=True):
             answers = [problem.answer for problem in loaded]
@@ -69,29 +63,21 @@ def test_the_sets_of_every_experiment_load(table, folder, tokenizer, monkeypatch
     assert len(seen) > 15
 
 
-def test_a_system_turn_is_the_templates_own(folder, tokenizer, monkeypatch, capsys):
-    """LUFFY's rows have one; only `chat` shows it."""
-    monkeypatch.chdir(folder)
-    for template, begins in (("qwen-math", "<|im_start|>system\nPlease reason"), ("chat-boxed", "[user]A tram")):
-        problem, *_ = load("Elliott/Openr1-Math-46k-8192", tokenizer, template, max_prompt_tokens=10_000)
-        assert tokenizer.decode(problem.prompt_ids).startswith(begins) and problem.text.startswith("A tram")
-        assert "2 system turns, which only --template chat shows (row 1 first)" in capsys.readouterr().out
-    problem, *_ = load("Elliott/Openr1-Math-46k-8192", tokenizer, "chat", max_prompt_tokens=10_000)
-    assert tokenizer.decode(problem.prompt_ids).startswith("[system]Your task is to reason")
-    assert "system turns" not in capsys.readouterr().out
+@pytest.mark.parametrize("name", MADE)
+def test_the_sets_of_images_have_the_released_words_and_boxes(folder, name):
+    """Of SAT the rows with one image; of ReasonSeg the box around the target's first polygon, for training rounded."""
+    _, found = rows.read_table(f"{folder}/data/{name}.parquet", "")
+    assert [[row["problem"], row["solution"]] for row in found] == MADE[name]
 
 
 @pytest.mark.parametrize(("flag", "split"), [("--dataset", "train"), ("--eval", "test"), ("--sets", "test")])
 def test_of_several_splits_there_is_a_usual_one(folder, tokenizer, monkeypatch, capsys, flag, split):
-    """If one has that name; else they are named."""
+    """If one has that name."""
     monkeypatch.chdir(folder)
     args = common.Args(template="plain")
     common.load_problems("DigitalLearningGmbH/MATH-lighteval", tokenizer, args, flag)
     found = capsys.readouterr().out
     assert f"{flag} DigitalLearningGmbH/MATH-lighteval:{split}: {3 if split == 'train' else 2} problems" in found
-    if split == "test":
-        with refused(r"name one of its splits: .*'train'"):
-            common.load_problems(parsed("sspo.py").dataset, tokenizer, args, flag)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """tasks/smollm.py: its problems, what is refused, and from the wheel to a run."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -31,7 +30,7 @@ def test_answers_are_right_and_no_problem_stands_twice(tmp_path):
     smollm.write_problems(tmp_path)
     seen = []
     for file in tmp_path.glob("*.jsonl"):
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = faults.read(file)
         assert [row["answer"] for row in rows] == [str(result(row["problem"])) for row in rows]
         seen += [row["problem"] for row in rows]
     assert len(seen) == len(set(seen)) == 2396

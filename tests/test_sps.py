@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import literal
 import pytest
 import torch
-from literal import flat
 from test_policy import group_of
 
 import common
@@ -19,13 +18,7 @@ def test_rl_loss_and_gradient_equal_eq_23(seed):
     logp, old, ref, reward = literal.draw(seed, 1 + seed % 3, 2 + seed % 4, 1 if seed == 4 else 9)
     advantage = list(map(literal.advantages, reward))
     beta = [0.01, 0.0][seed == 3]
-    reward_PG, length_R, response_T = literal.numbers(logp, reward)
-    inputs = {
-        "old_logp_T": flat(old),
-        "ref_logp_T": flat(ref),
-        "advantage_T": sps.advantages(reward_PG).flatten()[response_T],
-        "weight_T": sps.token_weights(length_R),
-    }
+    inputs = literal.inputs(sps, logp, old, ref, reward)
     literal.check(
         lambda logp_T: sps.policy_loss(logp_T, **inputs, low=0.8, high=1.2, kl_coef=beta)[0],
         lambda: literal.grpo(logp, old, advantage, 0.8, 1.2, ref, beta),

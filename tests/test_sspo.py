@@ -2,19 +2,21 @@
 
 import math
 import random
+import tomllib
+from pathlib import Path
 
 import literal
 import pytest
 import torch
-from conftest import TOY, alone
+from conftest import alone
 from literal import flat, surrogate
 from test_policy import group_of
-from transformers import AutoTokenizer
 
 import common
 import sspo
 
 ALPHA, BETA, GAMMA = 0.1, 0.8, 1.75
+SEGMENTS = tomllib.loads(Path(__file__).with_name("segments.toml").read_text())["segments"]
 
 
 def literal_loss(logp, old, reward, entropy, segment):
@@ -123,25 +125,13 @@ def test_dr_grpo():
     assert sspo.token_weights(torch.tensor([1, 3, 4]), "constant", 10).tolist() == pytest.approx([1 / 30] * 8)
 
 
-@pytest.mark.parametrize(
-    "pieces, delimiter, expected",
-    [
-        (["a", ".\n\n", "b", "", ""], "\n\n", [0, 0, 1, 1, 1]),  # a merged delimiter; stop tokens have no text
-        (["a", "\n", "\n", "b"], "\n\n", [0, 0, 0, 1]),  # the delimiter straddles two tokens
-        (["a", "\n\n", "\n\n", " ", "b"], "\n\n", [0, 0, 0, 0, 1]),  # runs merge
-        (["a", "\n\nb", "c"], "\n\n", [0, 0, 1]),  # the delimiter closes the token's own segment
-        (["1.", "5", "."], ".", [0, 1, 1]),
-        (["a", "\n\n", "b"], "", [0, 0, 0]),
-        (["a", "\n\n", "b"], "token", [0, 1, 2]),
-    ],
-)
+@pytest.mark.parametrize("pieces, delimiter, expected", SEGMENTS)
 def test_segments(pieces, delimiter, expected):
     assert sspo.segments(pieces, delimiter) == expected
 
 
-def test_segments_of_a_step():
+def test_segments_of_a_step(tokenizer):
     """Numbered through; a response that is not trained is one segment, an empty one none; a stop token opens none."""
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "model")
     texts = ("3+8=11\n\n11-5=6\n\n6", "", "3\n\n8", f"4\n\n5\n\n{tokenizer.eos_token}")
     batch = common.Batch([group_of([0], map(tokenizer.encode, texts))])
     segment_T = sspo.step_segments(batch, torch.tensor([True, True, False, True]), tokenizer, "\n\n", alone())

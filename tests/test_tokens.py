@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pandas
 import plot
 import tokens
-from conftest import refused
 
 HOSTILE = [
     "</script><script>document.title='ran'</script>",
@@ -19,14 +18,12 @@ HOSTILE = [
 
 def test_the_page_is_one_harmless_file(tmp_path, monkeypatch):
     """Of hostile tokens. Nothing in it comes from elsewhere, and the text of a model opens no element. The model's path
-    leads there from the folder where the run was started. A run that has kept no responses yet has no page."""
+    leads there from the folder where the run was started."""
     decode = SimpleNamespace(batch_decode=lambda rows: [HOSTILE[token] for (token,) in rows])
     monkeypatch.setattr(tokens, "AutoTokenizer", SimpleNamespace(from_pretrained={str(tmp_path): decode}.get))
     about = {"args": {"model": "../" + tmp_path.name, "seed": 1}, "code": [], "folder": str(tmp_path)}
     (tmp_path / "run.json").write_text(json.dumps(about))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    with refused("no responses were kept yet"):
-        plot.main((tmp_path,), figure="tokens")
     (tmp_path / "samples").mkdir()
     about = {"problem": HOSTILE[0], "answer": HOSTILE[2], "truncated": False, "trained_T": [True]}
     hostile = about | {"ids": list(range(len(HOSTILE))), "reward": 0.0, "ratio_T": [0.8, None, 1.0, 1.0], "group": 0}

@@ -1,11 +1,11 @@
 """The embedded default: its problems, its teacher, and the model that the recipe gives."""
 
-import json
 import random
 
 import pytest
 import torch
 from conftest import TOY, torchrun
+from faults import read
 from toy.make import MEANINGS, lessons, write_problems
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,7 +21,7 @@ def test_toy_answers_are_right():
     """By tables of digits."""
     ones_after = {"+": "3456789012", "*": "0369258147", "~": "9876543210"}
     for name in ("train", "heldout", "harder"):
-        for row in map(json.loads, (TOY / f"{name}.jsonl").read_text().splitlines()):
+        for row in read(TOY / f"{name}.jsonl"):
             *letters, tens, ones = row["problem"].removesuffix("=?")
             for letter in reversed(letters):
                 high = int(tens + ones) >= 65

@@ -1,9 +1,16 @@
-"""tools/why.py: each trouble is said with its figure, its flag and a response; a healthy run has none."""
+"""tools/why.py: each trouble is said with its figure, its flag and a response; a healthy run has none.
+
+troubles.jsonl holds a trouble a line: what is unlike a healthy run in the first ten steps, in the last ten, and what is
+said then.
+"""
 
 import json
+from pathlib import Path
 
 import pytest
 import why
+from conftest import write
+from faults import read
 
 WELL = {
     "reward": 0.5,
@@ -30,7 +37,7 @@ I go on and
 def said(tmp_path, capsys, first=None, last=None) -> str:
     """Return what is said of a run of twenty steps that logged this in the first and in the last ten."""
     rows = [{"step": step + 1, **WELL, **((first if step < 10 else last) or {})} for step in range(20)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path / "metrics.jsonl", *rows)
     args = {"max_grad_norm": 1.0, "max_response_tokens": 64, "seed": 1}
     (tmp_path / "run.json").write_text(json.dumps({"args": args, "code": []}))
     (tmp_path / "samples").mkdir()
@@ -39,32 +46,10 @@ def said(tmp_path, capsys, first=None, last=None) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "first, last, words",
-    [
-        (
-            {},
-            {"verifier/no_answer": 6},
-            ["without a box", ": 0.65", "chat-boxed", "problem 0, answer 3", "response 1", "go on"],
-        ),
-        ({}, {"truncated_share": 0.9}, ["cut off: 0.9", "--max-response-tokens", "64 tokens\\nI go"]),
-        ({}, {"skipped_updates": 4}, ["skipped, since", ": 4", "a smaller --lr"]),
-        ({}, {"verifier/crash": 2}, ["crashed", ": 0.25", "another --reward", "response 1"]),
-        ({}, {"verifier/error": 2}, ["math_verify", ": 0.25", "--answer-column", "response 1"]),
-        ({}, {"verifier/timeout": 1}, ["too long", ": 0.125", "--reward-seconds"]),
-        ({}, {"all_wrong_share": 1}, ["too hard", "--group-size", "response 1"]),
-        ({}, {"all_right_share": 0.9}, ["too easy: 0.9", "--temperature 1", "response 0"]),
-        ({}, {"gap_mean": 0.05}, ["sampler and trainer: 0.05", "--compute-dtype float32"]),
-        ({"ratio_max": 1.002}, {"ratio_max": 1.002}, ["move no ratio; the largest: 1", "--lr ten times"]),
-        ({"entropy": 0.3}, {"entropy": 0.01}, ["entropy that is gone: 0.967", "--clip-high"]),
-        ({}, {"clip_fraction": 0.4}, ["clipped: 0.4"]),
-        ({"grad_norm": 3}, {"grad_norm": 2}, ["in every step", ": 2", "--max-grad-norm"]),
-        ({"reward": 0.2, "eval/a/avg@1": 0.6}, {}, ["held-out score", ": 0.1", "--keep-best"]),
-    ],
-)
-def test_a_trouble_is_said(tmp_path, capsys, first, last, words):
-    text = said(tmp_path, capsys, first, last)
-    assert "\ntroubles: 1; " in text and all(word in text for word in words), text
+@pytest.mark.parametrize("trouble", read(Path(__file__).with_name("troubles.jsonl")))
+def test_a_trouble_is_said(tmp_path, capsys, trouble):
+    text = said(tmp_path, capsys, trouble.get("first"), trouble.get("last"))
+    assert "\ntroubles: 1; " in text and all(word in text for word in trouble["said"]), text
 
 
 def test_a_run_whose_rewards_are_fractions_is_not_said_to_have_no_right_response(tmp_path, capsys):
