@@ -47,7 +47,7 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
     best = tmp_path / "best"
     best.mkdir()
     for path in (tmp_path, best, tmp_path / "checkpoints" / "step-0014"):
-        with refused(f"/{path.name}.* is no model: .*; its last checkpoint is {step}"):
+        with refused(f"/{path.name}.* is no model: name one of {tmp_path}/checkpoints"):
             evaluation.protocol_of("", path)
     for folder in (best, tmp_path / "model"):
         folder.mkdir(exist_ok=True)
