@@ -102,8 +102,8 @@ def run_of(path):
 def protocol_of(name, path):
     """Return a protocol. With a name, return the protocol of this name. Otherwise, if `path` belongs to a run, return
     the way in which the run evaluates while it trains. Otherwise return a protocol with the prompt chat-boxed. The
-    protocol's model is the folder that has the tokenizer. For a checkpoint, that is the model with which its run
-    began. Raises Refused if the run has no such model."""
+    protocol's model is the folder that has the tokenizer. For a checkpoint, that is the model with which its run began.
+    Raises Refused if the run has no such model."""
     run, flags = run_of(path)
     if name:
         protocol = Protocol(**PROTOCOLS[name])
