@@ -24,7 +24,7 @@ from pyarrow.parquet import ParquetFile
 
 TEXT = datasets.Value("string")
 COLUMNS = datasets.Features({"image": datasets.Image(), "problem": TEXT, "solution": TEXT, "choices": [TEXT]})
-LETTERS = "ABCDEF"
+
 # For each set, the things that its images show, and the property that its questions ask for.
 KINDS = {
     "flower": ("a plant", "species of the plant"),
@@ -67,7 +67,7 @@ def cvbench(name, source):
     rows = datasets.load_dataset(source, split="test")
     for one in rows.cast_column("image", datasets.Image(decode=False)):
         if name == f"cvbench-{one['task'].lower()}":
-            words = one["choices"][LETTERS.index(one["answer"].strip("()"))]
+            words = one["choices"]["ABCDEF".index(one["answer"].strip("()"))]
             yield row(one["image"]["bytes"], one["prompt"], f"{one['answer']} {words}", one["choices"])
 
 

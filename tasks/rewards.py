@@ -13,7 +13,6 @@ import numpy as np
 
 from lib.grading import judge
 
-LETTERS = "ABCDEF"
 UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")  # GEOQA has 3cm, 5cm^2^ and 9米.
 
 
@@ -57,7 +56,7 @@ def option(completion, row):
 
     in_tags = re.search(r"<answer>\s*(.*?)\s*</answer>", completion)
     answer = in_tags.group(1) if in_tags else ""
-    letters = [*LETTERS, *LETTERS.lower()]
+    letters = "ABCDEFabcdef"
     marked = [f"({letter})" for letter in letters]
     strings = StringExtractionConfig((*letters, *marked, *row["choices"]))
     found = parse(answer or completion, [LatexExtractionConfig(), ExprExtractionConfig(), strings])

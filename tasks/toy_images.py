@@ -50,6 +50,7 @@ SIZE = 24  # The side of an image in pixels.
 CELL = 8  # The side of a cell in pixels. A cell is 2 x 2 patches, which become one token of the language model.
 SIDES = (4, 7)  # The smallest and the largest side of a square in pixels.
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 30)}
+NAMES = [*COLOURS]
 QUESTIONS = {
     "count": "how many squares are {}?",
     "left": "what colour is the leftmost square?",
@@ -103,13 +104,13 @@ def ask(rng, kinds):
             row = rng.randrange(0, SIZE, CELL)
             left = column + rng.randint(1, CELL - side)
             top = row + rng.randint(1, CELL - side)
-            colours += (rng.choice([*COLOURS]),)
+            colours += (rng.choice(NAMES),)
             boxes += ((left, top, left + side, top + side),)
         if kind in ("left", "right"):
             return Problem(colours, boxes, kind, "")
         asked = [colour for colour in COLOURS if colours.count(colour) == 1]
         if kind == "count":
-            asked = colours if rng.random() < 0.75 else [*COLOURS]
+            asked = colours if rng.random() < 0.75 else NAMES
         if asked:
             return Problem(colours, boxes, kind, rng.choice(asked))
 
@@ -156,7 +157,7 @@ def misread(rng, problem):
         return problem._replace(boxes=[edges] * 3)
     seen = []
     for colour in problem.colours:
-        guess = rng.choices([*COLOURS], GUESSED)[0]
+        guess = rng.choices(NAMES, GUESSED)[0]
         seen.append(colour if rng.random() < KNOWN else guess)
     return problem._replace(colours=seen)
 

@@ -48,7 +48,7 @@ NAMES = (
     "vocab_size",
     "tie_word_embeddings",
 )
-SHAPES = {
+SHAPES = {  # For each shape, the values of the settings NAMES.
     "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151_936, True),
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151_936, True),
     "qwen2.5-3b": (2048, 11_008, 36, 16, 2, 151_936, True),

@@ -87,13 +87,12 @@ LARGE = "--activation-checkpointing"
 B1 = "--micro-batch-tokens=32768"
 B7 = f"{LARGE} --micro-batch-tokens=65536"  # With B1 and B7, models of 1.5B and 7B use 3/4 of 8 GPUs of 80 GB.
 FLAT = "--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
-TOY = f"""--model={REPO}tasks/toy/model --reward=math --template=plain --dataset={REPO}tasks/toy/train.jsonl
-    --eval={REPO}tasks/toy/heldout.jsonl,{REPO}tasks/toy/harder.jsonl --eval-samples=8 --eval-temperature=1
-    --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32 --max-response-tokens=96 --lr=2e-4 --steps=120"""
 AWAKE = ""
 if os.environ.get("MACHINE") == "gpu":  # run.sh sets this variable.
     AWAKE = "--keep-awake --gpu-memory-utilization=0.1"
-    TOY += f" {AWAKE}"
+TOY = f"""{AWAKE} --model={REPO}tasks/toy/model --reward=math --template=plain --dataset={REPO}tasks/toy/train.jsonl
+    --eval={REPO}tasks/toy/heldout.jsonl,{REPO}tasks/toy/harder.jsonl --eval-samples=8 --eval-temperature=1
+    --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32 --max-response-tokens=96 --lr=2e-4 --steps=120"""
 SEEN = f"{TOY} --model={SEE}model --image-column=image"
 PRETRAINED = f"""{AWAKE} {FLAT} --model={SMOLLM}model --template={REPO}tasks/smollm.txt
     --dataset={SMOLLM}train.jsonl --eval={SMOLLM}heldout.jsonl,{SMOLLM}harder.jsonl --eval-samples=8
@@ -113,7 +112,7 @@ GPG = f"{B7} --eval={AIME24},knoveleng/AMC-23,{OTHERS}"
 # These are defaults of gpg.py, for other scripts.
 AS_GPG = "--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1 --reward=open_r1_gpg"
 MATH = f"""{GPG} --dataset=DigitalLearningGmbH/MATH-lighteval:train --max-prompt-tokens=512
-    --max-response-tokens=1024 --lr=3e-6 --lr-warmup=0.1 --lr-floor=0"""  # The lengths and rates of footnote 1.
+    --max-response-tokens=1024 --lr=3e-6 --lr-warmup=0.1 --lr-floor=0"""  # These values are from footnote 1.
 RS = f"""{B1} --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward
     --group-size=6 --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7
     --lr-warmup=0.1 --lr-floor=0.1 --weight-decay=0"""  # This is the recipe of Open-RS. The decay is TRL's default.

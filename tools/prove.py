@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -136,7 +137,7 @@ def step(world, module, settings, learn, zero_advantage=(2,), change=list):
         last={},  # The dict that policy_loss returned for the last micro-batch.
         clean=[],  # Whether the gradients were 0 before each empty micro-batch.
         reached_2T=torch.zeros(2, len(batch.response_T)),  # Gradients at log-probs, entropies.
-        gradient={},  # The sum of each parameter's gradients over the updates.
+        gradient=Counter(),  # The sum of each parameter's gradients over the updates.
         steps=0,  # The number of optimiser steps.
     )
     watch(made, module, learn)
@@ -171,15 +172,15 @@ def watch(made, module, learn):
             made.inputs = arguments
         return loss, per_token
 
-    def note_backward(loss):
+    def note_backward(loss, **options):
         made.extra += loss.item()
-        backward(loss)
+        backward(loss, **options)
 
     def note_step(*_):
         made.steps += 1
         for name, parameter in made.policy.named_parameters():
             if parameter.grad is not None:
-                made.gradient[name] = made.gradient.get(name, 0) + parameter.grad.full_tensor()
+                made.gradient[name] += parameter.grad.full_tensor()
 
     module.policy_loss = note_call
     torch.Tensor.backward = note_backward
@@ -198,7 +199,7 @@ def against(check, mine, theirs, hint):
     """Return the line for a check that the steps `mine` and `theirs` have the same gradients and metrics."""
     apart = 0.0 if theirs.gradient else math.nan
     for name, other in theirs.gradient.items():
-        apart = max(apart, (mine.gradient.get(name, 0) - other).norm() / other.norm())
+        apart = max(apart, (mine.gradient[name] - other).norm() / other.norm())
     differ = []
     for name, value in theirs.metrics.items():
         if not math.isclose(mine.metrics[name], value, rel_tol=1e-3, abs_tol=1e-5):
@@ -320,8 +321,8 @@ def runs(script, flags):
     """Run the whole script, and a second time from its first checkpoint, as after a kill. Yield the lines for both
     runs. Raises CalledProcessError if a run fails."""
     folder = Path(tempfile.mkdtemp())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", script, *FLAGS, *flags, "--resume"]
-    command += ["--steps=3", "--checkpoint-every=1", "--checkpoints-kept=3", "--run-dir", folder]
+    own = ["--resume", "--steps=3", "--checkpoint-every=1", "--checkpoints-kept=3", "--run-dir", folder]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", script, *FLAGS, *flags, *own]
     weights = []
     for _ in range(2):
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)

@@ -116,7 +116,7 @@ def mean_of(run, figure, gaps):
     left, return NaN. In two more cases return NaN and append the reason to the list `gaps`: a value is not finite, or
     the run was cut off before the last of these steps. For STEPS without numbers, that is the run's last step."""
     metric, _, how = figure.partition(", ")
-    rows = run.rows.reindex(columns=[*{*run.rows, metric, "reward", "prompts_drawn"}])
+    rows = run.rows.reindex(columns=[*{*run.rows, metric}])
     last = rows["step"].max()
     needed = run.flags.get("steps", last)  # A csv file has no such flag. Its run has ended.
     if how == "end":
