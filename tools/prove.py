@@ -1,4 +1,4 @@
-"""Prove a script: check that its function `learn` does what its `policy_loss` says, and print a table of the checks.
+"""Prove a script: check that its function `learn` trains the loss of its `policy_loss`, and print a table.
 
 ./run.sh prove mine.py [FLAGS]      two minutes on two CPU cores; FLAGS are flags of the script
 
@@ -134,7 +134,7 @@ def step(world, module, settings, learn, zero_advantage=(2,), change=list):
         inputs={},  # The arguments of policy_loss for the whole step.
         extra=0,  # The sum of the trained losses, less the results of policy_loss.
         live=set(),  # The names of the arguments that required a gradient in a micro-batch.
-        last={},  # The dict that policy_loss returned for the last micro-batch.
+        last={},  # The dict from policy_loss for the last micro-batch.
         clean=[],  # Whether the gradients were 0 before each empty micro-batch.
         reached_2T=torch.zeros(2, len(batch.response_T)),  # Gradients at log-probs, entropies.
         gradient=Counter(),  # The sum of each parameter's gradients over the updates.
@@ -152,16 +152,20 @@ def watch(made, module, learn):
     *_, weight = made.policy.parameters()
 
     def note_back(row, entry_T, gradient_T):
+        """Note the gradient at the log-probs (row 0) or the entropies (row 1) of these tokens."""
         if row == 0 and not len(entry_T):
             made.clean.append(weight.grad is None or not weight.grad.to_local().any())
         made.reached_2T[row, entry_T] += gradient_T
 
     def note_pass(_, given, output):
+        """After a forward pass, call `note_back` for its log-probs and entropies when their gradients are known."""
         for row, x in enumerate(output):
             if x.requires_grad:
                 x.register_hook(partial(note_back, row, given[0].entry_T))
 
     def note_call(*given, **named):
+        """Call policy_loss, and note its arguments and results. Only in micro-batches do log-probs require a
+        gradient."""
         loss, per_token = policy_loss(*given, **named)
         arguments = inspect.signature(policy_loss).bind(*given, **named).arguments
         made.live |= {name for name, x in arguments.items() if getattr(x, "requires_grad", False)}
@@ -173,10 +177,12 @@ def watch(made, module, learn):
         return loss, per_token
 
     def note_backward(loss, **options):
+        """Note the value of a loss before its backward pass."""
         made.extra += loss.item()
         backward(loss, **options)
 
     def note_step(*_):
+        """Note the gradients before an optimiser step."""
         made.steps += 1
         for name, parameter in made.policy.named_parameters():
             if parameter.grad is not None:
@@ -232,7 +238,7 @@ def examine_updates(made, moved):
     yield "2 updates from gradients of 0", all(moved.clean), f"{sum(moved.clean)} of {count}", hint
 
     if "ratio_T" in moved.last:
-        off = (made.per_token.get("ratio_T", made.last["ratio_T"]) - 1).abs().max()
+        off = (made.per_token["ratio_T"] - 1).abs().max()
         hint = "old_logp_T is of other tokens or micro-batches: pass micro_batches_by_update to `logprobs`"
         yield "2 ratios are 1 before the first optimiser step", off < 1e-5, f"off by {off:.2g}", hint
         off = (moved.last["ratio_T"] - 1).abs().max()
@@ -268,7 +274,7 @@ def examine_loss(made, policy_loss):
     figure = f"trained {made.extra:.2g}, logged {logged:.2g}"
     yield "3 terms beside policy_loss", abs(made.extra - logged) < ALIKE, figure, hint
 
-    idle_T = (before_T == 0) & (made.per_token.get("trained_T", torch.ones_like(before_T)) > 0)
+    idle_T = (before_T == 0) & made.per_token["trained_T"]
     last = idle_T[batch.length_R.cumsum(0) - 1].sum()
     figure = f"{idle_T.sum()}, and {last} of them end a response, as a stop token does"
     yield "4 trained tokens of weight 0", True, figure, ""

@@ -51,8 +51,8 @@ KNOWN = 0.2  # Share of the steps in which the teacher does not guess.
 STEP_ERROR = 0.05  # Share of the steps in which the teacher writes a random ones digit.
 HIGH = 65
 MEANINGS = (
-    dict(zip(ascii_lowercase, "+~+++>>~++~++>>++~*++*++**", strict=True)),  # for numbers below HIGH
-    dict(zip(ascii_lowercase, "*~+++>~~++~+**>++**+>*>+*~", strict=True)),  # from HIGH on
+    dict(zip(ascii_lowercase, "+~+++>>~++~++>>++~*++*++**", strict=True)),  # For numbers below HIGH.
+    dict(zip(ascii_lowercase, "*~+++>~~++~+**>++**+>*>+*~", strict=True)),  # For numbers from HIGH on.
 )
 END = "<|endoftext|>"
 BATCH = 128
