@@ -1,1 +1,1 @@
-"""Data and rewards: small tasks that train in minutes, images, and the rewards of papers."""
+"""Small tasks that train in minutes, sets of images, and the rewards of the papers."""

@@ -1,12 +1,13 @@
-"""Prepare an image set of GPG's Tables 5 to 8 as data/NAME.parquet: image, problem, solution and CV-Bench's choices.
+"""Prepare an image set of GPG's Tables 5 to 8 as data/NAME.parquet, with columns image, problem, solution and choices.
 
-tasks/images.py geoqa PROMPTS.jsonl FOLDER        R1-V's 754 test questions, the images that they name in FOLDER
-tasks/images.py sat SAT_train.parquet             of array/SAT: the first 15,000 rows, those with one image
-tasks/images.py cvbench-count nyu-visionx/CV-Bench     a task of it; also cvbench-relation, -depth, -distance
-tasks/images.py lisa-train FOLDER                 ReasonSeg's train, val or test; also lisa-val, lisa-test
+tasks/images.py geoqa PROMPTS.jsonl FOLDER        R1-V's 754 test questions; their images are in FOLDER
+tasks/images.py sat SAT_train.parquet             array/SAT: those of the first 15,000 rows that have one image
+tasks/images.py cvbench-count nyu-visionx/CV-Bench     a task of CV-Bench; also cvbench-relation, -depth, -distance
+tasks/images.py lisa-train FOLDER                 the training set of ReasonSeg; also lisa-val, lisa-test
 tasks/images.py flower LIST.pth NAMES.txt FOLDER  the images of FOLDER that Visual-RFT lists; also pets, aircraft, car
 
-The training sets of Tables 5 and 6 are read from the hub as they are. docs/gpg.md says what of this could be checked.
+Only CV-Bench has choices. The training sets of Tables 5 and 6 need no preparation: a run reads them from the hub.
+docs/gpg.md says which of these sets could be checked.
 """
 
 import io
@@ -23,8 +24,9 @@ from pyarrow.parquet import ParquetFile
 
 TEXT = datasets.Value("string")
 COLUMNS = datasets.Features({"image": datasets.Image(), "problem": TEXT, "solution": TEXT, "choices": [TEXT]})
-LETTERS = "ABCDEF"
-KINDS = {  # what an image of a set contains, and what is asked for
+
+# For each set, the things that its images show, and the property that its questions ask for.
+KINDS = {
     "flower": ("a plant", "species of the plant"),
     "pets": ("a pet", "species of the pet"),
     "aircraft": ("an aircraft", "model of the aircraft"),
@@ -33,21 +35,22 @@ KINDS = {  # what an image of a set contains, and what is asked for
 
 
 def row(image, problem, solution, choices=()):
-    """Return a row as the hub's training sets have it, and the choices of CV-Bench."""
+    """Return a row in the format of the training sets on the hub, with the choices of CV-Bench as one more column."""
     return {"image": image, "problem": problem, "solution": f"<answer> {solution} </answer>", "choices": choices}
 
 
 def geoqa(_, prompts, folder):
-    """Yield rows of R1-V's questions; image_path is under the folder."""
+    """Yield a row for each of R1-V's questions in the file `prompts`, which names an image in `folder`."""
     for question in datasets.Dataset.from_json(prompts):
         image = Path(folder, question["image_path"]).read_bytes()
         yield row(image, question["question"], question["ground_truth"])
 
 
 def sat(_, file):
-    """Yield SAT's first rows that have one image, in the words of VisualThinker-R1-Zero's process_dataset.py (release
-    of GPG's Table 7): options in a seeded order, and the solution is an option's words."""
-    # The file has 5 GB in one row group, which only a map of it leaves on the disk.
+    """Yield a row for each of SAT's first 15,000 rows that has one image. The prompt is that of process_dataset.py in
+    VisualThinker-R1-Zero, the release of GPG's Table 7. The options are in a random order, which depends only on the
+    number of the row, and the solution is the text of an option."""
+    # All 5 GB of the file are one row group. With a memory map they stay on the disk.
     batches = ParquetFile(file, memory_map=True).iter_batches(100)
     rows = chain.from_iterable(batch.to_pylist() for batch in batches)
     for number, one in enumerate(islice(rows, 15_000)):
@@ -59,18 +62,20 @@ def sat(_, file):
 
 
 def cvbench(name, source):
-    """Yield rows of a task of CV-Bench's test split; a solution is "(C)" and that choice's words."""
+    """Yield a row for each question of one task in CV-Bench's test split. A solution is "(C)" and the text of this
+    choice."""
     rows = datasets.load_dataset(source, split="test")
     for one in rows.cast_column("image", datasets.Image(decode=False)):
         if name == f"cvbench-{one['task'].lower()}":
-            words = one["choices"][LETTERS.index(one["answer"].strip("()"))]
+            words = one["choices"]["ABCDEF".index(one["answer"].strip("()"))]
             yield row(one["image"]["bytes"], one["prompt"], f"{one['answer']} {words}", one["choices"])
 
 
 def lisa(name, folder):
-    """Yield rows of ReasonSeg's images, each with a .json beside it: the box around the target's first polygon, in
-    thousandths. As released, the training set has the box rounded down, and every wording of a question; the others
-    have the box as it is, and the first wording."""
+    """Yield rows for ReasonSeg's images, each of which has a .json file beside it. The solution is the box around the
+    first polygon of the target, in thousandths of the image. As in the release of Table 8, the training set has a row
+    for each wording of a question, and boxes that are rounded down. The other sets have the first wording alone, and
+    boxes that are not rounded."""
     for file in sorted(Path(folder).glob("*.json")):
         about = json.loads(file.read_text(encoding="utf-8", errors="replace"))
         image = file.with_suffix(".jpg").read_bytes()
@@ -92,8 +97,9 @@ def lisa(name, folder):
 
 
 def classes(name, listed, names, folder):
-    """Yield rows of a list of {path: {"label": number}}, the names of the classes, a line each, and the folder with the
-    images, of which the last part of a path is the name."""
+    """Yield a row for each image that the file `listed` names, as a list of {path: {"label": number}}. The image is the
+    file in `folder` that has the path's last part as its name. Line `number` of the file `names`, counted from 0, is
+    the name of the class."""
     what, asked = KINDS[name]
     problem = (
         f"This is an image containing {what}. Please identify the {asked} based on the image.\n"
@@ -112,6 +118,7 @@ MAKERS = {"geoqa": geoqa, "sat": sat, "cvbench": cvbench, "lisa": lisa}
 
 
 def main(name, *sources):
+    """Write data/NAME.parquet in the current folder, from the files or the hub id in `sources`."""
     make = MAKERS.get(name.partition("-")[0], classes)
     rows = list(make(name, *sources))
     Path("data").mkdir(exist_ok=True)

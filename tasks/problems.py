@@ -1,11 +1,11 @@
-"""Draw the problems of toy.py, toy_images.py and smollm.py, and write them."""
+"""Draw the problems of toy/make.py, toy_images.py and smollm.py, and write them to files."""
 
 import json
 from itertools import islice
 
 
 def fresh(ask, rng, kinds, taken):
-    """Yield problems ask(rng, kinds) that are not in `taken`, without end."""
+    """Call ask(rng, kinds) for new problems without end, and yield those that are not in `taken`."""
     while True:
         problem = ask(rng, kinds)
         if problem not in taken:
@@ -13,8 +13,8 @@ def fresh(ask, rng, kinds, taken):
 
 
 def draw_files(files, rngs, ask, taken):
-    """Yield name and problems of each of these files, (name, count, kinds), and add the problems to `taken`: none comes
-    twice."""
+    """Yield the name and the problems of each file in `files`, a list of (name, count, kinds). `rngs` yields a random
+    generator for each file. Add the problems to `taken`, so that no problem comes twice."""
     for (name, count, kinds), rng in zip(files, rngs, strict=False):
         problems = []
         for problem in islice(fresh(ask, rng, kinds, taken), count):
@@ -24,6 +24,6 @@ def draw_files(files, rngs, ask, taken):
 
 
 def write_rows(file, problems):
-    """Write (problem, answer) pairs as JSON lines."""
+    """Write pairs (problem, answer) as lines of JSON, and make the folder of the file if it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps({"problem": text, "answer": answer}) + "\n" for text, answer in problems))

@@ -1,10 +1,10 @@
-"""Rewards of GPG's multimodal runs, and the papers' for mathematics.
+"""Rewards of GPG's runs with images, and the papers' rewards for mathematics.
 
---reward NAME calls the function NAME of this file. Those for mathematics take a completion, the reference answer and
-the problem, as common.py's own reward does. The others take a completion and its row, whose `solution` is "<answer> …
-</answer>", as in leonardPKU/GEOQA_R1V_Train_8K and laolao77/ViRFT_CLS_…; what tasks/images.py prepares has it, too. The
-format's reward is gpg.py's --format-reward: with it in here `accuracy` and evaluation would count format alone as
-right. docs/gpg.md says what the released rewards do otherwise.
+The flag `--reward NAME` selects the function NAME of this file. A reward for mathematics takes a completion, the
+reference answer and the problem. The other rewards take a completion and its row. The `solution` of a row is "<answer>
+… </answer>", as in leonardPKU/GEOQA_R1V_Train_8K, in laolao77/ViRFT_CLS_… and in the files of tasks/images.py. The
+reward for the format is a flag of gpg.py, --format-reward: if these functions included it, `accuracy` and evaluations
+would count a response as right for its format alone. docs/gpg.md lists differences to the released rewards.
 """
 
 import re
@@ -13,50 +13,50 @@ import numpy as np
 
 from lib.grading import judge
 
-LETTERS = "ABCDEF"
-UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")  # GEOQA's 3cm, 5cm^2^ and 9米
+UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")  # GEOQA has 3cm, 5cm^2^ and 9米.
 
 
 def inside(text):
-    """Return what the first <answer> of a text holds; empty where none is whole."""
+    """Return the text between the first <answer> and the next </answer>, or "" if one of these tags is missing."""
     answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
     return answer.strip() if closed else ""
 
 
 def reference(row):
-    """Return the solution of a row, out of its tags if it has some."""
+    """Return the solution of a row without its tags."""
     return inside(row["solution"]) or row["solution"].strip()
 
 
 # ----------------------------------------------------------------------------------------------------- GEOQA (Table 5)
 def geoqa(completion, row):
-    """Return 1.0 where the answer equals the reference, units left aside, else 0.0. Like `judge` it ends the
-    process for an answer that takes more than a second of processor time."""
+    """Return 1.0 if the answer equals the reference, else 0.0. Units are ignored. Like `judge`, this ends the process
+    if the comparison takes more than a second of processor time."""
     boxed = rf"\boxed{{{UNIT.sub('', inside(completion))}}}"
     return judge(boxed, UNIT.sub("", reference(row)))[0]
 
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)
 def squeezed(text):
-    """Return a text's letters and digits, in lower case."""
+    """Return the letters and digits of a text in lower case, without everything between them."""
     return re.sub(r"[\W_]", "", text).lower()
 
 
 def class_name(completion, row):
-    """Return 1.0 where the answer is the name of a class or the words of SAT, letters and digits in any case, else
-    0.0."""
+    """Return 1.0 if the answer is the reference, which is the name of a class or an option of SAT, else 0.0. Only
+    letters and digits are compared, and not their case."""
     return float(squeezed(inside(completion)) == squeezed(reference(row)))
 
 
 def option(completion, row):
-    """Return 1.0 where the answer is CV-Bench's solution, as "(B) left", by its letter or its words, else 0.0. Source:
-    undyingjoker/GPG_OPENRS at a888899, VisualThinker-R1-Zero/src/eval/evaluate_Qwen2_VL_CVBench.py: math_verify reads
-    the tags of an answer, or the whole completion where they hold nothing."""
+    """Return 1.0 if the answer names the right choice of CV-Bench, by its letter or by its text, else 0.0. A solution
+    is such as "(B) left". math_verify reads the text between the answer's tags or, if there is none, the whole
+    completion. Source: undyingjoker/GPG_OPENRS at a888899,
+    VisualThinker-R1-Zero/src/eval/evaluate_Qwen2_VL_CVBench.py."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
 
     in_tags = re.search(r"<answer>\s*(.*?)\s*</answer>", completion)
     answer = in_tags.group(1) if in_tags else ""
-    letters = [*LETTERS, *LETTERS.lower()]
+    letters = "ABCDEFabcdef"
     marked = [f"({letter})" for letter in letters]
     strings = StringExtractionConfig((*letters, *marked, *row["choices"]))
     found = parse(answer or completion, [LatexExtractionConfig(), ExprExtractionConfig(), strings])
@@ -67,22 +67,24 @@ def option(completion, row):
 
 # ------------------------------------------------------------------------------------------------------ LISA (Table 8)
 def corners(text, number=r"\d{1,4}"):
-    """Return the corners [[left, top], [right, bottom]] of a text's only box, in thousandths of the image's sides; none
-    where it does not name two points. `number` is the pattern of a coordinate."""
+    """Return the box in a text as its corners [[left, top], [right, bottom]], in thousandths of the image's sides. If
+    the text does not name exactly two points, return an empty array. `number` is the pattern of a coordinate."""
     found = re.findall(rf"\(({number}),({number})\)", text.replace(" ", ""))
     return np.array(found if len(found) == 2 else [], float)
 
 
 def overlap(box, other):
-    """Return the area that two boxes share; 0 if one is inside out."""
+    """Return the area of the intersection of two boxes. If the corners of a box are in the wrong order, the area is
+    0."""
     sides = np.minimum(box[1], other[1]) - np.maximum(box[0], other[0])
     return sides.clip(0).prod()
 
 
 def iou(completion, row):
-    """Return intersection over union of the answer's box and the reference's (B.4); 0 without either box."""
+    """Return the intersection over union of the answer's box and the reference's box (B.4). If one of them is not a
+    box, return 0."""
     box = corners(inside(completion))
-    gold = corners(reference(row), r"[\d.]+")  # A held-out box is not rounded.
+    gold = corners(reference(row), r"[\d.]+")  # The boxes of held-out sets are not rounded.
     if not (box.size and gold.size):
         return 0.0
     shared = overlap(box, gold)
@@ -90,10 +92,12 @@ def iou(completion, row):
 
 
 # ----------------------------------------------------------------------- mathematics (common.py lists these by name)
-# Each is math_verify alone on the whole completion, which gives itself 5 seconds for whatever it parses or compares.
+# Each of these rewards calls math_verify for the whole completion. math_verify stops parsing or comparing an expression
+# after 5 seconds.
 def read_latex(completion, answer):
-    """Return the reference, and what open-r1's reward reads in a completion, as math_verify has them: LaTeX only, a box
-    before anything else, and without a box what stands behind words such as "the final answer is"."""
+    """Parse the reference and a completion as open-r1's reward does, and return both as math_verify's expressions. In
+    the completion, the reward reads only LaTeX: a box or, if there is none, the expression after words such as "the
+    final answer is"."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
@@ -107,9 +111,9 @@ def read_latex(completion, answer):
 
 
 def open_r1(completion, answer, problem):
-    """Return 1.0 where the answer is right by the reward of open-r1, with which CW-GRPO trains, else 0.0. Source:
-    `accuracy_reward` of WangCheng0116/CW-GRPO at 4d46a2c, src/open_r1/rewards.py, which returns None where it cannot
-    read the reference."""
+    """Return 1.0 if the answer is right by the reward of open-r1, with which CW-GRPO trains, else 0.0. Source:
+    `accuracy_reward` of WangCheng0116/CW-GRPO at 4d46a2c, src/open_r1/rewards.py. If the source cannot read the
+    reference, it returns None, and this function returns 0.0."""
     from math_verify import verify
 
     gold, found = read_latex(completion, answer)
@@ -117,10 +121,11 @@ def open_r1(completion, answer, problem):
 
 
 def open_r1_gpg(completion, answer, problem):
-    """Return the same as GPG's release has it. Where the reference cannot be read, every response is right, so that its
-    group has no gradient. The answer stands in the reference's place, which decides of sets and relations: 1 <= x <= 2
-    is right for [1,2], and (2,oo) is wrong for x > 2. Source: undyingjoker/GPG_OPENRS at d23ffc0,
-    open-r1/src/open_r1/rewards.py, for math_verify 0.5.2."""
+    """Return 1.0 if the answer is right by the version of open-r1's reward in GPG's release, else 0.0. If the reference
+    cannot be read, every response is right, so that the group has no gradient. The release swaps the answer and the
+    reference when it calls `verify`, which matters for sets and relations: 1 <= x <= 2 is right for [1,2], and (2,oo)
+    is wrong for x > 2. Source: undyingjoker/GPG_OPENRS at d23ffc0, open-r1/src/open_r1/rewards.py, for math_verify
+    0.5.2."""
     from math_verify import verify
 
     gold, found = read_latex(completion, answer)
@@ -128,8 +133,9 @@ def open_r1_gpg(completion, answer, problem):
 
 
 def lighteval(completion, answer, problem):
-    """Return 1.0 where the answer is right by the evaluators of GPG and CW-GRPO, else 0.0: LaTeX, a box first, or a
-    plain number, rounded to 5 digits. Source: undyingjoker/GPG_OPENRS at d23ffc0, open-r1/src/open_r1/evaluate.py."""
+    """Return 1.0 if the answer is right by the evaluators of GPG and CW-GRPO, else 0.0. They read LaTeX, and a box
+    before other LaTeX, or a plain number, and they compare 5 digits. Source: undyingjoker/GPG_OPENRS at d23ffc0,
+    open-r1/src/open_r1/evaluate.py."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     found = parse(completion, [ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0)])
@@ -137,7 +143,8 @@ def lighteval(completion, answer, problem):
 
 
 def math_verify(completion, answer, problem):
-    """Return 1.0 where math_verify with its defaults finds the answer, with or without a box, else 0.0."""
+    """Return 1.0 if math_verify, with its default settings, finds the right answer in the completion, with or without a
+    box, else 0.0."""
     from math_verify import parse, verify
 
     return float(verify(parse(rf"\boxed{{{answer}}}"), parse(completion)))

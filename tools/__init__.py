@@ -1,1 +1,1 @@
-"""Commands, one file each, and what they read."""
+"""Commands: one Python file for each, and the files that they read."""

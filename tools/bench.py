@@ -1,13 +1,13 @@
-"""Measure the policy's throughput, and a step against TRL's; compute what should fit.
+"""Measure how fast the policy trains, and how long a step takes beside TRL's. Compute which GPUs a model should fit.
 
     python tools/bench.py fit
     python tools/bench.py policy --model tasks/toy/model --tokens 4096 --lengths 64 256
     python tools/bench.py policy --model qwen2.5-1.5b --tokens 16384 65536 --lengths 1024    with random weights
     torchrun --nproc-per-node 8 tools/bench.py policy --model Qwen/Qwen2.5-Math-7B --lengths 1024 4096
     python tools/bench.py trl [-- --temperature 2 --max-response-tokens 200]
-    python tools/bench.py trl --shape qwen2.5-0.5b --mean-length 200 -- --max-response-tokens 512
+    python tools/bench.py trl --shape qwen2.5-0.5b -- --max-response-tokens 512
 
-Nothing here is a test. `fit` is computed, not measured.
+`policy` and `trl` measure. `fit` computes its numbers, and measures nothing.
 """
 
 import json
@@ -49,7 +49,7 @@ NAMES = (
     "vocab_size",
     "tie_word_embeddings",
 )
-SHAPES = {
+SHAPES = {  # For each shape, the values of the settings NAMES.
     "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151_936, True),
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151_936, True),
     "qwen2.5-3b": (2048, 11_008, 36, 16, 2, 151_936, True),
@@ -58,33 +58,20 @@ SHAPES = {
 }
 
 
-PEAK = 989e12  # bf16 FLOP/s of dense products of an H100 and an H200, NVIDIA's data sheets of SXM cards
+# FLOP/s of an H100 and an H200 for dense products in bf16, by NVIDIA's data sheets of the SXM cards.
+PEAK = 989e12
 
 
 def config_of(shape, **more):
-    """Return the config of a shape of SHAPES."""
+    """Return the config of a model. `shape` is a key of SHAPES, and `more` has further settings."""
     return Qwen2Config(**dict(zip(NAMES, SHAPES[shape], strict=True)), **more)
 
 
 # ------------------------------------------------------------------------------------------------------- random weights
-@torch.no_grad()
-def end_after(lm, end, mean):
-    """Make a token's probability about 1 / mean everywhere. Number 0 of every embedding becomes 1, so that of the last
-    hidden state hardly varies; the end's, by which the head multiplies it, sets its odds to 1 to mean - 1."""
-    weight_VH = lm.get_output_embeddings().weight
-    lm.get_input_embeddings().weight[:, 0] = 1
-    weight_VH[:, 0] = 1
-    ids = torch.randint(lm.config.vocab_size, (1, 512), device=weight_VH.device)
-    hidden_TH = lm.model(ids).last_hidden_state[0, 16:].float()
-    logits_TV = hidden_TH @ weight_VH.float().T
-    others_T = logits_TV.index_fill(1, torch.tensor([end], device=ids.device), -torch.inf).logsumexp(1)
-    odds = (logits_TV[:, end] - hidden_TH[:, 0] - others_T).exp().mean()  # of the end if that number were 0
-    weight_VH[end, 0] = -(odds * (mean - 1)).log() / hidden_TH[:, 0].mean()
-
-
-def random_model(shape, folder, mean_length=0):
-    """Write a model of a shape of SHAPES with random weights, and the toy's tokenizer with a word for each further id;
-    return its folder. Responses have about mean_length tokens, or with 0 hardly ever an end."""
+def random_model(shape, folder):
+    """Write a model with random weights to a folder, and return the folder. `shape` is a key of SHAPES. The tokenizer
+    is the toy's, with a made-up word for each further token id. Responses of the model hardly ever end before
+    --max-response-tokens."""
     toy = ROOT / "tasks" / "toy" / "model"
     shutil.copytree(toy, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     file = folder / "tokenizer.json"
@@ -92,15 +79,14 @@ def random_model(shape, folder, mean_length=0):
     end = tokenizer["added_tokens"][0]
     config = config_of(shape, max_position_embeddings=32_768, bos_token_id=None, eos_token_id=end["id"])
     words = {f"w{number}": number for number in range(end["id"] + 1, config.vocab_size)}
-    tokenizer["model"]["vocab"].update({end["content"]: end["id"]}, **words)  # TRL's tokenizer counts the vocabulary
+    # TRL takes the size of the vocabulary from the tokenizer.
+    tokenizer["model"]["vocab"].update({end["content"]: end["id"]}, **words)
     file.write_text(json.dumps(tokenizer))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         lm = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    if mean_length:
-        end_after(lm, end["id"], mean_length)
     lm.save_pretrained(folder)
     del lm
-    torch.cuda.empty_cache()  # it would lie beside what is measured
+    torch.cuda.empty_cache()  # The memory that is measured later must not hold this model.
     return folder
 
 
@@ -108,10 +94,11 @@ def random_model(shape, folder, mean_length=0):
 def policy(
     args: tyro.conf.OmitArgPrefixes[common.Args], tokens: tuple[int, ...] = (16384,), lengths: tuple[int, ...] = (256,)
 ):
-    """Print a process's tokens/s in FSDP's forward and backward pass of micro-batches of so many tokens in sequences of
-    such lengths, and on a GPU its memory and, of an H100 or H200, the share of its peak. A token takes 6 FLOP for each
-    weight. --model may be a shape of SHAPES, on one process. runs/bench-… keeps the lines. --tokens takes the place of
-    --micro-batch-tokens."""
+    """For each of the sizes `tokens` and each of the `lengths`, train on micro-batches of so many tokens in sequences
+    of such a length. Print the tokens that a process takes in a second, through a forward and a backward pass under
+    FSDP. On a GPU, also print the memory in use. On an H100 or H200, also print the share of the peak FLOP/s, with 6
+    FLOP for each token and weight. On one process --model may be a key of SHAPES. The lines are also in log.txt of
+    runs/bench-…. --micro-batch-tokens has no effect here."""
     world = common.init_world()
     record = common.Record(args, world)
     with tempfile.TemporaryDirectory() as home:
@@ -122,7 +109,8 @@ def policy(
     weights = sum(parameter.numel() for parameter in policy.parameters())
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     for size, length in product(tokens, lengths):
-        torch.cuda.empty_cache()  # of the size before
+        # The memory that is measured must not hold a micro-batch of another size.
+        torch.cuda.empty_cache()
         prompt = length // 8
         ids = np.arange(length - prompt) % 256
         rollout = common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)
@@ -130,13 +118,15 @@ def policy(
         count = max(1, size // length)
         micro = common.Batch([group] * count).pack(range(count), world.device)
         seconds = []
-        for _ in range(5):  # the first compiles; from the second on AdamW's moments lie beside
+        # The first pass compiles. From the second pass on, AdamW's moments are in memory.
+        for _ in range(5):
             record.start_step()
             with record.phase("train"):
                 logp_T, _ = policy(micro)
                 logp_T.sum().backward()
             seconds.append(record.metrics["seconds/train"])
-            with record.phase("step"):  # It waits until the GPU is done, so that the next pass is timed alone.
+            # The end of the phase waits for the GPU, so the next pass is timed alone.
+            with record.phase("step"):
                 optimizer.step()
                 optimizer.zero_grad()
         speed = count * length / np.median(seconds[2:])
@@ -147,15 +137,19 @@ def policy(
     torch.distributed.destroy_process_group()
 
 
-# ----------------------------------------------------------------------------------------------------------- what fits
+# -------------------------------------------------------------------------------------------------------------- memory
 def training_bytes(lm, gpus, tokens, recompute):
-    """Return what one of so many GPUs holds at most while it trains on micro-batches of so many packed tokens.
+    """Return the most bytes that one of `gpus` GPUs holds while it trains on micro-batches of `tokens` packed tokens.
 
-    16 bytes a weight (float32 weight, gradient and two moments) over the GPUs; embedding and head gathered in bf16; of
-    each layer its input where activations are recomputed, else all that its backward pass reads, its gathered weights
-    among it. Beside these lies either a chunk of the head's logits, four times in float32, with gradients of the head,
-    or in the backward pass the head's gradient, what the last layer reads and makes, and weights and gradients of two
-    layers. It was counted on a trace of torch 2.13 (2026-11-23); what is less for all shapes here is left out.
+    Always in memory are: 16 bytes for each weight (float32 weight, gradient and two moments), divided by the number of
+    GPUs; embedding and head, gathered in bf16; and activations. If activations are recomputed, only the input of each
+    layer is kept. Otherwise everything is kept that the backward pass of a layer reads, with the layer's gathered
+    weights.
+
+    More memory is needed at two moments, and the larger need counts. While the head works, it is a chunk of the logits,
+    four times in float32, and the gradient of the head. In the backward pass of the layers, it is the gradient of the
+    head, the values that the last layer reads and makes, and the weights and gradients of two layers. The formula was
+    counted on a trace of torch 2.13 (2026-11-23). Moments that need less memory for all shapes in SHAPES are left out.
     """
     layers = lm.model.layers
     layer = sum(parameter.numel() for parameter in layers[0].parameters())
@@ -173,10 +167,10 @@ def training_bytes(lm, gpus, tokens, recompute):
 
 
 def fit(tokens: int = common.Args.micro_batch_tokens, activation_checkpointing: bool = True):
-    """Print on how few GPUs of one node each shape should train, and in how many GiB of each.
+    """Print the smallest number of GPUs of one node on which each shape should train, and the GiB that each GPU needs.
 
-    Two moments count, training and sampling, either way with 3 GiB for CUDA, NCCL and a sleeping vLLM. While vLLM fills
-    its share, 12 bytes a weight lie beside it.
+    A shape fits if it fits while it trains and while it samples. In both cases CUDA, NCCL and vLLM's other memory take
+    3 GiB. While vLLM uses its share of a GPU to sample, the trainer holds 12 bytes for each weight.
 
     Args:
         tokens: packed tokens of a micro-batch
@@ -188,7 +182,7 @@ def fit(tokens: int = common.Args.micro_batch_tokens, activation_checkpointing: 
         cells = []
         for size in (24, 48, 80, 140):
             cell = "no"
-            for gpus in (8, 4, 2, 1):  # the last that fits stays
+            for gpus in (8, 4, 2, 1):
                 training = training_bytes(lm, gpus, tokens, activation_checkpointing) / GIB + 3
                 sampling = 12 * weights / gpus / GIB + common.Args.gpu_memory_utilization * size + 3
                 if max(training, sampling) <= size:
@@ -199,59 +193,50 @@ def fit(tokens: int = common.Args.micro_batch_tokens, activation_checkpointing: 
 
 # ---------------------------------------------------------------------------------------------------------- against TRL
 def boxed_right(completions, answer, **_):
-    """Return TRL's rewards: 1.0 where the last box holds the answer as it is written."""
+    """Return a reward for each completion: 1.0 if the text in its last box is exactly the answer, else 0.0. TRL calls
+    this function."""
     return [float(last_boxed(text) == gold) for text, gold in zip(completions, answer, strict=True)]
 
 
 def chance(*_):
-    """Return our reward of a random model: 0.0 or 1.0, so that nearly every group has a gradient."""
+    """Return a random reward for one completion: 0.0 or 1.0. With it, nearly every group has a gradient, even if the
+    model has random weights. sps.py calls this function."""
     return float(os.urandom(1)[0] & 1)
 
 
 def chances(completions, **_):
-    """Return TRL's rewards of a random model."""
+    """Return a random reward for each completion. TRL calls this function."""
     return [chance() for _ in completions]
 
 
 def trl_flags(args, data, processes):
-    """Return the flags with which TRL's own script makes steps like those of a run of sps.py."""
+    """Return flags for TRL's own script, which then does the same work in a step as sps.py with the flags `args`.
+    `data` is the folder of the training problems.
+
+    TRL computes the logits of a whole micro-batch at once, so a GPU gets at most 32 responses at a time. TRL's
+    correction for importance sampling is off, because it would take another pass, which sps.py makes only with
+    --tis-cap."""
     cuda = torch.cuda.is_available()
     responses = args.prompts_per_step * args.group_size // processes
-    at_once = math.gcd(responses, 32) if cuda else responses  # its logits, and their gradient, are whole
-    return [
-        f"--model_name_or_path={args.model}",
-        f"--dataset_name={data}",
-        f"--output_dir={data}/trl",
-        f"--per_device_train_batch_size={at_once}",
-        f"--gradient_accumulation_steps={responses // at_once}",
-        f"--num_generations={args.group_size}",
-        f"--max_completion_length={args.max_response_tokens}",
-        f"--temperature={args.temperature}",
-        f"--learning_rate={args.lr}",
-        f"--max_steps={args.steps}",
-        f"--reward_funcs=tools.bench.{'chances' if args.reward.endswith(':chance') else 'boxed_right'}",
-        "--loss_type=grpo",
-        "--dtype=float32",
-        f"--bf16={cuda}",
-        f"--use_cpu={not cuda}",
-        f"--use_vllm={cuda}",
-        "--vllm_mode=colocate",
-        f"--vllm_gpu_memory_utilization={args.gpu_memory_utilization}",
-        "--vllm_enable_sleep_mode=True",
-        f"--vllm_max_model_length={common.longest_sequence(args)}",
-        "--vllm_importance_sampling_correction=False",  # another pass, as ours without --tis-cap
-        "--gradient_checkpointing=False",
-        "--ddp_find_unused_parameters=False",
-        "--report_to=none",
-        "--save_strategy=no",
-        "--logging_steps=1",
-        "--disable_tqdm=True",
-    ]
+    at_once = math.gcd(responses, 32) if cuda else responses
+    reward = "chances" if args.reward.endswith(":chance") else "boxed_right"
+    return f"""
+        --model_name_or_path={args.model} --dataset_name={data} --output_dir={data}/trl
+        --per_device_train_batch_size={at_once} --gradient_accumulation_steps={responses // at_once}
+        --num_generations={args.group_size} --max_completion_length={args.max_response_tokens}
+        --temperature={args.temperature} --learning_rate={args.lr} --max_steps={args.steps}
+        --reward_funcs=tools.bench.{reward} --loss_type=grpo --dtype=float32 --bf16={cuda} --use_cpu={not cuda}
+        --use_vllm={cuda} --vllm_mode=colocate --vllm_gpu_memory_utilization={args.gpu_memory_utilization}
+        --vllm_enable_sleep_mode=True --vllm_max_model_length={common.longest_sequence(args)}
+        --vllm_importance_sampling_correction=False --gradient_checkpointing=False --ddp_find_unused_parameters=False
+        --report_to=none --save_strategy=no --logging_steps=1 --disable_tqdm=True
+    """.split()
 
 
 def pace(command, env):
-    """Run a command that prints the mean length of each step's responses: ours in the third column, TRL in a dict.
-    Return how long a step took from end to end, the median after the fifth step, and these steps' mean length."""
+    """Run a command that prints the mean length of the responses after each step: sps.py in the third column of a line,
+    TRL in a dict. Return a text with the median seconds of a step, from the end of one step to the end of the next, and
+    the mean length. The first five steps do not count. If the command fails, exit with a message."""
     times = []
     lengths = []
     with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE) as running:
@@ -261,41 +246,41 @@ def pace(command, env):
                 times.append(time.perf_counter())
                 lengths.append(float(length[1]))
     if running.returncode or len(times) < 7:
-        sys.exit(f"no figure: exit code {running.returncode} after {len(times)} steps of {command}")
+        sys.exit(f"nothing was measured: exit code {running.returncode} after {len(times)} steps of {command}")
     return f"{np.median(np.diff(times[4:])):6.2f} s a step, {np.mean(lengths[5:]):.0f} tokens a response"
 
 
 def phases(run):
-    """Return what the phases of a run's steps took, medians after the fifth."""
+    """Return a text with the median seconds that each phase of a run's steps took. The first five steps do not
+    count."""
     steps = pandas.read_json(run / "metrics.jsonl", lines=True)[6:]
     medians = steps.fillna(0).filter(like="seconds/").median()
     return ", ".join(f"{name[8:]} {seconds:.2f}" for name, seconds in medians.items())
 
 
-def trl(shape: str = "", mean_length: int = 0, flags: tyro.conf.Positional[tuple[str, ...]] = ()):
-    """Run GRPO, one update a step of 16 x 8 responses, here and with TRL's own script in turn (pip install
-    trl==1.16.0), with float32 weights: on the GPUs in bf16, TRL with vLLM in its own processes; without GPUs on two
-    processes in float32, TRL without vLLM. Print what a step takes, or end with an error where a side fails.
+def trl(shape: str = "", flags: tyro.conf.Positional[tuple[str, ...]] = ()):
+    """Run GRPO with sps.py, and then with TRL's own script (pip install trl==1.16.0). Print the time of a step for
+    both, or end with an error if one of them fails. A step has one update and 16 x 8 responses. Weights are float32. If
+    there are GPUs, both run on them in bf16, and TRL samples with vLLM in its own processes. Otherwise both run on two
+    processes in float32, and TRL samples without vLLM.
 
     Args:
-        shape: of SHAPES, with random weights, rewards by chance and a learning rate of 0; else the toy
-        mean_length: of its responses, about; 0: all have --max-response-tokens
-        flags: behind --, of sps.py, with which both run; another model, say
+        shape: a key of SHAPES, for random weights, random rewards and a learning rate of 0; empty: the toy
+        flags: after --, flags of sps.py, such as another --model; TRL gets the flags that mean the same
     """
-    processes = torch.cuda.device_count()
-    threads = str(os.cpu_count() // (processes or 2) or 1)
+    processes = torch.cuda.device_count() or 2
+    threads = str(os.cpu_count() // processes or 1)
     env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
-    if not processes:
-        processes = 2
-        env.update({"CPU": "1", "CUDA_VISIBLE_DEVICES": ""})
-    ours = ["./run.sh", "sps-grpo-toy", "--kl-coef", "0", "--prompts-per-step", "16", "--steps", "25", "--eval", ""]
+    if not torch.cuda.is_available():
+        env["CPU"] = "1"
+    ours = ["./run.sh", "sps-grpo-toy", "--kl-coef=0", "--prompts-per-step=16", "--steps=25", "--eval="]
     its = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "-m", "trl.scripts.grpo"]
     print(f"{processes} processes, OMP_NUM_THREADS={threads}", flush=True)
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")
         if shape:
-            model = random_model(shape, Path(home, "model"), mean_length)
-            ours += ["--model", model, "--reward", "tools/bench.py:chance", "--lr", "0"]
+            model = random_model(shape, Path(home, "model"))
+            ours += ["--model", model, "--reward=tools/bench.py:chance", "--lr=0"]
         print(f"sps.py  {pace([*ours, *flags, '--run-dir', run], env)}: {phases(run)}", flush=True)
         shutil.rmtree(run / "checkpoints")
         args = SimpleNamespace(**json.loads((run / "run.json").read_text())["args"])

@@ -1,21 +1,23 @@
-"""Run arms of docs/results.md, which claims.toml lists, five seeds each; write all tables and pictures.
+"""Run the arms of claims in docs/results.md with five seeds each, and write all tables and pictures of that page.
 
-./run.sh claims                        no runs: tables and pictures of what there is
-./run.sh claims gpg sps-k              what is missing of these
-./run.sh claims real --seeds 1 2       these seeds
+./run.sh claims                        no runs: only write the tables and pictures of the runs that there are
+./run.sh claims gpg sps-k              first run all runs of these claims that are missing
+./run.sh claims real --seeds 1 2       only these seeds
 ./run.sh claims gpg sps-k --jobs 4     four runs at a time
 
-A run is one process with one thread, or OMP_NUM_THREADS. Seed 1 of a claim's arms comes first, then seed 2; an arm of
-several claims runs once. What a run logged for its claims becomes docs/data/ARM-seedS.csv when it ends, below its
-commit, CPU, versions, date and command. A run is not repeated while its csv is there; one that was cut off goes on from
-its checkpoint, or begins again if it has none or if the code, for which CODE stands, has changed.
-Delete a csv to run it again, for instance when a claim asks for a metric that it lacks. runs/claims/CODE has what runs
-printed and wrote but weights; ./run.sh plot draws what is there while they run. A claim's table is
-docs/tables/NAME.md, its picture docs/claims-NAME.png; claims.toml lists another picture.
+claims.toml lists the claims and their arms. An arm is an experiment with flags. A run is one process with one thread,
+or with OMP_NUM_THREADS threads. Seed 1 of all arms of a claim runs first, then seed 2. An arm of several claims runs
+once. At the end of a run, the metrics that its claims need become docs/data/ARM-seedS.csv, below comments with the
+commit, CPU, versions, date and command. A run whose csv file exists is not repeated. Delete the file to repeat the run,
+for instance if a claim needs a metric that the file lacks. A run that was cut off continues from its checkpoint. It
+begins again if it has no checkpoint, if its arm has stops, or if the code has changed. runs/claims/CODE, where CODE is
+a hash of the code, has the files and the output of the runs, except weights; ./run.sh plot can draw them while they
+run. The table of a claim is docs/tables/NAME.md, and its picture is docs/claims-NAME.png. claims.toml lists one more
+picture.
 
-On a core of its own a run takes some 4 minutes and 2.5 GiB, with stops up to 8 minutes. One of the claim `real`,
-whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB.
-Ctrl-C ends all runs after their step. Where there are GPUs: CPU=1 ./run.sh claims gpg --jobs 4.
+On a core of its own, a run takes about 4 minutes and 2.5 GiB, or up to 8 minutes if its arm has stops. A run of the
+claim `real`, whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB. Ctrl-C ends all
+runs after their step. On a machine with GPUs, use CPU=1 ./run.sh claims gpg --jobs 4.
 """
 
 import itertools
@@ -46,7 +48,7 @@ CLAIMS = LISTS["claims"]
 
 # ----------------------------------------------------------------------------------------------------------------- runs
 def columns_of(arm):
-    """Return the metrics that an arm's claims draw and report, without repeats."""
+    """Return the metrics that the claims of an arm draw or report. No metric comes twice."""
     columns = ["step", "time", "reward", "prompts_drawn"]
     for claim in CLAIMS.values():
         if arm in claim["arms"].split():
@@ -56,8 +58,8 @@ def columns_of(arm):
 
 
 def origin(command):
-    """Return comment lines that say where a run's figures come from. A commit is -dirty if other files than those of
-    docs/, where csv files go, differ from it."""
+    """Return the comment lines of a csv file: the commit, CPU, versions, date and command of the run. The commit ends
+    in -dirty if a file outside docs/ differs from the commit. New csv files change docs/, so docs/ does not count."""
     commit = subprocess.getoutput("git rev-parse --short HEAD")
     if subprocess.getoutput("git status --porcelain -uno -- . ':!docs'"):
         commit += "-dirty"
@@ -74,9 +76,9 @@ def origin(command):
 
 
 def write(folder, about):
-    """Write the csv of a run, below the lines `about` it: what it logged and, as sps/SET/FIGURE, what tools/eval.py
-    found, with 4 significant digits. It has all the columns that the claims use; a cell is empty where a step has no
-    such metric."""
+    """Write the csv file of the run in a folder, below the comment lines `about`. It has the metrics that the claims
+    need, with 4 significant digits: those that the run logged and, as sps/SET/NAME, the scores of tools/eval.py. A cell
+    is empty if a step has no such metric."""
     arm = folder.name.rpartition("-seed")[0]
     rows = plot.read(folder).to_dict("records")
     for row in rows:
@@ -89,22 +91,23 @@ def write(folder, about):
 
 
 def run(folder):
-    """Run ARM-seedS from its last checkpoint or its beginning, write its csv, delete its weights. What has stops begins
-    again."""
+    """Run an arm with a seed in the folder ARM-seedS, write the csv file, and delete the weights. The run continues
+    from its last checkpoint if there is one. If the arm has stops, the run begins again, and the model is evaluated at
+    each stop. Raises CalledProcessError if the run or an evaluation fails."""
     arm, _, seed = folder.name.rpartition("-seed")
     experiment, *flags = ARMS[arm].split()
     words = [experiment, "--eval-every=60", "--checkpoint-every=1000", *flags]
-    about = origin(f"./run.sh {' '.join(words)} --seed={seed}")  # Of the code that begins: a commit may come meanwhile.
+    about = origin(f"./run.sh {' '.join(words)} --seed={seed}")  # Before the run: a new commit may come while it runs.
     if arm in STOPS:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         sweep.train(words, seed, folder)
     for step in STOPS.get(arm, ()):
         sweep.train([*words, f"--steps={step}"], seed, folder)
-        if any(metric.startswith("sps/") for metric in columns_of(arm)):
-            out = f"--out={folder}/eval-step{step}.json"
-            as_sps = ["--eval-samples=64", "--eval-temperature=0.7", "--greedy-logp"]  # as SPS's paper evaluates
-            sweep.launch(["eval", folder, *as_sps, out], folder)
+        out = f"--out={folder}/eval-step{step}.json"
+        # SPS's paper evaluates with these flags.
+        as_sps = ["--eval-samples=64", "--eval-temperature=0.7", "--greedy-logp"]
+        sweep.launch(["eval", folder, *as_sps, out], folder)
     write(folder, about)
     for weights in ("checkpoints", "model", "demonstrations"):
         shutil.rmtree(folder / weights, ignore_errors=True)
@@ -112,20 +115,20 @@ def run(folder):
 
 # --------------------------------------------------------------------------------------------------------------- report
 def runs_of(claim):
-    """Return {arm: runs} of the csv files that there are."""
+    """Return {arm: runs} for the csv files of a claim's arms."""
     files = [sorted(DATA.glob(f"{arm}-seed*.csv")) for arm in claim["arms"].split()]
     return plot.methods_of(list(itertools.chain(*files)))
 
 
 def page(name):
-    """Return a claim's table, of the runs that there are, as docs/tables has it."""
+    """Return the page docs/tables/NAME.md: the table of a claim, made from the csv files."""
     claim = CLAIMS[name]
     methods = runs_of(claim)
     rows = [["", *(f"{arm} ({len(runs)})" for arm, runs in methods.items())]]
     for figure in claim["figures"].splitlines():
         metric, how = figure.split(", ", 1)
         cells = sweep.cells_of(figure, methods, [])
-        if len(rows) > 2:  # The first two decide.
+        if len(rows) > 2:  # Only the first two figures decide a claim, so only they have bold cells.
             cells = [cell.replace("**", "") for cell in cells]
         rows.append([f"`{metric}`, {how}", *cells])
     lines = [f"| {' | '.join(row)} |" for row in rows]
@@ -148,11 +151,12 @@ def main(
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
     jobs: int = 1,
 ):
-    """Run what claims need, then write all tables and draw all pictures.
+    """Run all missing runs of some claims. Then write the tables of all claims and draw all pictures. Return whether a
+    run failed.
 
     Args:
-        names: whose arms are run
-        jobs: runs at a time; 0: none, only report
+        names: claims whose missing runs are run
+        jobs: number of runs at a time
     """
     code = sweep.code_of()
     missing = {}
@@ -160,8 +164,8 @@ def main(
         for seed, arm in itertools.product(seeds, CLAIMS[name]["arms"].split()):
             folder = RUNS / code / f"{arm}-seed{seed}"
             if not (DATA / f"{folder.name}.csv").exists():
-                missing[folder] = None  # once
-    failed = jobs and sweep.run_all(run, missing, jobs)
+                missing[folder] = None  # Two claims may have the same arm, and a dict has a key once.
+    failed = sweep.run_all(run, missing, jobs)
     for name in CLAIMS:
         (DOCS / "tables" / f"{name}.md").write_text(page(name))
     pictures = LISTS["pictures"] | {f"claims-{name}": claim for name, claim in CLAIMS.items()}
@@ -173,5 +177,5 @@ def main(
 
 
 if __name__ == "__main__":
-    os.chdir(sweep.ROOT)  # whose runs and files these are
+    os.chdir(sweep.ROOT)
     sys.exit(tyro.cli(main, description=__doc__))

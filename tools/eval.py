@@ -1,24 +1,25 @@
-"""Evaluate a model by a paper's protocol; print one table, the papers' figures beside ours, and write it as JSON.
+"""Evaluate a model by a paper's protocol. Print a table of its scores above the papers', and write them as JSON.
 
-./run.sh eval MODEL --protocol sspo                  as SSPO's paper does
-./run.sh eval MODEL --protocol sps --sets DIR/aime24.jsonl                         a set from a file
-./run.sh eval MODEL --protocol gpg-7b                graded as GPG's and CW-GRPO's evaluators do: an answer counts
-                                                     without a box, too; --reward math counts a box alone
-./run.sh eval runs/RUN                               a run's final model, as the run evaluates while it trains
-./run.sh eval runs/RUN --sets mine.jsonl             the same on sets of one's own
-./run.sh eval runs/RUN/checkpoints/step-00100        a checkpoint; runs/RUN/best, the best model that --keep-best kept
+./run.sh eval MODEL --protocol sspo                          as SSPO's paper evaluates
+./run.sh eval MODEL --protocol sps --sets DIR/aime24.jsonl   a set from a file
+./run.sh eval MODEL --protocol gpg-7b                        as GPG's and CW-GRPO's evaluators grade: an answer counts
+                                                             without a box, too; with --reward math only in a box
+./run.sh eval runs/RUN                                       a run's final model, as the run evaluates while it trains
+./run.sh eval runs/RUN --sets mine.jsonl                     the same on your own sets
+./run.sh eval runs/RUN/checkpoints/step-00100                a checkpoint
+./run.sh eval runs/RUN/best                                  the best model, which --keep-best kept
 
-Other flags are those of the scripts and of `Protocol`, and count instead of the protocol's: --template, --reward,
---eval-samples, --eval-temperature, --max-response-tokens, --chat-template-kwargs, --compute-dtype, --seed and so on.
-Every figure is in percent, but for log-probs, in nats, and the mean of a reward that is not only 0 and 1.
+All other flags of the scripts, and those of `Protocol`, replace the protocol's: --template, --reward, --eval-samples,
+--eval-temperature, --max-response-tokens, --chat-template-kwargs, --compute-dtype, --seed and so on. Numbers are in
+percent, except log-probs, which are in nats, and the mean of a reward that has other values than 0 and 1.
 docs/evaluation.md names the sources.
 """
 
 import itertools
 import json
 import math
-import os
 import sys
+import time
 import tomllib
 from collections import Counter
 from dataclasses import replace
@@ -34,27 +35,27 @@ from experiments import REPO
 from pydantic.dataclasses import dataclass
 from transformers import AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import common
 
 
 @dataclass
 class Protocol(common.Args):
-    """How to evaluate: flags of the scripts, and these. eval.toml has the papers'."""
+    """How to evaluate: the flags of the scripts, and these flags. eval.toml has the papers' protocols."""
 
     sets: tuple[str, ...] = ()
-    """Names of eval.toml, files, hub ids. NAME.jsonl stands beside papers' figures of NAME."""
+    """Names in eval.toml, files or hub ids. The scores on a file NAME.jsonl stand in the same column as the papers'
+    scores on NAME."""
     top_p: float = 1.0
     ks: tuple[int, ...] = (1, 1024)
-    """It reports these pass@k, k at most all completions; without one the mean IoU."""
-    greedy_logp: bool = False  # It reports the log-prob of a greedy answer to each question, too.
-    by_question: bool = False  # Its average is over questions, not over sets.
-    spread: bool = False  # It reports the spread of pass@k over problems, too, as GPG's Table 16 has it.
+    """Report pass@k for each of these k. A larger k becomes the number of completions. Without any k, report the mean
+    IoU."""
+    greedy_logp: bool = False  # Also report the log-prob of a greedy answer to each question.
+    by_question: bool = False  # Take the average over all questions, not over sets.
+    spread: bool = False  # Also report the spread of pass@k over problems, as in GPG's Table 16.
     gpu_memory_utilization: float = 0.9
 
 
-# It is LightEval's. Open-RS evaluates R1-distilled models with it, and 2504.02546 prints nearly this in Fig. 4.
+# This prompt is LightEval's. Open-RS evaluates R1-distilled models with it. Fig. 4 of 2504.02546 has nearly the same.
 common.PROMPTS["r1-eval"] = {
     "user": "Solve the following math problem efficiently and clearly.  The last line of your response should be of "
     "the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is correct' (without quotes) "
@@ -68,27 +69,29 @@ PROTOCOLS = LISTS["protocols"]
 
 @dataclass
 class Args:
-    """What to evaluate. Every other flag counts instead of the protocol's."""
+    """The model, the protocol and the output file. All other flags replace the protocol's."""
 
     model: Annotated[str, tyro.conf.Positional]
     """Hub id, folder with safetensors, run folder, or checkpoint of a run."""
     protocol: Literal["", *PROTOCOLS] = ""
-    """The last four are of images. Empty: as the run evaluates
-    while it trains; a model of no run greedily, up to 1,024 tokens."""
+    """The last four have images. Empty: a run's model is evaluated
+    as the run evaluates while it trains; any other model greedily,
+    with up to 1,024 tokens."""
     out: str = ""
-    """JSON file. Empty: eval-NAME-PROTOCOL-SETS.json (own-SETS
-    without a protocol) in a run's folder, for the run and what
-    lies in there; for any other model in runs/."""
+    """JSON file. Empty: eval-NAME-PROTOCOL-SETS-TIME.json, in the
+    run's folder for a run and the models in its folder, in runs/
+    for other models. Without a protocol, PROTOCOL is `own`."""
 
 
-# ---------------------------------------------------------------------------------------------------------- what to do
+# --------------------------------------------------------------------------------------------- model, protocol and sets
 def is_checkpoint(path):
-    """Say whether a path is a checkpoint of a run."""
+    """Return whether a path is a checkpoint of a run."""
     return (path / "manifest.json").is_file()
 
 
 def run_of(path):
-    """Return the run folder that a path is or lies in, and the run's flags; runs/ and no flags if there is none."""
+    """Return the run folder that `path` is or lies in, and the flags of this run. If there is no such folder, return
+    the folder runs/ and no flags."""
     for folder in (path, *path.parents[:2]):
         if (folder / "run.json").is_file():
             run = json.loads((folder / "run.json").read_text())
@@ -97,40 +100,30 @@ def run_of(path):
 
 
 def protocol_of(name, path):
-    """Return a protocol by its name; without one how a run evaluates while it trains, or a chat for a model of no run.
-    Its model is the folder that has the tokenizer: for a checkpoint the model with which its run began."""
+    """Return a protocol. With a name, return the protocol of this name. Otherwise, if `path` belongs to a run, return
+    the way in which the run evaluates while it trains. Otherwise return a protocol with the prompt chat-boxed. The
+    protocol's model is the folder that has the tokenizer. For a checkpoint, that is the model with which its run began.
+    Raises Refused if the run has no such model."""
     run, flags = run_of(path)
     if name:
         protocol = Protocol(**PROTOCOLS[name])
-    elif flags:  # some are the script's alone and do nothing here
-        protocol = Protocol(**flags, sets=flags["eval"].split(","))
+    elif flags:
+        protocol = Protocol(**flags, sets=flags["eval"].split(","))  # Flags of the script alone have no effect here.
     else:
         protocol = Protocol(template="chat-boxed")
     protocol.model = str(path / "model" if path == run else path)
     if flags and (is_checkpoint(path) or (path == run and not flags["steps"])):
         protocol.model = flags["model"]
     elif flags:
-        last = [f"; its last checkpoint is {each}" for each in common.checkpoints_of(run / "checkpoints")[-1:]]
         there = Path(protocol.model, "config.json").is_file()
-        common.require(there, f"{protocol.model} is no model: the run was stopped, or never had it{''.join(last)}")
+        common.require(there, f"{protocol.model} is no model: name one of {run}/checkpoints if the run was stopped")
     return protocol
 
 
-def step_of(path, flags):
-    """Return after which step of its run a model was as it is: a checkpoint, the best one or the last."""
-    if is_checkpoint(path):
-        return common.manifest_of(path)["step"]
-    if path.name == "best":
-        rows = pandas.read_json(path.parent / "metrics.jsonl", lines=True)
-        scores = rows.filter(like="/avg@").dropna().sum(axis=1)
-        return rows["step"][scores.idxmax()]
-    return flags["steps"]
-
-
 def problems_of(protocol, tokenizer):
-    """Return {name: problems} of a protocol's sets."""
+    """Return {name: problems} for the sets of a protocol. Raises Refused if it has no sets."""
     sources = common.names_of(protocol.sets)
-    common.require(sources, "--sets: name some, since neither a protocol nor the run does")
+    common.require(sources, "--sets: name some sets; neither a protocol nor the run names any")
     data = {}
     for name, source in sources.items():
         data[name] = common.load_problems(SETS.get(source, source), tokenizer, protocol, "--sets")
@@ -138,14 +131,15 @@ def problems_of(protocol, tokenizer):
 
 
 def weights_of(path, folder, dtype):
-    """Yield (name, tensor) of a checkpoint's policy, or else of a model folder, as `Sampler.load` takes them, without a
-    tied head."""
+    """Yield (name, tensor) for each parameter of a model, in the format that `Sampler.load` takes. If `path` is a
+    checkpoint, the parameters are those of its policy. Otherwise they are those of the model in `folder`. A head that
+    is tied to the embedding is left out."""
     config = common.config_of(folder)
     if not is_checkpoint(path):
         yield from common.model_class(config).from_pretrained(folder, dtype=dtype).named_parameters()
         return
     for name, parameter in common.empty_model(config).named_parameters():
-        # one at a time, since every rank reads them all
+        # Each rank reads all tensors. Read one at a time, they need little memory.
         weights = {f"policy.{name}": torch.empty(parameter.shape)}
         dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
         yield name, weights[f"policy.{name}"].to(dtype)
@@ -153,9 +147,9 @@ def weights_of(path, folder, dtype):
 
 # ------------------------------------------------------------------------------------------------------------- figures
 def similarity(groups):
-    """Return how alike the responses to a question are, in percent; 100 says that they are all the same. It is the
-    cosine between counts of token bigrams, averaged over the pairs of a group and then over groups. Table 4 of SPS
-    has such a figure; the measure is ours."""
+    """Return the similarity of the responses to a question, in percent. If they are all the same, it is 100. It is the
+    cosine between the counts of token bigrams of two responses, averaged over the pairs of a group and then over
+    groups. Table 4 of SPS reports a similarity, but does not define it. This measure is ours."""
     per_group = []
     for group in groups:
         summed = Counter()
@@ -169,7 +163,8 @@ def similarity(groups):
 
 
 def evaluate(label, problems, protocol, verifier, sampler):
-    """Sample and grade completions of a set; return what is known of it, and its `figures`."""
+    """Sample and grade completions of the problems of a set. Return a row of the table as a dict: `figures` is {name:
+    value} of the scores."""
     n = protocol.eval_samples
     asked = {("eval", label, p): problem for p, problem in enumerate(problems)}
     groups = sampler.sample(asked, n, protocol.eval_temperature, protocol, protocol.top_p, scored=0)
@@ -183,11 +178,11 @@ def evaluate(label, problems, protocol, verifier, sampler):
     if not protocol.ks:
         figures["mIoU"] = 100 * score_PN.mean().item()
     elif not torch.isin(score_PN, torch.tensor([0, 1])).all():
-        figures["mean reward"] = score_PN.mean().item()  # as it is, not in percent
+        figures["mean reward"] = score_PN.mean().item()
     if n > 1:
         figures["similarity"] = similarity(groups)
     if protocol.greedy_logp:
-        # of a token, averaged over each answer and then over the answers: our choice, for Table 6 of SPS
+        # For Table 6 of SPS we take the mean over the tokens of an answer, and then over answers (ours).
         greedy = sampler.sample(asked, 1, 0.0, protocol)
         logps = [group.rollouts[0].logp.mean(dtype=np.float64) for group in greedy]
         figures["greedy_logp"] = float(np.mean(logps))
@@ -203,7 +198,8 @@ def evaluate(label, problems, protocol, verifier, sampler):
 
 # --------------------------------------------------------------------------------------------------------------- table
 def reported(name):
-    """Return what papers report by a protocol: {label: {set: figure}}, where a figure may be a dash."""
+    """Return the scores that papers report by a protocol, as {label: {set: score}}. A score is a text, and may be a
+    dash."""
     protocol = PROTOCOLS[name]
     found = {}
     for line in protocol["papers"].strip().splitlines():
@@ -213,8 +209,9 @@ def reported(name):
 
 
 def table_of(name, protocol, rows):
-    """Return a protocol's table, our figures above the papers', with a column for each set and one of averages over the
-    sets that were run, or over all questions. Papers may have a spread behind a stroke."""
+    """Return a table with our scores above the papers'. It has a column for each set and a column with averages. With
+    the protocol's `by_question` an average is over the questions of all sets, else over sets. If a row lacks one of our
+    sets, its average is a dash. A paper's score may have its spread after a slash, which an average leaves out."""
     problems = {row["set"]: row["problems"] for row in rows}
     lines = {}
     for label in rows[0]["figures"]:
@@ -230,6 +227,7 @@ def table_of(name, protocol, rows):
 
 
 def main():
+    """Evaluate a model, print the table and write the JSON file."""
     sys.excepthook = common.print_error
     args, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
     path = Path(args.model)
@@ -238,10 +236,11 @@ def main():
     if ":" in code:
         usual.reward = ""
     protocol = tyro.cli(Protocol, args=flags, default=usual)
-    common.require(protocol.reward, f"--reward {code}: the run names this code; name it here, too, if it is to run")
+    # A run folder may be a stranger's, so code that only the run names is not run.
+    common.require(protocol.reward, f"--reward {code}: the run names this code; to run it, name it here, too")
     common.validate(protocol)
     world = common.init_world()
-    # the context must hold what there is, which is not yet known
+    # The tokenizer is needed to find the longest prompt. Only then the model's context can be checked.
     folder = common.model_folder(replace(protocol, max_prompt_tokens=1))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     data = problems_of(protocol, tokenizer)
@@ -253,16 +252,10 @@ def main():
     rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
     sampler.close()
     if world.rank == 0:
-        run, run_flags = run_of(path)
-        weights = f", step {step_of(path, run_flags)}" if run_flags else ""
-        print(f"\nweights of {path if is_checkpoint(path) else protocol.model}{weights}")
-        print(table_of(args.protocol, protocol, rows).to_string())
-        what = "-".join([args.protocol or "own", *data])
-        out = Path(args.out or run / f"eval-{path.name}-{what}.json")
+        print(f"\n{table_of(args.protocol, protocol, rows).to_string()}")
+        name = "-".join([path.name, args.protocol or "own", *data])
+        out = Path(args.out or run_of(path)[0] / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
         out.parent.mkdir(exist_ok=True)
-        free = map(f"{out.stem}-{{}}".format, itertools.count(2))
-        while os.path.lexists(out):  # An earlier file stays.
-            out = out.with_stem(next(free))
         out.write_text(json.dumps({"command": sys.argv, "rows": rows}) + "\n")
         print(f"\nwritten  {out}")
 

@@ -1,6 +1,10 @@
-"""The experiments METHOD-SIZE: which there are, and their commands. Any Python runs it, as the set-up comes later.
+"""The experiments METHOD-SIZE and their commands.
 
-tools/experiments.py list | help | NAME [FLAGS]     all commands; the methods in words; one command, where FLAGS win
+tools/experiments.py list            print every experiment with its command
+tools/experiments.py help            print every method with a description
+tools/experiments.py NAME [FLAGS]    print the command of an experiment; FLAGS replace the experiment's own
+
+run.sh calls this file before the set-up, so the file needs no packages.
 """
 
 import os
@@ -10,9 +14,11 @@ from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-REPO = f"{os.path.relpath(ROOT)}/".removeprefix("./")  # from where the user stands
+REPO = f"{os.path.relpath(ROOT)}/".removeprefix("./")  # The path from the current folder to the repository.
 
-EXPERIMENTS = [  # methods and their sizes; what stands behind a stroke is not in the experiment's name
+# Methods, and sizes that each of these methods has. The name of an experiment lacks a slash and the text after it:
+# grpo/math with the size math is the experiment grpo-math.
+EXPERIMENTS = [
     ("sspo sir grpo gspo dapo", "toy 135m 0.5b 1.5b 7b"),
     ("newline period clip-high gspo-0.2 drgrpo", "toy 1.5b 7b"),
     ("cwgrpo grpo-kl clip-cov", "toy 135m 0.5b 1.5b 7b"),
@@ -30,7 +36,7 @@ EXPERIMENTS = [  # methods and their sizes; what stands behind a stroke is not i
     ("sps sps-grpo sps-act sps-uniform sps-quantile sps-k", "toy 0.5b 1.5b/sps 7b/sps"),
 ]
 
-# ------------------------------------------------------------------------ methods: script and flags, the paper's place
+# ------------------------------------------------------------ methods: script and flags, a description with its source
 GRPO = "sspo.py --clip=fixed --delimiter=token"
 DAPO = f"{GRPO} --clip-high=0.28 --normaliser=token --valid-share=1 --overlong-buffer=2048"
 ROW_A = "gpg.py --norm=group --no-accurate-gradient --beta-th=0"
@@ -76,18 +82,17 @@ MATHARENA = "MathArena/brumo_2025,MathArena/hmmt_feb_2025,MathArena/hmmt_nov_202
 MATH_3TO5 = f"{REPO}data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
 SEE = f"{REPO}tasks/toy-images/"
 SMOLLM = f"{REPO}tasks/smollm/"
-NEEDS = {MATH_3TO5: "data", SEE: "toy-images", SMOLLM: "smollm"}  # run.sh makes them
+NEEDS = {MATH_3TO5: "data", SEE: "toy-images", SMOLLM: "smollm"}  # Which command of run.sh makes each folder.
 LARGE = "--activation-checkpointing"
 B1 = "--micro-batch-tokens=32768"
-B7 = f"{LARGE} --micro-batch-tokens=65536"  # 1.5B, 7B: 3/4 of 8 x 80 GB
+B7 = f"{LARGE} --micro-batch-tokens=65536"  # With B1 and B7, models of 1.5B and 7B use 3/4 of 8 GPUs of 80 GB.
 FLAT = "--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
-TOY = f"""--model={REPO}tasks/toy/model --reward=math --template=plain --dataset={REPO}tasks/toy/train.jsonl
+AWAKE = ""
+if os.environ.get("MACHINE") == "gpu":  # run.sh sets this variable.
+    AWAKE = "--keep-awake --gpu-memory-utilization=0.1"
+TOY = f"""{AWAKE} --model={REPO}tasks/toy/model --reward=math --template=plain --dataset={REPO}tasks/toy/train.jsonl
     --eval={REPO}tasks/toy/heldout.jsonl,{REPO}tasks/toy/harder.jsonl --eval-samples=8 --eval-temperature=1
     --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32 --max-response-tokens=96 --lr=2e-4 --steps=120"""
-AWAKE = ""
-if os.environ.get("MACHINE") == "gpu":  # run.sh has looked
-    AWAKE = "--keep-awake --gpu-memory-utilization=0.1"
-    TOY += f" {AWAKE}"
 SEEN = f"{TOY} --model={SEE}model --image-column=image"
 PRETRAINED = f"""{AWAKE} {FLAT} --model={SMOLLM}model --template={REPO}tasks/smollm.txt
     --dataset={SMOLLM}train.jsonl --eval={SMOLLM}heldout.jsonl,{SMOLLM}harder.jsonl --eval-samples=8
@@ -95,21 +100,23 @@ PRETRAINED = f"""{AWAKE} {FLAT} --model={SMOLLM}model --template={REPO}tasks/smo
     --max-response-tokens=48 --micro-batch-tokens=1024 --lr=5e-6 --steps=12 --reward=math"""
 GSM8K = f"""{LARGE} {FLAT} --gpu-memory-utilization=0.5 --model=Qwen/Qwen2.5-0.5B-Instruct
     --template=chat-boxed --dataset=openai/gsm8k:main:train --eval=openai/gsm8k:main:test --eval-every=29
-    --max-prompt-tokens=512 --max-response-tokens=1024 --lr=2e-6 --reward=math"""  # untried
+    --max-prompt-tokens=512 --max-response-tokens=1024 --lr=2e-6 --reward=math"""  # This size was never run.
 if AWAKE:
-    GSM8K += " --keep-awake --gpu-memory-utilization=0.2"  # 18 GiB of training beside 5 of vLLM's, of 24 (computed)
+    # Of 24 GiB, training takes 18 and vLLM takes 5 (computed).
+    GSM8K += " --keep-awake --gpu-memory-utilization=0.2"
 SSPO = f"--eval={AIME24},AI-MO/aimo-validation-amc,{OTHERS} --keep-best --dataset={MATH_3TO5}"
 AS_SSPO = f"""{SSPO} {FLAT} --template=qwen-math --prompts-per-step=128 --group-size=8 --steps=200
     --updates-per-step=4 --max-prompt-tokens=1024 --max-response-tokens=3000 --max-total-tokens=0 --no-format-reward
-    --checkpoints-kept=2 --reward=math"""  # sspo.py's defaults
+    --checkpoints-kept=2 --reward=math"""  # These are defaults of sspo.py, for other scripts.
 GPG = f"{B7} --eval={AIME24},knoveleng/AMC-23,{OTHERS}"
-AS_GPG = "--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1 --reward=open_r1_gpg"  # gpg.py's
+# These are defaults of gpg.py, for other scripts.
+AS_GPG = "--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1 --reward=open_r1_gpg"
 MATH = f"""{GPG} --dataset=DigitalLearningGmbH/MATH-lighteval:train --max-prompt-tokens=512
-    --max-response-tokens=1024 --lr=3e-6 --lr-warmup=0.1 --lr-floor=0"""  # footnote 1's
+    --max-response-tokens=1024 --lr=3e-6 --lr-warmup=0.1 --lr-floor=0"""  # These values are from footnote 1.
 RS = f"""{B1} --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward
     --group-size=6 --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7
-    --lr-warmup=0.1 --lr-floor=0.1 --weight-decay=0"""  # the recipe of Open-RS; its decay is TRL's default
-# 16 prompts: 8 GPUs, one each, accumulated twice (sat: once); the rest is TRL's default
+    --lr-warmup=0.1 --lr-floor=0.1 --weight-decay=0"""  # This is the recipe of Open-RS. The decay is TRL's default.
+# 16 prompts a step: 8 GPUs have one prompt each and accumulate twice (sat: once). The rest are defaults of TRL.
 IMAGES = f"""{LARGE} --image-column=image --max-pixels=401408 --model=Qwen/Qwen2-VL-2B-Instruct
     --template=chat --beta-th=0.4 --normaliser=response --format-reward --prompts-per-step=16 --max-prompt-tokens=1024
     --max-response-tokens=256 --weight-decay=0 --lr-schedule=linear --lr-floor=0"""
@@ -117,12 +124,13 @@ IOU = "--reward=iou"
 CLASSES = f"{IMAGES} --reward=class_name --dataset=laolao77/ViRFT_CLS"
 
 
-# An epoch of 512 responses a step (16 x 4 on each of 8 devices, ours); a threshold draws more.
+# With 512 responses a step (16 x 4 on each of 8 devices, ours), the sizes below train for one epoch. A method with a
+# threshold draws more prompts in each step.
 EPOCH = "--prompts-per-step=64"
 
 
 def sps(flags):
-    """Return a size of SPS's paper, with 3,000 problems: flags of a model."""
+    """Return an entry of SIZES for a size of SPS's paper, with 3,000 problems. `flags` are the flags of the model."""
     return {
         "all": f"""{flags} --subset=3000 --eval={AIME24},math-ai/aime25,{MATHARENA}
             --eval-samples=128 --eval-temperature=0.7 --eval-every=100 --keep-best""",
@@ -130,16 +138,17 @@ def sps(flags):
             --steps=700 --weight-decay=0.1 --adam-betas 0.9 0.95 --prompts-per-step=16 --updates-per-step=1""",
         "sps.py": "--irl-lr=5e-7",
         "gspo-sps": "--prompts-per-step=64 --updates-per-step=4 --steps=175 --eval-every=25",
-        "sps-k": "--steps=376",  # two epochs of 3,000
+        "sps-k": "--steps=376",  # Two epochs of 3,000 problems.
     }
 
 
-SIZES = {  # the flags of all methods, of those of a script, and of a method
-    "toy": {  # docs/cwgrpo.md says why its KL is small
+# The flags of a size: `all` for all methods, a script's name for the methods of that script, a method's name for it.
+SIZES = {
+    "toy": {  # docs/cwgrpo.md explains why the KL of cwgrpo.py is small here.
         "all": TOY,
         "cwgrpo.py": "--no-format-reward --group-size=8 --temperature=1 --kl-coef=0.004",
-        "sps.py": "--rl-steps=40 --irl-batch=256 --subset=0 --irl-lr=3e-4",  # three rounds
-        "dapo": "--overlong-buffer=32",  # of 96 tokens
+        "sps.py": "--rl-steps=40 --irl-batch=256 --subset=0 --irl-lr=3e-4",  # Three rounds.
+        "dapo": "--overlong-buffer=32",  # A response has at most 96 tokens.
     },
     "image-toy": {
         "all": f"{SEEN} --dataset={SEE}image-train.parquet --eval={SEE}image-heldout.parquet --steps=60 --eval-every=20"
@@ -149,27 +158,28 @@ SIZES = {  # the flags of all methods, of those of a script, and of a method
         "all": PRETRAINED,
         "sspo.py": "--updates-per-step=2",
         "cwgrpo.py": "--no-format-reward",
-        "sps.py": "--subset=0 --rl-steps=5 --irl-batch=32",  # two rounds and two steps
+        "sps.py": "--subset=0 --rl-steps=5 --irl-batch=32",  # Two rounds and two steps.
         "sps": "--irl-lr=3e-6",
         "sps-grpo": "--irl-lr=3e-6",
-        "dapo": "--overlong-buffer=10",  # of 48
+        "dapo": "--overlong-buffer=10",  # A response has at most 48 tokens.
     },
     "0.5b": {
         "all": f"{GSM8K} {EPOCH} --steps=116",
-        "sspo.py": "--lr=1e-6",  # four updates a step
+        "sspo.py": "--lr=1e-6",  # A step has four updates.
         "cwgrpo.py": "--group-size=8 --no-format-reward",
-        "sps.py": "--subset=0 --rl-steps=29 --irl-lr=5e-7",  # four rounds
-        "dapo": "--overlong-buffer=205",  # of 1,024
+        "sps.py": "--subset=0 --rl-steps=29 --irl-lr=5e-7",  # Four rounds.
+        "dapo": "--overlong-buffer=205",  # A response has at most 1,024 tokens.
     },
     "1.5b": {"all": B1, "sspo.py": SSPO, "sspo-clip-cov": f"{AS_SSPO} --model=Qwen/Qwen2.5-Math-1.5B"},
     "7b": {
         "all": B7,
-        "sspo.py": f"{SSPO} --model=Qwen/Qwen2.5-Math-7B --alpha=0.15 --gamma=2.2",  # for --clip=entropy
+        # alpha and gamma have an effect only with --clip=entropy.
+        "sspo.py": f"{SSPO} --model=Qwen/Qwen2.5-Math-7B --alpha=0.15 --gamma=2.2",
         "cwgrpo.py": "--model=Qwen/Qwen2.5-Math-7B-Instruct --no-format-reward --steps=150",
         "gpg.py": GPG,
         "sspo-clip-cov": f"{AS_SSPO} --model=Qwen/Qwen2.5-Math-7B",
     },
-    "zero": {  # 614 of 3,072 tokens; draws as verl's (GPG's Table 9)
+    "zero": {  # GPG's Table 9. The penalty of dapo is over 614 of 3,072 tokens. The number of draws is verl's.
         "all": f"{GPG} {AS_GPG} --dataset=BytedTsinghua-SIA/DAPO-Math-17k --max-response-tokens=3072",
         "dapo": "--prompts-per-step=144 --steps=1100 --overlong-buffer=614 --max-draws=10 --updates-per-step=1",
     },
@@ -180,25 +190,28 @@ SIZES = {  # the flags of all methods, of those of a script, and of a method
     },
     "rs1": {"all": f"{RS} --dataset=knoveleng/open-s1 --steps=100"},
     "rs3": {"all": f"{RS} --dataset=knoveleng/open-rs --steps=50"},
-    "geoqa": {  # 8,031 problems / 16
+    "geoqa": {  # One epoch: 8,031 problems in steps of 16.
         "all": f"""{IMAGES} --model=Qwen/Qwen2.5-VL-3B-Instruct --template={REPO}tasks/geoqa.txt
             --reward=geoqa --dataset=leonardPKU/GEOQA_R1V_Train_8K --steps=502""",
     },
-    "flower": {"all": f"{CLASSES}_flower_4_shot --steps={102 * 4 * 8 // 16}"},  # classes, shots, epochs
+    # Steps of the next four: classes x shots x epochs / 16.
+    "flower": {"all": f"{CLASSES}_flower_4_shot --steps={102 * 4 * 8 // 16}"},
     "pets": {"all": f"{CLASSES}_pets37_4shot --steps={37 * 4 * 24 // 16}"},
     "aircraft": {"all": f"{CLASSES}_fgvc_aircraft_4_shot --steps={100 * 4 * 8 // 16}"},
     "car": {"all": f"{CLASSES}_car196_4shot --steps={196 * 4 * 8 // 16}"},
-    "sat": {  # about 12,000 x 2 / 8
+    "sat": {  # Two epochs of about 12,000 problems in steps of 8.
         "all": f"""{IMAGES} --model=Qwen/Qwen2-VL-2B --template={REPO}tasks/sat.txt --prompts-per-step=8 --steps=3000
             --reward=class_name --max-response-tokens=700 --dataset={REPO}data/sat.parquet""",
     },
-    "lisa": {"all": f"{IMAGES} {IOU} --dataset={REPO}data/lisa-train.parquet --steps=498"},  # 6 epochs, as Visual-RFT's
+    # Visual-RFT, too, trains for 6 epochs.
+    "lisa": {"all": f"{IMAGES} {IOU} --dataset={REPO}data/lisa-train.parquet --steps=498"},
     "1.5b/sps": sps(f"{B1} --model=Qwen/Qwen2.5-Math-1.5B"),
-    "7b/sps": sps(f"{LARGE} --micro-batch-tokens=49152 --model=Qwen/Qwen2.5-Math-7B"),  # IRL has moments, too
+    # Micro-batches are smaller than B7's, because the moments of IRL's AdamW take memory, too.
+    "7b/sps": sps(f"{LARGE} --micro-batch-tokens=49152 --model=Qwen/Qwen2.5-Math-7B"),
 }
 
 # ------------------------------------------------------------------------------------------------------- commands
-NAMES = {}  # as the list has them
+NAMES = {}  # The method and the size of each experiment, in the order of `list`.
 for methods, sizes in EXPERIMENTS:
     for method in methods.split():
         for size in sizes.split():
@@ -206,14 +219,14 @@ for methods, sizes in EXPERIMENTS:
 
 
 def key_of(flag):
-    """Return the name of a flag, --no-NAME's, too."""
+    """Return the name of a flag: NAME for --NAME, --NAME=value and --no-NAME."""
     return flag.removeprefix("--").removeprefix("no-").partition("=")[0]
 
 
 def command_of(name, given=()):
-    """Return the words of an experiment's command; `given` are a user's, which stay as they are. Of a flag that comes
-    twice the last counts, in this order: the size's for all, its flags for the script, the method's own, the size's for
-    this method."""
+    """Return the words of the command of an experiment. The flags come from the size for all methods, from the size for
+    the script, from the method, and from the size for this method. If a flag comes from several of these, the last one
+    counts. `given` has flags of the user, which replace all others and come last, as they are."""
     method, size = NAMES[name]
     there = SIZES[size]
     script, *own = METHODS[method][0].split()

@@ -1,11 +1,11 @@
 """Start a script with a rank for each GPU, or with CPU processes that share the cores.
 
-tools/launch.py NAME [FLAGS]          an experiment of tools/experiments.py, once there is what it needs
-tools/launch.py fetch NAME [FLAGS]    only what it needs: model and data sets go into the hub's cache
-tools/launch.py SCRIPT.py [FLAGS]
+tools/launch.py NAME [FLAGS]          run an experiment of tools/experiments.py; first make or fetch the files it needs
+tools/launch.py fetch NAME [FLAGS]    only fetch the experiment's model and data sets, into the hub's cache
+tools/launch.py SCRIPT.py [FLAGS]     run a script
 
-A first Ctrl-C, SIGTERM or SIGHUP lets a run end with a checkpoint after the step that it is in; a second one ends it at
-once.
+At the first Ctrl-C, SIGTERM or SIGHUP, a run finishes its step, writes a checkpoint and ends. At the second one it ends
+at once.
 """
 
 import ctypes
@@ -28,25 +28,29 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def stop(signals):
-    """At a first signal have ranks that are in a step end after it, with a checkpoint. Where none is, and at a second
-    signal, end at once: the ranks end with this process. `signals` is a pipe with a byte for each signal."""
+    """Wait for signals, and end this process; all ranks then end, too. At the first signal, tell the ranks to end after
+    their step with a checkpoint, and wait for a second signal. If no rank has begun to train, do not wait. `signals` is
+    a pipe, from which each signal can be read as one byte: its number."""
     number = os.read(signals, 1)[0]
     training = 0
     for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{rank}/status").read_text())
-        training |= int(caught[1], 16) & 0x200  # the bit of SIGUSR1
+        # The bit of SIGUSR1 is set if the rank catches this signal, as it does in training.
+        training |= int(caught[1], 16) & 0x200
         os.kill(int(rank), signal.SIGUSR1)
     if training:
-        with suppress(OSError):  # The terminal may be gone.
+        with suppress(OSError):  # The terminal may be closed.
             print("run.sh: ends after this step, with a checkpoint; a second signal ends it at once", flush=True)
         number = os.read(signals, 1)[0]
     os._exit(128 + number)
 
 
 def take_signals():
-    """Let a thread act on Ctrl-C, SIGTERM, a lost connection unless nohup has it ignored, and SIGUSR1, with which SLURM
-    warns. This thread cannot: it waits inside torch's C++, where Python calls no function for a signal."""
-    if "ENDS_WITH_PARENT" in os.environ:  # A sweep, or the plain ./run.sh, which ends takes its runs along.
+    """Start a thread that calls `stop` for four signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP (a lost connection, unless
+    nohup makes this process ignore it) and SIGUSR1 (SLURM's warning before its time limit). The main thread cannot act
+    on signals: it waits inside torch's C++ code, where Python does not call signal handlers."""
+    if "ENDS_WITH_PARENT" in os.environ:
+        # A run of a sweep, or of the plain ./run.sh, ends with its parent process.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
@@ -58,80 +62,83 @@ def take_signals():
 
 
 def launch(script, flags):
-    """Run torchrun in this process, and exit with its status."""
+    """Run torchrun in this process with a script and its flags. If a rank fails, exit with its status or a message."""
     ranks = torch.cuda.device_count() or int(os.environ.get("PROCESSES", "2"))
-    if ranks < 1:
-        sys.exit("run.sh: PROCESSES is how many ranks there are, 1 or more")
     if "--help" in flags:
-        ranks = 1  # or each would print it: eval.py, prove.py
+        ranks = 1  # Every rank of eval.py or prove.py would print the help.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // ranks or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # A fork may lie elsewhere.
+    # A fork outside the repository imports common.py from here.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(experiments.ROOT), os.environ.get("PYTHONPATH", "")])
-    os.environ["PYTHONIOENCODING"] = "utf-8:replace"  # Rows are printed, on any terminal.
+    # Data sets have characters that some terminals cannot print.
+    os.environ["PYTHONIOENCODING"] = "utf-8:replace"
     if os.environ.get("PET_NNODES", "1") == "1":
-        os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")  # This machine's own name need not resolve.
+        # Some machines cannot resolve their own name.
+        os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
     else:
         print(f"waits for {os.environ['PET_NNODES']} nodes at {os.environ.get('PET_MASTER_ADDR')}", flush=True)
-    # a run that is stopped ends at once, and leaves its semaphores
+    # A run that a second signal ends leaves semaphores behind, of which Python would warn.
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"
     words = ["--nproc-per-node", str(ranks), script, *flags]
     print(shlex.join([os.path.relpath(Path(sys.executable).with_name("torchrun")), *words]), flush=True)
     logging.disable(logging.ERROR)
     take_signals()
     try:
-        # or torchrun would take these
+        # By default torchrun would replace the handlers of `take_signals`.
         torch.distributed.run.main(["--signals-to-handle", "SIGQUIT", *words])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode in (1, 2):  # the script has said why
+        if failure.exitcode in (1, 2):  # The script has printed the reason.
             sys.exit(failure.exitcode)
         sys.exit(f"run.sh: rank {rank} ended with exit code {failure.exitcode}")
 
 
 def prepare(flags):
-    """Make or fetch what flags name and the repository lacks."""
+    """Let run.sh make or fetch the files that the flags name and that run.sh can make. run.sh skips files that are
+    there. Exit with a message if run.sh fails."""
     text = " ".join(flags).replace("=", " ")
     for path, command in experiments.NEEDS.items():
         if f" {path}" in text:
             done = subprocess.run([experiments.ROOT / "run.sh", command])
             if done.returncode:
-                sys.exit(f"run.sh: {path} is missing, and ./run.sh {command} has failed: it may need a network")
+                sys.exit(f"run.sh: {path} is missing, and ./run.sh {command} has failed; it may need a network")
 
 
 def fetch(name, given):
-    """Fetch an experiment's model and data sets, and read the problems, as a run does."""
+    """Fetch the model and the data sets of the experiment `name` with the user's flags `given`. Then read the problems
+    as a run does, which checks them."""
     script, *flags = experiments.command_of(name, given)
     prepare(flags)
     sys.argv = [script, *flags]
     sys.path[:0] = [str(Path(script).parent), str(experiments.ROOT)]
+    # Loading these modules takes seconds, and a run loads them in its own processes.
     from transformers import AutoTokenizer
 
-    import common  # These take seconds to load, and no other word needs them.
+    import common
 
     args = common.parse_flags(importlib.import_module(Path(script).stem).Args, __doc__)
     common.load_data(args, AutoTokenizer.from_pretrained(common.model_folder(args)))
 
 
 def start(name, given):
-    """Launch an experiment, once there is what it needs."""
+    """Run the experiment `name` with the user's flags `given`. First make or fetch the files that it needs."""
     script, *flags = experiments.command_of(name, given)
     if "--help" in flags:
-        print(
-            f"{name} is {shlex.join([script, *flags])}\nThe defaults below are those of the script alone.\n", flush=True
-        )
+        print(f"{name} is {shlex.join([script, *flags])}\nThe defaults below are the script's own.\n", flush=True)
     prepare(flags)
     if os.environ.get("SCRIPT"):
         name = f"{Path(script).stem}-{name}"
-    os.environ["EXPERIMENT"] = name  # a run's folder is named after it
+    os.environ["EXPERIMENT"] = name  # The name of the run's folder begins with this.
     if name.endswith("-135m"):
-        os.environ["PROCESSES"] = "1"  # two would exchange 540 MB a micro-batch
+        # Two processes would exchange 540 MB in each micro-batch.
+        os.environ["PROCESSES"] = "1"
     launch(script, flags)
 
 
 if __name__ == "__main__":
     word, *given = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a traceback of ours would say nothing
+    # Until `take_signals`, Ctrl-C ends this process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if word == "fetch":
         fetch(given[0], given[1:])
     elif word.endswith(".py"):

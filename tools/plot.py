@@ -1,15 +1,15 @@
-"""Draw what one or more runs logged.
+"""Draw the metrics that one or more runs logged.
 
-./run.sh plot runs/A runs/B -o curve.png                                           without -o in the first run's folder
+./run.sh plot runs/A runs/B -o curve.png                                        without -o: in the first run's folder
 ./run.sh plot runs/A runs/B --panels reward all_right_share all_wrong_share alpha
-./run.sh plot docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv -o curve.png        csv files of tools/claims.py, too
-./run.sh plot runs/A --figure tokens                                                what the loss saw, a page
+./run.sh plot docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv -o curve.png    csv files of tools/claims.py
+./run.sh plot runs/A --figure tokens                                            a page: each token as the loss saw it
 
-Runs NAME-seedS of one script and the same flags, but for seed and folder, are one curve: their mean and its standard
-error; where their code differs, a line says so. What is logged at more than 20 steps, but for evaluations, is smoothed:
-a curve shows means of 9 steps, that of clipped tokens of 25.
-plot.toml has metrics in words, and the colours and names of methods. A name that it does not know stands in the legend
-as it is and, where runs of one NAME differ, with the flags that do. ./run.sh table prints figures.
+Runs NAME-seedS with the same script and the same flags, except seed and folder, are drawn as one curve: their mean,
+with a band of its standard error. If the code of such runs differs, a line says so. A metric with more than 20 values
+is smoothed, unless it belongs to an evaluation: a curve shows means of 9 steps, and means of 25 for clipped tokens.
+plot.toml has titles for metrics, and colours and labels for methods. If a method is missing there, its label is NAME.
+If two methods have the same NAME, the label also has the flags that differ. ./run.sh table prints numbers.
 """
 
 import io
@@ -38,26 +38,28 @@ from lib.record import located
 
 LOOKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 matplotlib.rcParams.update(LOOKS["style"])
-sys.excepthook = print_error  # of the tools that import this, too
+sys.excepthook = print_error  # This also holds for the tools that import this file.
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
-# A run folder or csv: its path; what the runs of all seeds share, {flag: value} and the script's name; its seed; the
-# hashes of its code; its table, a row for each step. A csv is taken for a run of a script of its name.
+# A run: `path` is its folder or csv file. `flags` is the dict of its flags and its script's name, without seed and
+# folder, so it is the same for all seeds. `code` has the hashes of the versions of its code. `rows` is a table of its
+# metrics, with a row for each step. A csv file has no flags, so its name takes the place of the script.
 Run = namedtuple("Run", "path flags seed code rows")
 
 
 def read(path):
-    """Return the table of a run folder, or of a csv that tools/claims.py wrote: a row for each step, with NaN for what
-    was not logged, and infinity for what was not finite."""
+    """Return the table of metrics in a run folder, or in a csv file of tools/claims.py. The table has a row for each
+    step. A metric that was not logged is NaN, and one that was not finite is infinity."""
     if path.suffix == ".csv":
         return pandas.read_csv(path, comment="#")
-    *lines, _ = (path / "metrics.jsonl").read_text().split("\n")  # Of the line that is being written there may be half.
+    *lines, _ = (path / "metrics.jsonl").read_text().split("\n")  # A run may have written half of its last line.
     return pandas.DataFrame([json.loads(line, parse_constant=lambda _: math.inf) for line in lines])
 
 
 def run_of(path):
-    """Return the run of a folder or csv. Paths in its flags lead somewhere from the folder in which it was started."""
+    """Return the Run in a folder or csv file. Paths in its flags become absolute, because the run was perhaps started
+    in another folder. Raises Refused if files are missing or no step is logged."""
     with refuse_errors(path):
         rows = read(path)
         require(len(rows.get("step", ())), "no step is logged there yet")
@@ -73,23 +75,24 @@ def run_of(path):
 
 
 def apart(run, first):
-    """Return the flags in which a run differs from another."""
+    """Return a text with the flags of `run` that differ from those of the run `first`."""
     return " ".join(f"{flag}={value}" for flag, value in run.flags.items() if value != first.flags.get(flag))
 
 
 def methods_of(paths):
-    """Return {label: runs} of run folders and csv files: a method is a script and its flags, but for seed and folder. A
-    label is what the name of the first run has before the seed and, where another method has that name, what differs.
-    Says where the code of its runs differs; refuses a seed that comes twice."""
+    """Group run folders and csv files by method. Return {label: runs}. Runs belong to one method if they have the same
+    script and the same flags, except seed and folder. A label is the part of the first run's name before the seed. If
+    this label is taken, the flags that differ follow. If runs of a method have different code, print a line that says
+    so. Raises Refused if two runs of a method have the same seed."""
     methods = defaultdict(list)
     for path in paths:
         run = run_of(path)
         its = methods[json.dumps(run.flags)]
         for other in its:
-            both = f"{other.path} and {path}: one script, the same flags"
-            require(run.seed != other.seed, f"{both} and seed; name one of them")
+            both = f"{other.path} and {path}: the same script, the same flags"
+            require(run.seed != other.seed, f"{both} and the same seed; name one of them")
             if run.code != other.code:
-                print(f"{both}, but other code", file=sys.stderr)
+                print(f"{both}, but different code", file=sys.stderr)
         its.append(run)
     found = {}
     for its in methods.values():
@@ -101,29 +104,30 @@ def methods_of(paths):
 
 
 def require_logged(metrics, methods):
-    """Refuse metrics that no run of {label: runs} has logged."""
+    """Raise Refused if one of the metrics was logged by no run in {label: runs}."""
     logged = {metric for runs in methods.values() for run in runs for metric in run.rows}
     unknown = {*metrics} - logged
-    require(not unknown, f"{unknown}: none of the runs has logged that, but {sorted(logged)}")
+    require(not unknown, f"{unknown}: no run has logged this; the runs have logged {sorted(logged)}")
 
 
 def usual_panels(rows):
-    """Return the metrics of a run that are drawn unless others are asked for."""
+    """Return those metrics in a run's table that are drawn by default."""
     usual = "reward|entropy|clip_fraction|response_length|eval/.*/avg@.*"
     return [metric for metric in rows if re.fullmatch(usual, metric)]
 
 
 # --------------------------------------------------------------------------------------------------------------- curves
 def in_words(metric):
-    """Return what a title or an axis says for a metric."""
+    """Return the title of a metric, in words."""
     for pattern, words in LOOKS["words"].items():
         metric = re.sub(pattern, words, metric)
     return metric
 
 
 def looks_of(labels):
-    """Return how matplotlib draws each label, and its words: as plot.toml says for an arm or, where a task follows, for
-    a method. If it has nothing for some label, or the same for two, all have colours in turn and their own names."""
+    """Return a dict of matplotlib's options for each label. The options are in plot.toml, under the label or under the
+    part of the label before its task, such as -toy. If plot.toml has no options for one of the labels, or the same
+    options for two of them, all labels get matplotlib's colours in turn, and their own names."""
     arms = LOOKS["arms"]
     looks = [arms.get(label) or arms.get(re.sub("-(toy|hot|135m|0[.]5b|1[.]5b|7b).*", "", label)) for label in labels]
     if None in looks or any(looks.count(look) > 1 for look in looks):
@@ -132,45 +136,40 @@ def looks_of(labels):
 
 
 def by_step(runs, metric):
-    """Return a table of a metric: a row for each step at which some run has a value, a column for each run."""
+    """Return a table of a metric. It has a column for each run, and a row for each step at which some run has a
+    value."""
     logged = {run.seed: run.rows.set_index("step", drop=False)[metric] for run in runs if metric in run.rows}
     return pandas.DataFrame(logged, dtype=float).dropna(how="all").sort_index()
 
 
 def draw_band(axis, runs, metric, look):
-    """Draw a metric's mean over seeds. What has been logged at more than 20 steps is a curve of moving means and a band
-    of their standard error; an evaluation is a point with a bar."""
+    """Draw the mean of a metric over seeds. If the metric has more than 20 values and belongs to no evaluation, draw a
+    curve of moving means and a band of their standard error. Otherwise draw points with bars."""
     values = by_step(runs, metric)
     dense = len(values) > 20 and not metric.startswith("eval/")
     if dense:
         width = 25 if metric == "clip_fraction" else 9  # Many steps clip nothing.
         values = values.rolling(width, center=True, min_periods=1).mean()
     means = values.mean(axis=1)
-    errors = values.sem(axis=1).fillna(0)  # One seed has none.
-    if dense:
-        axis.plot(means, **look)
-        axis.fill_between(
-            means.index,
-            means - errors,
-            means + errors,
-            color=look["color"],
-            alpha=0.2,
-            linewidth=0,
-        )
+    errors = values.sem(axis=1).fillna(0)  # A single seed has no standard error.
+    if not dense:
+        axis.errorbar(means.index, means, errors, marker="o", **look)
         return
-    axis.errorbar(means.index, means, errors, marker="o", **look)
+    axis.plot(means, **look)
+    axis.fill_between(means.index, means - errors, means + errors, color=look["color"], alpha=0.2, linewidth=0)
 
 
 def put(path, content):
-    """Write a file in the place of what has its name: a link there would lead elsewhere."""
+    """Write bytes to a new file, and remove an older file of the same name first: if it is a link, writing to it would
+    change a file elsewhere."""
     with refuse_errors(path):
         path.unlink(missing_ok=True)
         path.write_bytes(content)
 
 
 def draw_curves(methods, panels, path):
-    """Draw a panel for each metric: what the runs of each label logged, by steps. An older picture stays where this one
-    cannot be drawn."""
+    """Draw a picture with a panel for each metric, and in the panel a curve for each label of {label: runs}. If the
+    picture cannot be drawn, an older file at `path` stays."""
     figure = Figure()
     looks = looks_of(methods)
     for place, metric in enumerate(panels, 1):
@@ -179,10 +178,11 @@ def draw_curves(methods, panels, path):
             words = f"{look['label']} ({len(runs)})"
             draw_band(axis, runs, metric, look | {"label": words})
         axis.set(title=textwrap.fill(in_words(metric), 100 // len(panels)), xlabel="step")
-        if metric in ("clip_fraction", "kl"):  # Methods or steps differ by a factor of a hundred, and some are 0.
+        if metric in ("clip_fraction", "kl"):
+            # Values differ by a factor of a hundred between methods or steps, and some are 0.
             axis.set_yscale("symlog", linthresh=1e-3, subs=(2, 5))
             axis.set_ylim(bottom=0)
-            # Nothing here reads TeX, since a text may have dollars.
+            # By default these labels are TeX, which is switched off because a title may have dollar signs.
             axis.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     figure.legend(
         *figure.axes[0].get_legend_handles_labels(),
@@ -202,19 +202,19 @@ def main(
     figure: Literal["curves", "tokens"] = "curves",
     panels: tuple[str, ...] = (),
 ):
-    """Draw what one or more runs logged.
+    """Draw the metrics that one or more runs logged.
 
     Args:
         runs: run folders, or csv files of tools/claims.py
-        out: the picture or page; otherwise it goes in the first run's folder
-        figure: curves of --panels, or the page of what the loss saw
-        panels: metrics, as named in metrics.jsonl; otherwise some that the first run has
+        out: the file to write; by default it is in the first run's folder
+        figure: curves: the metrics of --panels; tokens: a page that shows each token as the loss saw it
+        panels: metrics with their names in metrics.jsonl; by default some that the first run has logged
     """
     require(runs, "name run folders or csv files")
     out = out or runs[0] / f"{figure}.{'html' if figure == 'tokens' else 'png'}"
     first = run_of(runs[0])
     if figure == "tokens":
-        require(len(runs) == 1, "--figure tokens: it is a page of one run")
+        require(len(runs) == 1, "--figure tokens: the page shows one run; name one run")
         put(out, page_of(first).encode())
     else:
         methods = methods_of(runs)

@@ -1,16 +1,17 @@
-"""Run experiments with several seeds, and put what runs logged into a table.
+"""Run experiments with several seeds, and print a table of the metrics that runs logged.
 
 ./run.sh sweep grpo-toy gpg-toy                             seeds 1, 2 and 3 of each, one run after another
-./run.sh sweep grpo-toy gpg-toy --seeds 1 2 --steps 30      flags that are not its own go to the scripts
-./run.sh sweep grpo-toy gpg-toy --jobs 2                    two runs at a time; each on a core of its own, where
-                                                            PROCESSES=1 OMP_NUM_THREADS=1 stands in front
-./run.sh sweep grpo-toy mine.py:grpo-toy,--normaliser,token   a fork with a flag of its own beside its baseline
+./run.sh sweep grpo-toy gpg-toy --seeds 1 2 --steps 30      flags that are not the sweep's go to the scripts
+./run.sh sweep grpo-toy gpg-toy --jobs 2                    two runs at a time; put PROCESSES=1 OMP_NUM_THREADS=1 in
+                                                            front to give each run one core
+./run.sh sweep grpo-toy mine.py:grpo-toy,--normaliser,token   a fork with a flag of its own, beside its baseline
 ./run.sh table runs/sweep/*/grpo-toy-seed* runs/sweep/lr-1e-4/*/grpo-toy-seed*
 
-A run goes to runs/sweep/FLAGS-OF-ALL/CODE/EXPERIMENT-OWN-FLAGS-seedS, and what it prints to output.txt there. CODE
-stands for what common.py and the scripts, or the fork, say. The same command again runs what is missing: a run that has
-finished stays, one that was cut off goes on from its last checkpoint, and runs whose code has changed begin anew.
-Ctrl-C ends all runs after their step. On GPUs a run takes all that it sees, so that --jobs stays 1 there.
+The folder of a run is runs/sweep/FLAGS-OF-ALL/CODE/EXPERIMENT-OWN-FLAGS-seedS. Its output.txt has the lines that the
+run printed. CODE changes whenever the code or another file that the run reads changes. If you give the same command
+again, finished runs are not repeated, a run that was cut off continues from its last checkpoint, and a run whose CODE
+has changed begins anew. Ctrl-C ends all runs after their step. A run on GPUs takes all of them, so leave --jobs at 1
+there.
 """
 
 import hashlib
@@ -36,26 +37,26 @@ from lib.messages import require
 
 RUNS = Path("runs") / "sweep"
 OURS = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
-# A difference of five seeds is clear from so many standard errors on: where nothing differs this has a probability of
-# 0.02 (Student's t, four degrees of freedom).
+# A mean difference over five seeds counts as clear if it is at least so many standard errors. If two methods do not
+# differ, this happens with probability 0.02 (Student's t, four degrees of freedom).
 CLEAR = 3.8
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
 def code_of(command=()):
-    """Return what stands for a command and for all that it reads now: our code, a fork or --reward and what lies beside
-    it, other files that its flags name, and of a folder, such as a model, names, sizes and times. A run of anything
-    else has another folder."""
+    """Return a hash of a command and of all files that the command reads. These are our code, a fork or a --reward with
+    all Python files beside it, and the files and folders that the flags name, such as data and models. Of a folder only
+    the names, sizes and times of its files count. If any of this changes, runs get a new folder."""
     files = [*OURS]
     inside = {}
     for path in map(Path, re.split("[=,:]", "=".join(command))):
         if str(path).startswith(tuple(experiments.NEEDS)):
-            continue  # run.sh makes these at first use, always the same
+            continue  # run.sh makes these files at their first use. They are the same on every machine.
         if path.suffix == ".py":
             files += path.parent.glob("*.py")
-        elif os.path.isfile(path):  # which a word may be too long to be
+        elif os.path.isfile(path):  # Path.is_file would raise an error for a word that is too long for a name.
             files.append(path)
-        elif path.name and os.path.isdir(path):  # . and / have no name: --delimiter may be one of them
+        elif path.name and os.path.isdir(path):  # A --delimiter of . or / means no folder. These two have no name.
             inside |= {file: (file.lstat().st_size, file.lstat().st_mtime) for file in path.rglob("*")}
     digest = hashlib.sha256(repr([command, inside]).encode())
     for file in files:
@@ -64,8 +65,9 @@ def code_of(command=()):
 
 
 def launch(words, folder, script=""):
-    """Let run.sh do something, a fork in a script's place; add what it prints to a file of a folder, and say the last
-    line of that each half minute. Raises CalledProcessError."""
+    """Run run.sh with these words and append its output to the file output.txt of a folder. Every half minute, print
+    the last line of that file. If `script` is a fork, it takes the place of the experiment's script. Raises
+    CalledProcessError if run.sh fails."""
     own = os.environ | {"SCRIPT": script, "ENDS_WITH_PARENT": "1"}
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "output.txt"
@@ -82,14 +84,17 @@ def launch(words, folder, script=""):
 
 
 def train(words, seed, folder, script=""):
-    """Run an experiment with its flags in a folder, from its last checkpoint if it has one."""
+    """Run an experiment in a folder, and continue from the last checkpoint if the folder has one. `words` are the
+    experiment's name and flags. Raises CalledProcessError if the run fails."""
     launch([*words, f"--seed={seed}", f"--run-dir={folder}", "--resume"], folder, script)
 
 
 def run_all(run, folders, jobs):
-    """Call run(folder) for each of these folders, so many at a time, and return whether one failed."""
+    """Call run(folder) for each of the folders, `jobs` of them at a time. Return whether one of the runs failed. A
+    failure does not stop the other runs."""
 
     def failed(folder):
+        """Call run(folder), and return True if it fails."""
         print(f"{time.strftime('%X')}  {folder}", flush=True)
         try:
             run(folder)
@@ -97,23 +102,23 @@ def run_all(run, folders, jobs):
             print(f"{time.strftime('%X')}  {folder}  FAILED: {error} See its output.txt.")
             return True
 
-    require(jobs > 0, f"--jobs {jobs}: at least one run at a time")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a pool would wait for its runs
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # With Python's own handler, Ctrl-C would wait for all runs.
     with ThreadPoolExecutor(jobs) as pool:
         return any([*pool.map(failed, folders)])
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
 def mean_of(run, figure, gaps):
-    """Return the mean of a run's figure, METRIC, STEPS, over those of the steps that logged the metric: `mean`, all;
-    `end`, the last; `step 40`; `steps 1–30`; `at reward 0.5`, five around the first whose last ten have that mean; `at
-    3,840 prompts`, the last ten until these were drawn, which are 120 steps of 32. It is NaN if none of them did. It is
-    NaN, too, and `gaps` gets a line that says so, if a value is not finite, or if the run was cut off before the steps
-    that the figure names, or before its end where it names none."""
+    """Return the mean of a metric over some steps of a run. `figure` is a text METRIC, STEPS, in which STEPS is one of
+    these: `mean` for all steps; `end` for the last step; `step 40`; `steps 1–30`; `at reward 0.5` for five steps around
+    the first one by which the mean reward of ten steps reaches 0.5; `at 3,840 prompts` for the last ten steps until
+    3,840 prompts were drawn, which are 120 steps of 32. Steps that did not log the metric are left out. If no step is
+    left, return NaN. In two more cases return NaN and append the reason to the list `gaps`: a value is not finite, or
+    the run was cut off before the last of these steps. For STEPS without numbers, that is the run's last step."""
     metric, _, how = figure.partition(", ")
-    rows = run.rows.reindex(columns=[*{*run.rows, metric, "reward", "prompts_drawn"}])
+    rows = run.rows.reindex(columns=[*{*run.rows, metric}])
     last = rows["step"].max()
-    needed = run.flags.get("steps", last)  # A csv is of a run that has ended.
+    needed = run.flags.get("steps", last)  # A csv file has no such flag. Its run has ended.
     if how == "end":
         rows = rows[-1:]
     elif how == "at reward 0.5":
@@ -124,7 +129,7 @@ def mean_of(run, figure, gaps):
         rows = rows[rows["prompts_drawn"].cumsum() <= 3840][-10:]
     elif how != "mean":
         steps = [int(step) for step in re.findall(r"\d+", how)]
-        require(steps, f"{figure}: no figure, as it names no steps: 'reward, mean' or 'reward, steps 1–30' does")
+        require(steps, f"--figures '{figure}' names no steps, as 'reward, mean' or 'reward, steps 1–30' would")
         needed = steps[-1]
         rows = rows[rows["step"].between(steps[0], needed)]
     values = rows[metric].dropna()
@@ -138,22 +143,23 @@ def mean_of(run, figure, gaps):
 
 
 def with_error(values, sign=""):
-    """Return mean and standard error over seeds; with a sign, of differences: in bold what five seeds can show."""
+    """Return a text with the mean of the values of all seeds and, if there are several, its standard error. With the
+    sign "+" the values are differences. A clear difference of at least five seeds is then in bold."""
     mean = values.mean()
     error = values.sem()
     text = f"{mean:{sign}.3g}"
-    if len(values) == 1:
-        return text
-    text += f" ± {error:.2g}"
+    if len(values) > 1:
+        text += f" ± {error:.2g}"
     if sign and len(values) >= 5 and abs(mean) >= CLEAR * error > 0:
         return f"**{text}**"
     return text
 
 
 def cells_of(figure, methods, gaps):
-    """Return a figure's cells, one for each of {method: runs}: its mean over seeds and, in brackets, the difference to
-    the first method, seed by seed, which takes two; without a difference the mean has its standard error. A dash where
-    a seed has no value; `gaps` gets lines that say why."""
+    """Return a cell for each method of {method: runs}. A cell has the figure's mean over seeds and, in brackets, the
+    mean difference to the first method. A difference is taken between runs of the same seed. If fewer than two seeds
+    have one, the cell has the standard error of the mean instead. If a seed has no value, the cell is a dash. `mean_of`
+    explains `figure` and `gaps`."""
     first = pandas.Series(dtype=float)
     cells = []
     for runs in methods.values():
@@ -171,29 +177,14 @@ def cells_of(figure, methods, gaps):
     return cells
 
 
-def changes_of(fork):
-    """Return how a fork that a run kept differs from the script it was copied from, the closest of ours, and write the
-    difference to a file beside it."""
-    diffs = []
-    for parent in ROOT.glob("*.py"):
-        command = ["diff", "--unified=2", parent, fork]
-        diffs.append(subprocess.run(command, capture_output=True, text=True).stdout)
-    closest = min(diffs, key=len)
-    beside = fork.with_suffix(".diff")
-    plot.put(beside, closest.encode())
-    added = max(0, closest.count("\n+") - 1)  # one has the fork's name
-    removed = closest.count("\n-")
-    return f"{fork.name}: +{added} −{removed} lines, {beside}"
-
-
 def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...] = ()):
-    """Print a row for each method: runs of one script and the same flags, but for seed and folder; then what sets it
-    apart from the first.
+    """Print a table with a row for each method. Runs belong to one method if they have the same script and the same
+    flags, except seed and folder. Below the table, print the flags in which each method differs from the first one.
 
     Args:
-        runs: run folders or csv files; the first one's method is the one that differences are taken to
-        figures: each a metric and of which steps it is the mean, such as "entropy, mean" or "reward, steps 1–30";
-            none: the reward of the first run's last ten steps and its held-out accuracies after the last
+        runs: run folders or csv files; differences are taken to the method of the first one
+        figures: a metric and the steps of which to take the mean, such as "entropy, mean" or "reward, steps 1–30";
+            without any: the reward in the last ten steps of the first run, and accuracies on held-out sets at its end
     """
     require(runs, "name run folders or csv files")
     methods = plot.methods_of(runs)
@@ -216,38 +207,38 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
     )
     for label, (run, *_) in methods.items():
         print(f"{label}: {plot.apart(run, first) or 'the first'}")
-        fork = run.path / f"code/{len(run.code)}/{run.flags['script']}.py"
-        if fork.is_file() and not (ROOT / fork.name).exists():
-            print(changes_of(fork))
 
 
 # ---------------------------------------------------------------------------------------------------------------- sweep
 @dataclass
 class Args:
-    """What to run. Other flags go to the scripts."""
+    """The flags of a sweep. All other flags go to the scripts."""
 
     experiments: tyro.conf.Positional[tuple[str, ...]]
-    """As ./run.sh list prints them; SCRIPT.py:EXPERIMENT for a fork. Flags of its own follow: ,--flag,value."""
+    """Names of experiments, which ./run.sh list prints. For a fork, write SCRIPT.py:EXPERIMENT. To give an experiment
+    flags of its own, append them with commas: EXPERIMENT,--flag,value."""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """Seed 1 of all experiments comes first."""
+    """Seed 1 of all experiments runs first."""
     jobs: int = 1
-    """Runs at a time."""
+    """Number of runs at a time."""
 
 
 def name_of(words):
-    """Return words as a folder's name, or its beginning: it may have 255 bytes, and `code_of` knows all words."""
+    """Return these words as the name of a folder. Its length is limited, because a file system takes 255 bytes. The
+    hash of `code_of` in the path tells commands apart whose names are cut off."""
     name = "-".join(word.removeprefix("--") for word in words if word).replace("/", "-")
     return name.encode()[:200].decode(errors="ignore")
 
 
 def finished(folder):
-    """Say whether a run has written its model, which has its name once it is whole."""
+    """Return whether a run has finished. At its end a run writes a model, which gets its name only when it is
+    complete."""
     return (folder / "model").is_dir()
 
 
 def main():
-    """Print a table; or run what is missing of a sweep, print the table of what has finished, and return whether a run
-    failed."""
+    """With the word `table`, print a table of runs. With the word `sweep`, run all runs of a sweep that are missing,
+    print a table of those that have finished, and return whether a run failed."""
     kind, *words = sys.argv[1:]
     if kind == "table":
         return tyro.cli(table, args=words)

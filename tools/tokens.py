@@ -1,7 +1,8 @@
-"""Write the page "What the loss saw": a run's responses token by token, with the vectors that the loss used.
+"""Write the page "What the loss saw": the responses of a run token by token, with the vectors that the loss used.
 
-tokens.html is its style and script. This file makes what samples/train-step*.parquet hold harmless and small enough
-for it. `plot.py RUN --figure tokens` calls `page_of`.
+tokens.html has the style and the script of the page. This file adds the data, which come from the run's
+samples/train-step*.parquet. It limits their size, and it replaces characters that could do harm in a page.
+`plot.py RUN --figure tokens` calls `page_of`.
 """
 
 import json
@@ -13,14 +14,14 @@ from transformers import AutoTokenizer
 
 from lib.messages import refuse_errors, require
 
-STEPS = 5  # The page has at most so many steps, the last among them,
-GROUPS = 4  # so many groups of a step,
-TOKENS = 300  # and so many tokens of a response: megabytes at most.
+STEPS = 5  # The largest number of steps on the page. The last step is among them.
+GROUPS = 4  # The largest number of groups of a step.
+TOKENS = 300  # The largest number of tokens of a response. With these limits a page has a few megabytes.
 
-# the page begins with the first quantity that varies
+# The page begins with the first of these vectors that varies.
 LABELS = """
 ratio_T: new probability over old
-factor_T: what multiplied the advantage
+factor_T: factor of the advantage
 entropy_T: how unsure the model was
 advantage_T: how much better than the group's mean
 kernel_T: the paper's weight, of mean 1 in a group
@@ -41,17 +42,18 @@ weight_T: normaliser in front of the token
 
 
 def visible(text):
-    """Return a text with signs for what does not show: control and bidirectional characters, newlines."""
+    """Return a text in which characters without a shape of their own are visible: control characters and bidirectional
+    marks become such as \\u202e, and a newline gets the sign ↵ in front."""
     lines = []
     for line in text.split("\n"):
         shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
         lines.append("".join(shown))
-    # several newlines in a token break the line once
+    # Several newlines in a row break the line once.
     return "↵\n".join(lines).replace("\n↵", "↵")
 
 
 def facts_of(response, vectors):
-    """Return what stands beside a response, a fact a line."""
+    """Return the text beside a response: verdict, reward, advantage and length, each on a line of its own."""
     verdict = "✓ right" if response["reward"] >= 1 else "✗ wrong"
     facts = f"{verdict}, reward {response['reward']:.3g}"
     advantage = vectors.get("advantage_T")
@@ -65,22 +67,22 @@ def facts_of(response, vectors):
 
 
 def pack(response, tokenizer):
-    """Return a response as the page wants it: what stands beside it, and its first TOKENS tokens and their vectors, in
-    six digits. A constant vector becomes one number."""
+    """Return the data of a response: the text beside it, its first TOKENS tokens, and their vectors with six digits. If
+    a vector is constant, it becomes one number."""
     texts = tokenizer.batch_decode([[token] for token in response["ids"][:TOKENS]])
     vectors = {}
     if any(response.pop("trained_T")):
         for name, vector in response.items():
             if name.endswith("_T"):
-                # JSON has no NaN
+                # JSON has no NaN.
                 vector = [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector]
                 vectors[name] = vector[0] if len(set(vector)) == 1 else vector[:TOKENS]
     return {"facts": facts_of(response, vectors), "tokens": list(map(visible, texts)), "vectors": vectors}
 
 
 def read(file, tokenizer):
-    """Return a step as the page wants it: the last groups whose rewards differ, since those are of the last update. In
-    the first update every ratio is 1."""
+    """Return the data of a step from its file: the last groups whose rewards differ. The last groups belong to the last
+    update. In the first update all ratios would be 1."""
     table = pandas.read_parquet(file)
     differ = [group for _, group in table.groupby("group") if group["reward"].nunique() > 1]
     groups = []
@@ -98,9 +100,10 @@ def read(file, tokenizer):
 
 
 def page_of(run):
-    """Return the page of a run, which keeps responses when it evaluates during training."""
+    """Return the page of a run as text. Raises Refused if the run has kept no responses, or if its tokenizer cannot be
+    loaded."""
     files = sorted(run.path.glob("samples/train-step*.parquet"))
-    require(files, f"{run.path}: no responses were kept yet; that is done after --eval-every steps, and the last")
+    require(files, f"{run.path}: no responses were kept yet; a run keeps them every --eval-every steps and at its end")
     shown = sorted(files[:: -math.ceil(len(files) / STEPS)])
     model = run.flags["model"]
     with refuse_errors(f"{run.path}: the tokenizer of its --model {model}"):
@@ -113,7 +116,7 @@ def page_of(run):
         "labels": {name: labels.get(name, name) for name in [*labels, *sorted(found)] if name in found},
         "steps": steps,
     }
-    # "<" could end the script element that it stands in
+    # Otherwise "</script>" in a text would end the script element that holds the data.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = Path(__file__).with_suffix(".html").read_text()
     return page.replace("DATA", text)

@@ -1,6 +1,8 @@
-"""Say from what a run logged why it does not learn, the worst first, with what to change and responses that show it.
+"""Print why a run does not learn: its troubles, the worst first, with a flag to change and a response that shows each.
 
 ./run.sh why runs/RUN
+
+The troubles are found in the metrics that the run logged.
 """
 
 import math
@@ -12,20 +14,21 @@ import tyro
 
 from lib.messages import require
 
-# Each trouble has three lines: a figure and the most of it that is well; what it is; what to change. Where responses
-# show it, a fourth has a pattern of these, as they stand in samples/, with {} for --max-response-tokens.
+# Each trouble has three lines: the name of a figure and the largest value that is no trouble; a description; the flags
+# to change. If responses can show the trouble, a fourth line has a pattern that finds such a response in samples/. In
+# the pattern, {} stands for --max-response-tokens.
 TROUBLES = """
 skipped_updates 0
-updates of a step that were skipped, since their gradient was not finite
+number of updates in a step that were skipped, because their gradient was not finite
 a smaller --lr, --compute-dtype float32
 
 crash_share 0.05
 share of responses whose grading crashed, or ran out of memory
-another --reward, or one that does neither
+another --reward
 reward 0,
 
 error_share 0.05
-share of responses that math_verify, which grades them, cannot compare: it raises an error
+share of responses for which math_verify, which grades them, raises an error
 another --reward, or --answer-column if the reference is no answer
 reward 0,
 
@@ -35,31 +38,31 @@ share of responses whose grading took too long
 reward 0,
 
 boxless_share 0.3
-share of responses without a box, which the reward reads
---template chat-boxed or qwen-math, which ask for one; or --reward of your own
+share of responses without a box, but the reward reads only a box
+--template chat-boxed or qwen-math, which ask for a box; or a --reward of your own
 (?s)^(?!.*boxed)
 
 truncated_share 0.3
 share of responses that are cut off
---max-response-tokens, or a --template with which the model ends
+a larger --max-response-tokens, or a --template with which the model ends its responses
 , {} tokens
 
 all_wrong_share 0.8
-share of groups without a right response: too hard, or the reference has another form
+share of groups without a right response: problems are too hard, or references have another form than answers
 easier problems (`./run.sh eval` counts them), a larger --group-size, --answer-column
 reward 0,
 
 all_right_share 0.8
-share of groups with right responses only: too easy
+share of groups with right responses only, because problems are too easy
 harder problems, --temperature 1; --valid-share of sspo.py, --beta-th of gpg.py
 reward 1,
 
 gap_mean 0.02
-nats between sampler and trainer
---compute-dtype float32, which ends it if rounding makes it; or --tis-cap 2
+mean difference of log-probs between sampler and trainer, in nats
+--compute-dtype float32, which removes it if it comes from rounding; or --tis-cap 2
 
 idle_ratio 0
-reward flat, updates move no ratio; the largest
+the reward is flat, and updates move no ratio; the largest
 --lr ten times as large
 
 entropy_lost 0.9
@@ -71,20 +74,22 @@ share of tokens that are clipped
 a smaller --lr
 
 norm_over_bound 1
-gradient's norm above --max-grad-norm in every step; the smallest, over that bound
+in every step the gradient's norm is above --max-grad-norm; the smallest norm divided by this bound
 --max-grad-norm, a smaller --lr
 
 held_out_fall 0.02
-fall of a held-out score while the reward rose
+fall of a held-out score, although the reward rose
 more data, a smaller --lr, --keep-best
 """
-# A run that has not logged one of these has NaN instead, for which no comparison holds.
+# If a run has not logged one of these metrics, its value here is NaN, for which no comparison holds.
 USED = """reward responses_drawn truncated_share optimizer_steps ratio_max entropy grad_norm
 verifier/no_answer verifier/timeout verifier/crash verifier/error"""
 
 
 def figures(rows, steps, first, last, args):
-    """Return the figures of TROUBLES. `first` and `last` are means over the first and the last training steps."""
+    """Return the figures that TROUBLES names. `rows` is the table of a run's metrics, `steps` has its training steps
+    only, `first` and `last` are the means over the first and the last of these steps, and `args` are the flags of the
+    run."""
     found = last.copy()
     for verdict in ("no_answer", "timeout", "crash", "error"):
         found[f"{verdict}_share"] = last[f"verifier/{verdict}"] / last["responses_drawn"]
@@ -99,12 +104,13 @@ def figures(rows, steps, first, last, args):
         found["held_out_fall"] = (scores.bfill().iloc[0] - scores.ffill().iloc[-1]).max()
     sums = steps["reward"] * steps["responses_drawn"]
     if (sums % 1).between(0.001, 0.999).any() and not args.get("overlong_buffer"):
-        found["all_wrong_share"] = 0  # Rewards are fractions, which differ in groups without a 1, too.
+        found["all_wrong_share"] = 0  # Rewards are fractions. Then even groups without a 1 can have a gradient.
     return found
 
 
 def example(folder, pattern):
-    """Return where a response stands that shows a trouble, and how it begins: of the newest training step, if any."""
+    """Return a text with the file, the problem and the beginning of a response that matches a pattern. The response is
+    from the newest file in samples/ that has one."""
     for file in sorted(folder.glob("samples/*.txt"), reverse=True):
         for problem in file.read_text().split("\n==== "):
             about, *responses = problem.split("\n-- ")
@@ -115,10 +121,11 @@ def example(folder, pattern):
 
 
 def main(folder: tyro.conf.Positional[Path]):
+    """Print the troubles of the run in a folder, and its reward at the beginning and at the end."""
     run = plot.run_of(folder)
     rows = run.rows
     if "verifier/crash" not in rows:
-        print("no verifier/… is logged, from which one would see what went wrong in grading")
+        print("no verifier/… is logged, so troubles with grading cannot be found")
     rows = rows.reindex(columns=rows.columns.union(USED.split()))
     steps = rows.dropna(subset="reward")
     require(len(steps), f"{folder}: no training step is logged there yet")

@@ -1,7 +1,8 @@
-"""The embedded default: a 0.6 M-parameter Qwen2 taught by a teacher that mostly guesses; problems with exact answers.
+"""The embedded toy: a Qwen2 model of 0.6 M parameters, and problems with exact answers.
 
-Each letter stands for an operation on a two-digit number. `hdx39=?` asks for h of d of x of 39, and is answered step by
-step, innermost first: letter, operation, result, and a blank line after each step.
+Each letter stands for an operation on a two-digit number. The problem `hdx39=?` asks for h of d of x of 39. The model
+answers it step by step and begins with the innermost letter, x. Each step is the letter, the operation and the result,
+and a blank line follows each step:
 
     x+32        + adds 3 to the ones digit and drops the carry, * multiplies it by 3, ~ takes it from 9
                 > swaps the digits
@@ -11,17 +12,18 @@ step, innermost first: letter, operation, result, and a blank line after each st
 
     \\boxed{35}
 
-What a letter stands for is not in the problem: it was drawn once, and eight of the 26 letters stand for another
-operation where the number is 65 or more. The teacher knows a step's operation with probability 0.2 and else guesses,
-+ most often. A model that imitates it carries out operations well and chooses them badly: greedy decoding takes + for
-every letter, yet on 99 of 100 problems one of 64 samples is right. So reinforcement learning has something to teach and
-something to lose, and longer problems show whether what it teaches holds there.
+A problem does not say what its letters stand for. Their meanings were drawn once, and eight of the 26 letters stand for
+another operation if the number is 65 or more. A teacher wrote the responses that the model imitates. In each step, the
+teacher knows the operation with probability 0.2. Otherwise the teacher guesses, most often +. So the model carries out
+operations well and chooses them badly: with greedy decoding it takes + for every letter. But for 99 of 100 problems one
+of 64 sampled responses is right. So reinforcement learning has something to teach and something to lose, and longer
+problems show whether the policy can use there what it has learnt.
 
     python tasks/toy/make.py    # writes tasks/toy/: model (bf16), train.jsonl, heldout.jsonl, harder.jsonl
 
-`train` and `heldout` have 2 or 3 letters, `harder` 4 or 5; 1 to 5 were taught. No problem of the three files was used
-to teach. The problems are always the same; the weights depend on the order of floating-point sums, so on the machine
-and its number of threads.
+Problems of `train` and `heldout` have 2 or 3 letters, those of `harder` 4 or 5. The teacher's problems have 1 to 5
+letters, and none of them is in the three files. The problem files are the same after every run. The weights are not:
+they depend on the order of floating-point sums, so they differ between machines and numbers of threads.
 """
 
 import random
@@ -44,52 +46,40 @@ TAUGHT_LETTERS = (1, 2, 3, 4, 5)
 PROBLEM_LETTERS = (2, 3)
 FILES = (("heldout", 200, PROBLEM_LETTERS), ("harder", 100, (4, 5)), ("train", 4096, PROBLEM_LETTERS))
 OPERATIONS = "+>~*"
-MEANT = (14, 4, 4, 4)  # letters that stand for each operation
-GUESSED = (3, 1, 1, 1)  # weights of the teacher's guesses, such that + stays the likeliest for every letter
-KNOWN = 0.2  # steps at which the teacher does not guess
-STEP_ERROR = 0.05  # steps with a random ones digit
-EXCEPTIONS = 8  # letters that stand for another operation from HIGH on
+GUESSED = (3, 1, 1, 1)  # Weights of the teacher's guesses. With them + is the likeliest guess for every letter.
+KNOWN = 0.2  # Share of the steps in which the teacher does not guess.
+STEP_ERROR = 0.05  # Share of the steps in which the teacher writes a random ones digit.
 HIGH = 65
+MEANINGS = (
+    dict(zip(ascii_lowercase, "+~+++>>~++~++>>++~*++*++**", strict=True)),  # For numbers below HIGH.
+    dict(zip(ascii_lowercase, "*~+++>~~++~+**>++**+>*>+*~", strict=True)),  # For numbers from HIGH on.
+)
 END = "<|endoftext|>"
 BATCH = 128
 
 
 def operate(operation, number):
-    """Return what an operation makes of a two-digit number (0 to 99)."""
+    """Apply an operation to a number of two digits (0 to 99), and return the result."""
     tens, ones = divmod(number, 10)
     if operation == ">":
         return 10 * ones + tens
     return 10 * tens + {"+": (ones + 3) % 10, "*": 3 * ones % 10, "~": 9 - ones}[operation]
 
 
-def meanings(rng):
-    """Return the operations of the letters: for numbers under HIGH, and from HIGH on."""
-    operations = rng.sample(OPERATIONS, counts=MEANT, k=len(ascii_lowercase))
-    usual = dict(zip(ascii_lowercase, operations, strict=True))
-    high = usual.copy()
-    for letter in rng.sample(ascii_lowercase, EXCEPTIONS):
-        others = [operation for operation in OPERATIONS[1:] if operation != usual[letter]]
-        high[letter] = rng.choice(others)
-    return usual, high
-
-
-MEANINGS = meanings(random.Random(1))
-
-
 def question(letters, number):
-    """Return the problem's text: `hdx39=?` of the letters `xdh`."""
+    """Return the text of a problem. The letters are in the order in which they apply: `xdh` and 39 give `hdx39=?`."""
     return f"{letters[::-1]}{number}=?"
 
 
 def answer(letters, number):
-    """Return the two digits of the result."""
+    """Return the right answer to a problem: the two digits of the result."""
     for letter in letters:
         number = operate(MEANINGS[number >= HIGH][letter], number)
     return f"{number:02d}"
 
 
 def teach(rng, letters, number):
-    """Return the teacher's response: a step for each letter, blank lines between them, then the boxed result."""
+    """Return the teacher's response: a step for each letter, with blank lines between, and then the boxed result."""
     text = ""
     for letter in letters:
         known = rng.random() < KNOWN
@@ -102,14 +92,14 @@ def teach(rng, letters, number):
 
 
 def ask(rng, lengths):
-    """Return a problem: distinct letters, in the order in which they apply, and the number (10 to 99) that they apply
-    to."""
+    """Draw a problem. Return its letters, in the order in which they apply, and its number (10 to 99). All letters
+    differ, and `lengths` has the numbers of letters that are allowed."""
     letters = "".join(rng.sample(ascii_lowercase, rng.choice(lengths)))
     return letters, rng.randint(10, 99)
 
 
 def write_problems(folder):
-    """Write train, heldout and harder; return the problems of all of them."""
+    """Write the files train, heldout and harder. Return the set of all their problems."""
     taken = set()
     for name, problems in draw_files(FILES, map(random.Random, count(1000)), ask, taken):
         write_rows(folder / f"{name}.jsonl", [(question(*problem), answer(*problem)) for problem in problems])
@@ -117,12 +107,13 @@ def write_problems(folder):
 
 
 def make_tokenizer(folder, words=("\\boxed",), **options):
-    """Save and reload a byte-level Qwen2 tokenizer in which a blank line and the words are single tokens; `options` are
-    Qwen2Tokenizer's. AutoTokenizer builds the class that it knows for the model type, whatever was saved."""
+    """Save a byte-level Qwen2 tokenizer in a folder. Return the tokenizer that AutoTokenizer loads from there: its
+    class depends on the model type, not on what was saved. A blank line and each of the words are single tokens.
+    `options` go to Qwen2Tokenizer."""
     merges = [("Ċ", "Ċ")]
     for word in words:
         merges += [(word[:n], word[n]) for n in range(1, len(word))]
-    merges = list(dict.fromkeys(merges))  # words may begin alike
+    merges = list(dict.fromkeys(merges))  # Two words may begin with the same merges.
     pieces = sorted(ByteLevel.alphabet()) + ["".join(pair) for pair in merges]
     tokenizer = Qwen2Tokenizer(
         vocab={piece: number for number, piece in enumerate(pieces)},
@@ -136,26 +127,9 @@ def make_tokenizer(folder, words=("\\boxed",), **options):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def make_model(tokenizer):
-    """Return the untaught model in float32: 3 layers of 128, grouped-query attention, tied embeddings."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    return Qwen2ForCausalLM(config)
-
-
 def lay_out(tokenizer, prompts, responses):
-    """Return a model's inputs: a prompt and a response in each row, and labels, -100 wherever there is no response."""
+    """Return the inputs of a model, with a prompt and its response in each row. The labels are the response's tokens,
+    and -100 everywhere else."""
     inputs = tokenizer(prompts, responses, padding=True, return_token_type_ids=True, return_tensors="pt")
     responds = inputs.pop("token_type_ids") == 1
     inputs["labels"] = inputs["input_ids"].where(responds, -100)
@@ -163,7 +137,8 @@ def lay_out(tokenizer, prompts, responses):
 
 
 def lessons(rng, tokenizer, taken):
-    """Yield a model's inputs: fresh problems, none of them in `taken`, and the teacher's responses."""
+    """Yield batches for `teach_model` without end. The problems are new, so none is in `taken`, and the responses are
+    the teacher's."""
     problems = fresh(ask, rng, TAUGHT_LETTERS, taken)
     while True:
         prompts = []
@@ -175,7 +150,7 @@ def lessons(rng, tokenizer, taken):
 
 
 def teach_model(model, batches, steps, peak_lr=3e-3):
-    """Fit the model by cross-entropy to a batch at each step; print the loss (nats per response token)."""
+    """Train the model by cross-entropy on a new batch in each step, and print the loss (nats per response token)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=steps, pct_start=0.1)
     for step, batch in enumerate(islice(batches, steps)):
@@ -190,11 +165,11 @@ def teach_model(model, batches, steps, peak_lr=3e-3):
 
 
 def main(out: Path = FOLDER):
-    """Make the problem files and the model."""
+    """Make the problem files and the model, whose shape is that of the model in this repository."""
     taken = write_problems(out)
     torch.manual_seed(1)
     tokenizer = make_tokenizer(out / "model")
-    model = make_model(tokenizer)
+    model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(FOLDER / "model"))
     teach_model(model, lessons(random.Random(1), tokenizer, taken), steps=500)
     model.to(torch.bfloat16).save_pretrained(out / "model")
 
