@@ -952,9 +952,10 @@ def full_weights(policy, dtype):
 KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")
 
 
-def save_model(policy, folder, source, dtype, world):
+def save_model(policy, folder, source, dtype, step, world):
     """Write a folder that transformers and vLLM can load: the weights in `dtype`, the files of the folder `source` with
-    a suffix in KEPT, `dtype` in config.json, all end tokens in generation_config.json. Every rank must call this."""
+    a suffix in KEPT, `dtype` and `step` in config.json, all end tokens in generation_config.json. Every rank must call
+    this."""
     weights = {}
     for name, tensor in full_weights(policy, dtype):
         if world.rank == 0:
@@ -975,6 +976,7 @@ def save_model(policy, folder, source, dtype, world):
         file = partial / "config.json"
         config = json.loads(file.read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        config["trained_steps"] = step  # eval.py prints this.
         file.write_text(json.dumps(config, indent=2))
         file = partial / "generation_config.json"
         generation = {"eos_token_id": config.get("eos_token_id")}
@@ -995,7 +997,7 @@ def finish(policy, source, dtype, record):
     """Write the trained model and print the commands that plot the run. A stopped run has a checkpoint instead."""
     if record.stopping:
         return
-    save_model(policy, record.folder / "model", source, dtype, record.world)
+    save_model(policy, record.folder / "model", source, dtype, record.args.steps, record.world)
     folder = record.quoted
     plot = f"{shlex.quote(os.path.relpath(ROOT))}/run.sh plot {folder}"
     python = shlex.quote(os.path.relpath(sys.executable))
@@ -1020,6 +1022,7 @@ def evaluate(held_out, sampler, verifier, record, step):
     eval/<name>/avg@n, pass@k for k = 2, 4, … ≤ n, and length. All sets are sampled together, so that there is only one
     wait for the longest response. All steps have the same seeds. Step 0 sets the score that --keep-best must exceed."""
     args = record.args
+    record.evaluated = step
     n = args.eval_samples
     prompts = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
     with record.phase("evaluate"):
@@ -1056,4 +1059,4 @@ def keep_best(policy, source, dtype, metrics, record):
     total = held_out_score(metrics)
     if record.args.keep_best and total > record.best:
         record.best = total
-        save_model(policy, record.folder / "best", source, dtype, record.world)
+        save_model(policy, record.folder / "best", source, dtype, record.evaluated, record.world)

@@ -53,7 +53,7 @@ def checkpoint_if_due(policy, optimizer, step, position, record):
     record.stopping = world.from_rank_0(stop.exists())
     if record.stopping:
         stop.unlink(missing_ok=True)
-        record.say(f"asked to stop: --run-dir {record.quoted} --resume goes on after step {step}")
+        record.say(f"asked to stop after step {step}: the same command with --run-dir {record.quoted} --resume goes on")
     elif step % args.checkpoint_every != 0 and step != args.steps:
         return
     final = record.folder / "checkpoints" / f"step-{step:05d}"

@@ -89,8 +89,10 @@ def open_run(folder, args):
             fits = now.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
             require(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {now.get(name)!r}")
     for each in folder.rglob("*"):
-        # Somebody else may have made the folder. Writing to a link in it would change a file outside the folder.
-        require(not each.is_symlink(), f"--run-dir {folder}: {each} is a link, and a run writes to no link")
+        # Somebody else may have made the folder. Writing to a link in it would change a file outside the folder, and
+        # opening a pipe would wait for ever.
+        regular = each.is_file() or each.is_dir()
+        require(regular and not each.is_symlink(), f"--run-dir {folder}: {each} is a link or a pipe")
     with refuse_errors(f"--run-dir {folder}"):
         (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115  Closing the file would unlock the folder.
@@ -138,6 +140,7 @@ class Record:
         # The times at which steps of this process ended. The first is the end of step 0 or of reading a checkpoint.
         self.ends = []
         self.best = -math.inf  # For --keep-best: the highest sum of avg@n over held-out sets.
+        self.evaluated = 0  # The step of the last evaluation.
         self.gap_checked = False  # Whether `sampler_gap` has compared trainer and sampler.
         self.board = None
         self.number = 0  # `open_run` makes the number by which the run is known.

@@ -128,6 +128,9 @@ def test_a_usual_mistake_is_said_in_a_line(data, monkeypatch):
         with refused(said, Refused):
             tyro.cli(tools[word], args=words)
     assert Path("old.nosuch").exists()
+    monkeypatch.setattr("sys.argv", ["sweep.py", "sweep"])
+    with refused("name experiments", Refused):
+        sweep.main()
 
 
 @pytest.fixture

@@ -45,8 +45,12 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
     step.mkdir(parents=True)
     (step / "manifest.json").touch()
     best = tmp_path / "best"
+    best.mkdir()
+    for path in (tmp_path, best, tmp_path / "checkpoints" / "step-0014"):
+        with refused(f"/{path.name}.* is no model: .*; its last checkpoint is {step}"):
+            evaluation.protocol_of("", path)
     for folder in (best, tmp_path / "model"):
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "config.json").touch()
     models = {tmp_path.name: f"{tmp_path}/model", "best": f"{best}", step.name: "first"}
     for path in (tmp_path, best, step):

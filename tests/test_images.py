@@ -130,7 +130,7 @@ def test_a_saved_model_is_whole(models, tmp_path, plain_python):
     folder = models["qwen2_5_vl"]
     world = common.init_world()
     policy = common.load_policy(folder, settings(folder), world)
-    common.save_model(policy, tmp_path / "model", folder, torch.float32, world)
+    common.save_model(policy, tmp_path / "model", folder, torch.float32, 5, world)
     assert (tmp_path / "model" / "preprocessor_config.json").is_file()
     saved, source = (load_file(each / "model.safetensors") for each in (tmp_path / "model", folder))
     assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in saved)

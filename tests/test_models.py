@@ -1,5 +1,6 @@
 """Kinds of models: each trains as transformers and vLLM compute it, or is refused in words."""
 
+import eval as evaluation
 import pytest
 import torch
 from conftest import check_sampler, random_model, refused
@@ -67,7 +68,8 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
     mine = {name: parameter.grad.full_tensor() for name, parameter in policy.named_parameters()}
     theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert largest_difference(mine, theirs) < 1e-5
-    common.save_model(policy, saved, source, torch.float32, world)
+    common.save_model(policy, saved, source, torch.float32, 5, world)
+    assert evaluation.step_of(saved, saved) == 5
     again = AutoModelForCausalLM.from_pretrained(saved)
     assert largest_difference(dict(again.named_parameters()), dict(reference.named_parameters())) == 0
 

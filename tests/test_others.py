@@ -75,12 +75,12 @@ def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
     for name, target in (("own.txt", "config.json"), ("key.txt", stranger), ("gone.md", "none"), ("self", ".")):
         (model / name).symlink_to(target)
     world = common.init_world()
-    common.save_model(common.load_policy(model, common.Args(str(model)), world), saved, model, torch.float32, world)
+    common.save_model(common.load_policy(model, common.Args(str(model)), world), saved, model, torch.float32, 5, world)
     assert (saved / "own.txt").is_file() and not {"pipe.txt", "key.txt", "gone.md", "self"} & {*os.listdir(saved)}
     for file in model.glob("tokenizer*"):
         assert file.read_bytes() == (saved / file.name).read_bytes(), file
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (model, saved))
-    assert after == before | {"dtype": "float32"} != before
+    assert after == before | {"dtype": "float32", "trained_steps": 5} != before
     ends = json.loads((saved / "generation_config.json").read_text())
     assert ends == {"temperature": 0.6, "eos_token_id": [5, 200, 262]}
 

@@ -115,9 +115,18 @@ def protocol_of(name, path):
     if flags and (is_checkpoint(path) or (path == run and not flags["steps"])):
         protocol.model = flags["model"]
     elif flags:
+        last = [f"; its last checkpoint is {each}" for each in common.checkpoints_of(run / "checkpoints")[-1:]]
         there = Path(protocol.model, "config.json").is_file()
-        common.require(there, f"{protocol.model} is no model: name one of {run}/checkpoints if the run was stopped")
+        common.require(there, f"{protocol.model} is no model: the run was stopped, or never had it{''.join(last)}")
     return protocol
+
+
+def step_of(path, folder):
+    """Return the step after which a run wrote the weights: those of the checkpoint `path`, or of the model in `folder`.
+    Return 0 for a model that no run has trained."""
+    if is_checkpoint(path):
+        return common.manifest_of(path)["step"]
+    return getattr(common.config_of(folder), "trained_steps", 0)
 
 
 def problems_of(protocol, tokenizer):
@@ -231,6 +240,8 @@ def main():
     sys.excepthook = common.print_error
     args, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
     path = Path(args.model)
+    if path.exists():
+        path = path.resolve()  # A checkpoint may be named from inside its run, or by a link.
     usual = protocol_of(args.protocol, path)
     code = usual.reward
     if ":" in code:
@@ -242,6 +253,7 @@ def main():
     world = common.init_world()
     # The tokenizer is needed to find the longest prompt. Only then the model's context can be checked.
     folder = common.model_folder(replace(protocol, max_prompt_tokens=1))
+    step = step_of(path, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     data = problems_of(protocol, tokenizer)
     protocol.max_prompt_tokens = max(len(problem.prompt_ids) for problems in data.values() for problem in problems)
@@ -252,7 +264,7 @@ def main():
     rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
     sampler.close()
     if world.rank == 0:
-        print(f"\n{table_of(args.protocol, protocol, rows).to_string()}")
+        print(f"\nweights of {path}, after step {step}\n{table_of(args.protocol, protocol, rows).to_string()}")
         name = "-".join([path.name, args.protocol or "own", *data])
         out = Path(args.out or run_of(path)[0] / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
         out.parent.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ run.sh calls this file before the set-up, so the file needs no packages.
 
 import os
 import shlex
+import signal
 import sys
 from itertools import chain
 from pathlib import Path
@@ -244,6 +245,7 @@ def command_of(name, given=()):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `./run.sh list | head` then ends without a traceback.
     word, *given = sys.argv[1:]
     if word == "help":
         for method, (_, place) in METHODS.items():

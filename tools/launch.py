@@ -17,6 +17,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -29,9 +30,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 def stop(signals):
     """Wait for signals, and end this process; all ranks then end, too. At the first signal, tell the ranks to end after
-    their step with a checkpoint, and wait for a second signal. If no rank has begun to train, do not wait. `signals` is
-    a pipe, from which each signal can be read as one byte: its number."""
+    their step with a checkpoint, and wait for a second signal, more than a second later. If no rank has begun to train,
+    do not wait. `signals` is a pipe, from which each signal can be read as one byte: its number."""
     number = os.read(signals, 1)[0]
+    first = time.monotonic()
     training = 0
     for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{rank}/status").read_text())
@@ -42,6 +44,9 @@ def stop(signals):
         with suppress(OSError):  # The terminal may be closed.
             print("run.sh: ends after this step, with a checkpoint; a second signal ends it at once", flush=True)
         number = os.read(signals, 1)[0]
+        # One signal may come several times: from the terminal, and from each thread of a sweep that ends with it.
+        while time.monotonic() < first + 1:
+            number = os.read(signals, 1)[0]
     os._exit(128 + number)
 
 
@@ -64,6 +69,8 @@ def take_signals():
 def launch(script, flags):
     """Run torchrun in this process with a script and its flags. If a rank fails, exit with its status or a message."""
     ranks = torch.cuda.device_count() or int(os.environ.get("PROCESSES", "2"))
+    if ranks < 1:
+        sys.exit(f"run.sh: PROCESSES={ranks}: a run needs at least 1")
     if "--help" in flags:
         ranks = 1  # Every rank of eval.py or prove.py would print the help.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // ranks or 1))

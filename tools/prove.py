@@ -81,7 +81,9 @@ def fixed_groups(settings, tokenizer, zero_advantage):
         rollouts = []
         for text in ("7", problem.text, "1\n\n" * (p + 1), f"{problem.text}\n\n1"):
             ids = np.array(tokenizer.encode(text, add_special_tokens=False))
-            rollouts.append(common.Rollout(ids, np.full(len(ids), -3, np.float32), text, False))
+            # As in a run, the sampler gives log-probs only to the first response of a group.
+            logp = math.nan if rollouts and not settings.tis_cap else -3
+            rollouts.append(common.Rollout(ids, np.full(len(ids), logp, np.float32), text, False))
         reward_G = (torch.arange(4 * p, 4 * p + 4) % 3 == 0).double()
         if p in zero_advantage:
             reward_G[:] = 1.0
@@ -226,13 +228,20 @@ def examine_updates(made, moved):
     whose updates moved the policy."""
     batch = made.batch
     sampled = vars(Batch(batch.groups)).items()
-    changed = [name for name, x in sampled if torch.is_tensor(x) and not x.equal(getattr(batch, name))]
+    changed = []
+    for name, x in sampled:
+        if torch.is_tensor(x) and not x.nan_to_num().equal(getattr(batch, name).nan_to_num()):
+            changed.append(name)
     hint = "they are written over, and whoever reads them later takes them for the sampled values"
     yield "2 parts of the batch that learn changes", not changed, f"{changed or 'none'}", hint
 
     count = len(moved.clean)
     hint = "learn skips them, as by `if not responses`, and other ranks wait in a layer for ever"
     yield "2 empty micro-batches", count == moved.steps, f"{count} of {moved.steps}", hint
+
+    counted = sum(map(len, moved.record.norms.values()))
+    hint = "learn calls optimizer.step(), which neither clips the gradient nor skips one that is not finite"
+    yield "2 updates by common.optimizer_step", counted == moved.steps, f"{counted} of {moved.steps}", hint
 
     hint = "no optimizer.zero_grad() before the passes of an update"
     yield "2 updates from gradients of 0", all(moved.clean), f"{sum(moved.clean)} of {count}", hint
@@ -335,7 +344,11 @@ def runs(script, flags):
         weights.append((folder / "model" / "model.safetensors").read_bytes())
         for later in folder.glob("checkpoints/step-0000[23]"):
             shutil.rmtree(later)
-    gap = pandas.read_json(folder / "metrics.jsonl", lines=True)["gap_max"].max()
+    metrics = pandas.read_json(folder / "metrics.jsonl", lines=True)
+    skipped = metrics["skipped_updates"].sum()
+    hint = "a gradient is not finite; without --tis-cap most of sampler_logp_T is NaN"
+    yield "6 no update is skipped", skipped == 0, f"{skipped:g} skipped", hint
+    gap = metrics["gap_max"].max()
     hint = "no `sampler.load` after `learn`"
     yield "6 trainer and sampler agree", gap < NATS, f"off by {gap:.2g} nats at most", hint
     hint = "a step keeps something in memory"
