@@ -78,7 +78,7 @@ SPELLINGS = (
     (r"(√|(?<![a-zA-Z\\])sqrt) ?(\([^()]*\)|\{\w+\}|\d+(\.\d+)?|\w)", r"\\sqrt{\2}"),
     (r"(?<![^\W\d_])(?<!\\)(pi|sin|co[st]|tan|ln|log|exp)(?![a-z])", r"\\\1 "),  # 2*pi
     (r"\\varnothing", r"\\emptyset"),
-    (r"(?<=\d)(,\\!|\{,\}|(\\[, ]|[\s~])(?!\d+/))\s?(?=\d{3}(?!\d))", ""),  # 10,\!080, 10 080
+    (r"(?<=\d)(,\\!|\{,\}|(\\[,; ]|[\s~])(?!\d+/))\s?(?=\d{3}(?!\d))", ""),  # 10,\!080, 10 080
     # 7\ldots and 52_8 are not the numbers 7 and 52. The ? keeps the parser from reading them.
     (r"\\l?dots|\.{2,}|'|(?<=[\d}])_", "?"),
     # {\bf 5}, \left(
@@ -86,7 +86,7 @@ SPELLINGS = (
     (r"(\\?%|\^? ?(\{ ?\\circ ?\}|\\circ)|°)(?!\d)", ""),  # 5\%, 90^\circ
     # 5\,\text{cm}, \(5\), \$5
     (r"((?<!\\)\\(q?quad(?![a-z])|[,;:!> ()\[\]$])|[~\s$€£\u200b\ufeff])+", " "),
-    (r"\\(math(?!bb|rm|op)|bm|bold|under)[a-z]* ?(\{([^{}]*)\})?", r" \3 "),  # \mathbf{x}
+    (r"\\(math(?!bb|rm|op)|text(?:bf|it)|bm|bold|under)[a-z]* ?(\{([^{}]*)\})?", r" \3 "),  # \mathbf{x}
     (r"\\(text|operator|math(rm|op)|[a-z]*box)[a-z]* ?(\{([^{}]*)\})?", r"~\4~"),  # \mathrm{cm}
     (r"^[~ ]*\(?([A-J])\)[~ ]*(?=\w|\\|\$|-)", r"\1: "),  # (B) 12
     (
