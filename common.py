@@ -402,9 +402,8 @@ class Sampler:
         on every rank. The seed of a response is a hash of --seed, the key and the number of the response in its group.
         So on CPUs the samples do not depend on the number of ranks; on GPUs rounding may change them.
 
-        Only the first `scored` responses of a group get the sampler's log-probs, because log-probs of all responses
-        take a fifth of the time on a CPU. With --tis-cap all responses get them. Raises ValueError for a top-p with
-        log-probs."""
+        Only the first `scored` responses of a group, or with --tis-cap all, get the sampler's log-probs, because
+        log-probs of all responses take a fifth of the time on a CPU. Raises ValueError for a top-p with log-probs."""
         from vllm import SamplingParams
 
         require(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs have none")
@@ -611,8 +610,8 @@ MicroBatch = namedtuple("MicroBatch", "row index_T target_T entry_T")
 class Batch:
     """The responses of a list of groups, the same on every rank. Response g to prompt p has the index r = p G + g. A
     vector *_T lists the tokens of response 0, then those of response 1 and so on; entry_R[r] are the indices of
-    response r's tokens in it. cost_R[r] is the number of tokens in response r and its prompt, and of patches in its
-    image."""
+    response r's tokens in it. cost_R[r] counts the tokens of response r and its prompt, and the patches of its image.
+    """
 
     def __init__(self, groups):
         self.groups = groups
@@ -797,7 +796,7 @@ def model_folder(args):
 
 def check_context(text, args):
     """Raise ValueError if a prompt and its response may be longer than the model's context or sliding window. `text` is
-    the config of the decoder."""
+    the decoder's config."""
     # The policy always sees the whole sequence, and always has LongRoPE's angles for the original context. vLLM
     # computes otherwise beyond the window or the original context, so sequences must stay within both.
     context = min(text.max_position_embeddings, getattr(text, "sliding_window", None) or math.inf)
@@ -940,8 +939,7 @@ def tis_factor(logp_T, sampler_logp_T, cap):
 
 
 def full_weights(policy, dtype):
-    """Yield (name, whole tensor in `dtype`) of each weight. Ranks gather it together, so all of them must take each
-    item."""
+    """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather it together, so all must take each item."""
     for name, parameter in policy.named_parameters():
         whole = parameter.detach().to(dtype).full_tensor()
         # The storage of a gathered tensor may include the padding of unequal shards, which would be saved with it.
@@ -954,8 +952,8 @@ KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")
 
 def save_model(policy, folder, source, dtype, step, world):
     """Write a folder that transformers and vLLM can load: the weights in `dtype`, the files of the folder `source` with
-    a suffix in KEPT, `dtype` and `step` in config.json, all end tokens in generation_config.json. Every rank must call
-    this."""
+    a suffix in KEPT, `dtype` and `step` in config.json, end tokens in generation_config.json. All ranks must call this.
+    """
     weights = {}
     for name, tensor in full_weights(policy, dtype):
         if world.rank == 0:
