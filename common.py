@@ -939,7 +939,7 @@ def tis_factor(logp_T, sampler_logp_T, cap):
 
 
 def full_weights(policy, dtype):
-    """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather it together, so all must take each item."""
+    """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather it together, so all must take each."""
     for name, parameter in policy.named_parameters():
         whole = parameter.detach().to(dtype).full_tensor()
         # The storage of a gathered tensor may include the padding of unequal shards, which would be saved with it.

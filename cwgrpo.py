@@ -82,7 +82,7 @@ class Args(common.Args):
     checkpoints_kept: PositiveInt = 6
     """This many of the newest checkpoints are kept. Table 3 needs the checkpoints of steps 100, 150 and 200 of 300."""
     updates_per_step: PositiveInt = 1
-    """Number of updates (optimiser steps) on one rollout batch. Each update has its own prompts. With --reweight kernel
+    """Number of updates (optimizer steps) on one rollout batch. Each update has its own prompts. With --reweight kernel
     only 1 is possible, as in the released code."""
     reweight: Literal["kernel", "none", "clip-cov"] = "kernel"
     """Factor of the advantages. kernel: w~ of section 2.3. none: 1, which is GRPO. clip-cov: Clip-Cov's mask."""

@@ -64,7 +64,7 @@ class Args(common.Args):
     adam_betas: tuple[common.Below1, common.Below1] = (0.9, 0.95)
     """Betas of AdamW, in both stages (ms-swift's default)."""
     updates_per_step: PositiveInt = 1
-    """Number of updates (optimiser steps) on one rollout batch (ours). Each update has its own prompts."""
+    """Number of updates (optimizer steps) on one rollout batch (ours). Each update has its own prompts."""
     clip_low: NonNegativeFloat = 0.2
     """How far below 1 the ratio may fall in RL stages (TRL's default)."""
     clip_high: NonNegativeFloat = 0.2  # How far above 1 the ratio may rise.

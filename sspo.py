@@ -64,7 +64,7 @@ class Args(common.Args):
     The constant schedule without warm-up, the weight decay, the betas, the gradient norm and the temperature are verl's
     defaults, too."""
     updates_per_step: PositiveInt = 4
-    """Number of updates (optimiser steps) on one rollout batch. Each update has its own prompts: we read that there is
+    """Number of updates (optimizer steps) on one rollout batch. Each update has its own prompts: we read that there is
     one epoch. The paper gives no number, but Fig. 3b shows clipping, so there were several updates. 4 is ours; verl's
     GSPO example has 4, too."""
     delimiter: common.Ascii = r"\n\n"

@@ -185,7 +185,7 @@ def places(tensors) -> set[str]:
 
 
 def moments_of(optimizer) -> list[torch.Tensor]:
-    """Return all that an optimiser keeps."""
+    """Return all that an optimizer keeps."""
     return [x for state in optimizer.state.values() for x in state.values()]
 
 

@@ -60,7 +60,7 @@ def test_nodes_add_up_their_gradients_once_an_update(step):
 
 
 def test_several_updates_and_updates_without_anything_left(step):
-    """Six updates of one prompt, four of them with zero advantage: no optimiser step there, on any number of ranks."""
+    """Six updates of one prompt, four of them with zero advantage: no optimizer step there, on any number of ranks."""
     options = {"args": {"updates_per_step": 6}, "zero_advantage": [2, 3, 4, 5], "budget": 60}
     one, two = (step(ranks, "sspo", **options) for ranks in (1, 2))
     assert one["metrics"]["optimizer_steps"] == two["metrics"]["optimizer_steps"] == 2
@@ -165,6 +165,6 @@ def test_gpg_appendix_a(step):
 
 
 def test_an_update_that_is_not_finite_is_left_out(step):
-    """One token of one response on one rank: no rank makes an optimiser's step."""
+    """One token of one response on one rank: no rank makes an optimizer's step."""
     result = step(3, "sspo", 60, ONE["sspo"] | {"tis_cap": 1.2}, change="poison")
     assert result["gradient"] == {}

@@ -140,7 +140,7 @@ def step(world, module, settings, learn, zero_advantage=(2,), change=list):
         clean=[],  # Whether the gradients were 0 before each empty micro-batch.
         reached_2T=torch.zeros(2, len(batch.response_T)),  # Gradients at log-probs, entropies.
         gradient=Counter(),  # The sum of each parameter's gradients over the updates.
-        steps=0,  # The number of optimiser steps.
+        steps=0,  # The number of optimizer steps.
     )
     watch(made, module, learn)
     return made
@@ -184,7 +184,7 @@ def watch(made, module, learn):
         backward(loss, **options)
 
     def note_step(*_):
-        """Note the gradients before an optimiser step."""
+        """Note the gradients before an optimizer step."""
         made.steps += 1
         for name, parameter in made.policy.named_parameters():
             if parameter.grad is not None:
@@ -249,7 +249,7 @@ def examine_updates(made, moved):
     if "ratio_T" in moved.last:
         off = (made.per_token["ratio_T"] - 1).abs().max()
         hint = "old_logp_T is of other tokens or micro-batches: pass micro_batches_by_update to `logprobs`"
-        yield "2 ratios are 1 before the first optimiser step", off < 1e-5, f"off by {off:.2g}", hint
+        yield "2 ratios are 1 before the first optimizer step", off < 1e-5, f"off by {off:.2g}", hint
         off = (moved.last["ratio_T"] - 1).abs().max()
         hint = "old_logp_T is made anew"
         yield "2 ratios are not 1 later", off > 1e-5 or moved.steps == 1, f"off by {off:.2g}", hint
@@ -328,7 +328,7 @@ def steps(world, module, settings):
         still = step(single, module, settings, module.learn, zero_advantage=range(settings.prompts_per_step))
     unusual = [name for name, value in still.metrics.items() if not math.isfinite(value)]
     idle = still.steps and not any(gradient.any() for gradient in still.gradient.values())
-    figure = f"{still.steps} optimiser steps; metrics that are not finite: {unusual or 'none'}"
+    figure = f"{still.steps} optimizer steps; metrics that are not finite: {unusual or 'none'}"
     yield "5 a step without a valid group", not (unusual or idle), figure, hint
 
 
