@@ -1,16 +1,16 @@
 """The code that sspo.py, gpg.py, cwgrpo.py and sps.py share and that no paper defines. Its sections stand in the order
 in which a step uses them.
 
-The suffix of a tensor's name gives its axes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _T
-response tokens, _N tokens of a packed row, _S segments, _V vocabulary, _H hidden size. A digit is an axis of that size.
-So advantage_T has an entry for each response token of the step, and none for prompts or padding. response_T[t] is the
+The suffix of a name gives its axes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _T response
+tokens, _N tokens of a packed row, _S segments, _V vocabulary, _H hidden size. A digit is an axis of that size. So
+advantage_T has an entry for each response token of the step, and none for prompts or padding. response_T[t] is the
 index of the response to which token t belongs, and group_R[r] is the index of the group to which response r belongs. A
 script's loss function gets the entries of one micro-batch or, for the metrics, those of the whole step.
 
-After sampling, every rank holds the token ids, the rewards and the log-probs of the whole step. So everything that a
-paper defines is a pure function of the whole step, on any number of ranks. Only forward and backward passes are
-sharded. Parameters have no annotations: args is an Args, world a World, record a Record, policy a Policy and batch a
-Batch."""
+The ranks share the work of sampling, grading and the passes. In between, every rank holds the token ids, the rewards
+and the log-probs of the whole step. So everything that a paper defines is a pure function of the whole step, on any
+number of ranks. Parameters have no annotations: args is an Args, world a World, record a Record, policy a Policy and
+batch a Batch."""
 
 import atexit
 import gc
@@ -52,6 +52,7 @@ from lib.grading import BY_ANSWER, VERDICTS, grade, start_worker
 from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_errors, require
 from lib.ranks import World, fetched_once, init_world, seed_of
 from lib.record import Record, located
+from lib.rows import names_of
 
 __all__ = ["Record", "World", "checkpoint_if_due", "checkpoints_of", "init_world", "located", "manifest_of"]
 # Scripts and tools import these names from common.
@@ -97,7 +98,8 @@ class Args:
     chat_template_kwargs: str = "{}"
     """A JSON object of arguments for the tokenizer's chat template, such as '{"enable_thinking": false}'."""
     image_column: str = ""
-    """Column of the image, which stands before the problem, in all sets. Only Qwen2-VL and Qwen2.5-VL see images."""
+    """Column of the image in all sets. The image stands before the problem, or where the template has {image}. Only
+    Qwen2-VL and Qwen2.5-VL see images."""
     max_pixels: PositiveInt = 401408
     """Larger images are shrunk to this number of pixels. The default is from GPG's released scripts."""
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
@@ -130,14 +132,15 @@ class Args:
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
     eval_temperature: confloat(ge=0, le=2) = 0.0  # Temperature of evaluation. 0: greedy.
     keep_best: bool = False
-    """Keep the model with the highest sum of avg@n over the held-out sets in best/, if training has raised that sum."""
+    """Keep in best/ the model whose sum of avg@n over the held-out sets is highest, if training has raised that sum."""
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
     checkpoints_kept: PositiveInt = 2
     """Keep only this many of the checkpoints that --checkpoint-every has caused, the newest."""
     resume: bool = False
     """Go on from the last checkpoint in --run-dir. --steps may be another number if the learning rate is constant."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens and image patches in a forward and backward pass. This changes memory and speed, not the gradient."""
+    """Tokens and image patches in a pass, at most, unless one response with its prompt has more. This changes memory
+    and speed, not the gradient."""
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass, which saves memory and costs time."""
     track: str = ""  # Weights & Biases project that gets the curves (`pip install wandb`).
@@ -189,18 +192,6 @@ class Problem:
         return len(self.prompt_ids) + (self.image.patches if self.image else 0)
 
 
-def names_of(sources):
-    """Return {name: source} for a list of held-out sets. A name is the last part of the path or hub id, without the
-    ending of a file; a colon before a split becomes a dash. The run writes the set's samples under this name. So if two
-    sets have the same name, or a set is called train, raise ValueError."""
-    named = {}
-    for source in filter(None, map(str.strip, sources)):
-        name = re.sub(r"\.(jsonl?|parquet)$", "", Path(source).name).replace(":", "-")
-        require(name not in {"train", *named}, f"{source}: another set is called {name}, and their files would mix")
-        named[name] = source
-    return named
-
-
 def load_data(args, tokenizer):
     """Return the training problems and {name: problems} of the held-out sets. With --subset N, only N training problems
     are drawn, by --seed. With --steps 0 there are none. Raises ValueError if --subset is too large."""
@@ -218,8 +209,8 @@ def load_data(args, tokenizer):
 
 def load_problems(source, tokenizer, args, flag):
     """Return the problems of one data set. `flag` is --dataset or --eval. Print how many rows are left out and why, and
-    the first prompt. Raises ValueError if the set cannot be read, a row has another form, or no row can be used. The
-    message names flag, source and row."""
+    the first prompt. Raises ValueError if the set cannot be read, if a row lacks a column that a flag names or cannot
+    be parsed, or if no row can be used. The message names flag, source and row."""
     use_own_file(tokenizer)
     # vLLM refuses a prompt that leaves no room for a token of the response.
     most = min(args.max_prompt_tokens, longest_sequence(args) - 1)
@@ -340,8 +331,9 @@ def compute_dtype(args, world):
 
 
 class Sampler:
-    """A vLLM engine, which --tensor-parallel ranks share. It has no weights and sleeps until `load`. Only this class
-    calls vLLM. Raises ValueError if --tensor-parallel does not divide the ranks of a node."""
+    """A vLLM engine, which --tensor-parallel ranks share. Until `load` its weights are dummies. On a GPU it sleeps
+    until then, unless --keep-awake is set. Only this class calls vLLM. Raises ValueError if --tensor-parallel does not
+    divide the ranks of a node."""
 
     def __init__(self, folder, tokenizer, args, world):
         ranks = args.tensor_parallel
@@ -361,7 +353,7 @@ class Sampler:
         self.tokenizer = tokenizer
         self.stop = stop_tokens(tokenizer)  # vLLM also stops at the end tokens in the model's config.
         sees = hasattr(config, "vision_config")
-        # Sleep level 2 frees more memory. But with it, vLLM 0.32 loses the zeros behind the positions of an image.
+        # Sleep level 2 frees more memory, but with it vLLM 0.32 loses zeros that it needs after an image's positions.
         self.sleep_level = 1 if sees else 2
         self.expected = {name for name, _ in lm.named_parameters()}
 
@@ -382,7 +374,7 @@ class Sampler:
                 # The tuning would communicate with the ranks of other engines.
                 enable_flashinfer_autotune=False,
                 enforce_eager=not cuda,
-                # On a CPU, vLLM 0.32 cannot reset the random numbers of a request after a chunk of its prompt.
+                # After a chunk of a prompt, vLLM 0.32 cannot rewind a request's random numbers on a CPU.
                 enable_chunked_prefill=cuda,
                 load_format="dummy",
                 logprobs_mode="processed_logprobs",
@@ -403,10 +395,13 @@ class Sampler:
         So on CPUs the samples do not depend on the number of ranks; on GPUs rounding may change them.
 
         Only the first `scored` responses of a group, or with --tis-cap all, get the sampler's log-probs, because
-        log-probs of all responses take a fifth of the time on a CPU. Raises ValueError for a top-p with log-probs."""
+        log-probs of all responses would take a fifth of the sampling time on a CPU. Raises ValueError for a top-p with
+        log-probs."""
         from vllm import SamplingParams
 
-        require(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs have none")
+        require(
+            top_p == 1 or not (scored or args.tis_cap), "top-p is for evaluation: the trainer's log-probs have none"
+        )
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         mine = [(key, g) for key in list(prompts)[engine::engines] for g in range(n)]
@@ -513,14 +508,15 @@ def valid_groups(reward_PG):
 class Verifier:
     """Grades responses by --reward in worker processes that can be killed. So a response that hangs or crashes its
     grader does not stop the run. `sets` are lists of problems. A --reward other than math is tried on an empty
-    completion of the first problem of each set. Raises ValueError if it raises an error there."""
+    completion of the first problem of each set. Raises ValueError if the reward fails, hangs or crashes there."""
 
     def __init__(self, args, world, sets=()):
         self.world = world
         self.reward = args.reward
-        # This is wall-clock time. In it a worker may have only a tenth of a core.
+        # Seconds by the clock. On a busy machine a worker may have only a tenth of a core, so they are many.
         self.seconds = args.reward_seconds
-        # In ROOT, Python 3.11's fork server imports this common.py and no other. Its socket needs a short TMPDIR.
+        # Python 3.11's fork server imports `common` from the current folder, so it starts in ROOT. The path of its
+        # socket must be short, and so must TMPDIR.
         with chdir(ROOT), refuse_errors(f"TMPDIR {tempfile.gettempdir()}"):
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
@@ -626,8 +622,8 @@ class Batch:
         self.entry_R = torch.arange(len(self.response_T)).split(lengths)
         self.sampler_logp_T = torch.from_numpy(np.concatenate([rollout.logp for rollout in self.rollout_R]))
         # FSDP gathers the weights of a module on all ranks, so all ranks must run the same modules in a pass. So every
-        # row needs a prompt, even a row without responses. If the step has images, it needs a prompt with an image.
-        # `pack` adds one of these prompts to a row that has none of them.
+        # row needs a prompt, even a row without responses. If the step has images, every row needs a prompt with an
+        # image. To a row without such a prompt, `pack` adds one of these.
         self.filler_prompts = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
     def deal(self, chosen_R, world, budget):
@@ -779,8 +775,8 @@ def empty_model(config):
 
 def model_folder(args):
     """Return the folder of --model. If --model is a hub id, one rank of each node downloads it. Raises ValueError if
-    the folder has no readable config or tokenizer, or if its context is too short. Later, `read_weights` checks the
-    weights, and `sampler_gap` checks that policy and vLLM agree."""
+    the folder has no readable config or no file of a tokenizer, or if the model's context is too short. Later,
+    `read_weights` checks the weights, and `sampler_gap` checks that policy and vLLM agree."""
     folder = Path(args.model)
     with refuse_errors(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
@@ -841,11 +837,11 @@ def load_policy(folder, args, world):
             unit.training = True
     if torch.cuda.is_available():
         # Only the sizes of a layer's inputs are dynamic, so that one compiled graph serves all lengths. With
-        # dynamic=True the sizes of the layer itself, such as the size of a head, would be dynamic, too, because FSDP
-        # marks its modules. On an H200 that took 6 % longer. The pattern matches no input of a graph of vLLM's.
+        # dynamic=True the layer's own sizes, such as a head's, would be dynamic in a module of FSDP, too. On an H200
+        # that took 6 % longer. The pattern matches no input of vLLM's graphs.
         torch.compiler.config.dynamic_sources = r"L\['(hidden|position|rotary|cu_|kwargs)"
         torch._dynamo.config.specialize_float = True
-        # The backward pass computes again whatever is no matrix product or, with checkpointing, the whole layer.
+        # At 0.9 the backward pass computes again whatever is no matrix product. Checkpointing repeats whole layers.
         torch._functorch.config.activation_memory_budget = 1.0 if args.activation_checkpointing else 0.9
         for unit in units:
             unit.compile()
@@ -853,8 +849,8 @@ def load_policy(folder, args, world):
     # Without checkpointing, a layer stays gathered until its backward pass. By default only the root `policy` would.
     reshard = None if args.activation_checkpointing else False
     types = MixedPrecisionPolicy(dtype, torch.float32)
-    # lm_head belongs to the unit of the root. In a unit of its own it would be gathered for each chunk of logits. Ranks
-    # have different numbers of chunks, so they would wait for each other for ever.
+    # lm_head belongs to the root's unit. `forward` only reads its weight, so in a unit of its own it would never be
+    # gathered.
     for module in (*units, policy):
         fully_shard(module, mesh=world.mesh, reshard_after_forward=reshard, mp_policy=types)
     policy.to_empty(device=world.device)
@@ -900,8 +896,9 @@ def passes(policy, micro_batches):
 
 
 def optimizer_step(policy, optimizer, record, name="grad_norm"):
-    """Scale the gradient down to --max-grad-norm and make a step of the optimizer. If the norm is not finite, make no
-    step and count it in skipped_updates. The metric `name` gets the norm."""
+    """Scale the gradient down to --max-grad-norm and make a step of the optimizer. The record gets the norm as the
+    metric `name`. If the norm is not finite, make no step and count it in skipped_updates. The caller sets gradients to
+    0."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), record.args.max_grad_norm)
     norm = norm.full_tensor().item()
     if math.isfinite(norm):
@@ -927,7 +924,7 @@ def logprobs(policy, batch, micro_batches_by_update, record, phase):
             micro = batch.pack(responses, world.device)
             both_2T[:, micro.entry_T] = torch.stack(policy(micro)).detach()
         # A forward pass leaves some weights gathered, at least those of the root. The next pass would use them even
-        # after the optimizer has changed the shards. `_apply` of FSDP2 reshards first. The function then puts the
+        # after the optimizer has changed the shards. `_apply` of FSDP2 first frees them. The lambda then puts the
         # shards from before back, and moves the buffers home.
         policy._apply(lambda x: shards[x] if x in shards else x.to(home))
     return world.all_reduce(both_2T)

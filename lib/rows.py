@@ -28,6 +28,18 @@ DAPO_BEGINS = (
 DAPO_ENDS = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
+def names_of(sources):
+    """Return {name: source} for a list of held-out sets. A name is the last part of the path or hub id, without the
+    ending of a file; a colon before a split becomes a dash. The run writes the set's samples under this name. So if two
+    sets have the same name, or a set is called train, raise ValueError."""
+    named = {}
+    for source in filter(None, map(str.strip, sources)):
+        name = re.sub(r"\.(jsonl?|parquet)$", "", Path(source).name).replace(":", "-")
+        require(name not in {"train", *named}, f"{source}: another set is called {name}, and their files would mix")
+        named[name] = source
+    return named
+
+
 def read_json(path):
     """Return the rows of a file that holds a JSON list, or a JSON object on each line. Each row keeps its own keys and
     types; `datasets` would give all rows the same ones. Raises ValueError, which names the line, if the text is no

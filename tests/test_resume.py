@@ -78,17 +78,25 @@ def test_stopped_and_resumed(script, engine, request, tmp_path):
 def test_a_first_signal_to_run_sh_ends_after_the_step(number, times, tmp_path):
     """With a checkpoint and without a model; a second one ends at once."""
     folder = tmp_path / "run"
-    command = [ROOT / "run.sh", "sspo-toy", "--eval", "", "--checkpoint-every", 2, "--run-dir", folder]
+    command = [
+        ROOT / "run.sh",
+        "sspo-toy",
+        "--eval=",
+        "--checkpoint-every=1",
+        "--prompts-per-step=128",
+        "--run-dir",
+        folder,
+    ]
     running = faults.Launch(command, tmp_path / "log.txt")
     try:
         wait_for(folder / FIRST, running)
         for _ in range(times):
             running.process.send_signal(number)
-            time.sleep(0.3)
+            time.sleep(0.6)
         assert running.gone_within(60) and running.process.returncode == (0 if times == 1 else 128 + number)
     finally:
         running.end()
-    whole = f"goes on after step {rows(folder)[-1]['step']}\n" in running.output.read_text()
+    whole = f"asked to stop after step {rows(folder)[-1]['step']}: " in running.output.read_text()
     assert whole == (times == 1) and not (folder / "model").exists()
 
 

@@ -30,8 +30,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 def stop(signals):
     """Wait for signals, and end this process; all ranks then end, too. At the first signal, tell the ranks to end after
-    their step with a checkpoint, and wait for a second signal, more than a second later. If no rank has begun to train,
-    do not wait. `signals` is a pipe, from which each signal can be read as one byte: its number."""
+    their step with a checkpoint, and wait for a second signal, half a second later or more. If no rank has begun to
+    train, do not wait. `signals` is a pipe, from which each signal can be read as one byte: its number."""
     number = os.read(signals, 1)[0]
     first = time.monotonic()
     training = 0
@@ -45,7 +45,7 @@ def stop(signals):
             print("run.sh: ends after this step, with a checkpoint; a second signal ends it at once", flush=True)
         number = os.read(signals, 1)[0]
         # One signal may come several times: from the terminal, and from each thread of a sweep that ends with it.
-        while time.monotonic() < first + 1:
+        while time.monotonic() < first + 0.5:
             number = os.read(signals, 1)[0]
     os._exit(128 + number)
 
