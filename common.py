@@ -742,7 +742,7 @@ class Policy(torch.nn.Module):
             hidden_NH = hidden_NH.float()
             weight_VH = weight_VH.float()
         size = layers.LOGITS_AT_ONCE[hidden_NH.device.type] // len(weight_VH)
-        # The backward pass of hidden_NH[index_T] would sum gradients in an order that varies.
+        # On a CPU, the threads of hidden_NH[index_T] would sum gradients in an order that varies.
         hidden_TH = F.embedding(micro.index_T, hidden_NH)
         chunks = zip(hidden_TH.split(size), micro.target_T.split(size), strict=True)
         parts = [layers.Head.apply(hidden_TH, weight_VH, target_T, self.temperature) for hidden_TH, target_T in chunks]

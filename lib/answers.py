@@ -42,7 +42,7 @@ NOT_UNITS = (
 # Single letters that are units if they are set as text, as in 5\,\text{m}. So i and e, which are numbers, are missing.
 UNIT_LETTERS = "mghslLAVWJNKCFTMÅ"
 # Words of two or three letters that are units even if they are not set as text, as in 5 cm. Others, such as xy, are
-# products of variables. A word of four letters or more is a unit even so.
+# products of variables. A word of four letters or more need not be set as text, either.
 SHORT_UNITS = "cm|mm|km|kg|ft|in|oz|lbs|gal|min|hrs|day|men|mph|pct"
 
 
@@ -67,10 +67,10 @@ def latex_of(match):
 
 
 # Pairs (pattern, replacement), most with an example. They give answers of one meaning one spelling, where math_verify's
-# own normalisation does not. Their order matters. First, marks that affect only appearance go, such as fonts and
-# spaces. Then text such as \text{cm} becomes ~cm~, and the next pattern recognises units by the ~ and removes them.
-# Then whatever encloses the whole answer goes. Then numbers, which now have no units, are rewritten. Last, spaces
-# around signs go.
+# own normalisation does not. Their order matters. First, Unicode and names of functions become LaTeX, and marks that
+# affect only appearance, such as fonts and spaces, are removed. Then text such as \text{cm} becomes ~cm~, and a later
+# pattern recognises units by the ~ and removes them. Then whatever encloses the whole answer is removed. Then numbers,
+# which now have no units, are rewritten. Last, spaces around signs are removed.
 SPELLINGS = (
     (r"[⁰-ⁿ²³¹]+", r"^{\g<0>}"),  # x²
     (r"[₀-₎]+", r"_{\g<0>}"),
@@ -179,8 +179,9 @@ def symbols_and_relations(tree):
 
 
 def trees_equal(answer, gold):
-    """Return whether the trees of an answer and of a reference are equal. If the reference is a number, the answer must
-    be the same number, written as one: 1/2 equals the reference 0.5, and 5-8 does not equal -3."""
+    """Return whether the trees of an answer and of a reference are equal. If the reference is an integer or a fraction,
+    the answer must be written as the same one: 1/2 equals the reference 0.5, and 5-8 does not equal -3. Any other
+    answer may be written in another way, but it must not leave sums or products to compute."""
     from math_verify import verify
 
     if answer == gold or gold.is_Rational:
@@ -195,10 +196,10 @@ def trees_equal(answer, gold):
 
 
 def answers_equal(answer, gold, problem):
-    """Return whether an answer equals a reference. Both are normalised. If both name the letter of a choice, the
-    letters decide or, if both also have a value, letters and values. A reference that matches COMPARED_AS_TEXT is
-    compared as text, and any other as a tree. `problem` is the text of the problem. An answer that only repeats an
-    expression in it is wrong."""
+    """Return whether an answer equals a reference. The caller has normalised both. If both name the letter of a choice,
+    the letters must be equal and, if both also give a value, the values, too. If only the reference has a letter, its
+    value counts. A reference that matches COMPARED_AS_TEXT is compared as text, and any other as a tree. `problem` is
+    the text of the problem. An answer that only repeats an expression of the problem is wrong."""
     if answer == gold:
         return True
     letter, value = split_choice(gold, ":")

@@ -55,7 +55,8 @@ def use_own_file(tokenizer):
 
 def stop_tokens(tokenizer):
     """Return the set of the ids of all tokens that end a response. These are the tokenizer's end token, <|im_end|> if
-    the vocabulary has it, and the token that the chat template puts after an answer, if that is a special token."""
+    the vocabulary has it, and the token that the chat template puts after an answer, if it is one of the added tokens.
+    """
     ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "An answer."}]

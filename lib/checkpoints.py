@@ -25,8 +25,9 @@ def checkpoints_of(folder):
 def manifest_of(checkpoint):
     """Return manifest.json of a checkpoint, a dict with the step, the position in the data, the best evaluation and
     more. Each rank has written a shard, and each shard holds a mark: the number of the run, and the step. Raises
-    Refused if a shard is damaged or the marks are not those in the manifest. Otherwise PyTorch would load an incomplete
-    checkpoint silently, and the weights of a missing shard would remain those of --model."""
+    Refused if a shard cannot be opened, as when it is cut off, or if the marks are not those in the manifest. Without
+    this check PyTorch would load an incomplete checkpoint silently, and the weights of a missing shard would remain
+    those of --model. The weights themselves are not checked."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     marks = []
     for file in checkpoint.glob("*.safetensors"):
@@ -45,8 +46,9 @@ def checkpoint_if_due(policy, optimizer, step, position, record):
     --checkpoint-every, or if it is the last step. `position` is the number of training problems that the run has used.
 
     The checkpoint is the folder checkpoints/step-<step>. Until all its files are written, the folder has another name,
-    so a folder of this name is complete. Afterwards, delete old checkpoints. The newest --checkpoints-kept at multiples
-    of --checkpoint-every stay, and the checkpoint of any other step stays until the next one is written."""
+    so a folder of this name is complete. Afterwards, delete old checkpoints. Of the checkpoints at multiples of
+    --checkpoint-every, the newest --checkpoints-kept stay. A checkpoint of another step stays until the next one is
+    written."""
     world = record.world
     args = record.args
     stop = record.folder / "stop"
@@ -80,7 +82,7 @@ def checkpoint_if_due(policy, optimizer, step, position, record):
             "best": record.best,
             "seconds": time.time() - record.started,
             "metrics": (record.folder / "metrics.jsonl").stat().st_size,
-            "marks": world.size * [mark],  # Every rank writes a shard with this mark.
+            "marks": world.size * [mark],
         }
         (partial / "manifest.json").write_text(json.dumps(manifest))
         replace_folder(partial, final)
@@ -133,7 +135,7 @@ def resume(policy, optimizer, record):
 
 def replace_folder(partial, final):
     """Rename the folder `partial`, whose files are all written, to `final`. If a folder `final` exists, it is renamed
-    first and deleted last. So if the process is killed, at least one of the two folders is complete on the disk."""
+    first and deleted last. So if the process is killed, the old folder or the new one is complete on the disk."""
     old = final.with_suffix(".old")
     if final.exists():
         # A process that was killed may have left this folder.

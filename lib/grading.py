@@ -64,8 +64,9 @@ def reward_function(reward):
 
 
 def start_worker(reward):
-    """Set up this process as a worker of the verifier's pool, which calls this once in each new process. The worker
-    ends with the run, may have 4 GiB of data, and is killed if it needs more than a minute to load the reward."""
+    """Set up this process as a worker in the pool of common.Verifier, which calls this once in each new process. The
+    worker ends with the run, may have 4 GiB of data, and is killed if it needs more than a minute to load the reward.
+    """
     # With this file open, the fork server, which is the parent of this process, would live until this process ends.
     os.close(forkserver._forkserver._forkserver_alive_fd)
     end_with_parent()

@@ -13,14 +13,16 @@ def packed_attention(
     _, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **rest
 ):
     """Attend inside the pieces of a packed row. A piece is a prompt, a response or, in a vision tower, an image. query
-    (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D), None, with N tokens, H and H_kv heads of size D.
+    (1, heads, N, D), key and value (1, key heads, N, D) -> (1, N, heads, D), None, for N tokens and heads of size D.
 
-    The queries of piece i are those from cu_seq_lens_q[i] to cu_seq_lens_q[i + 1], and likewise its keys by
-    cu_seq_lens_k. key_N lists the places of the keys of all pieces; a response has those of its prompt and then its
-    own. The last query of a piece sees all its keys, and each query before it one key less."""
+    The queries of piece i are those from cu_seq_lens_q[i] to cu_seq_lens_q[i + 1], and its keys follow in the same way
+    from cu_seq_lens_k. key_N, if given, lists the places of the keys of all pieces, and is longer than N: a response
+    has the keys of its prompt and then its own. If `is_causal`, the last query of a piece sees all keys of the piece,
+    and any other query sees one key less than the query after it. Otherwise every query sees all keys of its piece."""
     if key_N is not None:
-        # With key[:, :, key_N] the gradient would be summed in an order that varies. The sum is in float32, because a
-        # prompt's keys get the gradients of all its responses. Besides, Triton adds float32 faster than bf16.
+        # On a CPU, the threads of key[:, :, key_N] would sum the gradient in an order that varies. The sum is in
+        # float32, because a prompt's keys get the gradients of all its responses. Besides, the Triton kernel that the
+        # compiler makes on a GPU adds float32 faster than bf16.
         key, value = (x.float().index_select(2, key_N).to(x.dtype) for x in (key, value))
     if query.is_cuda and query.dtype == torch.bfloat16:
         from torch.nn.attention.varlen import varlen_attn  # Only GPUs have it, and not for float32.
@@ -55,8 +57,8 @@ transformers.AttentionInterface.register("packed", packed_attention)
 # A vision tower passes cu_seq_lens only to attention with "flash" in its name.
 transformers.AttentionInterface.register("packed_flash", packed_attention)
 
-# The head computes logits in chunks of tokens, with at most this many logits. The backward pass of a chunk writes a
-# gradient of all the head's weights, so a few large chunks are faster.
+# `Policy.forward` of common.py calls `Head` for chunks of tokens, with at most this many logits. The backward pass of a
+# chunk writes a gradient of all the head's weights, so a few large chunks are faster.
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 30}
 
 
@@ -68,8 +70,8 @@ def compiled_on_gpu(function):
 
 
 def head_logits(hidden_TH, weight_VH):
-    """Return logits_TV in float32, in which a product of two bf16 numbers is exact. In bf16, a logit above 8 would be
-    rounded to a multiple of 0.06."""
+    """Return logits_TV. For bf16 they are in float32, in which a product of two bf16 numbers is exact. In bf16, a logit
+    above 8 would be rounded to a multiple of 0.06."""
     if hidden_TH.dtype == torch.bfloat16:
         return torch.mm(hidden_TH, weight_VH.T, out_dtype=torch.float32)
     return hidden_TH @ weight_VH.T

@@ -59,7 +59,7 @@ def parse_flags(kind, description):
 
 
 def print_error(kind, error, trace):
-    """Print an uncaught error: Refused as one line, any other error with its traceback. The parameters are those of
+    """Print an uncaught error: Refused without a traceback, any other error with it. The parameters are those of
     sys.excepthook."""
     if not IS_RANK_0:
         # Rank 0 must print first, as in `parse_flags`. If this rank fails only because rank 0 has exited, torchrun
@@ -71,10 +71,11 @@ def print_error(kind, error, trace):
 
 
 class Progress(tqdm):
-    """A progress bar on rank 0, with the arguments of tqdm. It appears after ten seconds. On a terminal it disappears
-    when the work is done. If stderr is a file or a pipe, the bar is printed there as a line every 30 seconds, even
-    while it does not advance, so that the log shows that the run is alive. For work that has no parts to count, write
-    `with Progress(total=1, desc="the model is read"):`."""
+    """A progress bar on rank 0, with the arguments of tqdm. On a terminal it appears at the first advance after ten
+    seconds, or after 30 seconds if nothing advances, and it disappears when the work is done. If stderr is a file or a
+    pipe, the bar is printed there as a line every 30 seconds, even while it does not advance, so that the log shows
+    that the run is alive. For work that has no parts to count, write `with Progress(total=1, desc="the model is
+    read"):`."""
 
     def __init__(self, *args, **how):
         self.ended = Event()

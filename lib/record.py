@@ -51,9 +51,9 @@ COLUMNS = {
 
 def located(flags, folder):
     """Return a copy of `flags`, {name: value}, with absolute paths. `folder` is the folder in which the command with
-    these flags was given. The values of the flags in PATHS are split at commas and colons. If a part names a file or
-    folder that exists, its absolute path replaces it. With absolute paths, a run can be resumed and evaluated from
-    another folder."""
+    these flags was given. The value of a flag in PATHS is an entry, or several with commas between them. If the text of
+    an entry before its first colon names a file or folder that exists, the absolute path replaces this text. So a run
+    can be resumed and evaluated from another folder."""
 
     def place(word):
         """Return the absolute path for the text of a match, or the text if no such file or folder exists."""
@@ -66,12 +66,12 @@ def located(flags, folder):
 
 def open_run(folder, args):
     """Make the folder of a new run, or check that of a resumed run. Only rank 0 calls this. Write run.json, and copy
-    the code to code/1. If the code has changed since then, a resumed run copies it to code/2, code/3 and so on. Return
-    an open file and the run's number. The folder is locked while the file is open. The number is the time of the run's
-    first start in nanoseconds.
+    the code to code/1. If the code differs from the newest copy, a resumed run copies it to code/2, code/3 and so on.
+    Return an open file and the run's number. The folder is locked while the file is open. The number is the time of the
+    run's first start in nanoseconds.
 
     Raises Refused if the folder holds a run and --resume is missing, if a flag has changed that may not change, if the
-    folder contains a link, or if another process holds the lock."""
+    folder contains a link or a pipe, or if another process holds the lock."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
     codes = []
@@ -125,8 +125,9 @@ def open_run(folder, args):
 
 class Record:
     """The writer of a run's folder: run.json, metrics.jsonl, TensorBoard events, samples and log.txt. Every rank has a
-    Record, but only the Record of rank 0 writes. A Record also remembers the metrics of the current step, the times of
-    the steps, the best evaluation, and whether the run is to stop. Raises Refused if the folder cannot be used."""
+    Record, but only the Record of rank 0 writes these files. A Record also remembers the metrics of the current step,
+    the times of the steps, the best evaluation, and whether the run is to stop. Raises Refused if the folder or --track
+    cannot be used."""
 
     def __init__(self, args, world):
         experiment = os.environ.get("EXPERIMENT", Path(sys.argv[0]).stem)
@@ -222,10 +223,10 @@ class Record:
         (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
 
     def write_training(self, step, batch, per_token, evaluated):
-        """If the step ended with an evaluation (`evaluated`), write the step's training responses to
-        samples/train-step<step>.txt. Also write samples/train-step<step>.parquet, a table with a row for each response:
-        its token ids, reward, the sampler's log-prob of each token, and every tensor of `per_token`, {name: tensor},
-        whose name ends in _T. Only rank 0 writes."""
+        """If the step ended with an evaluation (`evaluated`), write two files of its training responses, on rank 0.
+        samples/train-step<step>.txt has their texts. samples/train-step<step>.parquet is a table with a row for each
+        response: its group, problem, answer, reward, token ids, whether it was cut off, the sampler's log-prob of each
+        token, and every tensor of `per_token`, {name: tensor}, whose name ends in _T."""
         if self.world.rank or not evaluated:
             return
         name = f"train-step{step:05d}"

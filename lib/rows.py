@@ -130,10 +130,12 @@ def reference_of(row, column=""):
 def answer_text(value):
     """Return a reference answer of any type as a text.
 
-    A dict stands for its value ground_truth. Another dict, and bytes, raise ValueError.
-    The entries of a list, or of a text that spells a list, are joined by commas; a list in a list is a tuple.
+    A dict stands for its value `ground_truth`. A dict without this key, and bytes, raise ValueError.
+    The entries of a list are joined by commas. A list in a list becomes a tuple.
     Of a text with a final answer behind ####, in <answer> tags or in a last box, only that answer is returned.
-    None, NaN, the texts of NO_ANSWERS, decimals that are cut off and texts that spell another object give ""."""
+    A text that spells a list of strings, or a dict, counts as that list or dict. But a spelled dict without ground_truth
+    gives "". The texts [1, 2], an interval, and {'a', 'b'}, a set, stay as they are.
+    None, NaN, the texts of NO_ANSWERS and decimals that are cut off give "". Infinity becomes \\infty."""
     if isinstance(value, dict):
         value = value.get("ground_truth", value)  # The column `reward_model` has the answer inside.
     if isinstance(value, list):

@@ -41,9 +41,9 @@ class Picture:
 
     def open(self):
         """Return the image as a PIL image in RGB, turned upright as its EXIF data say, and with a white background
-        where it is transparent. vLLM does the same with an image, and transformers does not. Raises
-        PIL.UnidentifiedImageError for other formats."""
-        # The data are a stranger's. For some other formats PIL starts a program, such as Ghostscript for EPS.
+        where it is transparent, as vLLM does and transformers does not. Raises PIL.UnidentifiedImageError if the data
+        are not PNG, JPEG, WEBP, GIF or BMP."""
+        # The data are a stranger's, and for some formats PIL starts a program, such as Ghostscript for EPS.
         safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data), formats=safe)).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
@@ -128,7 +128,7 @@ def engine_settings(args, cuda):
         "limit_mm_per_prompt": {"image": 1, "video": 0},
         "mm_processor_kwargs": {"max_pixels": args.max_pixels},
         "skip_mm_profiling": not cuda,
-        # With it, vLLM 0.32 keeps the mean and deviation of pixels among the weights, where `load_format="dummy"` of
-        # common.py overwrites them.
+        # If this were True, vLLM 0.32 would keep the mean and deviation of pixels among the weights, where
+        # `load_format="dummy"` of common.py would overwrite them.
         "mm_device_do_normalize": False,
     }
