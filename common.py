@@ -352,7 +352,7 @@ class Sampler:
         self.tokenizer = tokenizer
         self.stop = stop_tokens(tokenizer)  # vLLM also stops at the end tokens in the model's config.
         sees = hasattr(config, "vision_config")
-        # Sleep level 2 frees more memory, but with it vLLM 0.32 loses zeros that it needs after an image's positions.
+        # Sleep level 2 frees more memory, but wipes a buffer whose zeros vLLM 0.32 needs if a prompt has an image.
         self.sleep_level = 1 if sees else 2
         self.expected = {name for name, _ in lm.named_parameters()}
 
@@ -512,7 +512,7 @@ class Verifier:
     def __init__(self, args, world, sets=()):
         self.world = world
         self.reward = args.reward
-        # Seconds by the clock. On a busy machine a worker may have only a tenth of a core, so they are many.
+        # By the clock. The default is generous, because on a busy machine a worker may have a tenth of a core.
         self.seconds = args.reward_seconds
         # Python 3.11's fork server imports `common` from the current folder, so it starts in ROOT. The path of its
         # socket must be short, and so must TMPDIR.
@@ -544,7 +544,7 @@ class Verifier:
         graded = []
         futures = [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]
         for future in Progress(futures, "graded"):
-            error = future.exception(600)
+            error = future.exception(600 + self.seconds)
             loaded = not isinstance(error, RuntimeError)
             require(loaded, f"--reward {self.reward}: loads for a minute, or ends: {error}")
             if error:
@@ -570,7 +570,8 @@ def verify(verifier, groups, legal=VERDICTS):
 
 # -------------------------------- batch
 def mean_by(x, number):
-    """Return a vector of means. Entry i is the mean of those x[j] for which number[j] is i, or 0 if there are none."""
+    """Return a vector of means. Entry i is the mean of those x[j] for which number[j] is i, or 0 if there are none. The
+    last entry is that of the largest number."""
     counts = torch.bincount(number)
     sums = x.new_zeros(len(counts)).index_add(0, number, x)
     return sums / counts.clamp(min=1)
@@ -680,7 +681,7 @@ class Batch:
 
             place in the row   0 1 2 3 4 5 6 7 8 9 10
             input_ids          P P P Q Q a b c d e f       five pieces: two prompts and three responses
-            key_N              0 1 2, 3 4, 0 1 2 5 6, 0 1 2 7 8 9, 3 4 10       a piece sees its prompt and itself
+            key_N              0 1 2, 3 4, 0 1 2 5 6, 0 1 2 7 8 9, 3 4 10       the places that each piece sees: its prompt and itself
             index_T            2 5 2 7 8 4       the place whose hidden state predicts the token
             target_T           a b c d e f
             entry_T            the entries of a b c d e f in the step's *_T vectors
@@ -796,7 +797,7 @@ def check_context(text, args):
     # computes otherwise beyond the window or the original context, so sequences must stay within both.
     context = min(text.max_position_embeddings, getattr(text, "sliding_window", None) or math.inf)
     if "longrope" in text.rope_parameters.values():
-        context = text.rope_parameters["original_max_position_embeddings"]
+        context = min(context, text.rope_parameters["original_max_position_embeddings"])
     longest = longest_sequence(args)
     require(
         longest <= context,
@@ -935,7 +936,7 @@ def tis_factor(logp_T, sampler_logp_T, cap):
 
 
 def full_weights(policy, dtype):
-    """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather it together, so all must take each."""
+    """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather each one, so all must iterate to the end."""
     for name, parameter in policy.named_parameters():
         whole = parameter.detach().to(dtype).full_tensor()
         # The storage of a gathered tensor may include the padding of unequal shards, which would be saved with it.

@@ -73,7 +73,10 @@ METHODS = {
     "sps-act": ("sps.py", "an IRL learning rate that acts, its size's (ours)"),
     "sps-uniform": ("sps.py --choose=uniform", "demonstrations drawn at random (section 4.1)"),
     "sps-quantile": ("sps.py --choose=quantile", "from a step's lower 3/8 (C.1; ours)"),
-    "sps-k": ("sps.py --irl-steps=0 --irl-passes=1", "all demonstrations, --demonstrations K of a prompt (Fig. 4)"),
+    "sps-k": (
+        "sps.py --irl-steps=0 --irl-passes=1",
+        "whole passes over K of each prompt's responses: --demonstrations 1 to 5 (Fig. 4)",
+    ),
 }
 
 # ------------------------------------------------------------------------ sizes: model, data, lengths and evaluation
