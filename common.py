@@ -681,7 +681,7 @@ class Batch:
 
             place in the row   0 1 2 3 4 5 6 7 8 9 10
             input_ids          P P P Q Q a b c d e f       five pieces: two prompts and three responses
-            key_N              0 1 2, 3 4, 0 1 2 5 6, 0 1 2 7 8 9, 3 4 10       the places that each piece sees: its prompt and itself
+            key_N              0 1 2, 3 4, 0 1 2 5 6, 0 1 2 7 8 9, 3 4 10       places of its prompt and its own
             index_T            2 5 2 7 8 4       the place whose hidden state predicts the token
             target_T           a b c d e f
             entry_T            the entries of a b c d e f in the step's *_T vectors
@@ -936,7 +936,7 @@ def tis_factor(logp_T, sampler_logp_T, cap):
 
 
 def full_weights(policy, dtype):
-    """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather each one, so all must iterate to the end."""
+    """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather each one, so all must take them all."""
     for name, parameter in policy.named_parameters():
         whole = parameter.detach().to(dtype).full_tensor()
         # The storage of a gathered tensor may include the padding of unequal shards, which would be saved with it.
