@@ -107,7 +107,8 @@ SPELLINGS = (
     (r" ?([-+=<>*/]) ?", r"\1"),  # x + 1
     (r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1"),  # \in \mathbb{Z}
 )
-# The left side of an equation, which is cut off: x=5, f(x)=5, m+n=5, (x,y)=(1,2), x \in [1,2], but not 2x=6 or not=5.
+# The left side of an equation, which is cut off: x=5, f(x)=5, m+n=5, (x,y)=(1,2), x \in [1,2]. 2x=6 stays whole, and
+# so does the text "not=5".
 LEFT_SIDE = r"(?<![^ ,])[a-zA-Z(](?!ot)([a-zA-Z{}(), ]|\+(?=[a-z])|_\{?\w++)*+(=|\\in(?![a-z]))"
 # References that are compared as text, not as mathematics. Words: even, no, Köln; lists of letters: A, C; ratios and
 # bases: 3:1, 52_8; scores and dates: 3-1, 2024-01-05, 5/1/2024.
@@ -180,8 +181,8 @@ def symbols_and_relations(tree):
 
 def trees_equal(answer, gold):
     """Return whether the trees of an answer and of a reference are equal. If the reference is an integer or a fraction,
-    the answer must be written as the same one: 1/2 equals the reference 0.5, and 5-8 does not equal -3. Any other
-    answer may be written in another way, but it must not leave sums or products to compute."""
+    the answer must be written as the same one: 1/2 equals the reference 0.5, and 5-8 does not equal -3. For any other
+    reference, the answer may be written in another way, but must not leave sums or products to compute."""
     from math_verify import verify
 
     if answer == gold or gold.is_Rational:

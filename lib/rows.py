@@ -133,8 +133,8 @@ def answer_text(value):
     A dict stands for its value `ground_truth`. A dict without this key, and bytes, raise ValueError.
     The entries of a list are joined by commas. A list in a list becomes a tuple.
     Of a text with a final answer behind ####, in <answer> tags or in a last box, only that answer is returned.
-    A text that spells a list of strings, or a dict, counts as that list or dict. But a spelled dict without the key
-    gives "". The texts [1, 2], an interval, and {'a', 'b'}, a set, stay as they are.
+    A text that spells a list of strings, or a dict, counts as that list or dict. But if such a dict has no
+    `ground_truth`, the result is "". The text [1, 2] is an interval and {'a', 'b'} is a set: both stay as they are.
     None, NaN, the texts of NO_ANSWERS and decimals that are cut off give "". Infinity becomes \\infty."""
     if isinstance(value, dict):
         value = value.get("ground_truth", value)  # The column `reward_model` has the answer inside.

@@ -110,7 +110,7 @@ def embed(model, row, embedding_1NH):
 
 def prepare(model, args):
     """Change the vision tower of a model, in place, and return its layers. Its attention becomes `packed_attention`, so
-    that the patches of several images can lie in a row. Its weights are trained only if the data have images
+    that the patches of several images can lie in one packed row. Its weights are trained only if the data have images
     (--image-column)."""
     visual = model.visual
     visual.requires_grad_(bool(args.image_column))
