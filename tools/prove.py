@@ -283,11 +283,6 @@ def examine_loss(made, policy_loss):
     figure = f"trained {made.extra:.2g}, logged {logged:.2g}"
     yield "3 terms beside policy_loss", abs(made.extra - logged) < ALIKE, figure, hint
 
-    idle_T = (before_T == 0) & made.per_token["trained_T"]
-    last = idle_T[batch.length_R.cumsum(0) - 1].sum()
-    figure = f"{idle_T.sum()}, and {last} of them end a response, as a stop token does"
-    yield "4 trained tokens of weight 0", True, figure, ""
-
     # An input with a gradient of its own, such as an entropy, need not change the gradient at the log-probs.
     names = [name for name in inputs if name.endswith("_T") and name not in made.live]
     idle = []
