@@ -255,7 +255,8 @@ def learn(policy, reference, optimizer, batch, step, record):
     weights = []
     for update in range(args.updates_per_step):
         weights.append(token_weights(batch.length_R[update_R == update], args.normaliser))
-    weight_T = torch.cat(weights).float()  # in the order of *_T, because updates hold consecutive responses
+    # This is the order of *_T, because updates hold consecutive responses.
+    weight_T = torch.cat(weights).float()
     low, high = 1 - args.clip_low, 1 + args.clip_high
     # for each update, this rank's micro-batches; `pack` lays a micro-batch, a list of response numbers, in one row
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)

@@ -175,7 +175,8 @@ def learn(policy, reference, optimizer, batch, record):
     advantage_T = advantage_R[batch.response_T]
     update_R = batch.update_of_response(args.updates_per_step)
     weights = [token_weights(batch.length_R[update_R == update]) for update in range(args.updates_per_step)]
-    weight_T = torch.cat(weights).float()  # in the order of *_T, because updates hold consecutive responses
+    # This is the order of *_T, because updates hold consecutive responses.
+    weight_T = torch.cat(weights).float()
     # for each update, this rank's micro-batches; `pack` lays a micro-batch, a list of response numbers, in one row
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 

@@ -235,7 +235,8 @@ def learn(policy, optimizer, batch, tokenizer, record):
     for update in range(args.updates_per_step):
         length_R = batch.length_R[update_R == update]
         weights.append(token_weights(length_R, args.normaliser, args.max_response_tokens))
-    weight_T = torch.cat(weights).float()  # in the order of *_T, because updates hold consecutive responses
+    # This is the order of *_T, because updates hold consecutive responses.
+    weight_T = torch.cat(weights).float()
     # for each update, this rank's micro-batches; `pack` lays a micro-batch, a list of response numbers, in one row
     micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
 

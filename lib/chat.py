@@ -97,7 +97,8 @@ def prompt_of(turns, template, tokenizer, options="{}", image=""):
         before.insert(0, {"role": "system", "content": form["system"]})
     asked = {"role": "user", "content": form["user"].replace("{problem}", problem)}
     for name in options:
-        require(re.search(rf"\b{name}\b", tokenizer.get_chat_template()), f"--chat-template-kwargs: it has no {name}")
+        used = re.search(rf"\b{name}\b", tokenizer.get_chat_template())
+        require(used, f"--chat-template-kwargs: the chat template has no {name}")
     options |= {"tokenize": False, "add_generation_prompt": True}
     text = tokenizer.apply_chat_template([*before, asked], **options)
     shown = all(turn["content"].strip() in text for turn in [*before, asked])

@@ -129,7 +129,7 @@ def test_a_usual_mistake_is_said_in_a_line(data, monkeypatch):
             tyro.cli(tools[word], args=words)
     assert Path("old.nosuch").exists()
     monkeypatch.setattr("sys.argv", ["sweep.py", "sweep"])
-    with refused("name experiments", Refused):
+    with refused("name experiments"):
         sweep.main()
 
 

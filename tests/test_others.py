@@ -162,7 +162,7 @@ def test_options_of_a_chat_format_are_passed_on(chat, loaded):
     for options, end in (('{"enable_thinking": false}', "<no thoughts>"), ('{"enable_thinking": true}', "]")):
         (problem,) = loaded(chat, ONE, template="chat", chat_template_kwargs=options)
         assert chat.decode(problem.prompt_ids).endswith(end)
-    for template, name, said in (("plain", "enable_thinking", "is no chat"), ("chat", "enable_think", "it has no en")):
+    for template, name, said in (("plain", "enable_thinking", "is no chat"), ("chat", "enable_think", "has no en")):
         with refused(f"row 1: --.*{said}"):
             loaded(chat, ONE, template=template, chat_template_kwargs=json.dumps({name: True}))
 
