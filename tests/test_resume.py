@@ -214,7 +214,7 @@ def test_a_tracked_run_goes_on_under_its_id(run, monkeypatch, tmp_path):
     assert first["config"]["seed"] == 1 and first["sync_tensorboard"]
 
 
-def evaluate(run, *averages: float) -> bytes:
+def evaluate(run, *averages):
     """Let a run compare its model with the best; return the weights of the best then."""
     metrics = {f"eval/{number}/avg@2": average for number, average in enumerate(averages)} | {"reward": 1.0}
     with torch.no_grad():
@@ -249,7 +249,7 @@ def test_a_kill_while_the_best_model_is_replaced(run, tmp_path, monkeypatch, cal
 
 
 def test_the_run_folder_and_the_flags_are_checked(run):
-    def check(message: str, **changes) -> None:
+    def check(message, **changes):
         with refused(message):
             common.Record(replace(run.record.args, **changes), run.record.world)
 

@@ -75,5 +75,6 @@ def test_a_checkpoint_is_evaluated_like_the_model_it_was(sspo_run, engine, tmp_p
     kept = tmp_path / "run" / "checkpoints" / "step-00004"
     flags = [kept, "--protocol", "sspo", "--sets", TOY / "heldout.jsonl", "--template", "plain"]
     engine(script="eval", flags=[*flags, "--max-prompt-tokens", 32, "--max-response-tokens", 64])
-    (row,) = json.loads((tmp_path / "run" / "eval-step-00004-sspo-heldout.json").read_text())["rows"]
+    (file,) = (tmp_path / "run").glob("eval-step-00004-sspo-heldout-*.json")
+    (row,) = json.loads(file.read_text())["rows"]
     assert row["figures"]["pass@1"] == pytest.approx(100 * sspo_run.rows[-1]["eval/heldout/avg@1"])
