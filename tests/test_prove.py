@@ -1,6 +1,5 @@
 """tools/prove.py finds nothing in our scripts, and names what was broken in a copy of one."""
 
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, slow, torchrun
@@ -78,7 +77,7 @@ BROKEN = {  # what is replaced, by what, and the lines that fail with a word of 
 }
 
 
-def edited(script: str, file: Path, edits: dict[str, str]) -> Path:
+def edited(script, file, edits):
     """Write a copy of a script with other lines."""
     text = (ROOT / script).read_text()
     for old, new in edits.items():
@@ -88,7 +87,7 @@ def edited(script: str, file: Path, edits: dict[str, str]) -> Path:
     return file
 
 
-def failed(update, script) -> dict:
+def failed(update, script):
     """Return {line: its figure and its hint} of the lines that do not hold."""
     table = update(3, str(script), "tasks/toy/model", table=True)
     return {check: f"{figure}: {hint}" for check, holds, figure, hint in table if not holds}
