@@ -1,6 +1,5 @@
 """tools/prove.py finds nothing in our scripts, and names what was broken in a copy of one."""
 
-
 import pytest
 from conftest import ROOT, slow, torchrun
 
