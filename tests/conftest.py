@@ -109,7 +109,7 @@ OWN = {
 FIRST = "checkpoints/step-00002"  # which runs with these flags write first
 
 
-def flags_of(script: str, folder: Path) -> list:
+def flags_of(script, folder):
     """Return the flags of the runs that tests stop and kill: those of faults.py, fewer steps."""
     own = [*faults.OWN[script], *OWN.get(script, [])]
     return [*faults.FLAGS, *own, "--steps", 4, "--checkpoint-every", 2, "--checkpoints-kept", 3, "--run-dir", folder]
@@ -171,7 +171,7 @@ def verifier():
     return make_verifier()
 
 
-def slow(*values) -> list:
+def slow(*values):
     """Return parameters that are not in the fast run."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
