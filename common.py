@@ -961,7 +961,7 @@ def save_model(policy, folder, source, dtype, step, world):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         home = source.resolve()
-        if source.parent.name == "snapshots":
+        if home.parent.name == "snapshots":
             home = home.parents[1]  # Files in the hub's cache are links to its folder `blobs`.
         for each in source.iterdir():
             # A link to another place may lead to a private file, and people publish this folder.

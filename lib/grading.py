@@ -74,6 +74,8 @@ def start_worker(reward):
     # A reward may start processes of its own. With other start methods they would import the script again.
     set_start_method("fork", force=True)
     current_process().daemon = False  # A daemonic process may start no others.
+    # If this worker is killed, the processes that its reward has started end, too.
+    os.register_at_fork(after_in_child=end_with_parent)
     # Without new seeds all workers would draw the same random numbers.
     np.random.seed()
     torch.seed()
