@@ -157,8 +157,10 @@ def parse_expression(text):
     # By default the parser reads gamma as a function, I as the imaginary unit and ^T as a transpose.
     text = re.sub(r"\\(gamma)|(?<![\\a-z])(I|T(?!_))", r"\\variable{\1\2}", text)
     config = ConversionConfig(lowercase_symbols=False)
-    # The parser fails at P(X=k)=p. Then only the part after the last equals sign is tried.
-    for part in (text, re.sub("^[^,;]*=[^,;]*=(?=[^,;]*$)", "", text)):
+    # The parser fails at P(X=k)=p. Then only the part after the last equals sign is tried. A text without a second
+    # equals sign is tried once: a dict has a key once.
+    right_side = re.sub("^[^,;]*=[^,;]*=(?=[^,;]*$)", "", text)
+    for part in dict.fromkeys((text, right_side)):
         with suppress(Exception):
             tree = sympify(latex2sympy(part, is_real=True, conversion_config=config))
             # The parser computes some functions, such as 10 from \binom{5}{2}. UnevaluatedExpr keeps such a tree from
