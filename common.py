@@ -398,9 +398,7 @@ class Sampler:
         log-probs."""
         from vllm import SamplingParams
 
-        require(
-            top_p == 1 or not (scored or args.tis_cap), "top-p is for evaluation: the trainer's log-probs have none"
-        )
+        require(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs have none")
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         mine = [(key, g) for key in list(prompts)[engine::engines] for g in range(n)]
