@@ -57,8 +57,9 @@ def code_of(command=()):
         elif os.path.isfile(path):  # Path.is_file would raise an error for a word that is too long for a name.
             files.append(path)
         elif path.name and os.path.isdir(path):  # A --delimiter of . or / means no folder. These two have no name.
-            files_of = {file: file.stat() for file in path.rglob("*") if file.exists()}
-            inside |= {file: (about.st_size, about.st_mtime) for file, about in files_of.items()}
+            for file in filter(os.path.exists, path.rglob("*")):
+                about = file.stat()
+                inside[file] = (about.st_size, about.st_mtime)
     digest = hashlib.sha256(repr([command, inside]).encode())
     for file in files:
         digest.update(file.read_bytes())
