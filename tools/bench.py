@@ -220,17 +220,35 @@ def trl_flags(args, data, processes):
     responses = args.prompts_per_step * args.group_size // processes
     at_once = math.gcd(responses, 32) if cuda else responses
     reward = "chances" if args.reward.endswith(":chance") else "boxed_right"
-    return f"""
-        --model_name_or_path={args.model} --dataset_name={data} --output_dir={data}/trl
-        --per_device_train_batch_size={at_once} --gradient_accumulation_steps={responses // at_once}
-        --num_generations={args.group_size} --max_completion_length={args.max_response_tokens}
-        --temperature={args.temperature} --learning_rate={args.lr} --max_steps={args.steps}
-        --reward_funcs=tools.bench.{reward} --loss_type=grpo --dtype=float32 --bf16={cuda} --use_cpu={not cuda}
-        --use_vllm={cuda} --vllm_mode=colocate --vllm_gpu_memory_utilization={args.gpu_memory_utilization}
-        --vllm_enable_sleep_mode=True --vllm_max_model_length={common.longest_sequence(args)}
-        --vllm_importance_sampling_correction=False --gradient_checkpointing=False --ddp_find_unused_parameters=False
-        --report_to=none --save_strategy=no --logging_steps=1 --disable_tqdm=True
-    """.split()
+    return [
+        f"--model_name_or_path={args.model}",
+        f"--dataset_name={data}",
+        f"--output_dir={data}/trl",
+        f"--per_device_train_batch_size={at_once}",
+        f"--gradient_accumulation_steps={responses // at_once}",
+        f"--num_generations={args.group_size}",
+        f"--max_completion_length={args.max_response_tokens}",
+        f"--temperature={args.temperature}",
+        f"--learning_rate={args.lr}",
+        f"--max_steps={args.steps}",
+        f"--reward_funcs=tools.bench.{reward}",
+        "--loss_type=grpo",
+        "--dtype=float32",
+        f"--bf16={cuda}",
+        f"--use_cpu={not cuda}",
+        f"--use_vllm={cuda}",
+        "--vllm_mode=colocate",
+        f"--vllm_gpu_memory_utilization={args.gpu_memory_utilization}",
+        "--vllm_enable_sleep_mode=True",
+        f"--vllm_max_model_length={common.longest_sequence(args)}",
+        "--vllm_importance_sampling_correction=False",
+        "--gradient_checkpointing=False",
+        "--ddp_find_unused_parameters=False",
+        "--report_to=none",
+        "--save_strategy=no",
+        "--logging_steps=1",
+        "--disable_tqdm=True",
+    ]
 
 
 def pace(command, env):
