@@ -114,7 +114,7 @@ def advantages(reward_PG):
     """Return advantage_PG (section 2.1). The std is unbiased, and 1e-6 is added to it (ours; the released code adds
     1e-4). If all rewards of a group are equal (a zero-advantage group), its advantages are exactly 0."""
     advantage_PG = reward_PG - reward_PG.mean(1, keepdim=True)
-    advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6
+    advantage_PG /= reward_PG.std(1, keepdim=True) + 1e-6  # section 2.1
     return advantage_PG * common.valid_groups(reward_PG)[:, None]  # else rounding could give equal rewards a gradient
 
 
@@ -124,7 +124,7 @@ def covariance(logp_T, advantage_T, response_T, group_T):
     share_T = 1 / torch.bincount(response_T)[response_T].to(advantage_T.dtype)  # each response counts once in mean_P
     mean_P = common.mean_by(share_T * advantage_T, group_T) / common.mean_by(share_T, group_T)
     mean_logp_T = common.mean_by(logp_T, response_T)[response_T]
-    return (logp_T - mean_logp_T) * (advantage_T - mean_P[group_T])  # covariance
+    return (logp_T - mean_logp_T) * (advantage_T - mean_P[group_T])  # section 2.3, covariance
 
 
 def bandwidth(c_T, group_T):
@@ -138,8 +138,8 @@ def bandwidth(c_T, group_T):
 def kernel_weights(c_T, group_T):
     """Return w~ of the paper for each token: the Gaussian kernel of c, scaled to mean 1 over the tokens of a group."""
     sigma_T = bandwidth(c_T, group_T)[group_T]
-    w_T = torch.exp(-(c_T**2) / (2 * sigma_T**2))  # kernel
-    return w_T / common.mean_by(w_T, group_T)[group_T]  # normalisation
+    w_T = torch.exp(-(c_T**2) / (2 * sigma_T**2))  # section 2.3, kernel
+    return w_T / common.mean_by(w_T, group_T)[group_T]  # section 2.3, normalisation
 
 
 def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T):
@@ -185,7 +185,7 @@ def token_weights(length_R, normaliser: str = "response"):
     update's responses, also of those whose advantage is 0.
     response: 1 / (R |o_i|). This is 1/G 1/|o_i| of section 2.3, averaged over prompts. token: 1 / sum |o_i|. In both
     cases the weights sum to 1."""
-    weight_R = 1 / (len(length_R) * length_R.double())
+    weight_R = 1 / (len(length_R) * length_R.double())  # section 2.3: 1/G 1/|o_i|
     if normaliser == "token":
         weight_R[:] = 1 / length_R.double().sum()
     return weight_R.repeat_interleave(length_R)
@@ -202,7 +202,7 @@ def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T,
     clipped_term_T = ratio_T.clamp(low, high) * gain_T
     log_ratio_T = ref_logp_T - logp_T
     kl_T = log_ratio_T.exp() - log_ratio_T - 1  # k3
-    loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_term_T))).sum()  # loss
+    loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_term_T))).sum()  # section 2.3, loss
     return loss, {"ratio_T": ratio_T, "clipped_T": clipped_term_T < free_T, "kl_T": kl_T}
 
 
