@@ -44,18 +44,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer, BatchFeature
 
+# Scripts and tools import some of these names from common, and `noqa` keeps ruff from removing them here.
 from lib import ROOT, layers, rows, vision
 from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_own_file
-from lib.checkpoints import checkpoint_if_due, checkpoints_of, manifest_of, replace_folder, resume
+from lib.checkpoints import checkpoint_if_due, checkpoints_of, manifest_of, replace_folder, resume  # noqa: F401
 from lib.grading import BY_ANSWER, VERDICTS, grade, start_worker
-from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_errors, require
-from lib.ranks import World, fetched_once, init_world, seed_of
-from lib.record import Record, located
+from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_errors, require  # noqa: F401
+from lib.ranks import World, fetched_once, init_world, seed_of  # noqa: F401
+from lib.record import Record  # noqa: F401
 from lib.rows import names_of
-
-__all__ = ["Record", "World", "checkpoint_if_due", "checkpoints_of", "init_world", "located", "manifest_of"]
-# Scripts and tools import these names from common.
-__all__ += ["parse_flags", "print_error", "resume"]
 
 # ---------------------------- arguments
 Share = confloat(ge=0, le=1)
@@ -771,10 +768,27 @@ def empty_model(config):
         return model_class(config).from_config(config, **MODEL_OPTIONS)
 
 
+# Suffixes of the files that a trained model takes over from the folder of --model; "" is for LICENSE.
+KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")
+
+
+def own_files(folder):
+    """Return the files of a model's folder that `save_model` copies: those with a suffix in KEPT, except indices of
+    weights. Raises ValueError if one is a link to a file elsewhere, which may be private: people publish the copies."""
+    home = folder.resolve()
+    if home.parent.name == "snapshots":
+        home = home.parents[1]  # Files in the hub's cache are links to its folder `blobs`.
+    files = [each for each in folder.iterdir() if each.is_file() and each.suffix in KEPT]
+    for each in files:
+        require(each.resolve().is_relative_to(home), f"{each.name} is a link to another folder: put a copy there")
+    return [each for each in files if not each.match("*.index.json")]
+
+
 def model_folder(args):
     """Return the folder of --model. If --model is a hub id, one rank of each node downloads it. Raises ValueError if
-    the folder has no readable config or no file of a tokenizer, or if the model's context is too short. Later,
-    `read_weights` checks the weights, and `sampler_gap` checks that policy and vLLM agree."""
+    the folder has no readable config, no file of a tokenizer, or a link that `own_files` refuses, or if the model's
+    context is too short. Later, `read_weights` checks the weights, and `sampler_gap` checks that policy and vLLM agree.
+    """
     folder = Path(args.model)
     with refuse_errors(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
@@ -783,6 +797,7 @@ def model_folder(args):
                 folder = Path(snapshot_download(args.model, allow_patterns=patterns))
         transformers.logging.disable_progress_bar()
         require([*folder.glob("tokenizer*")], "it has no files of a tokenizer")
+        own_files(folder)  # Otherwise a link would end the run when it is finished.
         text = config_of(folder).get_text_config()
     check_context(text, args)
     return folder
@@ -941,14 +956,9 @@ def full_weights(policy, dtype):
         yield name, whole.clone()
 
 
-# Suffixes of the files that `save_model` copies; "" is for LICENSE.
-KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")
-
-
 def save_model(policy, folder, source, dtype, step, world):
-    """Write a folder that transformers and vLLM can load: the weights in `dtype`, the files of the folder `source` with
-    a suffix in KEPT, `dtype` and `step` in config.json, end tokens in generation_config.json. All ranks must call this.
-    """
+    """Write a folder that transformers and vLLM can load: the weights in `dtype`, `own_files` of the folder `source`,
+    `dtype` and `step` in config.json, end tokens in generation_config.json. All ranks must call this."""
     weights = {}
     for name, tensor in full_weights(policy, dtype):
         if world.rank == 0:
@@ -958,14 +968,8 @@ def save_model(policy, folder, source, dtype, step, world):
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        home = source.resolve()
-        if home.parent.name == "snapshots":
-            home = home.parents[1]  # Files in the hub's cache are links to its folder `blobs`.
-        for each in source.iterdir():
-            # A link to another place may lead to a private file, and people publish this folder.
-            own = each.is_file() and each.resolve().is_relative_to(home)
-            if own and each.suffix in KEPT and not each.match("*.index.json"):
-                shutil.copyfile(each, partial / each.name)
+        for each in own_files(source):
+            shutil.copyfile(each, partial / each.name)
         file = partial / "config.json"
         config = json.loads(file.read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")

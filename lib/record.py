@@ -49,19 +49,10 @@ COLUMNS = {
 }
 
 
-def located(flags, folder):
-    """Return a copy of `flags`, {name: value}, with absolute paths. `folder` is the folder in which the command with
-    these flags was given. The value of a flag in PATHS is an entry, or several with commas between them. If the text of
-    an entry before its first colon names a file or folder that exists, the absolute path replaces this text. So a run
-    can be resumed and evaluated from another folder."""
-
-    def place(word):
-        """Return the absolute path for the text of a match, or the text if no such file or folder exists."""
-        path = Path(folder, word[0])
-        return str(path.resolve()) if path.exists() else word[0]
-
-    paths = {name: re.sub("(?<![^,])[^,:]+", place, flags[name]) for name in PATHS if name in flags}
-    return flags | paths
+def absolute_path(word):
+    """Return the absolute path for the text of a match of `re`, or the text if no such file or folder exists."""
+    path = Path(word[0])
+    return str(path.resolve()) if path.exists() else word[0]
 
 
 def open_run(folder, args):
@@ -74,6 +65,10 @@ def open_run(folder, args):
     folder contains a link or a pipe, or if another process holds the lock."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
+    for name in PATHS:
+        # An entry of a value is what stands between commas, and its path ends at a colon. With absolute paths the run
+        # can be resumed and evaluated from another folder.
+        flags[name] = re.sub("(?<![^,])[^,:]+", absolute_path, flags[name])
     codes = []
     started = time.time_ns()
     if file.exists():
@@ -81,13 +76,12 @@ def open_run(folder, args):
         with refuse_errors(file):
             before = json.loads(file.read_text())
             codes = before["code"]
-            started = before.get("started", started)
-            known = located(before["args"], before.get("folder", "."))
-        now = located(flags, ".")
+            started = before["started"]
+            known = before["args"]
         constant = args.lr_warmup == 0 and args.lr_floor == 1
         for name, old in known.items():
-            fits = now.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
-            require(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {now.get(name)!r}")
+            fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
+            require(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {flags.get(name)!r}")
     for each in folder.rglob("*"):
         # Somebody else may have made the folder. Writing to a link in it would change a file outside the folder, and
         # opening a pipe would wait for ever.
@@ -111,7 +105,6 @@ def open_run(folder, args):
             shutil.copy(each, kept)
     info = {
         "command": shlex.join(sys.argv),
-        "folder": os.getcwd(),
         "started": started,
         "args": flags,
         "code": codes,

@@ -18,7 +18,7 @@ KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "messages")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "reward_model")
 # Texts that say that a row has no answer, as 143,300 rows of NuminaMath-1.5 do.
-NO_ANSWERS = ("proof", "notfound", "na", "n/a", "nan")
+NO_ANSWERS = ("proof", "notfound", "na", "n/a", "nan", "none", "null")
 ENDLESS = r"[^,]*\d *(\.{2,}|…|\\l?dots)\W*"  # A decimal that is cut off, such as 3.14..., has no exact value.
 # DAPO-Math-17k puts these two texts around each problem.
 DAPO_BEGINS = (
@@ -128,43 +128,40 @@ def reference_of(row, column=""):
 
 
 def answer_text(value):
-    """Return a reference answer of any type as a text.
+    """Return a reference answer of any type as a text, or "" if the value gives none.
 
-    A dict stands for its value `ground_truth`. A dict without this key, and bytes, raise ValueError.
+    A dict stands for its value `ground_truth`. A dict without this key, and bytes, give "".
     The entries of a list are joined by commas. A list in a list becomes a tuple.
     Of a text with a final answer behind ####, in <answer> tags or in a last box, only that answer is returned.
-    A text that spells a list of strings, or a dict, counts as that list or dict. But if such a dict has no
-    `ground_truth`, the result is "". The text [1, 2] is an interval and {'a', 'b'} is a set: both stay as they are.
+    A text that spells a dict, or a list of texts or dicts, counts as that dict or list. Other lists stay texts, because
+    [1, 2] is an interval. So do sets, such as {'a', 'b'}.
     None, NaN, the texts of NO_ANSWERS and decimals that are cut off give "". Infinity becomes \\infty."""
     if isinstance(value, dict):
-        value = value.get("ground_truth", value)  # The column `reward_model` has the answer inside.
+        return answer_text(value.get("ground_truth"))  # The column `reward_model` has the answer inside.
     if isinstance(value, list):
         parts = [f"({answer_text(part)})" if isinstance(part, list) else answer_text(part) for part in value]
         value = ", ".join(filter(None, parts))
-    require(not isinstance(value, dict | bytes), f"no answer: {value}")
-    if value is None or value != value:  # pandas writes NaN for None.
+    if value is None or value != value or isinstance(value, bytes):  # pandas writes NaN for None.
         return ""
     if isinstance(value, float) and len(str(value)) > 15 and value == np.float32(value):
         # A float32 column gives 0.10000000149011612 for 0.1. As a float32 the value prints as 0.1 again.
         value = np.float32(value)
     text = str(value).rpartition("####")[2].strip()  # GSM8K puts the answer behind a worked solution.
-    _, tag, inside = text.partition("<answer>")
-    if tag:
-        text = inside.partition("</answer>")[0].strip()
+    tagged = re.search(r"<answer>(.*?)(</answer>|$)", text, re.DOTALL | re.IGNORECASE)
+    if tagged:
+        text = tagged[1].strip()
     boxed = last_boxed(text)
     if boxed is not None:
         text = boxed.strip()
-    if re.match(r"""[\[{]\s*["']""", text):
+    if text.startswith(("[", "{")):
         # A single backslash begins a LaTeX command, such as \pi. It is no escape of JSON or Python.
         escaped = re.sub(r"(?<!\\)\\(?![\\\"']|u\d)", r"\\\\", text)
         for read in (json.loads, literal_eval):
-            with suppress(SyntaxError, ValueError):  # The text may be no list and no object.
+            with suppress(SyntaxError, TypeError, ValueError):  # The text may be no list and no dict.
                 found = read(escaped)
-                if isinstance(found, dict):
-                    # Other objects, such as the inputs and outputs of a program, are no answer.
-                    found = found.get("ground_truth")
-                # {'a', 'b'} is a set of mathematics and stays as it is.
-                if not isinstance(found, set):
+                if isinstance(found, dict) and found:
+                    return answer_text(found)
+                if isinstance(found, list) and any(isinstance(part, str | dict) for part in found):
                     return answer_text(found)
     if text.lower().lstrip("+-") in ("inf", "infinity"):
         return "-\\infty" if text[0] == "-" else "\\infty"

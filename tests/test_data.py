@@ -75,12 +75,12 @@ def test_the_layout_of_verl(tokenizer, loaded, capsys):
 
 
 def test_rows_left_out_are_counted(tokenizer, loaded, capsys):
-    answers = (["3", "4"], True, 7, "", None, "  ", float("nan"))
+    answers = (["3", "4"], True, 7, "", None, "  ", float("nan"), {"is": 1})
     rows = [{"problem": "1+1=?", "answer": answer} for answer in answers]
     rows += [{"problem": None, "answer": "1"}, {"answer": "1"}, {"problem": "1+1=?"}]
     data = loaded(tokenizer, *rows, {"problem": "9" * 50, "answer": "1"}, max_prompt_tokens=20)
     assert [problem.answer for problem in data] == ["3, 4", "True", "7"]
-    left_out = "5 no answer (row 4 first), 2 no problem (row 8 first), 1 prompt too long (row 11 first)"
+    left_out = "6 no answer (row 4 first), 2 no problem (row 9 first), 1 prompt too long (row 12 first)"
     assert f"a.jsonl: 3 problems; left out: {left_out}; the fi" in capsys.readouterr().out
 
 
@@ -115,7 +115,7 @@ def test_references_as_data_sets_write_them():
         assert answer_text(written) == needed, line
     numbers = {0.10000000149011612: "0.1", 10000000000.5: "10000000000.5", float("-inf"): "-\\infty"}
     assert {number: answer_text(number) for number in numbers} == numbers
-    assert answer_text([[1, 2], None, [3, float("inf")]]) == "(1, 2), (3, \\infty)"
+    assert answer_text([[1, 2], None, b"9", [3, float("inf")]]) == "(1, 2), (3, \\infty)"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -145,7 +145,6 @@ def test_a_problem_that_spells_a_control_token_is_left_out(chat, loaded, capsys)
     "row, message",
     [
         ({"problem": "1?", "answer": "\ud835"}, "surrogates not allowed"),
-        ({"problem": "1?", "answer": {"is": 1}}, "no answer: "),
         ({"messages": [{"role": "user", "content": None}]}, "a problem is a text, or turns .*'content': None"),
     ],
 )

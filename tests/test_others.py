@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,19 +71,25 @@ def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
     (model / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [262, 5]}')
     saved = model.with_name("saved")
     os.mkfifo(model / "pipe.txt")  # It would be read for ever.
-    stranger = model.with_name("key.txt")
-    stranger.write_text("secret")
-    for name, target in (("own.txt", "config.json"), ("key.txt", stranger), ("gone.md", "none"), ("self", ".")):
+    for name, target in (("own.txt", "config.json"), ("gone.md", "none"), ("self", ".")):
         (model / name).symlink_to(target)
     world = common.init_world()
-    common.save_model(common.load_policy(model, common.Args(str(model)), world), saved, model, torch.float32, 5, world)
-    assert (saved / "own.txt").is_file() and not {"pipe.txt", "key.txt", "gone.md", "self"} & {*os.listdir(saved)}
+    args = common.Args(str(model), max_response_tokens=8, max_prompt_tokens=8)
+    common.save_model(common.load_policy(common.model_folder(args), args, world), saved, model, torch.float32, 5, world)
+    assert (saved / "own.txt").is_file() and not {"pipe.txt", "gone.md", "self"} & {*os.listdir(saved)}
     for file in model.glob("tokenizer*"):
         assert file.read_bytes() == (saved / file.name).read_bytes(), file
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (model, saved))
     assert after == before | {"dtype": "float32", "trained_steps": 5} != before
     ends = json.loads((saved / "generation_config.json").read_text())
     assert ends == {"temperature": 0.6, "eos_token_id": [5, 200, 262]}
+    (model / "config.json").rename(model.with_name("key.json"))
+    (model / "config.json").symlink_to(model.with_name("key.json"))
+    with refused("--model .*: config.json is a link"):
+        common.model_folder(args)
+    snapshots = model.with_name("snapshots")  # In the hub's cache the files of a model are such links.
+    snapshots.mkdir()
+    common.model_folder(replace(args, model=str(model.rename(snapshots / "1"))))
 
 
 # ------------------------------------------------------------------------------------------------------- the tokenizer

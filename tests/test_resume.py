@@ -3,6 +3,7 @@
 tests/faults.py kills runs at random moments; here it is one moment.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -264,15 +265,20 @@ def test_the_run_folder_and_the_flags_are_checked(run):
         (run.record.folder / "log.txt").unlink()
 
 
-def test_flags_name_the_same_files_from_another_folder(tmp_path, monkeypatch):
+def test_flags_name_the_same_files_from_another_folder(tmp_path, plain_python, monkeypatch):
     """What is no path there stays as it is."""
     for name in ("a", "b", "test"):
         (tmp_path / name).touch()
-    flags = {"eval": "a:test,org/set:test,b", "model": "a", "template": "plain", "reward": "b:score", "lr": 1.0}
-    here = {"eval": f"{tmp_path}/a:test,org/set:test,{tmp_path}/b", "model": f"{tmp_path}/a"}
-    assert common.located(flags, tmp_path) == flags | here | {"reward": f"{tmp_path}/b:score"}
+    args = common.Args(model="a", eval="a:test,org/set:test,b", reward="b:score", run_dir=f"{tmp_path}/run")
     monkeypatch.chdir(tmp_path)
-    assert common.located(flags, ".") == common.located(flags, tmp_path)
+    world = common.init_world()
+    common.Record(args, world).lock.close()
+    stored = json.loads(Path("run", "run.json").read_text())["args"]
+    paths = {"model": f"{tmp_path}/a", "eval": f"{tmp_path}/a:test,org/set:test,{tmp_path}/b"}
+    paths |= {"reward": f"{tmp_path}/b:score", "template": "chat"}
+    assert paths.items() <= stored.items()
+    monkeypatch.chdir("/")
+    common.Record(replace(args, **paths, resume=True), world).lock.close()
 
 
 def test_a_run_keeps_the_code_that_it_ran(plain_python, monkeypatch, tmp_path, capsys):

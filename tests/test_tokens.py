@@ -17,11 +17,10 @@ HOSTILE = [
 
 
 def test_the_page_is_one_harmless_file(tmp_path, monkeypatch):
-    """Of hostile tokens. Nothing in it comes from elsewhere, and the text of a model opens no element. The model's path
-    leads there from the folder where the run was started."""
+    """Of hostile tokens. Nothing in it comes from elsewhere, and the text of a model opens no element."""
     decode = SimpleNamespace(batch_decode=lambda rows: [HOSTILE[token] for (token,) in rows])
     monkeypatch.setattr(tokens, "AutoTokenizer", SimpleNamespace(from_pretrained={str(tmp_path): decode}.get))
-    about = {"args": {"model": "../" + tmp_path.name, "seed": 1}, "code": [], "folder": str(tmp_path)}
+    about = {"args": {"model": str(tmp_path), "seed": 1}, "code": []}
     (tmp_path / "run.json").write_text(json.dumps(about))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "samples").mkdir()

@@ -95,7 +95,7 @@ def run_of(path):
     for folder in (path, *path.parents[:2]):
         if (folder / "run.json").is_file():
             run = json.loads((folder / "run.json").read_text())
-            return folder, common.located(run["args"], run.get("folder", "."))
+            return folder, run["args"]
     return Path("runs"), {}
 
 

@@ -34,7 +34,6 @@ sys.path.insert(0, str(ROOT))
 from tokens import page_of
 
 from lib.messages import print_error, refuse_errors, require
-from lib.record import located
 
 LOOKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 matplotlib.rcParams.update(LOOKS["style"])
@@ -70,7 +69,7 @@ def run_of(path):
         with refuse_errors(file.name):
             about = json.loads(file.read_text())
         seed = str(about["args"]["seed"])
-        flags = located(about["args"], about.get("folder", ".")) | {"seed": 0, "run_dir": "", "resume": False}
+        flags = about["args"] | {"seed": 0, "run_dir": "", "resume": False}
         return Run(path, flags, seed, about["code"], rows)
 
 
