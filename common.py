@@ -139,7 +139,6 @@ class Args:
     and speed, not the gradient."""
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass, which saves memory and costs time."""
-    track: str = ""  # Weights & Biases project that gets the curves (`pip install wandb`).
     tensor_parallel: PositiveInt = 1  # Ranks of a node that share one vLLM engine.
     max_num_seqs: PositiveInt = 256
     """Most responses that an engine samples at the same time. This changes memory and speed."""

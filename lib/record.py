@@ -28,9 +28,8 @@ from lib.ranks import seed_of
 
 # Flags that may change when a run is resumed. So may --steps, if the learning rate is constant.
 MAY_CHANGE = {
-    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoints_kept", "max_num_seqs",
-    "micro_batch_tokens",
-    "activation_checkpointing", "gpu_memory_utilization", "keep_awake", "tensor_parallel", "track",
+    "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoints_kept", "max_num_seqs", "micro_batch_tokens",
+    "activation_checkpointing", "gpu_memory_utilization", "keep_awake", "tensor_parallel",
 }  # fmt: skip
 
 
@@ -119,8 +118,8 @@ def open_run(folder, args):
 class Record:
     """The writer of a run's folder: run.json, metrics.jsonl, TensorBoard events, samples and log.txt. Every rank has a
     Record, but only the Record of rank 0 writes these files. A Record also remembers the metrics of the current step,
-    the times of the steps, the best evaluation, and whether the run is to stop. Raises Refused if the folder or --track
-    cannot be used."""
+    the times of the steps, the best evaluation, and whether the run is to stop. Raises Refused if the folder cannot be
+    used."""
 
     def __init__(self, args, world):
         experiment = os.environ.get("EXPERIMENT", Path(sys.argv[0]).stem)
@@ -140,21 +139,7 @@ class Record:
         self.number = 0  # `open_run` makes the number by which the run is known.
         self.start_step()
         if world.rank == 0:
-            if args.track:
-                with refuse_errors("--track needs `pip install wandb`, and a key unless WANDB_MODE=offline"):
-                    import wandb
-
-                    wandb.login()
             self.lock, self.number = open_run(self.folder, args)
-            if args.track:
-                wandb.init(
-                    project=args.track,
-                    name=self.folder.name,
-                    id=f"{self.number:x}",  # A resumed run adds to the same curves.
-                    resume="allow",
-                    config=asdict(args),
-                    sync_tensorboard=True,
-                )
         # The folder's name holds the time, which differs between ranks, and only rank 0 has opened the run.
         self.folder, self.number = world.from_rank_0((self.folder, self.number))
         self.quoted = shlex.quote(str(self.folder))

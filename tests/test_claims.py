@@ -207,7 +207,7 @@ def test_a_command_is_known_by_all_that_it_reads(tmp_path, monkeypatch):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     command = ["sspo.py", "--dataset=a.jsonl", "--reward", "own/reward.py:score", "--eval=b.jsonl,c.jsonl"]
-    command += ["--model", "model", "--delimiter=.", f"--track={'long' * 99}"]
+    command += ["--model", "model", "--delimiter=.", f"--run-dir={'long' * 99}"]
     codes = {sweep.code_of(command), sweep.code_of([*command, "--lr=1"]), sweep.code_of()}
     for file in files:
         file.write_text("new")

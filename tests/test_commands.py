@@ -80,7 +80,7 @@ def test_elsewhere_the_users_words_stay_and_the_experiments_files_are_found(name
     """The words name files that are there. The rest is the list's command, whose files are the repository's."""
     for file in ("mine", "chat"):
         (tmp_path / file).touch()
-    given = ["--delimiter", ".", "--track", "mine", "--run-dir", "out/first", "--chat-template-kwargs=chat"]
+    given = ["--delimiter", ".", "--answer-column", "mine", "--run-dir", "out/first", "--chat-template-kwargs=chat"]
     command = run_sh(name, *given, folder=tmp_path)
     back = f"{os.path.relpath(ROOT, tmp_path)}/"
     assert command.replace(back, "") == f"{shlex.join([*table[name], *given])}\n"

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -198,21 +197,6 @@ def test_checkpoints_of_the_clock_take_no_place(run, monkeypatch):
         now += 37
         left = save(run, step, every=50)
     assert left == {f"step-{step:05d}" for step in range(50, 301, 50)}
-
-
-def test_a_tracked_run_goes_on_under_its_id(run, monkeypatch, tmp_path):
-    """With a stand-in for wandb: a resumed run draws on in the same curves, another run in its own."""
-    asked = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=dict, init=lambda **how: asked.append(how)))
-    for folder in (tmp_path, tmp_path, tmp_path / "other"):
-        go_on(run, track="toys", run_dir=str(folder))
-    first, again, other = asked
-    assert first == again and first["id"] != other["id"]
-    shutil.rmtree(tmp_path)
-    go_on(run, track="toys", run_dir=str(tmp_path))
-    assert asked[-1]["id"] != first["id"], "another run in a folder of the same name"
-    assert (first["project"], first["name"], first["resume"]) == ("toys", tmp_path.name, "allow")
-    assert first["config"]["seed"] == 1 and first["sync_tensorboard"]
 
 
 def evaluate(run, *averages):
