@@ -11,6 +11,7 @@ from multiprocessing import current_process, forkserver, set_start_method
 from resource import RLIMIT_DATA, setrlimit
 from signal import ITIMER_PROF, alarm, setitimer
 from traceback import format_exc
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -57,7 +58,9 @@ def reward_function(reward):
     path = path or str(ROOT / "tasks" / "rewards.py")
     # The folder comes last, so that no file in it replaces a module of the run.
     sys.path.append(os.path.dirname(path))
-    found = runpy.run_path(path)
+    found = runpy.run_path(path, run_name="reward_file")
+    # If the reward calls its functions in processes of its own, these look for the functions in this module.
+    sys.modules["reward_file"] = SimpleNamespace(**found)
     if name not in found:
         raise ImportError(f"{path} has no {name}: --reward FILE.py:FUNCTION")
     return found[name]
