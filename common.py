@@ -775,12 +775,14 @@ def own_files(folder):
     """Return the files of a model's folder that `save_model` copies: those with a suffix in KEPT, except indices of
     weights. Raises ValueError if one is a link to a file elsewhere, which may be private: people publish the copies."""
     home = folder.resolve()
-    if home.parent.name == "snapshots":
-        home = home.parents[1]  # Files in the hub's cache are links to its folder `blobs`.
-    files = [each for each in folder.iterdir() if each.is_file() and each.suffix in KEPT]
-    for each in files:
-        require(each.resolve().is_relative_to(home), f"{each.name} is a link to another folder: put a copy there")
-    return [each for each in files if not each.match("*.index.json")]
+    places = (home, home.parent.parent / "blobs")  # Files in the hub's cache are links to its folder `blobs`.
+    files = []
+    for each in folder.iterdir():
+        if each.is_file() and each.suffix in KEPT and not each.match("*.index.json"):
+            inside = any(each.resolve().is_relative_to(place) for place in places)
+            require(inside, f"{each.name} is a link to another folder: put a copy there")
+            files.append(each)
+    return files
 
 
 def model_folder(args):

@@ -33,7 +33,10 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 
-PATHS = ("model", "dataset", "eval", "template", "reward")  # Flags whose values may contain paths.
+# Flags whose values may contain paths, and a pattern of such a path. An entry of a value is what stands between commas,
+# and its path ends at a colon. Names of templates and rewards have no suffix.
+PATHS = {name: r"(?<![^, ])[^, :][^,:]*" for name in ("model", "dataset", "eval")}
+PATHS |= {"template": r".+\..+", "reward": r".+\.py(?=:)"}
 # The metrics in the line that is printed after each step, and their headings. A metric that is missing leaves a blank.
 COLUMNS = {
     "reward": "reward",
@@ -49,9 +52,10 @@ COLUMNS = {
 
 
 def absolute_path(word):
-    """Return the absolute path for the text of a match of `re`, or the text if no such file or folder exists."""
+    """Return the absolute path for the text of a match of `re`, or the text if no such file or folder exists. If the
+    path is a link, it keeps its name, because data sets are called by their file names."""
     path = Path(word[0])
-    return str(path.resolve()) if path.exists() else word[0]
+    return str(path.parent.resolve() / path.name) if path.exists() else word[0]
 
 
 def open_run(folder, args):
@@ -64,10 +68,9 @@ def open_run(folder, args):
     folder contains a link or a pipe, or if another process holds the lock."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
-    for name in PATHS:
-        # An entry of a value is what stands between commas, and its path ends at a colon. With absolute paths the run
-        # can be resumed and evaluated from another folder.
-        flags[name] = re.sub("(?<![^,])[^,:]+", absolute_path, flags[name])
+    for name, pattern in PATHS.items():
+        # With absolute paths the run can be resumed and evaluated from another folder.
+        flags[name] = re.sub(pattern, absolute_path, flags[name])
     codes = []
     started = time.time_ns()
     if file.exists():

@@ -143,7 +143,7 @@ def answer_text(value):
         value = ", ".join(filter(None, parts))
     if value is None or value != value or isinstance(value, bytes):  # pandas writes NaN for None.
         return ""
-    if isinstance(value, float) and len(str(value)) > 15 and value == np.float32(value):
+    if isinstance(value, float) and len(str(value)) > 15 and value % 1 and value == float(np.float32(value)):
         # A float32 column gives 0.10000000149011612 for 0.1. As a float32 the value prints as 0.1 again.
         value = np.float32(value)
     text = str(value).rpartition("####")[2].strip()  # GSM8K puts the answer behind a worked solution.
@@ -155,7 +155,7 @@ def answer_text(value):
         text = boxed.strip()
     if text.startswith(("[", "{")):
         # A single backslash begins a LaTeX command, such as \pi. It is no escape of JSON or Python.
-        escaped = re.sub(r"(?<!\\)\\(?![\\\"']|u\d)", r"\\\\", text)
+        escaped = re.sub(r"(?<!\\)\\(?![\\\"']|u[\da-f]{4})", r"\\\\", text)
         for read in (json.loads, literal_eval):
             with suppress(SyntaxError, TypeError, ValueError):  # The text may be no list and no dict.
                 found = read(escaped)
@@ -165,5 +165,5 @@ def answer_text(value):
                     return answer_text(found)
     if text.lower().lstrip("+-") in ("inf", "infinity"):
         return "-\\infty" if text[0] == "-" else "\\infty"
-    squeezed = re.sub(r"\\text|[^\w/]", "", text).lower()
+    squeezed = re.sub(r"\\text|[\s.$\\{}()]", "", text).lower()
     return "" if squeezed in NO_ANSWERS or re.fullmatch(ENDLESS, text) else text

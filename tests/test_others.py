@@ -83,13 +83,14 @@ def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
     assert after == before | {"dtype": "float32", "trained_steps": 5} != before
     ends = json.loads((saved / "generation_config.json").read_text())
     assert ends == {"temperature": 0.6, "eos_token_id": [5, 200, 262]}
-    (model / "config.json").rename(model.with_name("key.json"))
-    (model / "config.json").symlink_to(model.with_name("key.json"))
+    blobs = model.with_name("blobs")
+    blobs.mkdir()
+    (model / "config.json").rename(blobs / "1")
+    (model / "config.json").symlink_to(blobs / "1")
     with refused("--model .*: config.json is a link"):
         common.model_folder(args)
-    snapshots = model.with_name("snapshots")  # In the hub's cache the files of a model are such links.
-    snapshots.mkdir()
-    common.model_folder(replace(args, model=str(model.rename(snapshots / "1"))))
+    model.with_name("snapshots").mkdir()  # The hub's cache has such folders.
+    common.model_folder(replace(args, model=str(model.rename(model.with_name("snapshots") / "1"))))
 
 
 # ------------------------------------------------------------------------------------------------------- the tokenizer

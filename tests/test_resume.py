@@ -250,16 +250,17 @@ def test_the_run_folder_and_the_flags_are_checked(run):
 
 
 def test_flags_name_the_same_files_from_another_folder(tmp_path, plain_python, monkeypatch):
-    """What is no path there stays as it is."""
-    for name in ("a", "b", "test"):
+    """What is no path there stays as it is, and a link keeps its name."""
+    for name in ("a", "test", "b.py", "chat"):
         (tmp_path / name).touch()
-    args = common.Args(model="a", eval="a:test,org/set:test,b", reward="b:score", run_dir=f"{tmp_path}/run")
+    (tmp_path / "b").symlink_to("a")
+    args = common.Args(model="a", eval="a:test, org/set:test, b", reward="b.py:score", run_dir=f"{tmp_path}/run")
     monkeypatch.chdir(tmp_path)
     world = common.init_world()
     common.Record(args, world).lock.close()
     stored = json.loads(Path("run", "run.json").read_text())["args"]
-    paths = {"model": f"{tmp_path}/a", "eval": f"{tmp_path}/a:test,org/set:test,{tmp_path}/b"}
-    paths |= {"reward": f"{tmp_path}/b:score", "template": "chat"}
+    paths = {"model": f"{tmp_path}/a", "eval": f"{tmp_path}/a:test, org/set:test, {tmp_path}/b"}
+    paths |= {"reward": f"{tmp_path}/b.py:score", "template": "chat"}
     assert paths.items() <= stored.items()
     monkeypatch.chdir("/")
     common.Record(replace(args, **paths, resume=True), world).lock.close()
