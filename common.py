@@ -798,7 +798,7 @@ def model_folder(args):
                 folder = Path(snapshot_download(args.model, allow_patterns=patterns))
         transformers.logging.disable_progress_bar()
         require([*folder.glob("tokenizer*")], "it has no files of a tokenizer")
-        own_files(folder)  # Otherwise a link would end the run when it is finished.
+        own_files(folder)  # A link that is refused only by `save_model` would end the run after its last step.
         text = config_of(folder).get_text_config()
     check_context(text, args)
     return folder

@@ -33,8 +33,8 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 
-# Flags whose values may contain paths, and a pattern of such a path. An entry of a value is what stands between commas,
-# and its path ends at a colon. Names of templates and rewards have no suffix.
+# Flags whose values may contain paths, each with a pattern that matches a path. In model, dataset and eval, commas
+# separate entries, and the path of an entry ends at a colon. A template or reward without a suffix is a name.
 PATHS = {name: r"(?<![^, ])[^, :][^,:]*" for name in ("model", "dataset", "eval")}
 PATHS |= {"template": r".+\..+", "reward": r".+\.py(?=:)"}
 # The metrics in the line that is printed after each step, and their headings. A metric that is missing leaves a blank.
