@@ -220,7 +220,7 @@ def load_problems(source, tokenizer, args, flag):
         origin = f"{flag} {source}, row {number}"
         with refuse_errors(origin):
             for column in filter(None, (args.problem_column, args.answer_column, args.image_column)):
-                require(column in row or flag == "--eval", f"no column {column!r} among {list(row)}")
+                require(column in row or flag != "--dataset", f"no column {column!r} among {list(row)}")
             said = turns = rows.turns_of(row, args.problem_column)
             if args.template != "chat":  # Every other template has its own system turn, or none.
                 turns = [turn for turn in said if turn["role"] != "system"]

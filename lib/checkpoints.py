@@ -96,8 +96,8 @@ def checkpoint_if_due(policy, optimizer, step, position, record):
 def resume(policy, optimizer, record):
     """Return the number of finished steps and the number of training problems that they used. With --resume, load the
     newest checkpoint into policy, optimizer and record, and delete the lines of metrics.jsonl that were written after
-    it. If there is no checkpoint, rename metrics.jsonl to metrics.before.jsonl and return (0, 0). Without --resume,
-    return (0, 0). Raises Refused if the newest checkpoint is incomplete."""
+    it. If there is no checkpoint, rename metrics.jsonl to metrics.before.jsonl and best/ to best.before/, and return
+    (0, 0). Without --resume, return (0, 0). Raises Refused if the newest checkpoint is incomplete."""
     record.say(f"{record.args.model} is loaded, on {record.world.size} x {record.world.device.type}")
     if not record.args.resume:
         return 0, 0
@@ -107,6 +107,7 @@ def resume(policy, optimizer, record):
         record.say("there is no checkpoint yet: the run begins at its first step")
         with suppress(FileNotFoundError):  # Another rank may have renamed the file first.
             metrics_file.rename(metrics_file.with_suffix(".before.jsonl"))
+            replace_folder(record.folder / "best", record.folder / "best.before")
         return 0, 0
     newest = checkpoints[-1]
     manifest = manifest_of(newest)

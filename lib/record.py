@@ -23,6 +23,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from lib import ROOT
+from lib.checkpoints import checkpoints_of
 from lib.messages import refuse_errors, require
 from lib.ranks import seed_of
 
@@ -60,12 +61,12 @@ def absolute_path(word):
 
 def open_run(folder, args):
     """Make the folder of a new run, or check that of a resumed run. Only rank 0 calls this. Write run.json, and copy
-    the code to code/1. If the code differs from the newest copy, a resumed run copies it to code/2, code/3 and so on.
-    Return an open file and the run's number. The folder is locked while the file is open. The number is the time of the
-    run's first start in nanoseconds.
+    the code, with the file of --reward, to code/1. If the code differs from the newest copy, a resumed run copies it to
+    code/2, code/3 and so on. Return an open file and the run's number. The folder is locked while the file is open. The
+    number is the time of the run's first start in nanoseconds.
 
     Raises Refused if the folder holds a run and --resume is missing, if a flag has changed that may not change, if the
-    folder contains a link or a pipe, or if another process holds the lock."""
+    run has more steps than --steps, if the folder contains a link or a pipe, or if another process holds the lock."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
     for name, pattern in PATHS.items():
@@ -80,6 +81,9 @@ def open_run(folder, args):
             codes = before["code"]
             started = before["started"]
             known = before["args"]
+        for last in checkpoints_of(folder / "checkpoints")[-1:]:
+            done = int(last.name[5:])
+            require(args.steps >= done, f"--steps {args.steps}: the run has finished {done} steps already")
         constant = args.lr_warmup == 0 and args.lr_floor == 1
         for name, old in known.items():
             fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
@@ -95,7 +99,9 @@ def open_run(folder, args):
     with refuse_errors(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "stop").unlink(missing_ok=True)  # A run that was killed may have left this file.
-    files = [Path(sys.argv[0]), ROOT / "common.py", *sorted(ROOT.glob("lib/*.py"))]
+    reward, _, _ = args.reward.rpartition(":")
+    rewards = Path(reward or ROOT / "tasks" / "rewards.py")
+    files = [Path(sys.argv[0]), rewards, ROOT / "common.py", *sorted(ROOT.glob("lib/*.py"))]
     code = seed_of(*[each.read_bytes() for each in files])
     if code not in codes[-1:]:
         codes.append(code)
@@ -206,8 +212,8 @@ class Record:
     def write_training(self, step, batch, per_token, evaluated):
         """If the step ended with an evaluation (`evaluated`), write two files of its training responses, on rank 0.
         samples/train-step<step>.txt has their texts. samples/train-step<step>.parquet is a table with a row for each
-        response: its group, problem, answer, reward, token ids, whether it was cut off, the sampler's log-prob of each
-        token, and every tensor of `per_token`, {name: tensor}, whose name ends in _T."""
+        response: its group, problem, answer, score, reward, token ids, whether it was cut off, the sampler's log-prob
+        of each token, and every tensor of `per_token`, {name: tensor}, whose name ends in _T."""
         if self.world.rank or not evaluated:
             return
         name = f"train-step{step:05d}"
@@ -216,6 +222,7 @@ class Record:
             "group": batch.group_R,
             "problem": [batch.groups[p].problem.text for p in batch.group_R],
             "answer": [batch.groups[p].problem.answer for p in batch.group_R],
+            "score": torch.cat([group.correct_G for group in batch.groups]),
             "reward": batch.reward_PG.flatten(),
             "truncated": [rollout.truncated for rollout in batch.rollout_R],
             "ids": [rollout.ids for rollout in batch.rollout_R],

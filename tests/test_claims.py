@@ -103,6 +103,7 @@ table nosuch > nosuch: .*nosuch/metrics.jsonl
 table empty > empty: no step is logged there
 table run-seed1 --figures 'nosuch, end' > {'nosuch'}
 table run-seed1 --figures reward > names no steps
+table run-seed1 --figures 'reward, last 10 steps' > names no steps
 plot > name run folders
 plot empty > empty: no step is logged there
 plot step0 > nothing is logged there yet that is drawn
@@ -253,13 +254,13 @@ def test_the_tables_are_what_the_csv_files_give(name):
 
 
 def test_a_curve_is_a_moving_mean_with_its_error_by_hand():
-    """A step that a seed has not logged counts for the others."""
-    one = [{"step": n, "reward": n} for n in range(1, 30)]
+    """A step that a seed has not logged counts for the others. The shortest run ends the curve."""
+    one = [{"step": n, "reward": n} for n in range(1, 30) if n != 20]
     two = [{"step": n, "reward": n + 2} for n in range(1, 31)]
     axis = Figure().add_subplot()
     plot.draw_band(axis, [seed_of(1, one), seed_of(2, two)], "reward", {"color": "red"})
     means = axis.lines[0].get_ydata()
-    # The first is the mean of 1 to 5 and of 3 to 7, the last that of 26 to 29 and of 28 to 32.
-    assert [means[0], means[14], means[29]] == pytest.approx([4, 16, 28.75])
+    # The first is the mean of 1 to 5 and of 3 to 7, the last that of 25 to 29 and of 27 to 31.
+    assert [means[0], means[14], means[-1]] == pytest.approx([4, 16, 28])
     heights = [y for x, y in axis.collections[0].get_paths()[0].vertices if x == 15]
     assert [min(heights), max(heights)] == pytest.approx([15, 17])

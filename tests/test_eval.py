@@ -65,9 +65,13 @@ def test_code_that_a_run_names_is_not_run(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text(
         json.dumps({"args": {"reward": "mine.py:score", "eval": "a", "steps": 0, "model": "m"}})
     )
-    monkeypatch.setattr("sys.argv", ["eval.py", str(tmp_path), "--reward-seconds", "20"])
-    with refused("^--reward mine.py:score: the run names this code"):
-        evaluation.main()
+    for flags, said in (
+        ("--reward-seconds 20", "reward mine.py:score"),
+        ("--reward math --temperature 2", "temperature has no"),
+    ):
+        monkeypatch.setattr("sys.argv", ["eval.py", str(tmp_path), *flags.split()])
+        with refused(f"^--{said}"):
+            evaluation.main()
 
 
 def test_an_average_is_over_sets_or_over_questions():

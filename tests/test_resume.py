@@ -107,15 +107,16 @@ def test_a_kill_while_the_first_checkpoint_is_written(engine, cwgrpo_run, tmp_pa
     checkpoints = folder / "checkpoints"
     shutil.rmtree(checkpoints / "step-00004")
     (checkpoints / "step-00002").rename(checkpoints / "step-00002.partial")
+    (folder / "best").mkdir()
     assert "the run begins" in engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
-    assert differences(folder, cwgrpo_run.folder) == []
+    assert differences(folder, cwgrpo_run.folder) == [] and (folder / "best.before").exists()
 
 
 @pytest.fixture
 def run(tiny, plain_python, tmp_path):
     """A run of a small model in this process."""
     world = common.init_world()
-    limits = {"max_prompt_tokens": 8, "max_response_tokens": 8, "checkpoints_kept": 2}
+    limits = {"max_prompt_tokens": 8, "max_response_tokens": 8, "checkpoints_kept": 2, "steps": 100_000}
     args = common.Args(model=str(tiny), run_dir=str(tmp_path), eval="held-out", keep_best=True, lr_floor=0.5, **limits)
     policy = common.load_policy(tiny, args, world)
     record = common.Record(args, world)
@@ -188,17 +189,6 @@ def test_only_older_checkpoints_are_pruned(run, tmp_path):
     assert save(run, 101) == others - {"step-00101.partial"} | {"step-00101"}
 
 
-def test_checkpoints_of_the_clock_take_no_place(run, monkeypatch):
-    """300 steps of 37 s: Table 3 of CW-GRPO needs the checkpoints of steps 100, 150 and 200."""
-    now = time.time()
-    monkeypatch.setattr("lib.checkpoints.time.time", lambda: now)
-    run.record.args.checkpoints_kept = 6
-    for step in range(1, 301):
-        now += 37
-        left = save(run, step, every=50)
-    assert left == {f"step-{step:05d}" for step in range(50, 301, 50)}
-
-
 def evaluate(run, *averages):
     """Let a run compare its model with the best; return the weights of the best then."""
     metrics = {f"eval/{number}/avg@2": average for number, average in enumerate(averages)} | {"reward": 1.0}
@@ -240,7 +230,9 @@ def test_the_run_folder_and_the_flags_are_checked(run):
 
     check(r"^--run-dir .*: holds another run; .*--resume")
     check(r"^--resume: lr has changed .*: 1e-06, now 0\.5", resume=True, lr=0.5)
-    check("^--resume: steps has changed .*: 1, now 9", resume=True, steps=9)  # the cosine would bend
+    check("^--resume: steps has changed .*: 100000, now 9", resume=True, steps=9)  # the cosine would bend
+    save(run, 10)
+    check("^--steps 9: the run has finished 10 steps", resume=True, steps=9)
     check(r"^--run-dir .*: a run that is alive writes there", resume=True)
     (run.record.folder / "log.txt").rename(run.record.folder / "other")
     for make in (lambda path: path.symlink_to("other"), os.mkfifo):
@@ -259,8 +251,12 @@ def test_flags_name_the_same_files_from_another_folder(tmp_path, plain_python, m
     world = common.init_world()
     common.Record(args, world).lock.close()
     stored = json.loads(Path("run", "run.json").read_text())["args"]
-    paths = {"model": f"{tmp_path}/a", "eval": f"{tmp_path}/a:test, org/set:test, {tmp_path}/b"}
-    paths |= {"reward": f"{tmp_path}/b.py:score", "template": "chat"}
+    paths = {
+        "model": f"{tmp_path}/a",
+        "eval": f"{tmp_path}/a:test, org/set:test, {tmp_path}/b",
+        "reward": f"{tmp_path}/b.py:score",
+        "template": "chat",
+    }
     assert paths.items() <= stored.items()
     monkeypatch.chdir("/")
     common.Record(replace(args, **paths, resume=True), world).lock.close()

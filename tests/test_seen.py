@@ -60,10 +60,12 @@ def test_the_file_has_what_the_loss_saw_of_each_response(monkeypatch, plain_pyth
     batch.reward_PG = torch.arange(len(batch.rollout_R)).double()[:, None]
     for group in batch.groups:
         group.reward_G = torch.zeros(len(group.rollouts))
+        group.correct_G = group.reward_G + 0.5
     mine_T = torch.arange(len(batch.response_T)) / 3
     mine_T[7] = math.nan
     record.write_training(7, batch, {"mine_T": mine_T, "alpha": 1.0}, evaluated=True)
     table = pandas.read_parquet(tmp_path / "samples" / "train-step00007.parquet")
+    assert table["score"][0] == 0.5
     assert table["group"].tolist() == batch.group_R and table["reward"].tolist() == batch.reward_PG.flatten().tolist()
     for row, rollout in zip(table.to_dict("records"), batch.rollout_R, strict=True):
         assert row["ids"].tolist() == rollout.ids.tolist() and len(row["mine_T"]) == len(rollout.ids)

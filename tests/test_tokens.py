@@ -24,9 +24,9 @@ def test_the_page_is_one_harmless_file(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text(json.dumps(about))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "samples").mkdir()
-    about = {"problem": HOSTILE[0], "answer": HOSTILE[2], "truncated": False, "trained_T": [True]}
+    about = {"problem": HOSTILE[0], "answer": HOSTILE[2], "truncated": False, "trained_T": [True], "score": 0.0}
     hostile = about | {"ids": list(range(len(HOSTILE))), "reward": 0.0, "ratio_T": [0.8, None, 1.0, 1.0], "group": 0}
-    right = hostile | {"reward": 1.0}
+    right = hostile | {"score": 1.0, "reward": 0.9}  # with a penalty on its length
     pandas.DataFrame([hostile, right]).to_parquet(tmp_path / "samples" / "train-step00020.parquet")
     plot.main((tmp_path,), figure="tokens")
     text = (tmp_path / "tokens.html").read_text()
@@ -34,6 +34,7 @@ def test_the_page_is_one_harmless_file(tmp_path, monkeypatch):
     assert "<" not in data
     assert not re.search("http:|https:|@import|url[(]|src=|innerHTML", text.replace(data, ""))
     [step] = json.loads(data)["steps"]
-    response = step["groups"][0]["responses"][0]
+    response, other = step["groups"][0]["responses"]
+    assert other["facts"] == "✓ right, reward 0.9"
     assert response["tokens"] == [*HOSTILE[:2], r"\u0000\u001b[2J", r"\u202e\u2066\u061c"]
     assert response["vectors"]["ratio_T"][0] == 0.8

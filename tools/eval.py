@@ -65,6 +65,8 @@ common.PROMPTS["r1-eval"] = {
 LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text().replace("REPO/", REPO))
 SETS = LISTS["sets"]
 PROTOCOLS = LISTS["protocols"]
+# Flags of the scripts that one might take for flags of an evaluation, and what does that.
+INSTEAD = {"eval": "--sets", "temperature": "--eval-temperature", "model": "the first word, without a flag"}
 
 
 @dataclass
@@ -249,6 +251,9 @@ def main():
     protocol = tyro.cli(Protocol, args=flags, default=usual)
     # A run folder may be a stranger's, so code that only the run names is not run.
     common.require(protocol.reward, f"--reward {code}: the run names this code; to run it, name it here, too")
+    for flag, instead in INSTEAD.items():
+        unchanged = getattr(protocol, flag) == getattr(usual, flag)
+        common.require(unchanged, f"--{flag} has no effect here: use {instead}")
     common.validate(protocol)
     world = common.init_world()
     # The tokenizer is needed to find the longest prompt. Only then the model's context can be checked.

@@ -128,17 +128,19 @@ def looks_of(labels):
     part of the label before its task, such as -toy. If plot.toml has no options for one of the labels, or the same
     options for two of them, all labels get matplotlib's colours in turn, and their own names."""
     arms = LOOKS["arms"]
-    looks = [arms.get(label) or arms.get(re.sub("-(toy|hot|135m|0[.]5b|1[.]5b|7b).*", "", label)) for label in labels]
+    task = "-(toy|hot|135m|0[.]5b|1[.]5b|7b)[0-9-]*$"
+    looks = [arms.get(label) or arms.get(re.sub(task, "", label)) for label in labels]
     if None in looks or any(looks.count(look) > 1 for look in looks):
         return [{"label": label, "color": f"C{number}"} for number, label in enumerate(labels)]
     return looks
 
 
 def by_step(runs, metric):
-    """Return a table of a metric. It has a column for each run, and a row for each step at which some run has a
-    value."""
+    """Return a table of a metric. It has a column for each run, and a row for each step at which some run has a value,
+    up to the last step of the shortest run: beyond it, the mean would be that of other runs."""
     logged = {run.seed: run.rows.set_index("step", drop=False)[metric] for run in runs if metric in run.rows}
-    return pandas.DataFrame(logged, dtype=float).dropna(how="all").sort_index()
+    values = pandas.DataFrame(logged, dtype=float).dropna(how="all").sort_index()
+    return values.loc[: values.apply(pandas.Series.last_valid_index).min()]
 
 
 def draw_band(axis, runs, metric, look):

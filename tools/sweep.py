@@ -36,7 +36,7 @@ from experiments import ROOT
 from lib.messages import require
 
 RUNS = Path("runs") / "sweep"
-OURS = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
+OURS = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"), ROOT / "tasks" / "rewards.py"]
 # A mean difference over five seeds counts as clear if it is at least so many standard errors. If two methods do not
 # differ, this happens with probability 0.02 (Student's t, four degrees of freedom).
 CLEAR = 3.8
@@ -128,12 +128,14 @@ def mean_of(run, figure, gaps):
         first = reached.argmax()
         rows = rows[first - 2 : first + 3] if reached.any() else rows[:0]
     elif how == "at 3,840 prompts":
+        if rows["prompts_drawn"].sum() < 3840:
+            needed = math.inf
         rows = rows[rows["prompts_drawn"].cumsum() <= 3840][-10:]
     elif how != "mean":
-        steps = [int(step) for step in re.findall(r"\d+", how)]
-        require(steps, f"--figures '{figure}' names no steps, as 'reward, mean' or 'reward, steps 1–30' would")
-        needed = steps[-1]
-        rows = rows[rows["step"].between(steps[0], needed)]
+        named = re.fullmatch(r"steps? (\d+)(?:[–-](\d+))?", how)
+        require(named, f"--figures '{figure}' names no steps, as 'reward, mean' or 'reward, steps 1–30' would")
+        needed = int(named[2] or named[1])
+        rows = rows[rows["step"].between(int(named[1]), needed)]
     values = rows[metric].dropna()
     if last < needed:
         gaps.append(f"{run.path}: no {figure}, as its last step is {last:g}")

@@ -37,6 +37,10 @@ share of responses whose grading took too long
 --reward-seconds, or a faster --reward
 reward 0,
 
+zero_advantage_share 0.9
+share of responses without an advantage, because all rewards of their groups are equal
+problems that are neither too easy nor too hard, a larger --group-size, or another --reward
+
 boxless_share 0.3
 share of responses without a box, but the reward reads only a box
 --template chat-boxed or qwen-math, which ask for a box; or a --reward of your own
@@ -77,12 +81,16 @@ norm_over_bound 1
 in every step the gradient's norm is above --max-grad-norm; the smallest norm divided by this bound
 --max-grad-norm, a smaller --lr
 
+reward_fall 0.05
+fall of the reward
+a smaller --lr, --kl-coef
+
 held_out_fall 0.02
 fall of a held-out score, although the reward rose
 more data, a smaller --lr, --keep-best
 """
 # If a run has not logged one of these metrics, its value here is NaN, for which no comparison holds.
-USED = """reward responses_drawn truncated_share optimizer_steps ratio_max entropy grad_norm
+USED = """reward responses_drawn truncated_share optimizer_steps ratio_max entropy grad_norm skipped_updates
 verifier/no_answer verifier/timeout verifier/crash verifier/error"""
 
 
@@ -96,7 +104,9 @@ def figures(rows, steps, first, last, args):
     found["boxless_share"] = found["no_answer_share"] - last["truncated_share"]
     found["entropy_lost"] = 1 - last["entropy"] / first["entropy"]
     found["norm_over_bound"] = steps["grad_norm"].min() / args.get("max_grad_norm", math.inf)
+    found["skipped_updates"] = steps["skipped_updates"].max()
     rise = last["reward"] - first["reward"]
+    found["reward_fall"] = -rise
     if rise < 0.05 and last["ratio_max"] < 1.01 and last["optimizer_steps"] > 1:
         found["idle_ratio"] = last["ratio_max"]
     if rise > 0.05:
