@@ -59,11 +59,27 @@ def absolute_path(word):
     return str(path.parent.resolve() / path.name) if path.exists() else word[0]
 
 
+def keep_code(folder, args, codes):
+    """Copy the code of a run, with the file of --reward, to code/<number> in the run's folder, unless it equals the
+    newest copy there. `codes` has a hash of each copy, and gets that of a new copy."""
+    reward, _, _ = args.reward.rpartition(":")
+    rewards = Path(reward or ROOT / "tasks" / "rewards.py")
+    files = [Path(sys.argv[0]), rewards, ROOT / "common.py", *sorted(ROOT.glob("lib/*.py"))]
+    code = seed_of(*[each.read_bytes() for each in files])
+    if code not in codes[-1:]:
+        codes.append(code)
+        if len(codes) > 1:
+            print("the code has changed since the run was started: code/ keeps every version")
+        kept = folder / "code" / f"{len(codes)}"
+        kept.mkdir(parents=True, exist_ok=True)
+        for each in files:
+            shutil.copy(each, kept)
+
+
 def open_run(folder, args):
-    """Make the folder of a new run, or check that of a resumed run. Only rank 0 calls this. Write run.json, and copy
-    the code, with the file of --reward, to code/1. If the code differs from the newest copy, a resumed run copies it to
-    code/2, code/3 and so on. Return an open file and the run's number. The folder is locked while the file is open. The
-    number is the time of the run's first start in nanoseconds.
+    """Make the folder of a new run, or check that of a resumed run. Only rank 0 calls this. Write run.json, and call
+    `keep_code`. Return an open file and the run's number. The folder is locked while the file is open. The number is
+    the time of the run's first start in nanoseconds.
 
     Raises Refused if the folder holds a run and --resume is missing, if a flag has changed that may not change, if the
     run has more steps than --steps, if the folder contains a link or a pipe, or if another process holds the lock."""
@@ -99,18 +115,7 @@ def open_run(folder, args):
     with refuse_errors(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "stop").unlink(missing_ok=True)  # A run that was killed may have left this file.
-    reward, _, _ = args.reward.rpartition(":")
-    rewards = Path(reward or ROOT / "tasks" / "rewards.py")
-    files = [Path(sys.argv[0]), rewards, ROOT / "common.py", *sorted(ROOT.glob("lib/*.py"))]
-    code = seed_of(*[each.read_bytes() for each in files])
-    if code not in codes[-1:]:
-        codes.append(code)
-        if len(codes) > 1:
-            print("the code has changed since the run was started: code/ keeps every version")
-        kept = folder / "code" / f"{len(codes)}"
-        kept.mkdir(parents=True, exist_ok=True)
-        for each in files:
-            shutil.copy(each, kept)
+    keep_code(folder, args, codes)
     info = {
         "command": shlex.join(sys.argv),
         "started": started,

@@ -143,7 +143,8 @@ def answer_text(value):
         value = ", ".join(filter(None, parts))
     if value is None or value != value or isinstance(value, bytes):  # pandas writes NaN for None.
         return ""
-    if isinstance(value, float) and len(str(value)) > 15 and value % 1 and value == float(np.float32(value)):
+    is_long = isinstance(value, float) and len(str(value)) > 15
+    if is_long and value % 1 and value == float(np.float32(value)):
         # A float32 column gives 0.10000000149011612 for 0.1. As a float32 the value prints as 0.1 again.
         value = np.float32(value)
     text = str(value).rpartition("####")[2].strip()  # GSM8K puts the answer behind a worked solution.
