@@ -172,14 +172,6 @@ def test_columns_of_ones_own(tokenizer, loaded):
         loaded(tokenizer, *rows, answer_column="b")
 
 
-def test_held_out_sets_have_the_usual_columns(tokenizer, tmp_path):
-    """A column of one's own is for --dataset. The papers' sets are loaded in tests/test_sets.py."""
-    source = write(tmp_path / "a.jsonl", {"question": "q", "final_answer": ["1"]})
-    args = common.Args(template="plain", eval=str(source), steps=0, answer_column="x")
-    _, found = common.load_data(args, tokenizer)
-    assert [(p.text, p.answer) for p in found["a"]] == [("q", "1")]
-
-
 def test_a_subset_is_drawn_by_the_seed(tokenizer, tmp_path):
     source = write(tmp_path / "a.jsonl", *({"problem": f"{n}+1=?", "answer": n} for n in range(200)))
 

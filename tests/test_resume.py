@@ -273,5 +273,5 @@ def test_a_run_keeps_the_code_that_it_ran(plain_python, monkeypatch, tmp_path, c
         common.Record(args, world).lock.close()
         args = replace(args, resume=True)
     kept = [(tmp_path / "run" / "code" / version / "mine.py").read_text() for version in ("1", "2")]
-    assert kept == ["first", "second"] and (tmp_path / "run" / "code" / "2" / "common.py").exists()
+    assert kept == ["first", "second"] and (tmp_path / "run" / "code" / "2" / "rewards.py").exists()
     assert capsys.readouterr().out.count("the code has changed") == 1
