@@ -15,11 +15,16 @@ from torch.distributed.checkpoint import state_dict as sharded
 from lib.messages import Progress, refuse_errors, require
 
 
+def step_of(checkpoint):
+    """Return the step of a checkpoint, whose folder is called step-<number>."""
+    return int(checkpoint.name[5:])
+
+
 def checkpoints_of(folder):
     """Return the folders step-<number> in a folder, in the order of their numbers. These are its complete checkpoints.
     A folder whose name has a suffix, such as step-00005.partial, is left out."""
     whole = [each for each in folder.glob("step-*") if each.name[5:].isdecimal()]
-    return sorted(whole, key=lambda each: int(each.name[5:]))
+    return sorted(whole, key=step_of)
 
 
 def manifest_of(checkpoint):
@@ -87,7 +92,7 @@ def checkpoint_if_due(policy, optimizer, step, position, record):
         (partial / "manifest.json").write_text(json.dumps(manifest))
         replace_folder(partial, final)
         there = checkpoints_of(final.parent)
-        planned = [each for each in there if int(each.name[5:]) % args.checkpoint_every == 0]
+        planned = [each for each in there if step_of(each) % args.checkpoint_every == 0]
         for old in {*there} - {*planned[-args.checkpoints_kept :], final}:
             shutil.rmtree(old)
     dist.barrier()
@@ -107,7 +112,9 @@ def resume(policy, optimizer, record):
         record.say("there is no checkpoint yet: the run begins at its first step")
         with suppress(FileNotFoundError):  # Another rank may have renamed the file first.
             metrics_file.rename(metrics_file.with_suffix(".before.jsonl"))
-            replace_folder(record.folder / "best", record.folder / "best.before")
+            best = record.folder / "best"
+            if best.exists():
+                replace_folder(best, best.with_suffix(".before"))
         return 0, 0
     newest = checkpoints[-1]
     manifest = manifest_of(newest)

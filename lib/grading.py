@@ -49,13 +49,18 @@ def judge(completion, gold, problem=""):
         setitimer(ITIMER_PROF, 0)
 
 
+def file_and_function(reward):
+    """Return the path of the file and the name of the function that --reward names, as FILE.py:FUNCTION or as a name in
+    tasks/rewards.py."""
+    path, _, name = reward.rpartition(":")
+    return path or str(ROOT / "tasks" / "rewards.py"), name
+
+
 @cache
 def reward_function(reward):
-    """Return the function that --reward names, as FILE.py:FUNCTION or as a name in tasks/rewards.py. The file may
-    import whatever the run can import, and modules from its own folder. Raises FileNotFoundError or ImportError if
-    there is no such file or function."""
-    path, _, name = reward.rpartition(":")
-    path = path or str(ROOT / "tasks" / "rewards.py")
+    """Return the function that --reward names. Its file may import whatever the run can import, and modules from its
+    own folder. Raises FileNotFoundError or ImportError if there is no such file or function."""
+    path, name = file_and_function(reward)
     # The folder comes last, so that no file in it replaces a module of the run.
     sys.path.append(os.path.dirname(path))
     found = runpy.run_path(path, run_name="reward_file")

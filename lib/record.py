@@ -23,7 +23,8 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from lib import ROOT
-from lib.checkpoints import checkpoints_of
+from lib.checkpoints import checkpoints_of, step_of
+from lib.grading import file_and_function
 from lib.messages import refuse_errors, require
 from lib.ranks import seed_of
 
@@ -52,19 +53,18 @@ COLUMNS = {
 }
 
 
-def absolute_path(word):
+def absolute_path(match):
     """Return the absolute path for the text of a match of `re`, or the text if no such file or folder exists. If the
     path is a link, it keeps its name, because data sets are called by their file names."""
-    path = Path(word[0])
-    return str(path.parent.resolve() / path.name) if path.exists() else word[0]
+    path = Path(match[0])
+    return str(path.parent.resolve() / path.name) if path.exists() else match[0]
 
 
 def keep_code(folder, args, codes):
     """Copy the code of a run, with the file of --reward, to code/<number> in the run's folder, unless it equals the
     newest copy there. `codes` has a hash of each copy, and gets that of a new copy."""
-    reward, _, _ = args.reward.rpartition(":")
-    rewards = Path(reward or ROOT / "tasks" / "rewards.py")
-    files = [Path(sys.argv[0]), rewards, ROOT / "common.py", *sorted(ROOT.glob("lib/*.py"))]
+    rewards, _ = file_and_function(args.reward)
+    files = [Path(sys.argv[0]), Path(rewards), ROOT / "common.py", *sorted(ROOT.glob("lib/*.py"))]
     code = seed_of(*[each.read_bytes() for each in files])
     if code not in codes[-1:]:
         codes.append(code)
@@ -97,9 +97,8 @@ def open_run(folder, args):
             codes = before["code"]
             started = before["started"]
             known = before["args"]
-        for last in checkpoints_of(folder / "checkpoints")[-1:]:
-            done = int(last.name[5:])
-            require(args.steps >= done, f"--steps {args.steps}: the run has finished {done} steps already")
+        done = max(map(step_of, checkpoints_of(folder / "checkpoints")), default=0)
+        require(args.steps >= done, f"--steps {args.steps}: the run has finished {done} steps already")
         constant = args.lr_warmup == 0 and args.lr_floor == 1
         for name, old in known.items():
             fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)

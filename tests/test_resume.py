@@ -189,6 +189,16 @@ def test_only_older_checkpoints_are_pruned(run, tmp_path):
     assert save(run, 101) == others - {"step-00101.partial"} | {"step-00101"}
 
 
+def test_planned_checkpoints_are_kept(run):
+    """Table 3 of CW-GRPO needs the checkpoints of steps 100, 150 and 200. That of a stop takes no place."""
+    run.record.args.checkpoints_kept = 6
+    for step in range(50, 301):
+        left = save(run, step, every=50)
+    assert left == {f"step-{step:05d}" for step in range(50, 301, 50)}
+    (run.record.folder / "stop").touch()
+    assert save(run, 301, every=50) == left | {"step-00301"}
+
+
 def evaluate(run, *averages):
     """Let a run compare its model with the best; return the weights of the best then."""
     metrics = {f"eval/{number}/avg@2": average for number, average in enumerate(averages)} | {"reward": 1.0}

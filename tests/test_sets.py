@@ -73,7 +73,8 @@ def test_the_sets_of_images_have_the_released_words_and_boxes(folder, name):
 def test_of_several_splits_there_is_a_usual_one(folder, tokenizer, monkeypatch, capsys, flag, split):
     """If one has that name. Only the training set must have the columns that flags name."""
     monkeypatch.chdir(folder)
-    args = common.Args(template="plain", problem_column="problem" if split == "train" else "q")
+    column = "" if split == "train" else "q"
+    args = common.Args(template="plain", problem_column=column, answer_column=column)
     common.load_problems("DigitalLearningGmbH/MATH-lighteval", tokenizer, args, flag)
     found = capsys.readouterr().out
     assert f"{flag} DigitalLearningGmbH/MATH-lighteval:{split}: {3 if split == 'train' else 2} problems" in found
