@@ -89,8 +89,9 @@ def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
     (model / "config.json").symlink_to(blobs / "1")
     with refused("--model .*: config.json is a link"):
         common.model_folder(args)
-    model.with_name("snapshots").mkdir()  # The hub's cache has such folders.
-    common.model_folder(replace(args, model=str(model.rename(model.with_name("snapshots") / "1"))))
+    snapshots = model.with_name("snapshots")  # The hub's cache has such folders.
+    snapshots.mkdir()
+    common.model_folder(replace(args, model=str(model.rename(snapshots / "1"))))
 
 
 # ------------------------------------------------------------------------------------------------------- the tokenizer
