@@ -20,8 +20,6 @@ import os
 import random
 import shlex
 import shutil
-import sys
-import tempfile
 from collections import ChainMap, defaultdict, namedtuple
 from contextlib import chdir
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ import torch.distributed as dist
 import transformers
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from pebble import ProcessPool
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint, constr
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -47,7 +45,7 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature
 # Scripts and tools import some of these names from common, and `noqa` keeps ruff from removing them here.
 from lib import ROOT, layers, rows, vision
 from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_own_file
-from lib.checkpoints import checkpoint_if_due, checkpoints_of, manifest_of, replace_folder, resume  # noqa: F401
+from lib.checkpoints import checkpoint_if_due, checkpoints_of, manifest_of, resume  # noqa: F401
 from lib.grading import BY_ANSWER, VERDICTS, grade, start_worker
 from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_errors, require  # noqa: F401
 from lib.ranks import World, fetched_once, init_world, seed_of  # noqa: F401
@@ -57,13 +55,11 @@ from lib.rows import names_of
 # ---------------------------- arguments
 Share = confloat(ge=0, le=1)
 AtLeastTwo = conint(ge=2)
-Below1 = confloat(ge=0, lt=1)
-Ascii = constr(pattern=r"^[\x00-\x7f]*$")
 # vLLM raises a temperature below 0.01 to 0.01, and refuses one above 2.
 Temperature = confloat(ge=0.01, le=2)
 
 
-@pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})
+@pydantic.dataclasses.dataclass
 class Args:
     """The flags of every script. Each script has its own defaults for the first nine flags, model to lr, and for the
     later flags for which its paper gives a value."""
@@ -106,7 +102,9 @@ class Args:
     reward: str = "math"
     """math: 1 if the content of the response's last \\boxed{} equals the answer, else 0. Or the name of a function in
     tasks/rewards.py, or FILE.py:FUNCTION."""
-    reward_seconds: PositiveFloat = 10.0  # A response that takes longer to grade scores 0.
+    reward_seconds: PositiveFloat = 10.0
+    """A response that takes longer to grade, by the clock, scores 0. On a busy machine a grader may have a tenth of a
+    core."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type in which the layers compute. Trained weights, logits and sums of gradients are always float32. auto is our
     choice: bfloat16 on a GPU, float32 on a CPU."""
@@ -117,7 +115,7 @@ class Args:
     """After the warm-up, the learning rate falls to this share of --lr. 1: it stays constant."""
     lr_schedule: Literal["cosine", "linear"] = "cosine"  # The shape of the fall: half a cosine or a line.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
-    adam_betas: tuple[Below1, Below1] = (0.9, 0.999)  # AdamW's decay rates of the moments.
+    adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates of the moments.
     max_grad_norm: PositiveFloat = 1.0
     """A gradient of a larger global L2 norm is scaled down to this norm."""
     tis_cap: NonNegativeFloat = 0.0
@@ -126,12 +124,11 @@ class Args:
     pi_sampler the probability that vLLM gave it. 0: off."""
     eval_every: PositiveInt = 10  # Evaluate before training, after every N steps, and at the end.
     eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
-    eval_temperature: confloat(ge=0, le=2) = 0.0  # Temperature of evaluation. 0: greedy.
+    eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
     keep_best: bool = False
     """Keep in best/ the model whose sum of avg@n over the held-out sets is highest, if training has raised that sum."""
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
-    checkpoints_kept: PositiveInt = 2
-    """Keep only this many of the checkpoints that --checkpoint-every has caused, the newest."""
+    checkpoints_kept: PositiveInt = 2  # Keep only the newest checkpoints, this many.
     resume: bool = False
     """Go on from the last checkpoint in --run-dir. --steps may be another number if the learning rate is constant."""
     micro_batch_tokens: PositiveInt = 16384
@@ -154,12 +151,10 @@ def longest_sequence(args):
 
 
 def validate(args):
-    """Raise ValueError if a flag cannot work, or flags do not fit each other."""
+    """Raise Refused if flags do not fit each other."""
     legal = f"{', '.join(PROMPTS)}, or a text file with {{problem}} in it"
     with refuse_errors(f"--template {args.template}: legal: {legal}"):
         require("{problem}" in str(prompt_format(args.template)), "it has no {problem}")
-    with refuse_errors(f"--chat-template-kwargs {args.chat_template_kwargs}, which is to be an object of JSON"):
-        {**json.loads(args.chat_template_kwargs)}
     if args.keep_best or not args.steps:
         require(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
     if args.eval_samples > 1:
@@ -189,7 +184,7 @@ class Problem:
 
 def load_data(args, tokenizer):
     """Return the training problems and {name: problems} of the held-out sets. With --subset N, only N training problems
-    are drawn, by --seed. With --steps 0 there are none. Raises ValueError if --subset is too large."""
+    are drawn, by --seed. With --steps 0 there are none. Raises Refused if --subset is too large."""
     held_out = {}
     for name, source in names_of(args.eval.split(",")).items():
         held_out[name] = load_problems(source, tokenizer, args, "--eval")
@@ -204,12 +199,11 @@ def load_data(args, tokenizer):
 
 def load_problems(source, tokenizer, args, flag):
     """Return the problems of one data set. `flag` is --dataset or --eval. Print how many rows are left out and why, and
-    the first prompt. Raises ValueError if the set cannot be read, if a row lacks a column that a flag names or cannot
-    be parsed, or if no row can be used. The message names flag, source and row."""
+    the first prompt. Raises Refused if the set cannot be read, if a row lacks a column that a flag names or cannot be
+    parsed, or if no row can be used. The message names flag, source and row."""
     use_own_file(tokenizer)
     # vLLM refuses a prompt that leaves no room for a token of the response.
     most = min(args.max_prompt_tokens, longest_sequence(args) - 1)
-    control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     problems = []
     left_out = defaultdict(list)  # {reason: numbers of rows}
     texts = set()
@@ -221,30 +215,20 @@ def load_problems(source, tokenizer, args, flag):
         with refuse_errors(origin):
             for column in filter(None, (args.problem_column, args.answer_column, args.image_column)):
                 require(column in row or flag != "--dataset", f"no column {column!r} among {list(row)}")
-            said = turns = rows.turns_of(row, args.problem_column)
-            if args.template != "chat":  # Every other template has its own system turn, or none.
-                turns = [turn for turn in said if turn["role"] != "system"]
+            turns = rows.turns_of(row, args.problem_column, args.template)
             text = "\n\n".join(turn["content"] for turn in turns)
-            reason = ""
-            if not turns[-1]["content"].strip():
-                reason = "no problem"
-            elif any(token in text for token in control):
-                reason = "spells a special token"
-            elif "reward_model" in row and not args.image_column and text in texts:
-                reason = "repeated"  # DAPO's data, which have this column, repeat each problem a hundred times.
-            else:
-                problem = problem_of(row, turns, text, tokenizer, args, origin)
-                if not problem.answer:
-                    reason = "no answer"
-                elif len(problem.prompt_ids) > most:
-                    reason = "prompt too long"
-        if reason:
-            left_out[reason].append(number)
-            continue
-        problems.append(problem)
-        texts.add(text)
-        if len(turns) < len(said):
-            left_out["system turns, which only --template chat shows"].append(number)
+            problem = problem_of(row, turns, text, tokenizer, args, origin)
+        if not text.strip():
+            left_out["no problem"].append(number)
+        elif "reward_model" in row and not args.image_column and text in texts:
+            left_out["repeated"].append(number)  # DAPO's data, which have this column, repeat each problem.
+        elif not problem.answer:
+            left_out["no answer"].append(number)
+        elif len(problem.prompt_ids) > most:
+            left_out["prompt too long"].append(number)
+        else:
+            problems.append(problem)
+            texts.add(text)
     counts = [f"{len(numbers)} {reason} (row {numbers[0]} first)" for reason, numbers in left_out.items()]
     left = f"left out: {', '.join(counts) or 'none'}"
     require(
@@ -265,13 +249,11 @@ def problem_of(row, turns, text, tokenizer, args, origin):
     if row.get(args.image_column):
         image = vision.Picture(row.pop(args.image_column)["bytes"], tokenizer, args.max_pixels)
         image_text = image.text
-    if args.reward in BY_ANSWER:
-        answer = rows.reference_of(row, args.answer_column)
-        graded_by = (answer, text)
-    else:
-        answer = str(rows.answer_of(row, args.answer_column)) or "(graded by --reward)"
+    answer = rows.reference_of(row, args.answer_column)
+    graded_by = (answer, text)
+    if args.reward not in BY_ANSWER:
+        answer = answer or str(row.get("solution", "(graded by --reward)"))
         graded_by = (row,)
-    (text + answer).encode()  # Raises for half of a surrogate pair, which could not be written to a file later.
     prompt_ids = prompt_of(turns, args.template, tokenizer, args.chat_template_kwargs, image_text)
     return Problem(text, prompt_ids, answer, graded_by, image, origin)
 
@@ -297,8 +279,6 @@ VLLM_ENVIRONMENT = {  # Environment variables; those that the user has set stay.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    "PYTHONSAFEPATH": "1",  # vLLM starts a `python -m`, which would import from the current folder
 }
 
 # A sampled response: its token ids with the stop token, the sampler's log-probs (NaN if they were not requested), its
@@ -327,7 +307,7 @@ def compute_dtype(args, world):
 
 class Sampler:
     """A vLLM engine, which --tensor-parallel ranks share. Until `load` its weights are dummies. On a GPU it sleeps
-    until then, unless --keep-awake is set. Only this class calls vLLM. Raises ValueError if --tensor-parallel does not
+    until then, unless --keep-awake is set. Only this class calls vLLM. Raises Refused if --tensor-parallel does not
     divide the ranks of a node."""
 
     def __init__(self, folder, tokenizer, args, world):
@@ -356,30 +336,29 @@ class Sampler:
             """vLLM changes the class that is registered for a config. This subclass protects the policy's class."""
 
         transformers.AutoModel.register(type(config), Wrapped, exist_ok=True)
-        with Progress(total=1, desc="the engine starts"):
-            self.llm = LLM(
-                model=str(folder),
-                dtype=self.dtype,
-                max_model_len=longest_sequence(args),
-                max_num_seqs=args.max_num_seqs,
-                gpu_memory_utilization=args.gpu_memory_utilization,
-                tensor_parallel_size=args.tensor_parallel,
-                distributed_executor_backend="external_launcher",
-                enable_sleep_mode=self.sleeps,
-                # The tuning would communicate with the ranks of other engines.
-                enable_flashinfer_autotune=False,
-                enforce_eager=not cuda,
-                # After a chunk of a prompt, vLLM 0.32 cannot rewind a request's random numbers on a CPU.
-                enable_chunked_prefill=cuda,
-                load_format="dummy",
-                logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # The model's own file may set a top-p or a penalty.
-                # On a CPU, vLLM 0.32 does not reload a tied head, so `load` sends the head as a weight of its own. The
-                # engine computes logits in float32, as the policy does.
-                hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
-                skip_tokenizer_init=not sees,
-                **(vision.engine_settings(args, cuda) if sees else {}),
-            )
+        self.llm = LLM(
+            model=str(folder),
+            dtype=self.dtype,
+            max_model_len=longest_sequence(args),
+            max_num_seqs=args.max_num_seqs,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            tensor_parallel_size=args.tensor_parallel,
+            distributed_executor_backend="external_launcher",
+            enable_sleep_mode=self.sleeps,
+            # The tuning would communicate with the ranks of other engines.
+            enable_flashinfer_autotune=False,
+            enforce_eager=not cuda,
+            # After a chunk of a prompt, vLLM 0.32 cannot rewind a request's random numbers on a CPU.
+            enable_chunked_prefill=cuda,
+            load_format="dummy",
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # The model's own file may set a top-p or a penalty.
+            # On a CPU, vLLM 0.32 does not reload a tied head, so `load` sends the head as a weight of its own. The
+            # engine computes logits in float32, as the policy does.
+            hf_overrides={"tie_word_embeddings": False, "head_dtype": "float32"},
+            skip_tokenizer_init=not sees,
+            **(vision.engine_settings(args, cuda) if sees else {}),
+        )
         # Each sleep collects garbage. After this call it need not look at the objects that exist now.
         gc.freeze()
         self.sleep()
@@ -390,11 +369,10 @@ class Sampler:
         So on CPUs the samples do not depend on the number of ranks; on GPUs rounding may change them.
 
         Only the first `scored` responses of a group, or with --tis-cap all, get the sampler's log-probs, because
-        log-probs of all responses would take a fifth of the sampling time on a CPU. Raises ValueError for a top-p with
-        log-probs."""
+        log-probs of all responses would take a fifth of the sampling time on a CPU. A top-p is for evaluation only: the
+        trainer's log-probs have none."""
         from vllm import SamplingParams
 
-        require(top_p == 1 or not scored, "top-p is for evaluation: the trainer's log-probs have none")
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
         mine = [(key, g) for key in list(prompts)[engine::engines] for g in range(n)]
@@ -428,15 +406,13 @@ class Sampler:
         rollout_of = ChainMap(*self.world.all_gather(rollout_of))
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in prompts.items()]
 
-    def load(self, weights):
-        """Wake the engine and replace its weights by those of a Policy, or by (name, tensor) pairs. Every rank must
-        call this. Raises ValueError if a weight is missing or the model has no weight of that name."""
-        if isinstance(weights, Policy):
-            weights = full_weights(weights, self.dtype)
+    def load(self, policy):
+        """Wake the engine and replace its weights by those of a Policy. Every rank must call this. Raises Refused if a
+        weight is missing or the model has no weight of that name."""
         sent = set()  # vLLM itself would ignore that a layer is missing.
 
         def stream():
-            for name, tensor in weights:
+            for name, tensor in full_weights(policy, self.dtype):
                 sent.add(name)
                 yield name, tensor
                 if "lm_head.weight" not in self.expected and name.endswith("embed_tokens.weight"):
@@ -465,7 +441,7 @@ class Sampler:
 def sampler_gap(logp_T, sampler_logp_T, record):
     """Compare the log-probs of trainer and sampler. Return the mean and the maximum of |difference| (nats) as gap_mean
     and gap_max, over the tokens for which the sampler gave a log-prob. If there are none, return {}. The first
-    comparison of a process raises ValueError if the mean is larger than rounding explains."""
+    comparison of a process raises Refused if the mean is larger than rounding explains."""
     known_T = ~sampler_logp_T.isnan()  # Log-probs that were not requested are NaN.
     if not known_T.any():
         return {}
@@ -501,30 +477,26 @@ def valid_groups(reward_PG):
 class Verifier:
     """Grades responses by --reward in worker processes that can be killed. So a response that hangs or crashes its
     grader does not stop the run. `sets` are lists of problems. A --reward other than math is tried on an empty
-    completion of the first problem of each set. Raises ValueError if the reward fails, hangs or crashes there."""
+    completion of the first problem of each set. Raises Refused if the reward fails, hangs or crashes there."""
 
     def __init__(self, args, world, sets=()):
         self.world = world
-        self.reward = args.reward
-        # By the clock. The default is generous, because on a busy machine a worker may have a tenth of a core.
-        self.seconds = args.reward_seconds
-        # Python 3.11's fork server imports `common` from the current folder, so it starts in ROOT. The path of its
-        # socket must be short, and so must TMPDIR.
-        with chdir(ROOT), refuse_errors(f"TMPDIR {tempfile.gettempdir()}"):
+        self.args = args
+        with chdir(ROOT):  # Python 3.11's fork server imports `common` from the current folder.
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
         cores = len(os.sched_getaffinity(0)) // world.local_size
         self.pool = ProcessPool(
             max_workers=min(max(1, cores), 8),
             initializer=start_worker,
-            initargs=(self.reward,),
+            initargs=(args.reward,),
             context=get_context("forkserver"),
         )
         # At exit Python would wait for ever for a worker that the pool is just starting. So the pool must first stop
         # and then join; atexit calls the last registered function first.
         atexit.register(self.pool.join)
         atexit.register(self.pool.stop)
-        if self.reward != "math":
+        if args.reward != "math":
             empty = Rollout((), (), "", False)
             for problems in filter(None, sets):
                 verify(self, [Group(problems[0], [empty])], legal=["graded"])
@@ -532,15 +504,14 @@ class Verifier:
     def grade_all(self, cases):
         """Return a list of (score, verdict) for a list of cases, on every rank. The ranks share the work. A case is a
         tuple of the completion and the items of its problem's `graded_by`. If a case takes too long or its process
-        dies, the score is 0 and the verdict is timeout or crash. Raises ValueError if --reward cannot be loaded."""
+        dies, the score is 0 and the verdict is timeout or crash. Raises TimeoutError if no worker can load --reward."""
         world = self.world
+        args = self.args
         mine = cases[world.rank :: world.size]
         graded = []
-        futures = [self.pool.schedule(grade, (self.reward, *case), timeout=self.seconds) for case in mine]
+        futures = [self.pool.schedule(grade, (args.reward, *case), timeout=args.reward_seconds) for case in mine]
         for future in Progress(futures, "graded"):
-            error = future.exception(600 + self.seconds)
-            loaded = not isinstance(error, RuntimeError)
-            require(loaded, f"--reward {self.reward}: loads for a minute, or ends: {error}")
+            error = future.exception(600 + args.reward_seconds)
             if error:
                 late = isinstance(error, TimeoutError) or error.exitcode == -SIGPROF
                 graded.append((0.0, "timeout" if late else "crash"))
@@ -550,7 +521,7 @@ class Verifier:
 
 
 def verify(verifier, groups, legal=VERDICTS):
-    """Grade all responses, and set verdicts, correct_G and reward_G of each group. Raises ValueError if a verdict is
+    """Grade all responses, and set verdicts, correct_G and reward_G of each group. Raises Refused if a verdict is
     not in `legal`: if the reward has raised an error, the verdict is the text of this error."""
     cases = [(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
     graded = iter(verifier.grade_all(cases))
@@ -606,7 +577,6 @@ class Batch:
     def __init__(self, groups):
         self.groups = groups
         self.reward_PG = torch.stack([group.reward_G for group in groups])
-        self.valid_P = valid_groups(self.reward_PG)
         self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         lengths = [len(rollout.ids) for rollout in self.rollout_R]
@@ -620,9 +590,9 @@ class Batch:
         # image. To a row without such a prompt, `pack` adds one of these.
         self.filler_prompts = {p for p, group in enumerate(groups) if group.problem.image} or {*self.group_R}
 
-    def deal(self, chosen_R, world, budget):
-        """Return this rank's micro-batches, each a list of indices of responses. chosen_R says which responses are
-        dealt. Every rank gets the same number of micro-batches. Some may be empty: their pass computes a prompt, and
+    def deal(self, responses, world, budget):
+        """Deal `responses`, a list of indices, to the ranks. Return this rank's micro-batches, each a list of indices.
+        Every rank gets the same number of micro-batches. Some may be empty: their pass computes a prompt, and
         their loss is 0.
 
         First, consecutive responses to a prompt are joined to a bundle, which computes the prompt only once. A bundle
@@ -630,11 +600,11 @@ class Batch:
         each bundle, the most costly first, goes into the micro-batch that costs least so far. The number of
         micro-batches is the smallest with which none of them costs more than `budget`. If a single response with its
         prompt costs more than that, its cost is the limit."""
-        most = min(budget, int(self.cost_R[chosen_R].sum()) // (8 * world.size))
+        most = min(budget, int(self.cost_R[responses].sum()) // (8 * world.size))
         bundles = []
         costs = []
         group = None
-        for r in np.flatnonzero(chosen_R).tolist():
+        for r in responses:
             length = int(self.length_R[r])
             if self.group_R[r] == group and costs[-1] + length <= most:
                 bundles[-1].append(r)
@@ -658,15 +628,12 @@ class Batch:
         fullest = np.argsort(-loads, kind="stable")
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
-    def update_of_response(self, updates):
-        """Return update_R, the index of the update that trains on each response. Each update has the same number of
-        prompts, which are consecutive."""
-        return torch.arange(len(self.rollout_R)) * updates // len(self.rollout_R)
-
-    def deal_updates(self, update_R, chosen_R, world, budget):
-        """Return a list with an entry for each update: this rank's micro-batches of the update's chosen responses. The
-        entry is [] if the update has no chosen responses."""
-        return [self.deal(chosen_R & (update_R == update), world, budget) for update in update_R.unique()]
+    def deal_updates(self, updates, chosen_R, world, budget):
+        """Return a list with an entry for each of the `updates` of a step: this rank's micro-batches of those of the
+        update's responses that chosen_R says. The entry is [] if these are none. `tensor_split` of a vector *_R gives
+        the part of each update: equally many consecutive responses."""
+        parts = torch.arange(len(chosen_R)).tensor_split(updates)
+        return [self.deal(part[chosen_R[part]].tolist(), world, budget) for part in parts]
 
     def pack(self, responses, device):
         """Return a MicroBatch in which these responses and their prompts, each prompt once, lie end to end in a row.
@@ -719,7 +686,8 @@ class Policy(torch.nn.Module):
     def __init__(self, lm, temperature):
         super().__init__()
         self.model = lm.model
-        self.lm_head = None if lm.config.tie_word_embeddings else lm.lm_head
+        tied = lm.lm_head.weight is lm.get_input_embeddings().weight
+        self.lm_head = None if tied else lm.lm_head
         self.temperature = temperature
 
     def forward(self, micro):
@@ -767,45 +735,25 @@ def empty_model(config):
         return model_class(config).from_config(config, **MODEL_OPTIONS)
 
 
-# Suffixes of the files that a trained model takes over from the folder of --model; "" is for LICENSE.
-KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")
-
-
-def own_files(folder):
-    """Return the files of a model's folder that `save_model` copies: those with a suffix in KEPT, except indices of
-    weights. Raises ValueError if one is a link to a file elsewhere, which may be private: people publish the copies."""
-    home = folder.resolve()
-    places = (home, home.parent.parent / "blobs")  # Files in the hub's cache are links to its folder `blobs`.
-    files = []
-    for each in folder.iterdir():
-        if each.is_file() and each.suffix in KEPT and not each.match("*.index.json"):
-            inside = any(each.resolve().is_relative_to(place) for place in places)
-            require(inside, f"{each.name} is a link to another folder: put a copy there")
-            files.append(each)
-    return files
-
-
 def model_folder(args):
-    """Return the folder of --model. If --model is a hub id, one rank of each node downloads it. Raises ValueError if
-    the folder has no readable config, no file of a tokenizer, or a link that `own_files` refuses, or if the model's
-    context is too short. Later, `read_weights` checks the weights, and `sampler_gap` checks that policy and vLLM agree.
-    """
+    """Return the folder of --model. If --model is a hub id, one rank of each node downloads it. Raises Refused if the
+    folder has no readable config or no file of a tokenizer, or if the model's context is too short. Later,
+    `read_weights` checks the weights, and `sampler_gap` checks that policy and vLLM agree."""
     folder = Path(args.model)
     with refuse_errors(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         with fetched_once():  # All ranks must enter, even if only one node has the folder.
             if not folder.is_dir():
+                patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
                 folder = Path(snapshot_download(args.model, allow_patterns=patterns))
-        transformers.logging.disable_progress_bar()
-        require([*folder.glob("tokenizer*")], "it has no files of a tokenizer")
-        own_files(folder)  # A link that is refused only by `save_model` would end the run after its last step.
+        require([*folder.glob("tokenizer*")], "it has no files of a tokenizer")  # transformers would make an empty one.
         text = config_of(folder).get_text_config()
+    transformers.logging.disable_progress_bar()
     check_context(text, args)
     return folder
 
 
 def check_context(text, args):
-    """Raise ValueError if a prompt and its response may be longer than the model's context or sliding window. `text` is
+    """Raise Refused if a prompt and its response may be longer than the model's context or sliding window. `text` is
     the decoder's config."""
     # The policy always sees the whole sequence, and always has LongRoPE's angles for the original context. vLLM
     # computes otherwise beyond the window or the original context, so sequences must stay within both.
@@ -821,17 +769,12 @@ def check_context(text, args):
 
 
 def read_weights(folder):
-    """Read the files of a model and return the state dict of its Policy (float32). Raises ValueError if a weight is
-    missing, unexpected, infinite or NaN."""
+    """Read the files of a model and return the state dict of its Policy (float32). Raises Refused if a weight is
+    missing or unexpected."""
     config = config_of(folder)
     lm, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **MODEL_OPTIONS)
     wrong = [name for names in info.values() for name in names]
-    tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
-    if config.tie_word_embeddings and not tied:
-        wrong.append("lm_head.weight: tie_word_embeddings must be false")
     require(not wrong, f"--model {folder}: its files and its config.json differ in weights such as {wrong[:2]}")
-    for name, weight in lm.named_parameters():
-        require(weight.isfinite().all(), f"--model {folder}: {name} has entries that are not finite")
     return Policy(lm, 1.0).state_dict()
 
 
@@ -871,10 +814,9 @@ def load_policy(folder, args, world):
     for parameter in policy.parameters():
         parameter._is_hf_initialized = True  # `_init_weights` leaves it as it is.
     policy.apply(lm._init_weights)  # This fills only the buffers, which no file has.
-    with Progress(total=1, desc=f"{folder} is read"):
-        weights = read_weights(folder) if world.rank == 0 else {}
-        options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        sharded.set_model_state_dict(policy, weights, options=options)
+    weights = read_weights(folder) if world.rank == 0 else {}
+    options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    sharded.set_model_state_dict(policy, weights, options=options)
     return policy
 
 
@@ -894,19 +836,13 @@ def learning_rate(args, step):
     return args.lr * (left * (1 - args.lr_floor) + args.lr_floor)
 
 
-def set_lr(optimizer, args, step):
-    """Give an optimizer the learning rate of a step."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(args, step)
-
-
-def passes(policy, micro_batches):
-    """Yield the micro-batches of an update. Each backward pass averages gradients over the ranks of a node, and only
-    that of the last micro-batch averages them over nodes. So the caller must run a backward pass for each micro-batch.
-    """
-    for number, responses in enumerate(Progress(micro_batches, "update, passes"), 1):
+def passes(policy, batch, micro_batches, world):
+    """Yield the micro-batches of an update, each packed in a MicroBatch on the rank's device. Each backward pass
+    averages gradients over the ranks of a node, and only that of the last micro-batch averages them over nodes. So the
+    caller must run a backward pass for each micro-batch, even for one without responses."""
+    for number, responses in enumerate(Progress(micro_batches, "passes"), 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
-        yield responses
+        yield batch.pack(responses, world.device)
 
 
 def optimizer_step(policy, optimizer, record, name="grad_norm"):
@@ -934,8 +870,7 @@ def logprobs(policy, batch, micro_batches_by_update, record, phase):
         home = next(policy.parameters()).device  # A reference model returns to the host's memory afterwards.
         shards = {parameter: parameter.detach() for parameter in policy.parameters()}
         policy.to(world.device)
-        for responses in Progress([*chain(*micro_batches_by_update)], f"{phase}, passes"):
-            micro = batch.pack(responses, world.device)
+        for micro in passes(policy, batch, [*chain(*micro_batches_by_update)], world):
             both_2T[:, micro.entry_T] = torch.stack(policy(micro)).detach()
         # A forward pass leaves some weights gathered, at least those of the root. The next pass would use them even
         # after the optimizer has changed the shards. `_apply` of FSDP2 first frees them. The lambda then puts the
@@ -957,20 +892,28 @@ def full_weights(policy, dtype):
         yield name, whole.clone()
 
 
-def save_model(policy, folder, source, dtype, step, world):
-    """Write a folder that transformers and vLLM can load: the weights in `dtype`, `own_files` of the folder `source`,
-    `dtype` and `step` in config.json, end tokens in generation_config.json. All ranks must call this."""
+# Suffixes of the files that a trained model takes over from the folder of --model; "" is for LICENSE.
+KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")
+
+
+def save_model(policy, name, source, step, record):
+    """Write a folder `name` in the run's folder that transformers and vLLM can load. It has the weights in the
+    sampler's dtype and the files with a suffix in KEPT of the folder `source`. Its config.json gets this dtype and
+    `step`, and its generation_config.json the end tokens. All ranks must call this."""
+    dtype = compute_dtype(record.args, record.world)
     weights = {}
-    for name, tensor in full_weights(policy, dtype):
-        if world.rank == 0:
+    for weight, tensor in full_weights(policy, dtype):
+        if record.world.rank == 0:
             # The files of models with a vision tower name the weights without these levels.
-            weights[name.replace(".language_model", "").replace("model.visual", "visual")] = tensor.cpu()
-    if world.rank == 0:
-        partial = folder.with_suffix(".partial")
+            weights[weight.replace(".language_model", "").replace("model.visual", "visual")] = tensor.cpu()
+    if record.world.rank == 0:
+        final = record.folder / name
+        partial = final.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for each in own_files(source):
-            shutil.copyfile(each, partial / each.name)
+        for each in source.iterdir():
+            if each.is_file() and each.suffix in KEPT and not each.match("*.index.json"):  # the index of weights
+                shutil.copyfile(each, partial / each.name)
         file = partial / "config.json"
         config = json.loads(file.read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
@@ -985,24 +928,20 @@ def save_model(policy, folder, source, dtype, step, world):
         ends.update(np.atleast_1d(generation["eos_token_id"]).tolist())
         generation["eos_token_id"] = sorted(ends - {None})
         file.write_text(json.dumps(generation, indent=2))
-        with Progress(total=1, desc=f"{folder} is written"):
-            save_torch_state_dict(weights, partial)
-        replace_folder(partial, folder)
+        record.say(f"writing {final}")
+        save_torch_state_dict(weights, partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
     dist.barrier()
 
 
-def finish(policy, source, dtype, record):
-    """Write the trained model and print the commands that plot the run. A stopped run has a checkpoint instead."""
+def finish(policy, source, record):
+    """Write the trained model and print the command that plots the run. A stopped run has a checkpoint instead."""
     if record.stopping:
         return
-    save_model(policy, record.folder / "model", source, dtype, record.args.steps, record.world)
-    folder = record.quoted
-    plot = f"{shlex.quote(os.path.relpath(ROOT))}/run.sh plot {folder}"
-    python = shlex.quote(os.path.relpath(sys.executable))
-    record.say(
-        f"written to {folder}: model, checkpoints, samples, metrics.jsonl. To look at it:\n"
-        f"  {plot}\n  {plot} --figure tokens\n  {python} -m tensorboard.main --logdir {folder}"
-    )
+    save_model(policy, "model", source, record.args.steps, record)
+    run_sh = shlex.quote(f"{os.path.relpath(ROOT)}/run.sh")
+    record.say(f"the run is complete; to look at it: {run_sh} plot {record.quoted}")
 
 
 # --------------------------- evaluation
@@ -1018,9 +957,10 @@ def pass_at_k(correct_PG, k):
 def evaluate(held_out, sampler, verifier, record, step):
     """Sample and grade the held-out sets, {name: problems}, and write the responses to samples/. Return the metrics
     eval/<name>/avg@n, pass@k for k = 2, 4, … ≤ n, and length. All sets are sampled together, so that there is only one
-    wait for the longest response. All steps have the same seeds. Step 0 sets the score that --keep-best must exceed."""
+    wait for the longest response. All steps have the same seeds. The record gets the sum of avg@n over the sets; step 0
+    sets the sum that --keep-best must exceed."""
     args = record.args
-    record.evaluated = step
+    record.score = 0
     n = args.eval_samples
     prompts = {("eval", name, p): problem for name, problems in held_out.items() for p, problem in enumerate(problems)}
     with record.phase("evaluate"):
@@ -1031,6 +971,7 @@ def evaluate(held_out, sampler, verifier, record, step):
     for name, problems in held_out.items():
         groups = [next(graded) for _ in problems]
         drawn = drawn_metrics(groups)
+        record.score += drawn["reward"]
         # A score may be a fraction, and only 1 is correct.
         correct_PG = torch.stack([group.reward_G for group in groups]) >= 1
         figures = {f"avg@{n}": drawn["reward"]}
@@ -1041,20 +982,13 @@ def evaluate(held_out, sampler, verifier, record, step):
         for what, value in figures.items():
             metrics[f"eval/{name}/{what}"] = value
         record.write_samples(f"{name}-step{step:05d}", groups)
-    if args.keep_best and not step:
-        record.best = held_out_score(metrics)
-        record.say(f"best/ will have the model with the largest sum of avg@{n} over sets, if above {record.best:.3f}")
+    if not step:
+        record.best = record.score
     return metrics
 
 
-def held_out_score(metrics):
-    """Return the sum of avg@n over the held-out sets, from the metrics that `evaluate` returns."""
-    return sum(value for name, value in metrics.items() if "/avg@" in name)
-
-
-def keep_best(policy, source, dtype, metrics, record):
-    """With --keep-best, write the model to best/ if its held-out score is higher than all before, step 0's included."""
-    total = held_out_score(metrics)
-    if record.args.keep_best and total > record.best:
-        record.best = total
-        save_model(policy, record.folder / "best", source, dtype, record.evaluated, record.world)
+def keep_best(policy, source, step, record):
+    """With --keep-best, write the model to best/ if its score is higher than all before, step 0's included."""
+    if record.args.keep_best and record.score > record.best:
+        record.best = record.score
+        save_model(policy, "best", source, step, record)

@@ -248,18 +248,18 @@ def learn(policy, reference, optimizer, batch, step, record):
     advantage_R = advantages(batch.reward_PG).flatten().float()
     advantage_T = advantage_R[batch.response_T]
     group_T = torch.tensor(batch.group_R)[batch.response_T]
-    valid_P = batch.valid_P
+    valid_P = common.valid_groups(batch.reward_PG)
     trained_R = valid_P[batch.group_R] | (args.kl_coef > 0)  # without a KL, a zero-advantage group has no gradient
     trained_T = trained_R[batch.response_T]
-    update_R = batch.update_of_response(args.updates_per_step)
+    updates = args.updates_per_step
     weights = []
-    for update in range(args.updates_per_step):
-        weights.append(token_weights(batch.length_R[update_R == update], args.normaliser))
+    for length_R in batch.length_R.tensor_split(updates):
+        weights.append(token_weights(length_R, args.normaliser))
     # This is the order of *_T, because updates hold consecutive responses.
     weight_T = torch.cat(weights).float()
     low, high = 1 - args.clip_low, 1 + args.clip_high
-    # for each update, this rank's micro-batches; `pack` lays a micro-batch, a list of response numbers, in one row
-    micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
+    # for each update, this rank's micro-batches, each a list of response numbers; `passes` lays each in one row
+    micro_batches_by_update = batch.deal_updates(updates, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' own micro-batches, so that the first update's ratios are all 1
     old_logp_T = None  # not needed for a single update: the policy has not moved, so the ratio is 1
@@ -312,7 +312,8 @@ def learn(policy, reference, optimizer, batch, step, record):
             start_logp_T = old_logp_T
             if update:  # earlier updates have moved the policy
                 start_logp_T, _ = common.logprobs(policy, batch, [micro_batches], record, "start_logp")
-            own_T = trained_T & (update_R == update)[batch.response_T]
+            own_R = torch.arange(len(trained_R)).tensor_split(updates)[update]
+            own_T = trained_T & torch.isin(batch.response_T, own_R)
             factor_T[own_T] = clip_cov_mask(
                 start_logp_T[own_T],
                 old_logp_T[own_T],
@@ -326,8 +327,7 @@ def learn(policy, reference, optimizer, batch, step, record):
             )
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in common.passes(policy, micro_batches):
-                micro = batch.pack(responses, world.device)
+            for micro in common.passes(policy, batch, micro_batches, world):
                 logp, entropy = policy(micro)
                 loss, _ = loss_of(logp, entropy, factor_T, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over ranks
@@ -419,7 +419,7 @@ def main(args: Args) -> None:
         batch = common.Batch(groups)
 
         # ---- learn
-        common.set_lr(optimizer, args, step)
+        optimizer.param_groups[0]["lr"] = common.learning_rate(args, step)
         learned, per_token = learn(policy, reference, optimizer, batch, step, record)
         metrics = common.drawn_metrics(groups) | learned
 
@@ -432,7 +432,7 @@ def main(args: Args) -> None:
         evaluated = step % args.eval_every == 0 or step == args.steps
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-            common.keep_best(policy, folder, sampler.dtype, metrics, record)
+            common.keep_best(policy, folder, step, record)
         record.write_training(step, batch, per_token, evaluated)
         record.log_step(step, metrics)
         common.checkpoint_if_due(policy, optimizer, step, position, record)
@@ -440,7 +440,7 @@ def main(args: Args) -> None:
             break
 
     if args.steps:
-        common.finish(policy, folder, sampler.dtype, record)
+        common.finish(policy, folder, record)
     sampler.close()
 
 

@@ -146,8 +146,9 @@ def learn(policy, reference, optimizer, batch, record):
     weight_T = token_weights(batch.length_R, together).float()
     scale = alpha(batch.reward_PG) if args.accurate_gradient else 1.0
     # A rollout batch gets one update. Algorithm 1 suggests this; the paper says it nowhere else.
-    # this rank's micro-batches of the update; `pack` lays a micro-batch, a list of response numbers, in one row
-    micro_batches_by_update = batch.deal_updates(batch.update_of_response(1), trained_R, world, args.micro_batch_tokens)
+    # for each update, this rank's micro-batches, each a list of response numbers; `passes` lays each in one row
+    updates = 1
+    micro_batches_by_update = batch.deal_updates(updates, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs; the loss has no ratio, so only --tis-cap needs old log-probs
     if args.tis_cap:
@@ -170,8 +171,7 @@ def learn(policy, reference, optimizer, batch, record):
             continue  # no token has a gradient; AdamW's momentum and decay would move the weights all the same
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in common.passes(policy, micro_batches):
-                micro = batch.pack(responses, world.device)
+            for micro in common.passes(policy, batch, micro_batches, world):
                 logp, entropy = policy(micro)  # Algorithm 1, line 2
                 loss, _ = loss_of(logp, entropy, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over ranks
@@ -265,7 +265,7 @@ def main(args: Args) -> None:
         batch = common.Batch(common.choose_groups(drawn, valid_P, args.prompts_per_step))
 
         # ---- learn
-        common.set_lr(optimizer, args, step)
+        optimizer.param_groups[0]["lr"] = common.learning_rate(args, step)
         learned, per_token = learn(policy, reference, optimizer, batch, record)
         metrics = common.drawn_metrics(drawn) | learned
 
@@ -278,7 +278,7 @@ def main(args: Args) -> None:
         evaluated = step % args.eval_every == 0 or step == args.steps
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-            common.keep_best(policy, folder, sampler.dtype, metrics, record)
+            common.keep_best(policy, folder, step, record)
         record.write_training(step, batch, per_token, evaluated)
         record.log_step(step, metrics)
         common.checkpoint_if_due(policy, optimizer, step, position, record)
@@ -286,7 +286,7 @@ def main(args: Args) -> None:
             break
 
     if args.steps:
-        common.finish(policy, folder, sampler.dtype, record)
+        common.finish(policy, folder, record)
     sampler.close()
 
 

@@ -61,7 +61,7 @@ class Args(common.Args):
     """Math-Verify alone (section 5.1), called as open-r1 calls it (ours). docs/evaluation.md lists others."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of AdamW, on every parameter, in both stages (ms-swift)."""
-    adam_betas: tuple[common.Below1, common.Below1] = (0.9, 0.95)
+    adam_betas: tuple[float, float] = (0.9, 0.95)
     """Betas of AdamW, in both stages (ms-swift's default)."""
     updates_per_step: PositiveInt = 1
     """Number of updates (optimizer steps) on one rollout batch (ours). Each update has its own prompts."""
@@ -173,12 +173,12 @@ def learn(policy, reference, optimizer, batch, record):
     trained_R = (advantage_R != 0) | (args.kl_coef > 0)  # without a KL, A = 0 means no gradient
     trained_T = trained_R[batch.response_T]
     advantage_T = advantage_R[batch.response_T]
-    update_R = batch.update_of_response(args.updates_per_step)
-    weights = [token_weights(batch.length_R[update_R == update]) for update in range(args.updates_per_step)]
+    updates = args.updates_per_step
+    weights = [token_weights(length_R) for length_R in batch.length_R.tensor_split(updates)]
     # This is the order of *_T, because updates hold consecutive responses.
     weight_T = torch.cat(weights).float()
-    # for each update, this rank's micro-batches; `pack` lays a micro-batch, a list of response numbers, in one row
-    micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
+    # for each update, this rank's micro-batches, each a list of response numbers; `passes` lays each in one row
+    micro_batches_by_update = batch.deal_updates(updates, trained_R, world, args.micro_batch_tokens)
 
     # ---- old and reference log-probs, in the updates' own micro-batches, so that the first update's ratios are all 1
     old_logp_T = None  # not needed for a single update: the policy has not moved, so the ratio is 1
@@ -207,8 +207,7 @@ def learn(policy, reference, optimizer, batch, record):
             continue  # no token has a gradient; AdamW's momentum and decay would move the weights all the same
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in common.passes(policy, micro_batches):
-                micro = batch.pack(responses, world.device)
+            for micro in common.passes(policy, batch, micro_batches, world):
                 logp, entropy = policy(micro)
                 loss, _ = loss_of(logp, entropy, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over ranks
@@ -252,11 +251,10 @@ def learn_irl(policy, batches, record):
     rows = []
     for batch in batches:
         weight_T = token_weights(batch.length_R, "token").float()
-        micro_batches = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
+        micro_batches = batch.deal([*range(len(batch.rollout_R))], world, args.micro_batch_tokens)
         logp_T = torch.zeros(len(batch.response_T))
         optimizer.zero_grad()
-        for responses in common.passes(policy, micro_batches):
-            micro = batch.pack(responses, world.device)
+        for micro in common.passes(policy, batch, micro_batches, world):
             logp, _ = policy(micro)
             loss, _ = irl_loss(logp, weight_T[micro.entry_T])
             (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over ranks
@@ -423,7 +421,7 @@ def main(args: Args) -> None:
             chosen = keep_demonstrations(kept, step, batch, problems, args)
 
         # ---- learn
-        common.set_lr(optimizer, args, step)
+        optimizer.param_groups[0]["lr"] = common.learning_rate(args, step)
         learned, per_token = learn(policy, reference, optimizer, batch, record)
         metrics = common.drawn_metrics(groups) | learned
         per_token.update(chosen)
@@ -449,7 +447,7 @@ def main(args: Args) -> None:
         evaluated = step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-            common.keep_best(policy, folder, sampler.dtype, metrics, record)
+            common.keep_best(policy, folder, step, record)
         record.write_training(step, batch, per_token, evaluated)
         record.log_step(step, metrics)
         common.checkpoint_if_due(policy, optimizer, step, position, record)
@@ -457,7 +455,7 @@ def main(args: Args) -> None:
             break
 
     if args.steps:
-        common.finish(policy, folder, sampler.dtype, record)
+        common.finish(policy, folder, record)
     sampler.close()
 
 

@@ -67,7 +67,7 @@ class Args(common.Args):
     """Number of updates (optimizer steps) on one rollout batch. Each update has its own prompts: we read that there is
     one epoch. The paper gives no number, but Fig. 3b shows clipping, so there were several updates. 4 is ours; verl's
     GSPO example has 4, too."""
-    delimiter: common.Ascii = r"\n\n"
+    delimiter: str = r"\n\n"
     r"""Text that ends a segment: \n\n (§6.2.2; §4.1 says "line break or double line break"), \n, . or other ASCII text.
     The paper names only the delimiters. The rule that assigns tokens to segments is ours. A period (Table 3) ends a
     segment wherever it stands, even inside 3.14.
@@ -230,15 +230,14 @@ def learn(policy, optimizer, batch, tokenizer, record):
     trained_T = trained_R[batch.response_T]
     segment_T = step_segments(batch, trained_R, tokenizer, args.delimiter.replace("\\n", "\n"), world)
     advantage_T = advantage_R[batch.response_T]
-    update_R = batch.update_of_response(args.updates_per_step)
+    updates = args.updates_per_step
     weights = []
-    for update in range(args.updates_per_step):
-        length_R = batch.length_R[update_R == update]
+    for length_R in batch.length_R.tensor_split(updates):
         weights.append(token_weights(length_R, args.normaliser, args.max_response_tokens))
     # This is the order of *_T, because updates hold consecutive responses.
     weight_T = torch.cat(weights).float()
-    # for each update, this rank's micro-batches; `pack` lays a micro-batch, a list of response numbers, in one row
-    micro_batches_by_update = batch.deal_updates(update_R, trained_R, world, args.micro_batch_tokens)
+    # for each update, this rank's micro-batches, each a list of response numbers; `passes` lays each in one row
+    micro_batches_by_update = batch.deal_updates(updates, trained_R, world, args.micro_batch_tokens)
 
     # ---- old log-probs and entropies, in the updates' own micro-batches, so that the first update's ratios are all 1
     old_logp_T, entropy_T = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")  # Eq. 12
@@ -266,8 +265,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
             continue  # no token has a gradient; AdamW's momentum and decay would move the weights all the same
         with record.phase("update"):
             optimizer.zero_grad()
-            for responses in common.passes(policy, micro_batches):
-                micro = batch.pack(responses, world.device)
+            for micro in common.passes(policy, batch, micro_batches, world):
                 logp, entropy = policy(micro)
                 loss, _ = loss_of(logp, entropy, micro.entry_T)
                 (loss * world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum over ranks
@@ -364,7 +362,7 @@ def main(args: Args) -> None:
         batch = common.Batch(common.choose_groups(drawn, valid_P, args.prompts_per_step, args.updates_per_step))
 
         # ---- learn
-        common.set_lr(optimizer, args, step)
+        optimizer.param_groups[0]["lr"] = common.learning_rate(args, step)
         learned, per_token = learn(policy, optimizer, batch, tokenizer, record)
         metrics = common.drawn_metrics(drawn) | learned
 
@@ -377,7 +375,7 @@ def main(args: Args) -> None:
         evaluated = step % args.eval_every == 0 or step == args.steps
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
-            common.keep_best(policy, folder, sampler.dtype, metrics, record)
+            common.keep_best(policy, folder, step, record)
         record.write_training(step, batch, per_token, evaluated)
         record.log_step(step, metrics)
         common.checkpoint_if_due(policy, optimizer, step, position, record)
@@ -385,7 +383,7 @@ def main(args: Args) -> None:
             break
 
     if args.steps:
-        common.finish(policy, folder, sampler.dtype, record)
+        common.finish(policy, folder, record)
     sampler.close()
 
 

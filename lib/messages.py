@@ -7,9 +7,8 @@ import io
 import os
 import sys
 import time
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from threading import Event, Thread
 
 import tyro
 from tqdm import tqdm
@@ -59,49 +58,31 @@ def parse_flags(kind, description):
 
 
 def print_error(kind, error, trace):
-    """Print an uncaught error: Refused without a traceback, any other error with it. The parameters are those of
-    sys.excepthook."""
+    """Print an uncaught error, Refused without a traceback, and end the process at once. A normal exit lets vLLM
+    destroy the process group, which waits for all ranks, and some of these may never get there. The parameters are
+    those of sys.excepthook."""
     if not IS_RANK_0:
         # Rank 0 must print first, as in `parse_flags`. If this rank fails only because rank 0 has exited, torchrun
         # kills this rank while it sleeps, and its misleading error is never printed.
         time.sleep(10)
-    if not isinstance(error, Refused):
-        return sys.__excepthook__(kind, error, trace)
-    print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr)
+    if isinstance(error, Refused):
+        print(f"\n{Path(sys.argv[0]).name}: {error}\n", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class Progress(tqdm):
-    """A progress bar on rank 0, with the arguments of tqdm. On a terminal it appears at the first advance after ten
-    seconds, or after 30 seconds if nothing advances, and it disappears when the work is done. If stderr is a file or a
-    pipe, the bar is printed there as a line every 30 seconds, even while it does not advance, so that the log shows
-    that the run is alive. For work that has no parts to count, write `with Progress(total=1, desc="the model is
-    read"):`."""
+    """A bar of tqdm on rank 0, with tqdm's arguments. Work that ends within ten seconds gets none. If stderr is a file
+    or a pipe, the bar is written there at most every 30 seconds."""
 
     def __init__(self, *args, **how):
-        self.ended = Event()
-        self.on_terminal = sys.stderr.isatty()
-        if not self.on_terminal:
-            how["file"] = io.StringIO()
-            how["bar_format"] = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} left"
-        super().__init__(*args, **how, leave=False, disable=not IS_RANK_0)
-        if IS_RANK_0:
-            Thread(target=self.keep_showing, daemon=True).start()
+        seconds = 0.1 if sys.stderr.isatty() else 30
+        super().__init__(*args, **how, leave=False, disable=not IS_RANK_0, delay=10, mininterval=seconds)
 
-    def keep_showing(self):
-        """Show the bar every 30 seconds until it is closed. This runs in a thread."""
-        while not self.ended.wait(30):
-            if self.on_terminal:
-                self.refresh()
-            else:
-                print(self, file=sys.stderr)
-
-    def display(self, *args, **how):
-        """Draw the bar if it is older than ten seconds: short work needs no bar."""
+    def refresh(self, *args, **how):
+        """Draw the bar if the work has taken ten seconds. vLLM also asks for the bar at the end of short work."""
         if self.format_dict["elapsed"] > 10:
-            with suppress(OSError):  # The terminal may be closed.
-                super().display(*args, **how)
-
-    def close(self):
-        """End the bar and the thread that shows it."""
-        self.ended.set()
-        super().close()
+            super().refresh(*args, **how)

@@ -16,7 +16,7 @@ import huggingface_hub
 import torch
 import torch.distributed as dist
 
-from lib.messages import ALONE, BY_TORCHRUN, Refused, print_error, refuse_errors
+from lib.messages import ALONE, BY_TORCHRUN, print_error, refuse_errors
 
 
 def end_with_parent():
@@ -74,18 +74,7 @@ def init_world():
         dist.init_process_group(backends, timeout=timedelta(minutes=5))
     # Ranks find each other within minutes. Later, all wait longer while rank 0 alone saves a model.
     dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
-    show = sys.excepthook  # This is torch's hook, which writes the rank before each line of `print_error`.
-
-    def end(kind, error, trace):
-        """Print an uncaught error and end the process at once. A normal exit lets vLLM destroy the process group, which
-        waits for all ranks, and some of these may never get there."""
-        tell = print_error if isinstance(error, Refused) else show
-        tell(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-    sys.excepthook = end
+    sys.excepthook = print_error  # in place of torch's
     if local_rank:  # Only the first rank of a node asks the hub: see `fetched_once`.
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     mesh = dist.init_device_mesh(device.type, (size // local_size, local_size), mesh_dim_names=("replicate", "shard"))

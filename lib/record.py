@@ -3,9 +3,7 @@
 import fcntl
 import importlib.metadata
 import json
-import math
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -23,22 +21,15 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from lib import ROOT
-from lib.checkpoints import checkpoints_of, step_of
+from lib.checkpoints import checkpoints_of
 from lib.grading import file_and_function
 from lib.messages import refuse_errors, require
-from lib.ranks import seed_of
 
 # Flags that may change when a run is resumed. So may --steps, if the learning rate is constant.
 MAY_CHANGE = {
     "run_dir", "resume", "eval_every", "checkpoint_every", "checkpoints_kept", "max_num_seqs", "micro_batch_tokens",
     "activation_checkpointing", "gpu_memory_utilization", "keep_awake", "tensor_parallel",
 }  # fmt: skip
-
-
-# Flags whose values may contain paths, each with a pattern that matches a path. In model, dataset and eval, commas
-# separate entries, and the path of an entry ends at a colon. A template or reward without a suffix is a name.
-PATHS = {name: r"(?<![^, ])[^, :][^,:]*" for name in ("model", "dataset", "eval")}
-PATHS |= {"template": r".+\..+", "reward": r".+\.py(?=:)"}
 # The metrics in the line that is printed after each step, and their headings. A metric that is missing leaves a blank.
 COLUMNS = {
     "reward": "reward",
@@ -53,79 +44,50 @@ COLUMNS = {
 }
 
 
-def absolute_path(match):
-    """Return the absolute path for the text of a match of `re`, or the text if no such file or folder exists. If the
-    path is a link, it keeps its name, because data sets are called by their file names."""
-    path = Path(match[0])
-    return str(path.parent.resolve() / path.name) if path.exists() else match[0]
-
-
-def keep_code(folder, args, codes):
-    """Copy the code of a run, with the file of --reward, to code/<number> in the run's folder, unless it equals the
-    newest copy there. `codes` has a hash of each copy, and gets that of a new copy."""
+def keep_code(folder, args):
+    """Copy the code, with the file of --reward, to code/<number> in the run's folder. A run has a copy for each of its
+    starts."""
     rewards, _ = file_and_function(args.reward)
-    files = [Path(sys.argv[0]), Path(rewards), ROOT / "common.py", *sorted(ROOT.glob("lib/*.py"))]
-    code = seed_of(*[each.read_bytes() for each in files])
-    if code not in codes[-1:]:
-        codes.append(code)
-        if len(codes) > 1:
-            print("the code has changed since the run was started: code/ keeps every version")
-        kept = folder / "code" / f"{len(codes)}"
-        kept.mkdir(parents=True, exist_ok=True)
-        for each in files:
-            shutil.copy(each, kept)
+    starts = len([*folder.glob("code/*")])
+    kept = folder / "code" / f"{starts + 1}"
+    kept.mkdir(parents=True)
+    for each in (sys.argv[0], rewards, ROOT / "common.py", *ROOT.glob("lib/*.py")):
+        shutil.copy(each, kept)
 
 
 def open_run(folder, args):
     """Make the folder of a new run, or check that of a resumed run. Only rank 0 calls this. Write run.json, and call
-    `keep_code`. Return an open file and the run's number. The folder is locked while the file is open. The number is
-    the time of the run's first start in nanoseconds.
+    `keep_code`. Return an open file; the folder is locked while it is open.
 
     Raises Refused if the folder holds a run and --resume is missing, if a flag has changed that may not change, if the
-    run has more steps than --steps, if the folder contains a link or a pipe, or if another process holds the lock."""
+    run has more steps than --steps, or if another process holds the lock."""
     file = folder / "run.json"
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
-    for name, pattern in PATHS.items():
-        # With absolute paths the run can be resumed and evaluated from another folder.
-        flags[name] = re.sub(pattern, absolute_path, flags[name])
-    codes = []
-    started = time.time_ns()
     if file.exists():
         require(args.resume, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
-        with refuse_errors(file):
-            before = json.loads(file.read_text())
-            codes = before["code"]
-            started = before["started"]
-            known = before["args"]
-        done = max(map(step_of, checkpoints_of(folder / "checkpoints")), default=0)
+        done = max([int(each.name[5:]) for each in checkpoints_of(folder / "checkpoints")], default=0)
         require(args.steps >= done, f"--steps {args.steps}: the run has finished {done} steps already")
         constant = args.lr_warmup == 0 and args.lr_floor == 1
-        for name, old in known.items():
+        for name, old in json.loads(file.read_text())["args"].items():
             fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
             require(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {flags.get(name)!r}")
-    for each in folder.rglob("*"):
-        # Somebody else may have made the folder. Writing to a link in it would change a file outside the folder, and
-        # opening a pipe would wait for ever.
-        regular = each.is_file() or each.is_dir()
-        require(regular and not each.is_symlink(), f"--run-dir {folder}: {each} is a link or a pipe")
     with refuse_errors(f"--run-dir {folder}"):
         (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115  Closing the file would unlock the folder.
     with refuse_errors(f"--run-dir {folder}: a run that is alive writes there, or its storage has no locks"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "stop").unlink(missing_ok=True)  # A run that was killed may have left this file.
-    keep_code(folder, args, codes)
+    keep_code(folder, args)
     info = {
         "command": shlex.join(sys.argv),
-        "started": started,
+        "cwd": os.getcwd(),  # Paths in the flags are relative to this folder.
         "args": flags,
-        "code": codes,
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
     }
-    new = file.with_suffix(".new")
+    new = file.with_suffix(".new")  # On a full disk, run.json stays as it was.
     new.write_text(json.dumps(info, indent=2))
     new.rename(file)
-    return lock, started
+    return lock
 
 
 class Record:
@@ -145,21 +107,19 @@ class Record:
         self.started = time.time()
         # The times at which steps of this process ended. The first is the end of step 0 or of reading a checkpoint.
         self.ends = []
-        self.best = -math.inf  # For --keep-best: the highest sum of avg@n over held-out sets.
-        self.evaluated = 0  # The step of the last evaluation.
+        self.score = 0.0  # The last evaluation's sum of avg@n over the held-out sets.
+        self.best = 0.0  # For --keep-best: the highest such sum.
         self.gap_checked = False  # Whether `sampler_gap` has compared trainer and sampler.
         self.board = None
-        self.number = 0  # `open_run` makes the number by which the run is known.
         self.start_step()
         if world.rank == 0:
-            self.lock, self.number = open_run(self.folder, args)
-        # The folder's name holds the time, which differs between ranks, and only rank 0 has opened the run.
-        self.folder, self.number = world.from_rank_0((self.folder, self.number))
+            self.lock = open_run(self.folder, args)
+        self.folder = world.from_rank_0(self.folder)  # Its name holds the time, which differs between ranks.
         self.quoted = shlex.quote(str(self.folder))
         shared = all(world.all_gather(self.folder.is_dir()))
         require(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
         datasets.disable_progress_bars()
-        self.say(f"run folder {self.folder}; next the engine starts")
+        self.say(f"run folder {self.folder}; next the engine starts and the model is read")
 
     def answer_signals(self):
         """From now on, Ctrl-C ends this process without a traceback. run.sh sends SIGUSR1 to stop a run: this process
@@ -211,7 +171,7 @@ class Record:
             for g, rollout in enumerate(group.rollouts):
                 text += f"\n-- response {g}: reward {group.reward_G[g]:g}, {len(rollout.ids)} tokens\n"
                 text += rollout.text + "\n"
-        (self.folder / "samples" / f"{name}.txt").write_text(text, encoding="utf-8")
+        (self.folder / "samples" / f"{name}.txt").write_text(text)
 
     def write_training(self, step, batch, per_token, evaluated):
         """If the step ended with an evaluation (`evaluated`), write two files of its training responses, on rank 0.
@@ -238,11 +198,11 @@ class Record:
 
     def say_step(self, step, metrics):
         """Print the metrics of COLUMNS for a step in one line, with the seconds that the step took and the minutes that
-        the remaining steps will take. Print the headings before the first line and again after every 20 steps."""
+        the remaining steps will take. Print the headings before the first line and again after every 20 lines."""
         seconds = np.diff(self.ends)
         left = (self.args.steps - step) * seconds.mean() / 60
         figures = metrics | {"seconds": seconds[-1], "left": left}
-        if step % 20 == 1 or len(seconds) == 1:
+        if len(seconds) % 20 == 1:
             self.say("     step" + "".join(f"{title:>10}" for title in COLUMNS.values()))
         cells = [f"{figures[name]:.4g}" if name in figures else "" for name in COLUMNS]
         self.say(f"{step:>9}" + "".join(f"{cell:>10}" for cell in cells))

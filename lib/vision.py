@@ -41,11 +41,8 @@ class Picture:
 
     def open(self):
         """Return the image as a PIL image in RGB, turned upright as its EXIF data say, and with a white background
-        where it is transparent, as vLLM does and transformers does not. Raises PIL.UnidentifiedImageError if the data
-        are not PNG, JPEG, WEBP, GIF or BMP."""
-        # The data are a stranger's, and for some formats PIL starts a program, such as Ghostscript for EPS.
-        safe = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data), formats=safe)).convert("RGBA")
+        where it is transparent, as vLLM does and transformers does not."""
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
 

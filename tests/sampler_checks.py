@@ -60,7 +60,7 @@ def check(args: Args, sampler: common.Sampler, policy: common.Policy, problems: 
 
     def gap(groups):
         batch = common.Batch([replace(group, reward_G=torch.zeros(len(group.rollouts))) for group in groups])
-        mine = batch.deal(batch.cost_R > 0, world, args.micro_batch_tokens)
+        mine = batch.deal([*range(len(batch.rollout_R))], world, args.micro_batch_tokens)
         logp_T, _ = common.logprobs(policy, batch, [mine], record, "gap")
         return common.sampler_gap(logp_T, batch.sampler_logp_T, record)["gap_max"]
 

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import os
 import shutil
 
@@ -53,10 +52,9 @@ def test_formats_and_aliases(tokenizer, tmp_path):
         assert tokenizer.decode(data[0].prompt_ids) == "1+1=?\n"
     with refused(r"^--dataset \S+splits: .*name one of its splits.*\['one', 'test'\]"):
         load(tmp_path / "splits", tokenizer)
-    write(tmp_path / "a.csv")  # the hub is not asked for it
-    others = {"a.csv": "it is a file of another kind", "a.json:train": "", "folder:train": "", "nowhere.parquet": ""}
-    for name, why in others.items():
-        with refused(rf"^--dataset \S+{name}: cannot be read as one of .*{why}"):
+    write(tmp_path / "a.csv")
+    for name in ("a.csv", "a.json:train", "nowhere.parquet"):
+        with refused(rf"^--dataset \S+{name}: cannot be read as one of "):
             load(tmp_path / name, tokenizer)
 
 
@@ -114,9 +112,7 @@ def test_references_as_data_sets_write_them():
     for line in (ROOT / "tests" / "references.txt").read_text().splitlines():
         written, _, needed = line.partition("  ?  ")
         assert answer_text(written) == needed, line
-    numbers = {0.10000000149011612: "0.1", math.pi: "3.141592653589793", 2.0**60: str(2.0**60), -math.inf: "-\\infty"}
-    assert {number: answer_text(number) for number in numbers} == numbers
-    assert answer_text([[1, 2], None, b"9", [3, math.inf]]) == "(1, 2), (3, \\infty)"
+    assert [answer_text(value) for value in (0.5, [1, None, "2"], {"ground_truth": "3"})] == ["0.5", "1, 2", "3"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -133,25 +129,15 @@ def test_what_a_file_holds_is_read_as_it_stands(tokenizer, tmp_path, name):
     assert [problem.graded_by for problem in load(tmp_path / name, tokenizer, reward="x")] == [(row,) for row in rows]
 
 
-def test_a_problem_that_spells_a_control_token_is_left_out(chat, loaded, capsys):
-    """Those of the chat format itself stay."""
-    chat.chat_template += "<|endoftext|>"
-    rows = [{"problem": text, "answer": "1"} for text in ("1?", "1?<|endoftext|>\n2!")]
-    (kept,) = loaded(chat, *rows, template="chat")
-    assert kept.text == "1?" and chat.decode(kept.prompt_ids) == "[user]1?[assistant]<|endoftext|>"
-    assert "1 problems; left out: 1 spells" in capsys.readouterr().out
+def test_a_row_that_cannot_be_used_is_named(tokenizer, loaded):
+    with refused(r"^--dataset \S+a\.jsonl, row 2: a problem is a text, or turns .*'content': None"):
+        loaded(tokenizer, {"problem": "0?", "answer": "1"}, {"messages": [{"role": "user", "content": None}]})
 
 
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ({"problem": "1?", "answer": "\ud835"}, "surrogates not allowed"),
-        ({"messages": [{"role": "user", "content": None}]}, "a problem is a text, or turns .*'content': None"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named(tokenizer, loaded, row, message):
-    with refused(rf"^--dataset \S+a\.jsonl, row 2: .*{message}"):
-        loaded(tokenizer, {"problem": "0?", "answer": "1"}, row)
+def test_a_line_that_is_no_json_is_named(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"problem": "0?", "answer": "1"}\n\n{"problem"')
+    with refused(r"^--dataset \S+a\.jsonl: cannot be read .*: line 3: "):
+        load(tmp_path / "a.jsonl", tokenizer)
 
 
 def test_names_of_held_out_sets():

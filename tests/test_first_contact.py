@@ -7,15 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import Event
 
 import faults
 import pytest
 from conftest import FIRST, ROOT, TOY, Run, flags_of, torchrun
 from hub import Hub
 from jobs import free_port, wait_for
-
-from lib import messages
 
 
 def figures(run: Run) -> list:
@@ -141,13 +138,3 @@ def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(hub, mo
     hub.shutdown()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     subprocess.run([*run, tmp_path / "offline"], check=True)
-
-
-def test_a_log_gets_a_line_each_half_minute_even_while_nothing_moves(monkeypatch, capfd):
-    soon = type("Soon", (Event,), {"wait": lambda event, seconds: Event.wait(event, seconds / 300)})
-    monkeypatch.setattr(messages, "Event", soon)
-    with messages.Progress(total=4, desc="graded") as bar:
-        bar.update()
-        time.sleep(0.35)
-    lines = capfd.readouterr().err.splitlines()
-    assert [line.split(" so far")[0] for line in lines] == 3 * ["graded: 1 of 4, 00:00"]

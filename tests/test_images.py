@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,9 +129,9 @@ def test_a_run_stopped_before_and_after_its_first_image_is_resumed(seeing, tmp_p
 def test_a_saved_model_is_whole(models, tmp_path, plain_python):
     """Names as on the hub, and the image processor beside it."""
     folder = models["qwen2_5_vl"]
-    world = common.init_world()
-    policy = common.load_policy(folder, settings(folder), world)
-    common.save_model(policy, tmp_path / "model", folder, torch.float32, 5, world)
+    record = SimpleNamespace(args=settings(folder), world=common.init_world(), folder=tmp_path, say=print)
+    policy = common.load_policy(folder, record.args, record.world)
+    common.save_model(policy, "model", folder, 5, record)
     assert (tmp_path / "model" / "preprocessor_config.json").is_file()
     saved, source = (load_file(each / "model.safetensors") for each in (tmp_path / "model", folder))
     assert saved.keys() == source.keys() and all(torch.equal(saved[name], source[name]) for name in saved)

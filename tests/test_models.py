@@ -1,5 +1,7 @@
 """Kinds of models: each trains as transformers and vLLM compute it, or is refused in words."""
 
+from types import SimpleNamespace
+
 import eval as evaluation
 import pytest
 import torch
@@ -68,7 +70,8 @@ def test_logp_entropy_and_gradient_against_full_logits(monkeypatch, plain_python
     mine = {name: parameter.grad.full_tensor() for name, parameter in policy.named_parameters()}
     theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert largest_difference(mine, theirs) < 1e-5
-    common.save_model(policy, saved, source, torch.float32, 5, world)
+    record = SimpleNamespace(args=args, world=world, folder=saved.parent, say=print)
+    common.save_model(policy, saved.name, source, 5, record)
     assert evaluation.step_of(saved, saved) == 5
     again = AutoModelForCausalLM.from_pretrained(saved)
     assert largest_difference(dict(again.named_parameters()), dict(reference.named_parameters())) == 0

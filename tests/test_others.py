@@ -2,13 +2,10 @@
 something else."""
 
 import json
-import math
-import os
 import shutil
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import TOY, TURNS, random_model, refused
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -35,7 +32,8 @@ def edit(file, change):
 
 # ----------------------------------------------------------------------------------------------------------- the model
 def test_weights_that_a_sampler_would_not_have_are_refused(tmp_path, plain_python):
-    """In the place of a head that the config ties it has the embedding; one that is the embedding may be there."""
+    """In the place of a head that the config ties it has the embedding; one that is the embedding may be there, but no
+    other."""
     folder = random_model(tmp_path / "model", tied=True)
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -49,13 +47,14 @@ def test_weights_that_a_sampler_would_not_have_are_refused(tmp_path, plain_pytho
     name = "model.norm.weight"
     norm = weights.pop(name)
     for changes, said in (
-        ({name: norm, "lm_head.weight": embedding + 1}, "lm_head.weight: tie_word_embeddings must be false"),
-        ({name: norm * math.nan}, "model.norm.weight has entries that are not finite"),
         ({name: norm, "model.norm.bias": norm + 1}, r"^--model .*its files .* as .*model\.norm\.bias"),
         ({}, r"^--model .*its files .* as .*model\.norm\.weight"),
     ):
         with refused(said):
             read(**changes)
+    read(**{name: norm, "lm_head.weight": embedding + 1})
+    with refused("lm_head.weight", Exception):
+        common.load_policy(folder, common.Args(), common.init_world())
 
 
 def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
@@ -70,28 +69,16 @@ def test_a_saved_model_is_a_copy_but_for_weights_and_ends(model, plain_python):
     edit(model / "tokenizer.json", rename)
     (model / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [262, 5]}')
     saved = model.with_name("saved")
-    os.mkfifo(model / "pipe.txt")  # It would be read for ever.
-    for name, target in (("own.txt", "config.json"), ("gone.md", "none"), ("self", ".")):
-        (model / name).symlink_to(target)
-    world = common.init_world()
     args = common.Args(str(model), max_response_tokens=8, max_prompt_tokens=8)
-    common.save_model(common.load_policy(common.model_folder(args), args, world), saved, model, torch.float32, 5, world)
-    assert (saved / "own.txt").is_file() and not {"pipe.txt", "gone.md", "self"} & {*os.listdir(saved)}
+    record = SimpleNamespace(args=args, world=common.init_world(), folder=saved.parent, say=print)
+    policy = common.load_policy(common.model_folder(args), args, record.world)
+    common.save_model(policy, "saved", model, 5, record)
     for file in model.glob("tokenizer*"):
         assert file.read_bytes() == (saved / file.name).read_bytes(), file
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (model, saved))
     assert after == before | {"dtype": "float32", "trained_steps": 5} != before
     ends = json.loads((saved / "generation_config.json").read_text())
     assert ends == {"temperature": 0.6, "eos_token_id": [5, 200, 262]}
-    blobs = model.with_name("blobs")
-    blobs.mkdir()
-    (model / "config.json").rename(blobs / "1")
-    (model / "config.json").symlink_to(blobs / "1")
-    with refused("--model .*: config.json is a link"):
-        common.model_folder(args)
-    snapshots = model.with_name("snapshots")  # The hub's cache has such folders.
-    snapshots.mkdir()
-    common.model_folder(replace(args, model=str(model.rename(snapshots / "1"))))
 
 
 # ------------------------------------------------------------------------------------------------------- the tokenizer
@@ -139,7 +126,7 @@ def test_an_image_stands_where_the_template_says(chat, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------ the data
-def test_a_rows_turns_are_asked_whole(chat, loaded, capsys):
+def test_a_rows_turns_are_asked_whole(chat, loaded):
     """The answer is the last question's, and a text template, which has no place for the others, refuses the row. A
     system turn is the template's own."""
     system = {"role": "system", "content": "Be brief."}
@@ -148,9 +135,7 @@ def test_a_rows_turns_are_asked_whole(chat, loaded, capsys):
     row = {"prompt": [system, *example, last], "answer": "6"}
     (problem,) = loaded(chat, row, template="chat")
     assert chat.decode(problem.prompt_ids) == "[system]Be brief.[user]1+1?[assistant]2[user]3+3?[assistant]"
-    assert "system turns" not in capsys.readouterr().out
     (problem,) = loaded(chat, row, template="chat-boxed")
-    assert "1 system turns, which only --template chat shows (row 1 first)" in capsys.readouterr().out
     assert chat.decode(problem.prompt_ids).startswith("[user]1+1?[assistant]2[user]3+3?\nPlease reason")
     asked = chat.decode(common.prompt_of([last], "open-rs", chat))
     assert asked.startswith("[system]A conversation between User and Assistant.") and asked.endswith(

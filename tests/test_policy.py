@@ -77,7 +77,8 @@ def dealt(batch, ranks: int, budget: int, chosen_R=None) -> list[list]:
     """Return the rows of each rank, of all responses unless some are chosen."""
     if chosen_R is None:
         chosen_R = torch.ones(len(batch.length_R)) > 0
-    return [batch.deal(chosen_R, SimpleNamespace(rank=rank, size=ranks), budget) for rank in range(ranks)]
+    chosen = chosen_R.nonzero()[:, 0].tolist()
+    return [batch.deal(chosen, SimpleNamespace(rank=rank, size=ranks), budget) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("seed", range(6))

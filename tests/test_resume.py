@@ -3,8 +3,6 @@
 tests/faults.py kills runs at random moments; here it is one moment.
 """
 
-import json
-import os
 import shutil
 import signal
 import time
@@ -32,7 +30,7 @@ def spoil_metrics(folder: Path, step: int) -> None:
 def check_resumed(engine, script: str, folder: Path, checkpoint: str, run) -> None:
     """Go on with a run; whether it is what it would have been."""
     output = engine(script=script, flags=[*flags_of(script, folder), "--resume"])
-    assert f"resumed from {folder}/checkpoints/{checkpoint}\n" in output
+    assert f"going on from {folder}/checkpoints/{checkpoint}\n" in output
     assert differences(folder, run.folder) == []
 
 
@@ -109,7 +107,7 @@ def test_a_kill_while_the_first_checkpoint_is_written(engine, cwgrpo_run, tmp_pa
     (checkpoints / "step-00002").rename(checkpoints / "step-00002.partial")
     (folder / "best").mkdir()
     assert "the run begins" in engine(script="cwgrpo", flags=[*flags_of("cwgrpo", folder), "--resume"])
-    assert differences(folder, cwgrpo_run.folder) == [] and (folder / "best.before").exists()
+    assert differences(folder, cwgrpo_run.folder) == [] and [*folder.glob("best.before-*")]
 
 
 @pytest.fixture
@@ -139,37 +137,20 @@ def go_on(run, **changes) -> tuple[int, int]:
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(run):
-    """They would stay those of --model. Half a shard, or one of another step or run, is refused, too."""
+    """They would stay those of --model. Half a shard is an error, too."""
     save(run, 2)
     [shard] = run.record.folder.glob("checkpoints/*/*.safetensors")
     whole = shard.read_bytes()
     shard.unlink()
-    with refused("step-00002 lacks a shard, or has one of another"):
+    with refused("step-00002 has 0 of its 1 shards"):
         go_on(run)
     shard.write_bytes(whole[:-1])
-    with refused("incomplete metadata"):
+    with refused("incomplete metadata", CheckpointException):
         go_on(run)
-    for number, step in ((run.record.number, 4), (5, 2)):
-        run.record.number = number
-        shard.write_bytes(whole)
-        save(run, step)
-        (run.record.folder / "checkpoints" / f"step-{step:05d}" / shard.name).write_bytes(whole)
-        with refused("lacks a shard, or has one of another"):
-            go_on(run)
-    save(run, 6)
+    shard.write_bytes(whole)
     run.policy.more = torch.nn.Parameter(torch.zeros(1))
     with refused(r"Missing key in checkpoint state_dict: policy\.more", CheckpointException):
         go_on(run)
-
-
-def test_figures_that_are_lost_are_said_to_be(run, capsys):
-    """Those that are left stay as they are."""
-    run.record.write("metrics.jsonl", "more")
-    save(run, 2)
-    figures = run.record.folder / "metrics.jsonl"
-    figures.write_text("before\n")
-    go_on(run)
-    assert figures.read_text() == "before\n" and "lacks figures of earlier steps" in capsys.readouterr().out
 
 
 def test_only_older_checkpoints_are_pruned(run, tmp_path):
@@ -179,47 +160,43 @@ def test_only_older_checkpoints_are_pruned(run, tmp_path):
     others = {"step-00100-copy2", "step-00101.partial", "step-other"}
     for name in others:
         (checkpoints / name).mkdir()
-    for step in (9, 99, 100, 100_000):
+    for step in (9, 99, 100, 10_000):
         left = save(run, step)
-    assert left == others | {"step-00100", "step-100000"}
-    assert go_on(run) == (100_000, 2)
-    shutil.rmtree(checkpoints / "step-100000")
-    save(run, 99)
-    assert go_on(run, checkpoints_kept=1) == (100, 2)
-    assert save(run, 101) == others - {"step-00101.partial"} | {"step-00101"}
+    assert left == others | {"step-00100", "step-10000"}
+    assert go_on(run, checkpoints_kept=1) == (10_000, 2)
+    assert save(run, 10_001) == others | {"step-10001"}
 
 
-def test_planned_checkpoints_are_kept(run):
-    """Table 3 of CW-GRPO needs the checkpoints of steps 100, 150 and 200. That of a stop takes no place."""
-    run.record.args.checkpoints_kept = 6
-    for step in range(50, 301):
+def test_checkpoints_are_planned(run):
+    """Table 3 of CW-GRPO needs those of steps 100, 150 and 200; a stop writes one, too."""
+    run.record.args.checkpoints_kept = 4
+    for step in range(50, 201):
         save(run, step, every=50)
     (run.record.folder / "stop").touch()
-    assert save(run, 301, every=50) == {f"step-{step:05d}" for step in (*range(50, 301, 50), 301)}
+    assert save(run, 201, every=50) == {f"step-{step:05d}" for step in (100, 150, 200, 201)}
 
 
-def evaluate(run, *averages):
+def evaluate(run, score):
     """Let a run compare its model with the best; return the weights of the best then."""
-    metrics = {f"eval/{number}/avg@2": average for number, average in enumerate(averages)} | {"reward": 1.0}
+    run.record.score = score
     with torch.no_grad():
         next(run.policy.parameters()).add_(1)
-    common.keep_best(run.policy, Path(run.record.args.model), torch.float32, metrics, run.record)
+    common.keep_best(run.policy, Path(run.record.args.model), 5, run.record)
     return (run.record.folder / "best" / "model.safetensors").read_bytes()
 
 
 def test_the_best_model_is_one_that_the_run_knows(run):
-    """By the mean of avg@n over the sets; of equals the first. The resumed run knows the best of the one before."""
-    averages = [(0.25, 0.25), (0.5, 0.125), (0.125, 0.25), (0.125, 0.5), (0.5, 0.25)]
-    found = [evaluate(run, *each) for each in averages]
+    """Of equals it is the first. The resumed run knows the best of the one before."""
+    found = [evaluate(run, score) for score in (0.5, 0.625, 0.375, 0.625, 0.75)]
     assert [found.index(best) for best in found] == [0, 1, 1, 1, 4]
     save(run, 2)
     assert go_on(run, eval_every=2) == (2, 2)
     assert evaluate(run, 0.7) == found[-1], "a worse model took its place"
 
 
-@pytest.mark.parametrize("call", ["shutil.copyfile", "save_torch_state_dict", "Path.rename", "shutil.rmtree"])
-def test_a_kill_while_the_best_model_is_replaced(run, tmp_path, monkeypatch, call):
-    """At whatever moment: the one before, or the new one, is there and whole."""
+@pytest.mark.parametrize("call", ["shutil.copyfile", "save_torch_state_dict"])
+def test_a_kill_while_the_best_model_is_written(run, tmp_path, monkeypatch, call):
+    """The one before is there and whole."""
 
     def killed(*_, **__):
         raise InterruptedError
@@ -243,44 +220,16 @@ def test_the_run_folder_and_the_flags_are_checked(run):
     save(run, 10)
     check("^--steps 9: the run has finished 10 steps", resume=True, steps=9)
     check(r"^--run-dir .*: a run that is alive writes there", resume=True)
-    (run.record.folder / "log.txt").rename(run.record.folder / "other")
-    for make in (lambda path: path.symlink_to("other"), os.mkfifo):
-        make(run.record.folder / "log.txt")
-        check(r"^--run-dir .*: .*/log.txt is a link or a pipe", resume=True)
-        (run.record.folder / "log.txt").unlink()
 
 
-def test_flags_name_the_same_files_from_another_folder(tmp_path, plain_python, monkeypatch):
-    """What is no path there stays as it is, and a link keeps its name."""
-    for name in ("a", "test", "b.py", "chat"):
-        (tmp_path / name).touch()
-    (tmp_path / "b").symlink_to("a")
-    args = common.Args(model="a", eval="a:test, org/set:test, b", reward="b.py:score", run_dir=f"{tmp_path}/run")
-    monkeypatch.chdir(tmp_path)
-    world = common.init_world()
-    common.Record(args, world).lock.close()
-    stored = json.loads(Path("run", "run.json").read_text())["args"]
-    paths = {
-        "model": f"{tmp_path}/a",
-        "eval": f"{tmp_path}/a:test, org/set:test, {tmp_path}/b",
-        "reward": f"{tmp_path}/b.py:score",
-        "template": "chat",
-    }
-    assert paths.items() <= stored.items()
-    monkeypatch.chdir("/")
-    common.Record(replace(args, **paths, resume=True), world).lock.close()
-
-
-def test_a_run_keeps_the_code_that_it_ran(plain_python, monkeypatch, tmp_path, capsys):
-    """And says where it goes on with other code."""
+def test_a_run_keeps_the_code_of_each_start(plain_python, monkeypatch, tmp_path):
     script = tmp_path / "mine.py"
     monkeypatch.setattr("sys.argv", [str(script)])
     args = common.Args(run_dir=str(tmp_path / "run"))
     world = common.init_world()
-    for text in ("first", "first", "second"):
+    for text in ("first", "second"):
         script.write_text(text)
         common.Record(args, world).lock.close()
         args = replace(args, resume=True)
     kept = [(tmp_path / "run" / "code" / version / "mine.py").read_text() for version in ("1", "2")]
     assert kept == ["first", "second"] and (tmp_path / "run" / "code" / "2" / "rewards.py").exists()
-    assert capsys.readouterr().out.count("the code has changed") == 1

@@ -137,9 +137,3 @@ def test_segments_of_a_step(tokenizer):
     segment_T = sspo.step_segments(batch, torch.tensor([True, True, False, True]), tokenizer, "\n\n", alone())
     by_response = [segment_T[batch.response_T == r].unique().tolist() for r in range(4)]
     assert by_response == [[0, 1, 2], [], [3], [4, 5]] and len(segment_T) == len(batch.response_T)
-
-
-def test_a_delimiter_is_ascii():
-    """BPE splits other characters, so that no text of a token would hold one."""
-    with pytest.raises(ValueError):
-        sspo.Args(delimiter="é")

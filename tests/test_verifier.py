@@ -41,10 +41,6 @@ def test_answers_are_never_run_as_code(verifier, tmp_path):
 OWN = """
 import csv, os, sys, time
 import common, helper
-from concurrent.futures import ProcessPoolExecutor
-
-def work():
-    pass
 
 def score(completion, row):
     if "boxed" not in completion:
@@ -69,7 +65,7 @@ ENDS = {
     "os._exit(0)": "timeout",  # pebble waits for a process that says that all is well
     "os._exit(3)": "crash",
     "bytearray(1 << 33)": "crash",
-    "bytearray(1 << 28)\nwith ProcessPoolExecutor(1) as pool: pool.submit(work).result(2)": "graded",
+    "bytearray(1 << 28)": "graded",
 }
 
 

@@ -29,10 +29,12 @@ from typing import Annotated, Literal
 import numpy as np
 import pandas
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
 from experiments import REPO
 from pydantic.dataclasses import dataclass
+from torch.distributed.checkpoint import state_dict as sharded
 from transformers import AutoTokenizer
 
 import common
@@ -141,19 +143,15 @@ def problems_of(protocol, tokenizer):
     return data
 
 
-def weights_of(path, folder, dtype):
-    """Yield (name, tensor) for each parameter of a model, in the format that `Sampler.load` takes. If `path` is a
-    checkpoint, the parameters are those of its policy. Otherwise they are those of the model in `folder`. A head that
-    is tied to the embedding is left out."""
-    config = common.config_of(folder)
-    if not is_checkpoint(path):
-        yield from common.model_class(config).from_pretrained(folder, dtype=dtype).named_parameters()
-        return
-    for name, parameter in common.empty_model(config).named_parameters():
-        # Each rank reads all tensors. Read one at a time, they need little memory.
-        weights = {f"policy.{name}": torch.empty(parameter.shape)}
-        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
-        yield name, weights[f"policy.{name}"].to(dtype)
+def policy_of(path, folder, protocol, world):
+    """Return the policy of the checkpoint `path` or, if that is no checkpoint, of the model in `folder`. It is in the
+    memory of the hosts, sharded over ranks, because the engine needs the memory of the GPUs."""
+    mesh = dist.init_device_mesh("cpu", (world.size,))
+    policy = common.load_policy(folder, protocol, world._replace(device=torch.device("cpu"), mesh=mesh))
+    if is_checkpoint(path):
+        weights = {"policy": sharded.get_model_state_dict(policy)}
+        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(path))
+    return policy
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -265,7 +263,7 @@ def main():
     common.check_context(common.config_of(folder).get_text_config(), protocol)
     verifier = common.Verifier(protocol, world, data.values())
     sampler = common.Sampler(folder, tokenizer, protocol, world)
-    sampler.load(weights_of(path, folder, sampler.dtype))
+    sampler.load(policy_of(path, folder, protocol, world))
     rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
     sampler.close()
     if world.rank == 0:
