@@ -38,7 +38,8 @@ from huggingface_hub import save_torch_state_dict, snapshot_download
 from pebble import ProcessPool
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, confloat, conint
 from torch.distributed.checkpoint import state_dict as sharded
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer, BatchFeature
 
@@ -885,11 +886,16 @@ def tis_factor(logp_T, sampler_logp_T, cap):
 
 
 def full_weights(policy, dtype):
-    """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather each one, so all must take them all."""
-    for name, parameter in policy.named_parameters():
-        whole = parameter.detach().to(dtype).full_tensor()
-        # The storage of a gathered tensor may include the padding of unequal shards, which would be saved with it.
-        yield name, whole.clone()
+    """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather the weights, a unit of FSDP at a time, so
+    all must take all of them."""
+    for path, unit in policy.named_modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
+            for name, parameter in unit.named_parameters():
+                if not isinstance(parameter, DTensor):  # a unit inside this unit has DTensors, which are shards
+                    # A copy, because vLLM keeps a tensor until its layer is complete, after the unit is released.
+                    yield f"{path}.{name}".removeprefix("."), parameter.detach().to(dtype, copy=True)
+            unit.reshard()
 
 
 # Suffixes of the files that a trained model takes over from the folder of --model; "" is for LICENSE.

