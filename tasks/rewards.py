@@ -10,6 +10,8 @@ would count a response as right for its format alone. docs/gpg.md lists differen
 import re
 
 import numpy as np
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
 
 from lib.grading import judge
 
@@ -52,8 +54,6 @@ def option(completion, row):
     is such as "(B) left". math_verify reads the text between the answer's tags or, if there is none, the whole
     completion. Source: undyingjoker/GPG_OPENRS at a888899,
     VisualThinker-R1-Zero/src/eval/evaluate_Qwen2_VL_CVBench.py."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
-
     in_tags = re.search(r"<answer>\s*(.*?)\s*</answer>", completion)
     answer = in_tags.group(1) if in_tags else ""
     letters = "ABCDEFabcdef"
@@ -98,9 +98,6 @@ def read_latex(completion, answer):
     """Parse the reference and a completion as open-r1's reward does, and return both as math_verify's expressions. In
     the completion, the reward reads only LaTeX: a box or, if there is none, the expression after words such as "the
     final answer is"."""
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse
-
     gold = parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig()], extraction_mode="first_match")
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True, malformed_operators=False),
@@ -114,8 +111,6 @@ def open_r1(completion, answer, problem):
     """Return 1.0 if the answer is right by the reward of open-r1, with which CW-GRPO trains, else 0.0. Source:
     `accuracy_reward` of WangCheng0116/CW-GRPO at 4d46a2c, src/open_r1/rewards.py. If the source cannot read the
     reference, it returns None, and this function returns 0.0."""
-    from math_verify import verify
-
     gold, found = read_latex(completion, answer)
     return float(verify(gold, found))
 
@@ -126,8 +121,6 @@ def open_r1_gpg(completion, answer, problem):
     reference when it calls `verify`, which matters for sets and relations: 1 <= x <= 2 is right for [1,2], and (2,oo)
     is wrong for x > 2. Source: undyingjoker/GPG_OPENRS at d23ffc0, open-r1/src/open_r1/rewards.py, for math_verify
     0.5.2."""
-    from math_verify import verify
-
     gold, found = read_latex(completion, answer)
     return float(not gold or verify(found, gold))
 
@@ -136,8 +129,6 @@ def lighteval(completion, answer, problem):
     """Return 1.0 if the answer is right by the evaluators of GPG and CW-GRPO, else 0.0. They read LaTeX, and a box
     before other LaTeX, or a plain number, and they compare 5 digits. Source: undyingjoker/GPG_OPENRS at d23ffc0,
     open-r1/src/open_r1/evaluate.py."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
     found = parse(completion, [ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0)])
     return float(verify(parse(rf"\boxed{{{answer}}}"), found, 5))
 
@@ -145,6 +136,4 @@ def lighteval(completion, answer, problem):
 def math_verify(completion, answer, problem):
     """Return 1.0 if math_verify, with its default settings, finds the right answer in the completion, with or without a
     box, else 0.0."""
-    from math_verify import parse, verify
-
     return float(verify(parse(rf"\boxed{{{answer}}}"), parse(completion)))

@@ -32,15 +32,15 @@ def data(tmp_path, monkeypatch):
     return tmp_path
 
 
-def logged(folder: Path, rows: list[dict], script: Path = ROOT / "sspo.py", **flags) -> Path:
+def logged(folder: Path, rows: list[dict], script: Path = ROOT / "sspo.py", command: str = "", **flags) -> Path:
     """Write the folder of a run of a script that logged these rows."""
-    code = folder / "code" / "1"
+    code = folder / "code" / f"{len([*folder.glob('code/*')])}"
     code.mkdir(parents=True)
     for file in (script, ROOT / "common.py"):
         shutil.copy(file, code)
     write(folder / "metrics.jsonl", *rows)
-    args = {"script": script.stem} | flags | {"run_dir": str(folder)}
-    (folder / "run.json").write_text(json.dumps({"args": args, "code": [script.read_text()]}))
+    args = {"script": script.stem, "reward": "math"} | flags | {"run_dir": str(folder)}
+    (folder / "run.json").write_text(json.dumps({"args": args, "command": command}))
     return folder
 
 
@@ -55,7 +55,7 @@ def test_arms_are_experiments_of_equal_responses_and_steps():
 
 def seed_of(seed: int, rows: list[dict]) -> plot.Run:
     """Return a run that logged these rows."""
-    return plot.Run(Path(), {}, seed, [], pandas.DataFrame([{"step": 1} | row for row in rows]))
+    return plot.Run(Path(), {}, seed, "", set(), pandas.DataFrame([{"step": 1} | row for row in rows]))
 
 
 def test_mean_error_and_paired_difference_by_hand():
@@ -65,9 +65,9 @@ def test_mean_error_and_paired_difference_by_hand():
         "b": [seed_of(seed, [{"reward": seed / 10 + seed % 2 / 10 + 0.3}]) for seed in range(1, 6)],
     }
     # 0.4, 0.3, 0.4, 0.3, 0.4 apart
-    assert sweep.cells_of("reward, end", runs, []) == ["0.3 ± 0.071", "0.66 (**+0.36 ± 0.024**)"]
+    assert sweep.cells_of("reward, end", runs) == ["0.3 ± 0.071", "0.66 (**+0.36 ± 0.024**)"]
     runs["b"][4] = seed_of(5, [{"kl": 7}])
-    assert sweep.cells_of("reward, end", runs, []) == ["0.3 ± 0.071", "–"]
+    assert sweep.cells_of("reward, end", runs) == ["0.3 ± 0.071", "–"]
 
 
 def test_runs_are_grouped_by_their_settings(data, capsys):
@@ -93,8 +93,8 @@ def test_a_run_that_lacks_steps_of_a_figure_is_named(data, capsys):
     sweep.table([cut, broken], ("reward, steps 2–8", "reward, steps 1–2", "eval, mean"))
     said = capsys.readouterr().out
     assert re.search(r"\nrun +1 +– +0.5 +–\nb +1 +– +0.5 +0.2\n", said)
-    assert f"\n{cut}: no reward, steps 2–8, as its last step is 3\n{broken}: no reward, steps 2–8, as " in said
-    assert f" it is not finite at step 3\n{cut}: no eval, mean, as its last step is 3\nrun: the first\n" in said
+    assert f"{cut}: no reward, steps 2–8, as its last step is 3\n{broken}: no reward, steps 2–8, as " in said
+    assert f" it is not finite at step 3\n{cut}: no eval, mean, as its last step is 3\n" in said
 
 
 MISTAKES = """
@@ -106,7 +106,6 @@ table run-seed1 --figures reward > names no steps
 table run-seed1 --figures 'reward, last 10 steps' > names no steps
 plot > name run folders
 plot empty > empty: no step is logged there
-plot step0 > nothing is logged there yet that is drawn
 plot run-seed1 --panels nosuch > {'nosuch'}
 plot run-seed1 -o old.nosuch > Format 'nosuch'
 plot run-seed1 -o none/a.png > none/a.png: .*No such file
@@ -150,15 +149,6 @@ def test_a_fork_is_another_method(data, fork, capsys):
     assert "\na script=mine lr=1: script=mine lr=1\n" in capsys.readouterr().out
 
 
-def test_nothing_is_written_through_a_link(data, tmp_path):
-    """A stranger's run folder may hold one."""
-    run = logged(data / "a-seed1", [{"step": 1, "reward": 1}], seed=1)
-    (tmp_path / "mine").write_text("precious")
-    (run / "curves.png").symlink_to(tmp_path / "mine")
-    plot.main((run,))
-    assert (tmp_path / "mine").read_text() == "precious" and not (run / "curves.png").is_symlink()
-
-
 def test_runs_of_other_code_are_not_pooled_in_silence(data, fork, capsys):
     """In table and picture alike."""
     runs = [logged(data / "a-seed1", [{"step": 1, "reward": 1}], fork, seed=1)]
@@ -168,53 +158,41 @@ def test_runs_of_other_code_are_not_pooled_in_silence(data, fork, capsys):
     assert f"{runs[0]} and {runs[1]}: the same script, the same flags, but different code" in capsys.readouterr().err
 
 
-def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork, tmp_path):
-    """A run that has finished stays; one that was cut off goes on. A run of other code has another folder. Fork and
-    baseline have flags of their own, and their names say only these."""
-    asked = []
-    monkeypatch.chdir(tmp_path)
+def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
+    """A run that has finished stays, and one that was cut off goes on: here those of seed 2, at their first start. Beside
+    runs of other code or flags nothing runs, unless the sweep has another name. Names say only the flags of one's own.
+    """
+    started = []
+
+    def launch(words, folder, script):
+        started.append(folder)
+        command = [script or "sspo.py", *command_of(words[0], words[1:])[1:]]
+        goes_on = folder.exists()
+        logged(folder, [{"step": 1, "reward": 1}], Path(command[0]), shlex.join(command), seed=folder.name[-1])
+        if goes_on or folder.name[-1] != "2":
+            (folder / "model").mkdir()
+
+    def begin(*flags):
+        """Return the runs that a sweep starts."""
+        started.clear()
+        words = ["grpo-toy", f"{fork}:grpo-toy,--lr,1", "--seeds", "1", "2", "--steps", "5", *flags]
+        monkeypatch.setattr("sys.argv", ["sweep.py", "sweep", *words])
+        assert not sweep.main()
+        return [str(folder.relative_to(data)) for folder in started]
+
     monkeypatch.setattr(sweep, "RUNS", data)
-    monkeypatch.setattr(sweep, "launch", lambda words, folder, script: asked.append((words, folder, script)))
-    script, *flags = command_of("grpo-toy", ["--steps", "5"])
-    ours = data / "steps-5" / sweep.code_of([script, *flags])
-    own = [str(fork), *command_of("grpo-toy", ["--lr", "1", "--steps", "5"])[1:]]
-    first = data / "steps-5" / sweep.code_of(own)
-    finished = {first / f"mine-grpo-toy-lr-1-seed{seed}": (fork, seed) for seed in (1, 2, 3)}
-    finished[ours / "grpo-toy-seed1"] = (ROOT / "sspo.py", 1)
-    for folder, (script, seed) in finished.items():
-        logged(folder, [{"step": 3, "reward": 1}], script, seed=seed)
-        (folder / "model").mkdir()
-    (ours / "grpo-toy-seed2" / "checkpoints").mkdir(parents=True)
-    words = ["grpo-toy", f"{fork}:grpo-toy,--lr,1", "--steps", "5"]
-    monkeypatch.setattr("sys.argv", ["sweep.py", "sweep", *words])
-    assert not sweep.main()
-    for seed, (flags, folder, script) in enumerate(asked, 2):
-        assert (folder, script) == (ours / f"grpo-toy-seed{seed}", "")
-        assert flags == ["grpo-toy", "--steps", "5", f"--seed={seed}", f"--run-dir={folder}", "--resume"]
-    assert len(asked) == 2
+    monkeypatch.setattr(sweep, "launch", launch)
+    runs = ["grpo-toy-seed1", "mine-grpo-toy-lr-1-seed1", "grpo-toy-seed2", "mine-grpo-toy-lr-1-seed2"]
+    assert begin() == [f"steps-5/{name}" for name in runs]
+    assert begin() == [f"steps-5/{name}" for name in runs[2:]]
+    assert begin() == []
     fork.write_text(fork.read_text() + "# changed")
-    sweep.main()
-    anew = [folder for _, folder, script in asked if script == str(fork)]
-    assert len(anew) == 3 and not {*anew} & {*finished}
-
-
-def test_a_command_is_known_by_all_that_it_reads(tmp_path, monkeypatch):
-    """By its words, and by the files that they name or that lie beside or in these: a reward, a data set, a model. A
-    flag may be a folder and mean none."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep, "OURS", [])
-    files = [*map(Path, ("a.jsonl", "own/reward.py", "b.jsonl", "own/beside.py", "model/part/config.json"))]
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    command = ["sspo.py", "--dataset=a.jsonl", "--reward", "own/reward.py:score", "--eval=b.jsonl,c.jsonl"]
-    command += ["--model", "model", "--delimiter=.", f"--run-dir={'long' * 99}"]
-    codes = {sweep.code_of(command), sweep.code_of([*command, "--lr=1"]), sweep.code_of()}
-    for file in files:
-        file.write_text("new")
-        codes.add(sweep.code_of(command))
-    Path("other").touch()
-    assert len(codes | {sweep.code_of(command)}) == 8
+    with refused(f"other code or flags: rm -r {data}/steps-5/{runs[1]} {data}/steps-5/{runs[3]}, or"):
+        begin()
+    assert begin("--name", "other") == [f"other/{name}" for name in runs]
+    with refused(f"other code or flags: rm -r {data}/other/{runs[0]} "):
+        begin("--name", "other", "--kl-coef=1")
+    assert not started
 
 
 def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch):
@@ -232,7 +210,6 @@ def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch
     monkeypatch.chdir(data)
     claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end"}
     monkeypatch.setattr(claims, "CLAIMS", {"real": claim})
-    monkeypatch.setattr(claims, "LISTS", {"pictures": {}})
     (data / "changed.py").touch()
     commit = "git init -q && git add . && git -c user.name=a -c user.email=b commit -qm a"
     subprocess.run(commit, shell=True, cwd=data, check=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import eval as evaluation
 import numpy as np
@@ -46,12 +47,6 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
     (step / "manifest.json").touch()
     best = tmp_path / "best"
     best.mkdir()
-    for path in (tmp_path, best, tmp_path / "checkpoints" / "step-0014"):
-        with refused(f"/{path.name}.* is no model: .*; its last checkpoint is {step}"):
-            evaluation.protocol_of("", path)
-    for folder in (best, tmp_path / "model"):
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").touch()
     models = {tmp_path.name: f"{tmp_path}/model", "best": f"{best}", step.name: "first"}
     for path in (tmp_path, best, step):
         found = vars(evaluation.protocol_of("", path))
@@ -61,10 +56,10 @@ def test_a_run_is_evaluated_as_it_evaluates(tmp_path):
 
 
 def test_code_that_a_run_names_is_not_run(tmp_path, monkeypatch):
-    """It is asked for again: a run folder may be a stranger's."""
-    (tmp_path / "run.json").write_text(
-        json.dumps({"args": {"reward": "mine.py:score", "eval": "a", "steps": 0, "model": "m"}})
-    )
+    """It is asked for again: a run folder may be a stranger's. Paths lead from where the run was started."""
+    args = {"reward": "mine.py:score", "eval": "a", "steps": 0, "model": "m"}
+    (tmp_path / "run.json").write_text(json.dumps({"args": args, "cwd": str(tmp_path)}))
+    monkeypatch.chdir("/")
     for flags, said in (
         ("--reward-seconds 20", "reward mine.py:score"),
         ("--reward math --temperature 2", "temperature has no"),
@@ -72,6 +67,7 @@ def test_code_that_a_run_names_is_not_run(tmp_path, monkeypatch):
         monkeypatch.setattr("sys.argv", ["eval.py", str(tmp_path), *flags.split()])
         with refused(f"^--{said}"):
             evaluation.main()
+    assert Path.cwd() == tmp_path
 
 
 def test_an_average_is_over_sets_or_over_questions():

@@ -19,8 +19,8 @@ HOSTILE = [
 def test_the_page_is_one_harmless_file(tmp_path, monkeypatch):
     """Of hostile tokens. Nothing in it comes from elsewhere, and the text of a model opens no element."""
     decode = SimpleNamespace(batch_decode=lambda rows: [HOSTILE[token] for (token,) in rows])
-    monkeypatch.setattr(tokens, "AutoTokenizer", SimpleNamespace(from_pretrained={str(tmp_path): decode}.get))
-    about = {"args": {"model": str(tmp_path), "seed": 1}, "code": []}
+    monkeypatch.setattr(tokens, "AutoTokenizer", SimpleNamespace(from_pretrained={tmp_path / "samples": decode}.get))
+    about = {"cwd": str(tmp_path), "args": {"model": "samples", "seed": 1}}
     (tmp_path / "run.json").write_text(json.dumps(about))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "samples").mkdir()

@@ -39,7 +39,7 @@ def said(tmp_path, capsys, first=None, last=None) -> str:
     rows = [{"step": step + 1, **WELL, **((first if step < 10 else last) or {})} for step in range(20)]
     write(tmp_path / "metrics.jsonl", *rows)
     args = {"max_grad_norm": 1.0, "max_response_tokens": 64, "seed": 1}
-    (tmp_path / "run.json").write_text(json.dumps({"args": args, "code": []}))
+    (tmp_path / "run.json").write_text(json.dumps({"args": args}))
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "train-step00010.txt").write_text(SAMPLES)
     why.main(tmp_path)
@@ -55,12 +55,6 @@ def test_a_trouble_is_said(tmp_path, capsys, trouble):
 def test_a_run_whose_rewards_are_fractions_is_not_said_to_have_no_right_response(tmp_path, capsys):
     """4.4 of 8 responses cannot be right."""
     assert said(tmp_path, capsys, last={"reward": 0.55, "all_wrong_share": 1}).startswith("troubles: 0; ")
-
-
-def test_without_figures_of_grading_the_others_are_judged(tmp_path, capsys, monkeypatch):
-    monkeypatch.delitem(WELL, "verifier/crash")
-    text = said(tmp_path, capsys, last={"clip_fraction": 0.4})
-    assert text.startswith("no verifier/… is logged") and "\ntroubles: 1; " in text
 
 
 def test_a_healthy_run_has_no_troubles(tmp_path, capsys):

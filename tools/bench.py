@@ -1,9 +1,9 @@
 """Measure how fast the policy trains, and how long a step takes beside TRL's. Compute which GPUs a model should fit.
 
     python tools/bench.py fit
-    python tools/bench.py policy --model tasks/toy/model --tokens 4096 --lengths 64 256
-    python tools/bench.py policy --model qwen2.5-1.5b --tokens 16384 65536 --lengths 1024    with random weights
-    torchrun --nproc-per-node 8 tools/bench.py policy --model Qwen/Qwen2.5-Math-7B --lengths 1024 4096
+    python tools/bench.py policy --model tasks/toy/model --micro-batch-tokens 4096 --length 64
+    python tools/bench.py policy --model qwen2.5-1.5b --micro-batch-tokens 65536    with random weights
+    torchrun --nproc-per-node 8 tools/bench.py policy --model Qwen/Qwen2.5-Math-7B
     python tools/bench.py trl [-- --temperature 2 --max-response-tokens 200]
     python tools/bench.py trl --shape qwen2.5-0.5b -- --max-response-tokens 512
 
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +33,6 @@ import tyro
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import common
-from lib.answers import last_boxed
 from lib.layers import LOGITS_AT_ONCE
 
 GIB = 2**30
@@ -56,10 +54,6 @@ SHAPES = {  # For each shape, the values of the settings NAMES.
     "qwen2.5-7b": (3584, 18_944, 28, 28, 4, 152_064, False),
     "qwen2.5-32b": (5120, 27_648, 64, 40, 8, 152_064, False),
 }
-
-
-# FLOP/s of an H100 and an H200 for dense products in bf16, by NVIDIA's data sheets of the SXM cards.
-PEAK = 989e12
 
 
 def config_of(shape, **more):
@@ -91,49 +85,39 @@ def random_model(shape, folder):
 
 
 # ----------------------------------------------------------------------------------------------------------- throughput
-def policy(
-    args: tyro.conf.OmitArgPrefixes[common.Args], tokens: tuple[int, ...] = (16384,), lengths: tuple[int, ...] = (256,)
-):
-    """For each of the sizes `tokens` and each of the `lengths`, train on micro-batches of so many tokens in sequences
-    of such a length. Print the tokens that a process takes in a second, through a forward and a backward pass under
-    FSDP. On a GPU, also print the memory in use. On an H100 or H200, also print the share of the peak FLOP/s, with 6
-    FLOP for each token and weight. On one process --model may be a key of SHAPES. The lines are also in log.txt of
-    runs/bench-…. --micro-batch-tokens has no effect here."""
+def policy(args: tyro.conf.OmitArgPrefixes[common.Args], length: int = 1024):
+    """Train on micro-batches of --micro-batch-tokens, in sequences of `length` tokens. Print the tokens that a process
+    takes in a second, through a forward and a backward pass under FSDP, and the TFLOP/s, with 6 FLOP for each token and
+    weight. On a GPU, also print the memory in use. On one process --model may be a key of SHAPES. The lines are also in
+    log.txt of runs/bench-…."""
     world = common.init_world()
     record = common.Record(args, world)
     with tempfile.TemporaryDirectory() as home:
         model = random_model(args.model, Path(home, "model")) if args.model in SHAPES else args.model
         policy = common.load_policy(model, args, world)
     optimizer = common.adamw(policy, 0.0, args)
-    record.say(f"{args.model}, {common.compute_dtype(args, world)}, {world.size} processes")
-    weights = sum(parameter.numel() for parameter in policy.parameters())
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    for size, length in product(tokens, lengths):
-        # The memory that is measured must not hold a micro-batch of another size.
-        torch.cuda.empty_cache()
-        prompt = length // 8
-        ids = np.arange(length - prompt) % 256
-        rollout = common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)
-        group = common.Group(common.Problem("", [0] * prompt, "0"), [rollout], reward_G=torch.zeros(1))
-        count = max(1, size // length)
-        micro = common.Batch([group] * count).pack(range(count), world.device)
-        seconds = []
-        # The first pass compiles. From the second pass on, AdamW's moments are in memory.
-        for _ in range(5):
-            record.start_step()
-            with record.phase("train"):
-                logp_T, _ = policy(micro)
-                logp_T.sum().backward()
-            seconds.append(record.metrics["seconds/train"])
-            # The end of the phase waits for the GPU, so the next pass is timed alone.
-            with record.phase("step"):
-                optimizer.step()
-                optimizer.zero_grad()
-        speed = count * length / np.median(seconds[2:])
-        line = f"{count:6d} x {length:6d} tokens: {speed:9.0f} tokens/s"
-        if "H100" in card or "H200" in card:
-            line += f"  {6 * speed * weights / PEAK:.1%} of {PEAK / 1e12:.0f} TFLOP/s"
-        record.say(f"{line}  {record.metrics['memory_gib/train']:.2f} GiB")
+    prompt = length // 8
+    ids = np.arange(length - prompt) % 256
+    rollout = common.Rollout(ids, np.zeros(len(ids), np.float32), "", False)
+    group = common.Group(common.Problem("", [0] * prompt, "0"), [rollout], reward_G=torch.zeros(1))
+    count = max(1, args.micro_batch_tokens // length)
+    micro = common.Batch([group] * count).pack(range(count), world.device)
+    seconds = []
+    # The first pass compiles. From the second pass on, AdamW's moments are in memory.
+    for _ in range(5):
+        record.start_step()
+        with record.phase("train"):
+            logp_T, _ = policy(micro)
+            logp_T.sum().backward()
+        seconds.append(record.metrics["seconds/train"])
+        # The end of the phase waits for the GPU, so the next pass is timed alone.
+        with record.phase("step"):
+            optimizer.step()
+            optimizer.zero_grad()
+    speed = count * length / np.median(seconds[2:])
+    flops = 6 * speed * sum(parameter.numel() for parameter in policy.parameters())
+    record.say(f"{args.model}, {common.compute_dtype(args, world)}, {world.size} processes, {count} x {length} tokens")
+    record.say(f"{speed:.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s, {record.metrics['memory_gib/train']:.2f} GiB")
     torch.distributed.destroy_process_group()
 
 
@@ -192,12 +176,6 @@ def fit(tokens: int = common.Args.micro_batch_tokens, activation_checkpointing: 
 
 
 # ---------------------------------------------------------------------------------------------------------- against TRL
-def boxed_right(completions, answer, **_):
-    """Return a reward for each completion: 1.0 if the text in its last box is exactly the answer, else 0.0. TRL calls
-    this function."""
-    return [float(last_boxed(text) == gold) for text, gold in zip(completions, answer, strict=True)]
-
-
 def chance(*_):
     """Return a random reward for one completion: 0.0 or 1.0. With it, nearly every group has a gradient, even if the
     model has random weights. sps.py calls this function."""
@@ -219,7 +197,6 @@ def trl_flags(args, data, processes):
     cuda = torch.cuda.is_available()
     responses = args.prompts_per_step * args.group_size // processes
     at_once = math.gcd(responses, 32) if cuda else responses
-    reward = "chances" if args.reward.endswith(":chance") else "boxed_right"
     return [
         f"--model_name_or_path={args.model}",
         f"--dataset_name={data}",
@@ -231,7 +208,7 @@ def trl_flags(args, data, processes):
         f"--temperature={args.temperature}",
         f"--learning_rate={args.lr}",
         f"--max_steps={args.steps}",
-        f"--reward_funcs=tools.bench.{reward}",
+        "--reward_funcs=tools.bench.chances",
         "--loss_type=grpo",
         "--dtype=float32",
         f"--bf16={cuda}",
@@ -278,33 +255,32 @@ def phases(run):
 
 def trl(shape: str = "", flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     """Run GRPO with sps.py, and then with TRL's own script (pip install trl==1.16.0). Print the time of a step for
-    both, or end with an error if one of them fails. A step has one update and 16 x 8 responses. Weights are float32. If
-    there are GPUs, both run on them in bf16, and TRL samples with vLLM in its own processes. Otherwise both run on two
-    processes in float32, and TRL samples without vLLM.
+    both, or end with an error if one of them fails. A step has one update and 16 x 8 responses. Rewards are random, and
+    the learning rate is 0. Weights are float32. If there are GPUs, both run on them in bf16, and TRL samples with vLLM
+    in its own processes. Otherwise both run on two processes in float32, and TRL samples without vLLM.
 
     Args:
-        shape: a key of SHAPES, for random weights, random rewards and a learning rate of 0; empty: the toy
+        shape: a key of SHAPES, for random weights; empty: the toy
         flags: after --, flags of sps.py, such as another --model; TRL gets the flags that mean the same
     """
     processes = torch.cuda.device_count() or 2
     threads = str(os.cpu_count() // processes or 1)
     env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
-    if not torch.cuda.is_available():
-        env["CPU"] = "1"
     ours = ["./run.sh", "sps-grpo-toy", "--kl-coef=0", "--prompts-per-step=16", "--steps=25", "--eval="]
+    ours += ["--reward=tools/bench.py:chance", "--lr=0"]
     its = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "-m", "trl.scripts.grpo"]
     print(f"{processes} processes, OMP_NUM_THREADS={threads}", flush=True)
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")
         if shape:
             model = random_model(shape, Path(home, "model"))
-            ours += ["--model", model, "--reward=tools/bench.py:chance", "--lr=0"]
+            ours += ["--model", model]
         print(f"sps.py  {pace([*ours, *flags, '--run-dir', run], env)}: {phases(run)}", flush=True)
         shutil.rmtree(run / "checkpoints")
         args = SimpleNamespace(**json.loads((run / "run.json").read_text())["args"])
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
-        rows = [{"prompt": tokenizer.decode(each.prompt_ids), "answer": each.answer} for each in problems]
+        rows = [{"prompt": tokenizer.decode(each.prompt_ids)} for each in problems]
         datasets.Dataset.from_list(rows).to_json(f"{home}/data/train.jsonl")
         print(f"TRL     {pace([*its, *trl_flags(args, f'{home}/data', processes)], env)}", flush=True)
 

@@ -10,10 +10,9 @@ or with OMP_NUM_THREADS threads. Seed 1 of all arms of a claim runs first, then 
 once. At the end of a run, the metrics that its claims need become docs/data/ARM-seedS.csv, below comments with the
 commit, CPU, versions, date and command. A run whose csv file exists is not repeated. Delete the file to repeat the run,
 for instance if a claim needs a metric that the file lacks. A run that was cut off continues from its checkpoint. It
-begins again if it has no checkpoint, if its arm has stops, or if the code has changed. runs/claims/CODE, where CODE is
-a hash of the code, has the files and the output of the runs, except weights; ./run.sh plot can draw them while they
-run. The table of a claim is docs/tables/NAME.md, and its picture is docs/claims-NAME.png. claims.toml lists one more
-picture.
+begins again if it has no checkpoint, if its arm has stops, or if the code or a flag has changed. runs/claims has the
+files and the output of the runs, except weights; ./run.sh plot can draw them while they run. The table of a claim is
+docs/tables/NAME.md, and its picture is docs/claims-NAME.png.
 
 On a core of its own, a run takes about 4 minutes and 2.5 GiB, or up to 8 minutes if its arm has stops. A run of the
 claim `real`, whose model ./run.sh sspo-135m makes, takes half an hour on two cores and up to 12 GiB. Ctrl-C ends all
@@ -92,18 +91,18 @@ def write(folder, about):
 
 def run(folder):
     """Run an arm with a seed in the folder ARM-seedS, write the csv file, and delete the weights. The run continues
-    from its last checkpoint if there is one. If the arm has stops, the run begins again, and the model is evaluated at
-    each stop. Raises CalledProcessError if the run or an evaluation fails."""
+    from its last checkpoint if there is one. If its code or a flag has changed or the arm has stops, the run begins
+    again. At each stop the model is evaluated. Raises CalledProcessError if the run or an evaluation fails."""
     arm, _, seed = folder.name.rpartition("-seed")
     experiment, *flags = ARMS[arm].split()
-    words = [experiment, "--eval-every=60", "--checkpoint-every=1000", *flags]
-    about = origin(f"./run.sh {' '.join(words)} --seed={seed}")  # Before the run: a new commit may come while it runs.
-    if arm in STOPS:
+    words = [experiment, "--eval-every=60", "--checkpoint-every=1000", *flags, f"--seed={seed}"]
+    about = origin(f"./run.sh {' '.join(words)}")  # Before the run: a new commit may come while it runs.
+    if arm in STOPS or sweep.outdated(words, folder):
         shutil.rmtree(folder, ignore_errors=True)
-    else:
-        sweep.train(words, seed, folder)
+    if arm not in STOPS:
+        sweep.train(words, folder)
     for step in STOPS.get(arm, ()):
-        sweep.train([*words, f"--steps={step}"], seed, folder)
+        sweep.train([*words, f"--steps={step}"], folder)
         out = f"--out={folder}/eval-step{step}.json"
         # SPS's paper evaluates with these flags.
         as_sps = ["--eval-samples=64", "--eval-temperature=0.7", "--greedy-logp"]
@@ -127,7 +126,7 @@ def page(name):
     rows = [["", *(f"{arm} ({len(runs)})" for arm, runs in methods.items())]]
     for figure in claim["figures"].splitlines():
         metric, how = figure.split(", ", 1)
-        cells = sweep.cells_of(figure, methods, [])
+        cells = sweep.cells_of(figure, methods)
         if len(rows) > 2:  # Only the first two figures decide a claim, so only they have bold cells.
             cells = [cell.replace("**", "") for cell in cells]
         rows.append([f"`{metric}`, {how}", *cells])
@@ -158,21 +157,18 @@ def main(
         names: claims whose missing runs are run
         jobs: number of runs at a time
     """
-    code = sweep.code_of()
     missing = {}
     for name in names:
         for seed, arm in itertools.product(seeds, CLAIMS[name]["arms"].split()):
-            folder = RUNS / code / f"{arm}-seed{seed}"
+            folder = RUNS / f"{arm}-seed{seed}"
             if not (DATA / f"{folder.name}.csv").exists():
                 missing[folder] = None  # Two claims may have the same arm, and a dict has a key once.
     failed = sweep.run_all(run, missing, jobs)
-    for name in CLAIMS:
+    for name, claim in CLAIMS.items():
         (DOCS / "tables" / f"{name}.md").write_text(page(name))
-    pictures = LISTS["pictures"] | {f"claims-{name}": claim for name, claim in CLAIMS.items()}
-    for name, picture in pictures.items():
-        panels = picture["panels"].split()
+        panels = claim["panels"].split()
         if panels:
-            plot.draw_curves(runs_of(picture), panels, DOCS / f"{name}.png")
+            plot.draw_curves(runs_of(claim), panels, DOCS / f"claims-{name}.png")
     return failed
 
 

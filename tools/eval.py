@@ -12,12 +12,13 @@
 All other flags of the scripts, and those of `Protocol`, replace the protocol's: --template, --reward, --eval-samples,
 --eval-temperature, --max-response-tokens, --chat-template-kwargs, --compute-dtype, --seed and so on. Numbers are in
 percent, except log-probs, which are in nats, and the mean of a reward that has other values than 0 and 1.
-docs/evaluation.md names the sources.
+docs/evaluation.md names the sources. Relative paths in flags lead from the folder in which the run was started.
 """
 
 import itertools
 import json
 import math
+import os
 import sys
 import time
 import tomllib
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from experiments import REPO
+from experiments import ROOT
 from pydantic.dataclasses import dataclass
 from torch.distributed.checkpoint import state_dict as sharded
 from transformers import AutoTokenizer
@@ -64,7 +65,7 @@ common.PROMPTS["r1-eval"] = {
     "where ANSWER is just the final number or expression that solves the problem. Think step by step before "
     "answering.\n\n{problem}",
 }
-LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text().replace("REPO/", REPO))
+LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text().replace("REPO", str(ROOT)))
 SETS = LISTS["sets"]
 PROTOCOLS = LISTS["protocols"]
 # Flags of the scripts that one might take for flags of an evaluation, and what does that.
@@ -94,21 +95,21 @@ def is_checkpoint(path):
 
 
 def run_of(path):
-    """Return the run folder that `path` is or lies in, and the flags of this run. If there is no such folder, return
-    the folder runs/ and no flags."""
+    """Return the run folder that `path` is or lies in, the flags of this run, and the folder in which the run was
+    started. If there is no such run folder, return the folder runs/, no flags and the current folder."""
     for folder in (path, *path.parents[:2]):
         if (folder / "run.json").is_file():
             run = json.loads((folder / "run.json").read_text())
-            return folder, run["args"]
-    return Path("runs"), {}
+            return folder, run["args"], run.get("cwd", ".")
+    return Path("runs"), {}, "."
 
 
 def protocol_of(name, path):
     """Return a protocol. With a name, return the protocol of this name. Otherwise, if `path` belongs to a run, return
     the way in which the run evaluates while it trains. Otherwise return a protocol with the prompt chat-boxed. The
     protocol's model is the folder that has the tokenizer. For a checkpoint, that is the model with which its run began.
-    Raises Refused if the run has no such model."""
-    run, flags = run_of(path)
+    """
+    run, flags, _ = run_of(path)
     if name:
         protocol = Protocol(**PROTOCOLS[name])
     elif flags:
@@ -118,10 +119,6 @@ def protocol_of(name, path):
     protocol.model = str(path / "model" if path == run else path)
     if flags and (is_checkpoint(path) or (path == run and not flags["steps"])):
         protocol.model = flags["model"]
-    elif flags:
-        last = [f"; its last checkpoint is {each}" for each in common.checkpoints_of(run / "checkpoints")[-1:]]
-        there = Path(protocol.model, "config.json").is_file()
-        common.require(there, f"{protocol.model} is no model: the run was stopped, or never had it{''.join(last)}")
     return protocol
 
 
@@ -242,6 +239,9 @@ def main():
     path = Path(args.model)
     if path.exists():
         path = path.resolve()  # A checkpoint may be named from inside its run, or by a link.
+    run, _, start = run_of(path)
+    if Path(start).is_dir():
+        os.chdir(start)  # Paths in the run's flags lead from there.
     usual = protocol_of(args.protocol, path)
     code = usual.reward
     if ":" in code:
@@ -267,9 +267,10 @@ def main():
     rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
     sampler.close()
     if world.rank == 0:
-        print(f"\nweights of {path}, after step {step}\n{table_of(args.protocol, protocol, rows).to_string()}")
+        print(f"\nweights of {path}, after step {step}; relative paths lead from {Path.cwd()}")
+        print(table_of(args.protocol, protocol, rows).to_string())
         name = "-".join([path.name, args.protocol or "own", *data])
-        out = Path(args.out or run_of(path)[0] / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+        out = Path(args.out or run / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
         out.parent.mkdir(exist_ok=True)
         out.write_text(json.dumps({"command": sys.argv, "rows": rows}) + "\n")
         print(f"\nwritten  {out}")

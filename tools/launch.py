@@ -69,8 +69,6 @@ def take_signals():
 def launch(script, flags):
     """Run torchrun in this process with a script and its flags. If a rank fails, exit with its status or a message."""
     ranks = torch.cuda.device_count() or int(os.environ.get("PROCESSES", "2"))
-    if ranks < 1:
-        sys.exit(f"run.sh: PROCESSES={ranks}: a run needs at least 1")
     if "--help" in flags:
         ranks = 1  # Every rank of eval.py or prove.py would print the help.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // ranks or 1))
@@ -102,13 +100,11 @@ def launch(script, flags):
 
 def prepare(flags):
     """Let run.sh make or fetch the files that the flags name and that run.sh can make. run.sh skips files that are
-    there. Exit with a message if run.sh fails."""
+    there. Raises CalledProcessError if run.sh fails, perhaps because it needs a network."""
     text = " ".join(flags).replace("=", " ")
     for path, command in experiments.NEEDS.items():
         if f" {path}" in text:
-            done = subprocess.run([experiments.ROOT / "run.sh", command])
-            if done.returncode:
-                sys.exit(f"run.sh: {path} is missing, and ./run.sh {command} has failed; it may need a network")
+            subprocess.run([experiments.ROOT / "run.sh", command], check=True)
 
 
 def fetch(name, given):

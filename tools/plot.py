@@ -12,7 +12,6 @@ plot.toml has titles for metrics, and colours and labels for methods. If a metho
 If two methods have the same NAME, the label also has the flags that differ. ./run.sh table prints numbers.
 """
 
-import io
 import json
 import math
 import re
@@ -42,9 +41,10 @@ sys.excepthook = print_error  # This also holds for the tools that import this f
 
 # ------------------------------------------------------------------------------------------------------------- the runs
 # A run: `path` is its folder or csv file. `flags` is the dict of its flags and its script's name, without seed and
-# folder, so it is the same for all seeds. `code` has the hashes of the versions of its code. `rows` is a table of its
-# metrics, with a row for each step. A csv file has no flags, so its name takes the place of the script.
-Run = namedtuple("Run", "path flags seed code rows")
+# folder, so it is the same for all seeds. `cwd` is the folder in which the run was started, from which paths in its
+# flags lead. `code` is what `code_of` returns. `rows` is a table of its metrics, with a row for each step. A csv file
+# has no flags, so its name takes the place of the script.
+Run = namedtuple("Run", "path flags seed cwd code rows")
 
 
 def read(path):
@@ -56,21 +56,23 @@ def read(path):
     return pandas.DataFrame([json.loads(line, parse_constant=lambda _: math.inf) for line in lines])
 
 
+def code_of(folder):
+    """Return the contents of all files in code/ of a run folder. Each start of the run has copied its code there."""
+    return {file.read_bytes() for file in folder.glob("code/*/*")}
+
+
 def run_of(path):
-    """Return the Run in a folder or csv file. Paths in its flags become absolute, because the run was perhaps started
-    in another folder. Raises Refused if files are missing or no step is logged."""
+    """Return the Run in a folder or csv file. Raises Refused if files are missing or no step is logged."""
     with refuse_errors(path):
         rows = read(path)
         require(len(rows.get("step", ())), "no step is logged there yet")
         if path.suffix == ".csv":
             name, _, seed = path.stem.partition("-seed")
-            return Run(path, {"script": name}, seed, [], rows)
-        file = path / "run.json"
-        with refuse_errors(file.name):
-            about = json.loads(file.read_text())
+            return Run(path, {"script": name}, seed, "", set(), rows)
+        about = json.loads((path / "run.json").read_text())
         seed = str(about["args"]["seed"])
         flags = about["args"] | {"seed": 0, "run_dir": "", "resume": False}
-        return Run(path, flags, seed, about["code"], rows)
+        return Run(path, flags, seed, about.get("cwd", ""), code_of(path), rows)
 
 
 def apart(run, first):
@@ -160,17 +162,8 @@ def draw_band(axis, runs, metric, look):
     axis.fill_between(means.index, means - errors, means + errors, color=look["color"], alpha=0.2, linewidth=0)
 
 
-def put(path, content):
-    """Write bytes to a new file, and remove an older file of the same name first: if it is a link, writing to it would
-    change a file elsewhere."""
-    with refuse_errors(path):
-        path.unlink(missing_ok=True)
-        path.write_bytes(content)
-
-
 def draw_curves(methods, panels, path):
-    """Draw a picture with a panel for each metric, and in the panel a curve for each label of {label: runs}. If the
-    picture cannot be drawn, an older file at `path` stays."""
+    """Draw a picture with a panel for each metric, and in the panel a curve for each label of {label: runs}."""
     figure = Figure()
     looks = looks_of(methods)
     for place, metric in enumerate(panels, 1):
@@ -191,10 +184,8 @@ def draw_curves(methods, panels, path):
         ncols=5,
         title=LOOKS["note"],
     )
-    drawn = io.BytesIO()
     with refuse_errors(path):
-        figure.savefig(drawn, format=path.suffix[1:])
-    put(path, drawn.getvalue())
+        figure.savefig(path)
 
 
 def main(
@@ -216,13 +207,11 @@ def main(
     first = run_of(runs[0])
     if figure == "tokens":
         require(len(runs) == 1, "--figure tokens: the page shows one run; name one run")
-        put(out, page_of(first).encode())
+        out.write_text(page_of(first), encoding="utf-8")
     else:
         methods = methods_of(runs)
         require_logged(panels, methods)
-        panels = panels or usual_panels(first.rows)
-        require(panels, f"{runs[0]}: nothing is logged there yet that is drawn without --panels")
-        draw_curves(methods, panels, out)
+        draw_curves(methods, panels or usual_panels(first.rows), out)
     print(out)
 
 

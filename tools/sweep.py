@@ -5,24 +5,24 @@
 ./run.sh sweep grpo-toy gpg-toy --jobs 2                    two runs at a time; put PROCESSES=1 OMP_NUM_THREADS=1 in
                                                             front to give each run one core
 ./run.sh sweep grpo-toy mine.py:grpo-toy,--normaliser,token   a fork with a flag of its own, beside its baseline
-./run.sh table runs/sweep/*/grpo-toy-seed* runs/sweep/lr-1e-4/*/grpo-toy-seed*
+./run.sh table runs/sweep/grpo-toy-seed* runs/sweep/lr-1e-4/grpo-toy-seed*
 
-The folder of a run is runs/sweep/FLAGS-OF-ALL/CODE/EXPERIMENT-OWN-FLAGS-seedS. Its output.txt has the lines that the
-run printed. CODE changes whenever the code or another file that the run reads changes. If you give the same command
-again, finished runs are not repeated, a run that was cut off continues from its last checkpoint, and a run whose CODE
-has changed begins anew. Ctrl-C ends all runs after their step. A run on GPUs takes all of them, so leave --jobs at 1
-there.
+The folder of a run is runs/sweep/NAME/EXPERIMENT-OWN-FLAGS-seedS. NAME is --name or, without it, the flags of all. The
+run's output.txt has the lines that it printed. If you give the same command again, finished runs are not repeated, and
+a run that was cut off continues from its last checkpoint. Runs of other code or other flags are named, and nothing
+starts: delete their folders, or begin a sweep with another --name. Ctrl-C ends all runs after their step. A run on GPUs
+takes all of them, so leave --jobs at 1 there.
 """
 
-import hashlib
 import itertools
+import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,48 +33,41 @@ import plot
 import tyro
 from experiments import ROOT
 
+from lib.grading import file_and_function
 from lib.messages import require
 
 RUNS = Path("runs") / "sweep"
-OURS = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"), ROOT / "tasks" / "rewards.py"]
 # A mean difference over five seeds counts as clear if it is at least so many standard errors. If two methods do not
 # differ, this happens with probability 0.02 (Student's t, four degrees of freedom).
 CLEAR = 3.8
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
-def code_of(command=()):
-    """Return a hash of a command and of all files that the command reads. These are our code, a fork or a --reward with
-    all Python files beside it, and the files and folders that the flags name, such as data and models. Of a folder only
-    the names, sizes and times of its files count. If any of this changes, runs get a new folder."""
-    files = [*OURS]
-    inside = {}
-    for path in map(Path, re.split("[=,:]", "=".join(command))):
-        if str(path).startswith(tuple(experiments.NEEDS)):
-            continue  # run.sh makes these files at their first use. They are the same on every machine.
-        if path.suffix == ".py":
-            files += path.parent.glob("*.py")
-        elif os.path.isfile(path):  # Path.is_file would raise an error for a word that is too long for a name.
-            files.append(path)
-        elif path.name and os.path.isdir(path):  # A --delimiter of . or / means no folder. These two have no name.
-            for file in filter(os.path.exists, path.rglob("*")):
-                about = file.stat()
-                inside[file] = (about.st_size, about.st_mtime)
-    digest = hashlib.sha256(repr([command, inside]).encode())
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:8]
+def outdated(words, folder, script=""):
+    """Return whether the run in a folder was started with other flags or other code than `train` would start today.
+    Code is what a run copies to its folder code/: the script, the file of --reward, common.py and lib/. Other files
+    that the flags name, such as data and models, are not compared."""
+    file = folder / "run.json"
+    if not file.exists():
+        return False
+    about = json.loads(file.read_text())
+    command = experiments.command_of(words[0], words[1:])
+    command[0] = script or command[0]
+    rewards, _ = file_and_function(about["args"]["reward"])
+    today = [command[0], rewards, ROOT / "common.py", *ROOT.glob("lib/*.py")]
+    same = plot.code_of(folder) <= {Path(each).read_bytes() for each in today}
+    return not (same and about["command"].startswith(shlex.join(command)))
 
 
 def launch(words, folder, script=""):
     """Run run.sh with these words and append its output to the file output.txt of a folder. Every half minute, print
     the last line of that file. If `script` is a fork, it takes the place of the experiment's script. Raises
     CalledProcessError if run.sh fails."""
-    own = os.environ | {"SCRIPT": script, "ENDS_WITH_PARENT": "1"}
+    env = os.environ | {"SCRIPT": script, "ENDS_WITH_PARENT": "1"}
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "output.txt"
     with open(file, "a") as output:
-        run = subprocess.Popen([ROOT / "run.sh", *words], env=own, stdout=output, stderr=subprocess.STDOUT)
+        run = subprocess.Popen([ROOT / "run.sh", *words], env=env, stdout=output, stderr=subprocess.STDOUT)
     while run.returncode is None:
         try:
             run.wait(30)
@@ -85,10 +78,10 @@ def launch(words, folder, script=""):
         raise subprocess.CalledProcessError(run.returncode, words)
 
 
-def train(words, seed, folder, script=""):
+def train(words, folder, script=""):
     """Run an experiment in a folder, and continue from the last checkpoint if the folder has one. `words` are the
     experiment's name and flags. Raises CalledProcessError if the run fails."""
-    launch([*words, f"--seed={seed}", f"--run-dir={folder}", "--resume"], folder, script)
+    launch([*words, f"--run-dir={folder}", "--resume"], folder, script)
 
 
 def run_all(run, folders, jobs):
@@ -97,11 +90,11 @@ def run_all(run, folders, jobs):
 
     def failed(folder):
         """Call run(folder), and return True if it fails."""
-        print(f"{time.strftime('%X')}  {folder}", flush=True)
+        print(folder, flush=True)
         try:
             run(folder)
         except subprocess.CalledProcessError as error:
-            print(f"{time.strftime('%X')}  {folder}  FAILED: {error} See its output.txt.")
+            print(f"{folder} FAILED: {error} See its output.txt.")
             return True
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # With Python's own handler, Ctrl-C would wait for all runs.
@@ -110,13 +103,13 @@ def run_all(run, folders, jobs):
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-def mean_of(run, figure, gaps):
+def mean_of(run, figure):
     """Return the mean of a metric over some steps of a run. `figure` is a text METRIC, STEPS, in which STEPS is one of
     these: `mean` for all steps; `end` for the last step; `step 40`; `steps 1–30`; `at reward 0.5` for five steps around
     the first one by which the mean reward of ten steps reaches 0.5; `at 3,840 prompts` for the last ten steps until
     3,840 prompts were drawn, which are 120 steps of 32. Steps that did not log the metric are left out. If no step is
-    left, return NaN. In two more cases return NaN and append the reason to the list `gaps`: a value is not finite, or
-    the run was cut off before the last of these steps. For STEPS without numbers, that is the run's last step."""
+    left, return NaN. In two more cases return NaN and print the reason: a value is not finite, or the run was cut off
+    before the last of these steps. For STEPS without numbers, that is the run's last step."""
     metric, _, how = figure.partition(", ")
     rows = run.rows.reindex(columns=[*{*run.rows, metric}])
     last = rows["step"].max()
@@ -138,9 +131,9 @@ def mean_of(run, figure, gaps):
         rows = rows[rows["step"].between(int(named[1]), needed)]
     values = rows[metric].dropna()
     if last < needed:
-        gaps.append(f"{run.path}: no {figure}, as its last step is {last:g}")
+        print(f"{run.path}: no {figure}, as its last step is {last:g}")
     elif values.max() == math.inf:
-        gaps.append(f"{run.path}: no {figure}, as it is not finite at step {rows['step'][values.idxmax()]:g}")
+        print(f"{run.path}: no {figure}, as it is not finite at step {rows['step'][values.idxmax()]:g}")
     elif len(values):
         return sum(values) / len(values)
     return math.nan
@@ -159,15 +152,15 @@ def with_error(values, sign=""):
     return text
 
 
-def cells_of(figure, methods, gaps):
+def cells_of(figure, methods):
     """Return a cell for each method of {method: runs}. A cell has the figure's mean over seeds and, in brackets, the
     mean difference to the first method. A difference is taken between runs of the same seed. If fewer than two seeds
     have one, the cell has the standard error of the mean instead. If a seed has no value, the cell is a dash. `mean_of`
-    explains `figure` and `gaps`."""
+    explains `figure`."""
     first = pandas.Series(dtype=float)
     cells = []
     for runs in methods.values():
-        values = pandas.Series({run.seed: mean_of(run, figure, gaps) for run in runs})
+        values = pandas.Series({run.seed: mean_of(run, figure) for run in runs})
         if values.hasnans:
             cells.append("–")
             continue
@@ -199,15 +192,12 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         figures = [f"reward, steps {max(1, last - 9):g}–{last:g}"]
         figures += [f"{name}, step {last:g}" for name in plot.usual_panels(first.rows) if "/" in name]
     columns = {"seeds": [" ".join(run.seed for run in its) for its in methods.values()]}
-    gaps = []
     for figure in figures:
-        columns[figure] = cells_of(figure, methods, gaps)
+        columns[figure] = cells_of(figure, methods)
     print(pandas.DataFrame(columns, [*methods]).to_string())
     print(
         "\nmean over seeds; in brackets the difference to the first method, seed by seed; ± standard error; bold: five "
-        f"seeds or more, and at least {CLEAR} standard errors from 0",
-        *gaps,
-        sep="\n",
+        f"seeds or more, and at least {CLEAR} standard errors from 0"
     )
     for label, (run, *_) in methods.items():
         print(f"{label}: {plot.apart(run, first) or 'the first'}")
@@ -221,6 +211,8 @@ class Args:
     experiments: tyro.conf.Positional[tuple[str, ...]]
     """Names of experiments, which ./run.sh list prints. For a fork, write SCRIPT.py:EXPERIMENT. To give an experiment
     flags of its own, append them with commas: EXPERIMENT,--flag,value."""
+    name: str = ""
+    """The folder of the sweep in runs/sweep. Empty: the flags of all runs, up to 255 bytes."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seed 1 of all experiments runs first."""
     jobs: int = 1
@@ -228,10 +220,8 @@ class Args:
 
 
 def name_of(words):
-    """Return these words as the name of a folder. Its length is limited, because a file system takes 255 bytes. The
-    hash of `code_of` in the path tells commands apart whose names are cut off."""
-    name = "-".join(word.removeprefix("--") for word in words if word).replace("/", "-")
-    return name.encode()[:200].decode(errors="ignore")
+    """Return these words as the name of a folder. A file system takes names of at most 255 bytes."""
+    return "-".join(word.removeprefix("--") for word in words if word).replace("/", "-")
 
 
 def finished(folder):
@@ -242,7 +232,8 @@ def finished(folder):
 
 def main():
     """With the word `table`, print a table of runs. With the word `sweep`, run all runs of a sweep that are missing,
-    print a table of those that have finished, and return whether a run failed."""
+    print a table of those that have finished, and return whether a run failed. Raises Refused if there are runs of
+    other code or flags."""
     kind, *words = sys.argv[1:]
     if kind == "table":
         return tyro.cli(table, args=words)
@@ -253,13 +244,11 @@ def main():
         script, colon, own = experiment.rpartition(".py:")
         script = f"{script}.py" if colon else os.environ.get("SCRIPT", "")
         words = own.split(",")
-        require(words[0] in experiments.NAMES, f"{experiment}: no such experiment; ./run.sh list has them all")
         name = name_of([Path(script).stem, *words])
-        command = experiments.command_of(words[0], [*words[1:], *flags])
-        if script:
-            command[0] = script
-        folder = RUNS / name_of(flags) / code_of(command) / f"{name}-seed{seed}"
-        runs[folder] = ([*words, *flags], seed, folder, script)
+        folder = RUNS / (args.name or name_of(flags)) / f"{name}-seed{seed}"
+        runs[folder] = ([*words, *flags, f"--seed={seed}"], folder, script)
+    others = [str(folder) for folder, run in runs.items() if outdated(*run)]
+    require(not others, f"runs of other code or flags: rm -r {' '.join(others)}, or choose another --name")
     failed = run_all(lambda folder: train(*runs[folder]), itertools.filterfalse(finished, runs), args.jobs)
     done = [*filter(finished, runs)]
     if done:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas
 from transformers import AutoTokenizer
 
-from lib.messages import refuse_errors, require
+from lib.messages import require
 
 STEPS = 5  # The largest number of steps on the page. The last step is among them.
 GROUPS = 4  # The largest number of groups of a step.
@@ -44,12 +44,9 @@ weight_T: normaliser in front of the token
 def visible(text):
     """Return a text in which characters without a shape of their own are visible: control characters and bidirectional
     marks become such as \\u202e, and a newline gets the sign ↵ in front."""
-    lines = []
-    for line in text.split("\n"):
-        shown = [character if character.isprintable() else f"\\u{ord(character):04x}" for character in line]
-        lines.append("".join(shown))
+    shown = [each if each.isprintable() or each == "\n" else f"\\u{ord(each):04x}" for each in text]
     # Several newlines in a row break the line once.
-    return "↵\n".join(lines).replace("\n↵", "↵")
+    return "".join(shown).replace("\n", "↵\n").replace("\n↵", "↵")
 
 
 def facts_of(response, vectors):
@@ -100,14 +97,13 @@ def read(file, tokenizer):
 
 
 def page_of(run):
-    """Return the page of a run as text. Raises Refused if the run has kept no responses, or if its tokenizer cannot be
-    loaded."""
+    """Return the page of a run as text. Raises Refused if the run has kept no responses."""
     files = sorted(run.path.glob("samples/train-step*.parquet"))
     require(files, f"{run.path}: no responses were kept yet; a run keeps them every --eval-every steps and at its end")
     shown = sorted(files[:: -math.ceil(len(files) / STEPS)])
     model = run.flags["model"]
-    with refuse_errors(f"{run.path}: the tokenizer of its --model {model}"):
-        tokenizer = AutoTokenizer.from_pretrained(model)
+    folder = Path(run.cwd, model)
+    tokenizer = AutoTokenizer.from_pretrained(folder if folder.exists() else model)
     steps = [read(file, tokenizer) for file in shown]
     found = pandas.read_parquet(files[-1]).filter(regex="_T$").columns.drop("trained_T")
     labels = {line.partition(":")[0]: line for line in LABELS.strip().split("\n")}
