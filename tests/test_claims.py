@@ -159,9 +159,9 @@ def test_runs_of_other_code_are_not_pooled_in_silence(data, fork, capsys):
 
 
 def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
-    """A run that has finished stays, and one that was cut off goes on: here those of seed 2, at their first start. Beside
-    runs of other code or flags nothing runs, unless the sweep has another name. Names say only the flags of one's own.
-    """
+    """A run that has finished stays, and one that was cut off goes on: here those of seed 2, at their first start.
+    Beside runs of other code or flags nothing runs, unless the sweep has another name. Names say only the flags of
+    one's own."""
     started = []
 
     def launch(words, folder, script):

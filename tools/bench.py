@@ -33,6 +33,7 @@ import tyro
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import common
+from lib.answers import last_boxed
 from lib.layers import LOGITS_AT_ONCE
 
 GIB = 2**30
@@ -54,6 +55,10 @@ SHAPES = {  # For each shape, the values of the settings NAMES.
     "qwen2.5-7b": (3584, 18_944, 28, 28, 4, 152_064, False),
     "qwen2.5-32b": (5120, 27_648, 64, 40, 8, 152_064, False),
 }
+
+
+# FLOP/s of an H100 and an H200 for dense products in bf16, by NVIDIA's data sheets of the SXM cards.
+PEAK = 989e12
 
 
 def config_of(shape, **more):
@@ -87,9 +92,9 @@ def random_model(shape, folder):
 # ----------------------------------------------------------------------------------------------------------- throughput
 def policy(args: tyro.conf.OmitArgPrefixes[common.Args], length: int = 1024):
     """Train on micro-batches of --micro-batch-tokens, in sequences of `length` tokens. Print the tokens that a process
-    takes in a second, through a forward and a backward pass under FSDP, and the TFLOP/s, with 6 FLOP for each token and
-    weight. On a GPU, also print the memory in use. On one process --model may be a key of SHAPES. The lines are also in
-    log.txt of runs/bench-…."""
+    takes in a second, through a forward and a backward pass under FSDP, and their share of an H200's peak FLOP/s, with
+    6 FLOP for each token and weight. On a GPU, also print the memory in use. On one process --model may be a key of
+    SHAPES. The lines are also in log.txt of runs/bench-…."""
     world = common.init_world()
     record = common.Record(args, world)
     with tempfile.TemporaryDirectory() as home:
@@ -117,7 +122,8 @@ def policy(args: tyro.conf.OmitArgPrefixes[common.Args], length: int = 1024):
     speed = count * length / np.median(seconds[2:])
     flops = 6 * speed * sum(parameter.numel() for parameter in policy.parameters())
     record.say(f"{args.model}, {common.compute_dtype(args, world)}, {world.size} processes, {count} x {length} tokens")
-    record.say(f"{speed:.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s, {record.metrics['memory_gib/train']:.2f} GiB")
+    share = f"{flops / 1e12:.3g} TFLOP/s, {flops / PEAK:.1%} of an H100's or H200's"
+    record.say(f"{speed:.0f} tokens/s, {share}, {record.metrics['memory_gib/train']:.2f} GiB")
     torch.distributed.destroy_process_group()
 
 
@@ -176,6 +182,12 @@ def fit(tokens: int = common.Args.micro_batch_tokens, activation_checkpointing: 
 
 
 # ---------------------------------------------------------------------------------------------------------- against TRL
+def boxed_right(completions, answer, **_):
+    """Return a reward for each completion: 1.0 if the text in its last box is exactly the answer, else 0.0. TRL calls
+    this function."""
+    return [float(last_boxed(text) == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
 def chance(*_):
     """Return a random reward for one completion: 0.0 or 1.0. With it, nearly every group has a gradient, even if the
     model has random weights. sps.py calls this function."""
@@ -197,6 +209,7 @@ def trl_flags(args, data, processes):
     cuda = torch.cuda.is_available()
     responses = args.prompts_per_step * args.group_size // processes
     at_once = math.gcd(responses, 32) if cuda else responses
+    reward = "chances" if args.reward.endswith(":chance") else "boxed_right"
     return [
         f"--model_name_or_path={args.model}",
         f"--dataset_name={data}",
@@ -208,7 +221,7 @@ def trl_flags(args, data, processes):
         f"--temperature={args.temperature}",
         f"--learning_rate={args.lr}",
         f"--max_steps={args.steps}",
-        "--reward_funcs=tools.bench.chances",
+        f"--reward_funcs=tools.bench.{reward}",
         "--loss_type=grpo",
         "--dtype=float32",
         f"--bf16={cuda}",
@@ -255,32 +268,31 @@ def phases(run):
 
 def trl(shape: str = "", flags: tyro.conf.Positional[tuple[str, ...]] = ()):
     """Run GRPO with sps.py, and then with TRL's own script (pip install trl==1.16.0). Print the time of a step for
-    both, or end with an error if one of them fails. A step has one update and 16 x 8 responses. Rewards are random, and
-    the learning rate is 0. Weights are float32. If there are GPUs, both run on them in bf16, and TRL samples with vLLM
-    in its own processes. Otherwise both run on two processes in float32, and TRL samples without vLLM.
+    both, or end with an error if one of them fails. A step has one update and 16 x 8 responses. Weights are float32. If
+    there are GPUs, both run on them in bf16, and TRL samples with vLLM in its own processes. Otherwise both run on two
+    processes in float32, and TRL samples without vLLM.
 
     Args:
-        shape: a key of SHAPES, for random weights; empty: the toy
+        shape: a key of SHAPES, for random weights, random rewards and a learning rate of 0; empty: the toy
         flags: after --, flags of sps.py, such as another --model; TRL gets the flags that mean the same
     """
     processes = torch.cuda.device_count() or 2
     threads = str(os.cpu_count() // processes or 1)
     env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     ours = ["./run.sh", "sps-grpo-toy", "--kl-coef=0", "--prompts-per-step=16", "--steps=25", "--eval="]
-    ours += ["--reward=tools/bench.py:chance", "--lr=0"]
     its = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "-m", "trl.scripts.grpo"]
     print(f"{processes} processes, OMP_NUM_THREADS={threads}", flush=True)
     with tempfile.TemporaryDirectory() as home:
         run = Path(home, "run")
         if shape:
             model = random_model(shape, Path(home, "model"))
-            ours += ["--model", model]
+            ours += ["--model", model, "--reward=tools/bench.py:chance", "--lr=0"]
         print(f"sps.py  {pace([*ours, *flags, '--run-dir', run], env)}: {phases(run)}", flush=True)
         shutil.rmtree(run / "checkpoints")
         args = SimpleNamespace(**json.loads((run / "run.json").read_text())["args"])
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         problems = common.load_problems(args.dataset, tokenizer, args, "--dataset")
-        rows = [{"prompt": tokenizer.decode(each.prompt_ids)} for each in problems]
+        rows = [{"prompt": tokenizer.decode(each.prompt_ids), "answer": each.answer} for each in problems]
         datasets.Dataset.from_list(rows).to_json(f"{home}/data/train.jsonl")
         print(f"TRL     {pace([*its, *trl_flags(args, f'{home}/data', processes)], env)}", flush=True)
 

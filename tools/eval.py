@@ -108,7 +108,7 @@ def protocol_of(name, path):
     """Return a protocol. With a name, return the protocol of this name. Otherwise, if `path` belongs to a run, return
     the way in which the run evaluates while it trains. Otherwise return a protocol with the prompt chat-boxed. The
     protocol's model is the folder that has the tokenizer. For a checkpoint, that is the model with which its run began.
-    """
+    Raises Refused if the run has no such model."""
     run, flags, _ = run_of(path)
     if name:
         protocol = Protocol(**PROTOCOLS[name])
@@ -119,6 +119,9 @@ def protocol_of(name, path):
     protocol.model = str(path / "model" if path == run else path)
     if flags and (is_checkpoint(path) or (path == run and not flags["steps"])):
         protocol.model = flags["model"]
+    elif flags:
+        there = Path(protocol.model, "config.json").is_file()
+        common.require(there, f"{protocol.model} is no model; a run that was stopped has checkpoints/")
     return protocol
 
 
@@ -239,16 +242,12 @@ def main():
     path = Path(args.model)
     if path.exists():
         path = path.resolve()  # A checkpoint may be named from inside its run, or by a link.
+    home = Path.cwd()
     run, _, start = run_of(path)
     if Path(start).is_dir():
         os.chdir(start)  # Paths in the run's flags lead from there.
     usual = protocol_of(args.protocol, path)
-    code = usual.reward
-    if ":" in code:
-        usual.reward = ""
     protocol = tyro.cli(Protocol, args=flags, default=usual)
-    # A run folder may be a stranger's, so code that only the run names is not run.
-    common.require(protocol.reward, f"--reward {code}: the run names this code; to run it, name it here, too")
     for flag, instead in INSTEAD.items():
         unchanged = getattr(protocol, flag) == getattr(usual, flag)
         common.require(unchanged, f"--{flag} has no effect here: use {instead}")
@@ -270,7 +269,7 @@ def main():
         print(f"\nweights of {path}, after step {step}; relative paths lead from {Path.cwd()}")
         print(table_of(args.protocol, protocol, rows).to_string())
         name = "-".join([path.name, args.protocol or "own", *data])
-        out = Path(args.out or run / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+        out = home / (args.out or run / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
         out.parent.mkdir(exist_ok=True)
         out.write_text(json.dumps({"command": sys.argv, "rows": rows}) + "\n")
         print(f"\nwritten  {out}")
