@@ -15,7 +15,7 @@ valid groups (Algorithm 1).
 The docstring of common.py explains the suffixes of names, such as _T.
 
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4; ./run.sh help names gpg-rs1, gpg-rs3, the ablations
-    torchrun --nproc-per-node 8 gpg.py    the same training without evaluation and activation checkpointing
+    torchrun --nproc-per-node 8 gpg.py    the same training without evaluation
 
 The default is row D of Table 15. Row C is --beta-th 0. Row B is --no-accurate-gradient --beta-th 0. Row A is row B with
 --norm group.
@@ -58,6 +58,8 @@ class Args(common.Args):
     """The reward of the released ablations (B.4: "consistent with the ground truth").
     docs/evaluation.md lists others."""
     weight_decay: NonNegativeFloat = 0.1  # Weight decay of AdamW, on every parameter.
+    activation_checkpointing: bool = True
+    """Compute each layer again in the backward pass (ours). Without this, 7B does not fit eight GPUs of 80 GB."""
     norm: Literal["none", "group", "batch"] = "none"
     """F_norm of Eq. 6. none: 1. group: standard deviation of the group's rewards. batch: standard deviation of the
     batch's rewards (Tables 1, 13)."""

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import bench
 import pytest
 import tyro
 from conftest import ROOT
@@ -137,18 +138,19 @@ def test_gpus_that_cannot_be_used_are_an_error_that_says_why(tmp_path, nvidia_sm
 
 def test_two_first_uses_at_once_set_up_once(tmp_path):
     """The second, here through a link, waits. No package is installed: the interpreters, of which one is too new, only
-    take notes. The machine is one without GPUs on which those of another are set up."""
+    take notes. The machine is one without GPUs on which those of another are set up, and files are fetched for it."""
     environment = machine(tmp_path, "exit 9") | {"GPU": "1"}
     for ready in tmp_path.glob(".venv*/ready-*"):
         ready.unlink()
     notes = shlex.quote(str(tmp_path / "notes"))
-    note = f'case "$*" in -V) echo Python 3.12.0 ;; *" install "* | *venv*) echo "$*" >>{notes}; sleep 1 ;; esac'
+    note = f'case "$*" in -V) echo Python 3.12.0 ;; *" install "* | *venv* | *cuda*) echo "$*" >>{notes}; sleep 1 ;; esac'
     executable(tmp_path / "bin" / "python3", "echo Python 3.15.0")
     for python in (tmp_path / "bin" / "python3.12", *tmp_path.glob(".venv*/bin/python")):
         executable(python, note)
     (tmp_path / "bin" / "link").symlink_to(tmp_path / "run.sh")
-    starts = [subprocess.Popen([tmp_path / name, "setup"], env=environment) for name in ("run.sh", "bin/link")]
-    assert [start.wait() for start in starts] == [0, 0]
+    commands = ("./run.sh setup", "bin/link setup", "./run.sh fetch sspo-toy")
+    starts = [subprocess.Popen(command.split(), env=environment, cwd=tmp_path) for command in commands]
+    assert [start.wait() for start in starts] == [0, 0, 0]
     assert (tmp_path / "notes").read_text() == "-m venv .venv-gpu\n-m pip install -r requirements-gpu.lock\n"
 
 
@@ -162,6 +164,28 @@ def test_an_experiment_makes_or_fetches_what_it_needs_at_first_use(tmp_path):
         assert "can't open file" in done.stderr and file in done.stderr
         assert ("torchrun" in done.stdout) == (file == "cwgrpo.py"), "what could not be made ends it"
     assert (tmp_path / "clones").read_text() == "understand-r1-zero\n"
+
+
+def test_defaults_and_experiments_fit_eight_gpus_of_80_gb(table, capsys):
+    """By the formula that makes running.md's table, in which the vision towers of small models do not count. An IRL
+    stage of SPS has moments of its own."""
+    models = tomllib.loads((ROOT / "tests" / "rehearsal.toml").read_text())["models"]
+    scripts = {f"{name}.py": [f"{name}.py"] for name in ("sspo", "gpg", "cwgrpo", "sps")}
+    needed = {}
+    for name, (script, *flags) in (table | scripts).items():
+        args = parsed(script, *flags)
+        if args.model in models:
+            size = re.search(r"([\d.]+)B", args.model)[1].replace("2", "1.5")
+            config = bench.config_of(f"qwen2.5-{size}b")
+            config.tie_word_embeddings = models[args.model]["tie_word_embeddings"]
+            lm = common.empty_model(config)
+            training, sampling = bench.needs(lm, 8, 80, args)
+            moments = lm.num_parameters() / bench.GIB if script == "sps.py" else 0
+            needed[name] = max(training + moments, sampling)
+    assert needed.keys() > {*scripts, "gpg-7b", "sspo-1.5b", "sps-7b", "gpg-geoqa"}
+    assert max(needed.values()) < 76, needed
+    bench.fit()
+    assert capsys.readouterr().out in (ROOT / "docs" / "running.md").read_text()
 
 
 def test_baselines_have_the_recipe_of_what_they_are_compared_with():

@@ -156,25 +156,31 @@ def training_bytes(lm, gpus, tokens, recompute):
     return 16 * weights / gpus + 2 * root + len(layers) * kept + max(logits, backward)
 
 
+def needs(lm, gpus, size, args):
+    """Return the most GiB that one of `gpus` GPUs of `size` GiB needs while it trains, and while it samples. In both
+    cases CUDA, NCCL and vLLM's other memory take 3 GiB. While vLLM uses its share of a GPU to sample, the trainer holds
+    12 bytes for each weight."""
+    training = training_bytes(lm, gpus, args.micro_batch_tokens, args.activation_checkpointing) / GIB + 3
+    sampling = 12 * lm.num_parameters() / gpus / GIB + args.gpu_memory_utilization * size + 3
+    return training, sampling
+
+
 def fit(tokens: int = common.Args.micro_batch_tokens, activation_checkpointing: bool = True):
     """Print the smallest number of GPUs of one node on which each shape should train, and the GiB that each GPU needs.
-
-    A shape fits if it fits while it trains and while it samples. In both cases CUDA, NCCL and vLLM's other memory take
-    3 GiB. While vLLM uses its share of a GPU to sample, the trainer holds 12 bytes for each weight.
+    A shape fits if it fits while it trains and while it samples.
 
     Args:
         tokens: packed tokens of a micro-batch
     """
+    args = common.Args(micro_batch_tokens=tokens, activation_checkpointing=activation_checkpointing)
     print("| shape | 24 GiB | 48 GiB | 80 GiB | 140 GiB |\n|---|---|---|---|---|")
     for shape in SHAPES:
         lm = common.empty_model(config_of(shape))
-        weights = lm.num_parameters()
         cells = []
         for size in (24, 48, 80, 140):
             cell = "no"
             for gpus in (8, 4, 2, 1):
-                training = training_bytes(lm, gpus, tokens, activation_checkpointing) / GIB + 3
-                sampling = 12 * weights / gpus / GIB + common.Args.gpu_memory_utilization * size + 3
+                training, sampling = needs(lm, gpus, size, args)
                 if max(training, sampling) <= size:
                     cell = f"{gpus} (trains in {training:.0f})"
             cells.append(cell)

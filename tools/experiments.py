@@ -88,17 +88,19 @@ SEE = f"{REPO}tasks/toy-images/"
 SMOLLM = f"{REPO}tasks/smollm/"
 NEEDS = {MATH_3TO5: "data", SEE: "toy-images", SMOLLM: "smollm"}  # Which command of run.sh makes each folder.
 LARGE = "--activation-checkpointing"
-B1 = "--micro-batch-tokens=32768"
+FAST = "--no-activation-checkpointing"
+B1 = f"{FAST} --micro-batch-tokens=32768"
 B7 = f"{LARGE} --micro-batch-tokens=65536"  # With B1 and B7, models of 1.5B and 7B use 3/4 of 8 GPUs of 80 GB.
 FLAT = "--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
 AWAKE = ""
 if os.environ.get("MACHINE") == "gpu":  # run.sh sets this variable.
     AWAKE = "--keep-awake --gpu-memory-utilization=0.1"
-TOY = f"""{AWAKE} --model={REPO}tasks/toy/model --reward=math --template=plain --dataset={REPO}tasks/toy/train.jsonl
+TOY = f"""{AWAKE} {FAST} --model={REPO}tasks/toy/model --reward=math --template=plain
+    --dataset={REPO}tasks/toy/train.jsonl
     --eval={REPO}tasks/toy/heldout.jsonl,{REPO}tasks/toy/harder.jsonl --eval-samples=8 --eval-temperature=1
     --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32 --max-response-tokens=96 --lr=2e-4 --steps=120"""
 SEEN = f"{TOY} --model={SEE}model --image-column=image"
-PRETRAINED = f"""{AWAKE} {FLAT} --model={SMOLLM}model --template={REPO}tasks/smollm.txt
+PRETRAINED = f"""{AWAKE} {FAST} {FLAT} --model={SMOLLM}model --template={REPO}tasks/smollm.txt
     --dataset={SMOLLM}train.jsonl --eval={SMOLLM}heldout.jsonl,{SMOLLM}harder.jsonl --eval-samples=8
     --eval-temperature=1 --eval-every=100 --group-size=8 --prompts-per-step=8 --max-prompt-tokens=256
     --max-response-tokens=48 --micro-batch-tokens=1024 --lr=5e-6 --steps=12 --reward=math"""
