@@ -143,7 +143,9 @@ def test_two_first_uses_at_once_set_up_once(tmp_path):
     for ready in tmp_path.glob(".venv*/ready-*"):
         ready.unlink()
     notes = shlex.quote(str(tmp_path / "notes"))
-    note = f'case "$*" in -V) echo Python 3.12.0 ;; *" install "* | *venv* | *cuda*) echo "$*" >>{notes}; sleep 1 ;; esac'
+    note = (
+        f'case "$*" in -V) echo Python 3.12.0 ;; *" install "* | *venv* | *cuda*) echo "$*" >>{notes}; sleep 1 ;; esac'
+    )
     executable(tmp_path / "bin" / "python3", "echo Python 3.15.0")
     for python in (tmp_path / "bin" / "python3.12", *tmp_path.glob(".venv*/bin/python")):
         executable(python, note)
