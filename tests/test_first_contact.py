@@ -12,6 +12,7 @@ import faults
 import pytest
 from conftest import FIRST, ROOT, TOY, Run, flags_of, torchrun
 from hub import Hub
+from huggingface_hub.utils._shared_blobs import publish_blob_to_shared_store
 from jobs import free_port, wait_for
 
 
@@ -124,8 +125,8 @@ def test_an_id_is_fetched_once_or_refused_by_its_flag(hub, tmp_path):
 
 @pytest.mark.slow
 def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(hub, monkeypatch, tmp_path):
-    """Model and all sets: what a run would have fetched by itself, and no other file. Then a run finds them, although
-    the hub is gone."""
+    """Model and all sets: what a run would have fetched by itself, and no other file. Then a run and an evaluation find
+    them, although the hub is gone, and in a cache in which files lie as if they had come by Xet."""
     flags = ["--model=acme/toy", "--template=plain", "--dataset=acme/letters", "--max-response-tokens=64"]
     flags += ["--eval=acme/held-out", "--max-prompt-tokens=64"]
     output = subprocess.check_output([ROOT / "run.sh", "fetch", "grpo-0.5b", *flags], text=True)
@@ -136,5 +137,12 @@ def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(hub, mo
     subprocess.run([*run, tmp_path / "online"], env=os.environ | {"HF_HOME": f"{tmp_path}/other"}, check=True)
     assert hub.fetched() == fetched != set()
     hub.shutdown()
+    cache = tmp_path / "home" / "hub"
+    for blob in cache.glob("models--*/blobs/*"):
+        how = {"cache_dir": cache, "expected_size": blob.stat().st_size}
+        assert publish_blob_to_shared_store(blob_path=str(blob), xet_hash=blob.name.ljust(64, "0"), **how)
+        assert blob.is_symlink()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     subprocess.run([*run, tmp_path / "offline"], check=True)
+    evaluated = [ROOT / "run.sh", "eval", "acme/toy", "--sets", "acme/held-out", "--template=plain"]
+    subprocess.run([*evaluated, "--max-response-tokens=64", "--out", tmp_path / "eval.json"], check=True)
