@@ -18,6 +18,7 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import shutil
 from collections import ChainMap, defaultdict, namedtuple
@@ -67,8 +68,8 @@ class Args:
 
     model: str = ""  # Hub id, or folder with config.json and *.safetensors.
     dataset: str = ""
-    """Training problems: a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id. A folder and a hub id
-    may end in :SPLIT."""
+    """Training sets, separated by commas. Each is a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub
+    id. A folder and a hub id may end in :SPLIT."""
     template: str = "chat"
     """A name in PROMPTS of lib/chat.py, or a text file with {problem} in it, and with {image} where an image goes."""
     steps: NonNegativeInt = 1  # Number of steps. Each one samples and then trains. 0: only evaluate.
@@ -83,11 +84,11 @@ class Args:
     eval: str = ""
     """Held-out sets, separated by commas. Each is a file, a folder or a hub id, as for --dataset. Empty: none."""
     problem_column: str = ""
-    """Column of the problem. If it is empty, or a held-out set lacks this column, the first of problem, question,
-    prompt and messages that the set has."""
+    """Column of the problem. If it is empty, or a set lacks this column, the first of problem, question, prompt and
+    messages that the set has. Case does not matter."""
     answer_column: str = ""
-    """Column of the answer. If it is empty, or a held-out set lacks this column, the first of answer, ground_truth,
-    final_answer, reward_model and solution that the set has."""
+    """Column of the answer. If it is empty, or a set lacks this column, the first of answer, ground_truth,
+    final_answer, reward_model and solution that the set has. Case does not matter."""
     chat_template_kwargs: str = "{}"
     """A JSON object of arguments for the tokenizer's chat template, such as '{"enable_thinking": false}'."""
     image_column: str = ""
@@ -112,9 +113,9 @@ class Args:
     temperature: Temperature = 1.0
     """Sampler and trainer divide the logits by this number. Top-p and top-k are off."""
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
-    lr_floor: Share = 1.0
-    """After the warm-up, the learning rate falls to this share of --lr. 1: it stays constant."""
-    lr_schedule: Literal["cosine", "linear"] = "cosine"  # The shape of the fall: half a cosine or a line.
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """After the warm-up, the learning rate stays constant, or falls like half a cosine or a line."""
+    lr_floor: Share = 0.0  # With --lr-schedule cosine or linear: it falls to this share of --lr.
     weight_decay: NonNegativeFloat = 0.01  # AdamW's decay, on every parameter.
     adam_betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay rates of the moments.
     max_grad_norm: PositiveFloat = 1.0
@@ -158,6 +159,8 @@ def validate(args):
         require("{problem}" in str(prompt_format(args.template)), "it has no {problem}")
     if args.keep_best or not args.steps:
         require(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
+    falls = args.lr_schedule != "constant"
+    require(falls or not args.lr_floor, "--lr-floor: has an effect with --lr-schedule cosine or linear")
     if args.eval_samples > 1:
         require(args.eval_temperature, "--eval-samples: at --eval-temperature 0 all are the same")
     require(args.run_dir or not args.resume, "--resume: name the run that goes on with --run-dir")
@@ -189,9 +192,11 @@ def load_data(args, tokenizer):
     held_out = {}
     for name, source in names_of(args.eval.split(",")).items():
         held_out[name] = load_problems(source, tokenizer, args, "--eval")
+    problems = []
     if not args.steps:
-        return [], held_out
-    problems = load_problems(args.dataset, tokenizer, args, "--dataset")
+        return problems, held_out
+    for source in args.dataset.split(","):
+        problems += load_problems(source.strip(), tokenizer, args, "--dataset")
     if args.subset:
         require(args.subset <= len(problems), f"--subset {args.subset}: there are {len(problems)} usable problems")
         problems = random.Random(seed_of(args.seed, "subset")).sample(problems, args.subset)
@@ -200,9 +205,13 @@ def load_data(args, tokenizer):
 
 def load_problems(source, tokenizer, args, flag):
     """Return the problems of one data set. `flag` is --dataset or --eval. Print how many rows are left out and why, and
-    the first prompt. Raises Refused if the set cannot be read, if a row lacks a column that a flag names or cannot be
-    parsed, or if no row can be used. The message names flag, source and row."""
+    the first prompt. Raises Refused if the set cannot be read, if a row cannot be parsed, or if no row can be used. The
+    message names flag, source and row."""
     use_own_file(tokenizer)
+    require(
+        tokenizer.chat_template or isinstance(prompt_format(args.template), str),
+        f"--model {args.model}: has no chat template: --template plain, qwen-boxed or a file needs none",
+    )
     # vLLM refuses a prompt that leaves no room for a token of the response.
     most = min(args.max_prompt_tokens, longest_sequence(args) - 1)
     problems = []
@@ -214,8 +223,6 @@ def load_problems(source, tokenizer, args, flag):
     for number, row in enumerate(Progress(table, f"{flag} {source}, rows"), 1):
         origin = f"{flag} {source}, row {number}"
         with refuse_errors(origin):
-            for column in filter(None, (args.problem_column, args.answer_column, args.image_column)):
-                require(column in row or flag != "--dataset", f"no column {column!r} among {list(row)}")
             turns = rows.turns_of(row, args.problem_column, args.template)
             text = "\n\n".join(turn["content"] for turn in turns)
             problem = problem_of(row, turns, text, tokenizer, args, origin)
@@ -225,6 +232,8 @@ def load_problems(source, tokenizer, args, flag):
             left_out["repeated"].append(number)  # DAPO's data, which have this column, repeat each problem.
         elif not problem.answer:
             left_out["no answer"].append(number)
+        elif args.reward in BY_ANSWER and re.search(rows.WORKED, problem.answer):
+            left_out["answer in sentences, which no box equals"].append(number)
         elif len(problem.prompt_ids) > most:
             left_out["prompt too long"].append(number)
         else:
@@ -234,8 +243,12 @@ def load_problems(source, tokenizer, args, flag):
     left = f"left out: {', '.join(counts) or 'none'}"
     require(
         problems,
-        f"{flag} {source}: no usable row; {left}; --problem-column and --answer-column name columns of {list(row)}",
+        f"{flag} {source}: no usable row; {left}. --problem-column and --answer-column name columns, here of "
+        f"{list(row)}; --max-prompt-tokens is {args.max_prompt_tokens}",
     )
+    absent = {args.problem_column, args.answer_column, args.image_column} - {"", *row}
+    if absent:
+        left += f", and no column {absent} but the usual ones"
     if IS_RANK_0:
         first = tokenizer.decode(vision.for_sampler(problems[0])["prompt_token_ids"])
         print(f"{flag} {name}: {len(problems)} problems; {left}; the first: {first!r}, answer {problems[0].answer!r}")
@@ -247,8 +260,12 @@ def problem_of(row, turns, text, tokenizer, args, origin):
     compares with an answer and the row has none, the answer is empty. The image is removed from `row`."""
     image = None
     image_text = ""
-    if row.get(args.image_column):
-        image = vision.Picture(row.pop(args.image_column)["bytes"], tokenizer, args.max_pixels)
+    file = row.pop(args.image_column, None)
+    if isinstance(file, list):
+        require(len(file) < 2, f"{len(file)} images, and a prompt can have one")
+        file = file[0] if file else None
+    if file:
+        image = vision.Picture(file["bytes"], tokenizer, args.max_pixels)
         image_text = image.text
     answer = rows.reference_of(row, args.answer_column)
     graded_by = (answer, text)
@@ -289,14 +306,17 @@ Rollout = namedtuple("Rollout", "ids logp text truncated")
 
 @dataclass
 class Group:
-    """A problem and its G responses. `verify` sets the other fields: a verdict for each response, the scores correct_G
-    (float64), and reward_G. reward_G begins as a copy of the scores, and a script may change it."""
+    """A problem and its G responses. `verify` sets the other fields: the scores score_G (float64), reward_G, and for
+    each response a verdict and a dict of the reward's parts. reward_G begins as a copy of the scores, and a script may
+    change it. right_G says which responses are right, or is None if the reward does not say so."""
 
     problem: Problem
     rollouts: list[Rollout]
-    correct_G: torch.Tensor = None
+    score_G: torch.Tensor = None
     reward_G: torch.Tensor = None
+    right_G: torch.Tensor = None
     verdicts: tuple = ()
+    parts: tuple = ()
 
 
 def compute_dtype(args, world):
@@ -483,6 +503,7 @@ class Verifier:
     def __init__(self, args, world, sets=()):
         self.world = world
         self.args = args
+        self.says_right = True  # whether all scores so far have said which responses are right
         with chdir(ROOT):  # Python 3.11's fork server imports `common` from the current folder.
             forkserver.set_forkserver_preload(["common", "math_verify"])
             forkserver.ensure_running()
@@ -503,9 +524,10 @@ class Verifier:
                 verify(self, [Group(problems[0], [empty])], legal=["graded"])
 
     def grade_all(self, cases):
-        """Return a list of (score, verdict) for a list of cases, on every rank. The ranks share the work. A case is a
-        tuple of the completion and the items of its problem's `graded_by`. If a case takes too long or its process
-        dies, the score is 0 and the verdict is timeout or crash. Raises TimeoutError if no worker can load --reward."""
+        """Return a list of what `grade` returns for each of a list of cases, on every rank. The ranks share the work. A
+        case is a tuple of the completion and the items of its problem's `graded_by`. If a case takes too long or its
+        process dies, the score is 0 and the verdict is timeout or crash. Raises TimeoutError if no worker can load
+        --reward."""
         world = self.world
         args = self.args
         mine = cases[world.rank :: world.size]
@@ -515,23 +537,32 @@ class Verifier:
             error = future.exception(600 + args.reward_seconds)
             if error:
                 late = isinstance(error, TimeoutError) or error.exitcode == -SIGPROF
-                graded.append((0.0, "timeout" if late else "crash"))
+                graded.append((0.0, "timeout" if late else "crash", False, {}))
             else:
                 graded.append(future.result())
         return world.all_gather_shares(graded)
 
 
 def verify(verifier, groups, legal=VERDICTS):
-    """Grade all responses, and set verdicts, correct_G and reward_G of each group. Raises Refused if a verdict is
-    not in `legal`: if the reward has raised an error, the verdict is the text of this error."""
+    """Grade all responses, and set the fields of each group. Raises Refused if a verdict is not in `legal`: if the
+    reward has raised an error, the verdict is the text of this error."""
     cases = [(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
     graded = iter(verifier.grade_all(cases))
     for group in groups:
-        scores, group.verdicts = zip(*[next(graded) for _ in group.rollouts], strict=True)
+        scores, group.verdicts, right, group.parts = zip(*[next(graded) for _ in group.rollouts], strict=True)
         for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
             require(verdict in legal, f"--reward: {group.problem.origin}, completion {rollout.text[:500]!r}: {verdict}")
-        group.correct_G = torch.tensor(scores, dtype=torch.float64)
-        group.reward_G = group.correct_G.clone()
+        group.score_G = torch.tensor(scores, dtype=torch.float64)
+        group.reward_G = group.score_G.clone()
+        if verifier.says_right and None in right:
+            verifier.says_right = False
+            if IS_RANK_0:
+                print(
+                    f"--reward: a score of {scores[right.index(None)]:g} does not say whether a response is right: no "
+                    "accuracy and no pass@k; a dict with `score` and `right` says it"
+                )
+        if verifier.says_right:
+            group.right_G = torch.tensor(right, dtype=torch.bool)
 
 
 # -------------------------------- batch
@@ -547,21 +578,25 @@ def drawn_metrics(groups):
     """Return the metrics of all groups drawn, trained on or not; docs/metrics.md explains each metric."""
     batch = Batch(groups)
     reward_PG = batch.reward_PG.numpy()
-    right_PG = np.stack([group.correct_G for group in groups]) >= 1
     metrics = {
         "reward": reward_PG.mean(),
-        "accuracy": right_PG.mean(),
         "reward_group_std": reward_PG.std(1).mean(),
-        "all_right_share": right_PG.all(1).mean(),
-        "all_wrong_share": (~right_PG).all(1).mean(),
         "prompts_drawn": len(groups),
         "responses_drawn": len(batch.rollout_R),
         "response_length": batch.length_R.numpy().mean(),
         "truncated_share": np.mean([rollout.truncated for rollout in batch.rollout_R]),
         "sampler_nll": -batch.sampler_logp_T.nanmean().item(),
     }
+    if batch.right_PG is not None:
+        right_PG = batch.right_PG.numpy()
+        metrics["accuracy"] = right_PG.mean()
+        metrics["all_right_share"] = right_PG.all(1).mean()
+        metrics["all_wrong_share"] = (~right_PG).all(1).mean()
     for verdict in VERDICTS:
         metrics[f"verifier/{verdict}"] = sum(group.verdicts.count(verdict) for group in groups)
+    parts = [part for group in groups for part in group.parts]
+    for name in sorted({name for part in parts for name in part}):
+        metrics[f"reward/{name}"] = np.mean([part[name] for part in parts if name in part])
     return metrics
 
 
@@ -578,6 +613,9 @@ class Batch:
     def __init__(self, groups):
         self.groups = groups
         self.reward_PG = torch.stack([group.reward_G for group in groups])
+        self.right_PG = None  # which responses are right, if the reward says it
+        if all(group.right_G is not None for group in groups):
+            self.right_PG = torch.stack([group.right_G for group in groups])
         self.group_R = [p for p, group in enumerate(groups) for _ in group.rollouts]
         self.rollout_R = [rollout for group in groups for rollout in group.rollouts]
         lengths = [len(rollout.ids) for rollout in self.rollout_R]
@@ -746,8 +784,15 @@ def model_folder(args):
             if not folder.is_dir():
                 patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
                 folder = Path(snapshot_download(args.model, allow_patterns=patterns))
-        require([*folder.glob("tokenizer*")], "it has no files of a tokenizer")  # transformers would make an empty one.
-        text = config_of(folder).get_text_config()
+        require(  # transformers would make an empty tokenizer.
+            [*folder.glob("tokenizer*")],
+            "it has no files of a tokenizer; a finished run has a folder model/, and ./run.sh export makes one of a "
+            "checkpoint",
+        )
+        config = config_of(folder)
+        trains = not hasattr(config, "vision_config") or config.model_type in ("qwen2_vl", "qwen2_5_vl")
+        require(trains, "of the models that see images, only Qwen2-VL and Qwen2.5-VL train")
+    text = config.get_text_config()
     transformers.logging.disable_progress_bar()
     check_context(text, args)
     return folder
@@ -827,11 +872,14 @@ def adamw(policy, lr, args):
 
 
 def learning_rate(args, step):
-    """Return the learning rate of a step; the first step is 1. It rises to --lr over the warm-up, and then falls. It
-    would reach the floor, --lr-floor times --lr, one step after the last, so that no step has rate 0."""
+    """Return the learning rate of a step; the first step is 1. It rises to --lr over the warm-up, and then follows
+    --lr-schedule. It would reach the floor, --lr-floor times --lr, one step after the last, so that no step has rate 0.
+    """
     warm_up = args.lr_warmup * args.steps
     if step < warm_up:
         return args.lr * (step / warm_up)
+    if args.lr_schedule == "constant":
+        return args.lr
     done = (step - warm_up) / (args.steps + 1 - warm_up)
     left = 1 - done if args.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return args.lr * (left * (1 - args.lr_floor) + args.lr_floor)
@@ -978,13 +1026,14 @@ def evaluate(held_out, sampler, verifier, record, step):
         groups = [next(graded) for _ in problems]
         drawn = drawn_metrics(groups)
         record.score += drawn["reward"]
-        # A score may be a fraction, and only 1 is correct.
-        correct_PG = torch.stack([group.reward_G for group in groups]) >= 1
         figures = {f"avg@{n}": drawn["reward"]}
-        for exponent in range(1, n.bit_length()):
-            figures[f"pass@{2**exponent}"] = pass_at_k(correct_PG, 2**exponent)
+        if "accuracy" in drawn:
+            right_PG = torch.stack([group.right_G for group in groups])
+            for exponent in range(1, n.bit_length()):
+                figures[f"pass@{2**exponent}"] = pass_at_k(right_PG, 2**exponent)
         record.say(f"{name} after step {step}: " + ", ".join(f"{what} {value:.3f}" for what, value in figures.items()))
         figures["length"] = drawn["response_length"]
+        figures |= {name[7:]: value for name, value in drawn.items() if name.startswith("reward/")}
         for what, value in figures.items():
             metrics[f"eval/{name}/{what}"] = value
         record.write_samples(f"{name}-step{step:05d}", groups)

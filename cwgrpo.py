@@ -71,8 +71,10 @@ class Args(common.Args):
     lr: NonNegativeFloat = 1e-6  # Largest learning rate of AdamW (Table 5).
     lr_warmup: common.Share = 0.1
     """Share of --steps over which the learning rate rises in a straight line (Table 5)."""
+    lr_schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """After the warm-up, the learning rate stays constant, or falls like half a cosine (released code) or a line."""
     lr_floor: common.Share = 0.1
-    """After the warm-up, the learning rate falls along a cosine to this share of --lr (released code). 1: constant."""
+    """With --lr-schedule cosine or linear: it falls to this share of --lr (released code)."""
     reward: str = "open_r1"
     """The reward of the released code (appendix C: a "verification function implemented in LaTeX").
     docs/evaluation.md lists others."""

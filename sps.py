@@ -125,9 +125,10 @@ def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, weight_T, low, high
     return loss, {"ratio_T": ratio_T, "clipped_T": clipped_term_T < free_T, "kl_T": kl_T}
 
 
-def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=None) -> list[tuple[int, int]]:
+def choose_demonstrations(mean_logp_PG, right_PG, k: int, how: str, generator=None) -> list[tuple[int, int]]:
     """Choose the demonstrations among the responses of a step. Return their (prompt, response) numbers, in order.
-    mean_logp_PG is the mean log-prob of each response's tokens. l2te and uniform choose k responses to each prompt.
+    mean_logp_PG is the mean log-prob of each response's tokens, and right_PG says which responses are right. l2te and
+    uniform choose k responses to each prompt.
     l2te: the wrong responses with the lowest mean log-prob. If a prompt has too few of them, the right responses with
     the lowest mean log-prob are added.
     uniform: responses at random, drawn by `generator`.
@@ -147,8 +148,8 @@ def choose_demonstrations(mean_logp_PG, reward_PG, k: int, how: str, generator=N
         order_PG = torch.rand(prompts, group, generator=generator).argsort(1)
     else:
         by_logp_PG = mean_logp_PG.argsort(dim=1, stable=True)
-        right_PG = (reward_PG >= 1).long().gather(1, by_logp_PG)
-        order_PG = by_logp_PG.gather(1, right_PG.argsort(dim=1, stable=True))  # L2TE
+        wrong_first_PG = right_PG.long().gather(1, by_logp_PG)
+        order_PG = by_logp_PG.gather(1, wrong_first_PG.argsort(dim=1, stable=True))  # L2TE
     chosen_PG = order_PG[:, :k].sort(1).values
     return [(p, g) for p, chosen in enumerate(chosen_PG.tolist()) for g in chosen]
 
@@ -265,7 +266,7 @@ def learn_irl(policy, batches, record):
             "irl/loss": loss.item(),
             "irl/probability": means["probability"].item(),
             "irl/response_length": batch.length_R.double().mean().item(),
-            "irl/wrong_share": (batch.reward_PG < 1).double().mean().item(),
+            "irl/wrong_share": (~batch.right_PG).double().mean().item(),
         }
         rows.append(row)
     metrics = {name: sum(row[name] for row in rows) / len(rows) for name in row}
@@ -291,13 +292,14 @@ def keep_demonstrations(folder, step, batch, problems, args):
     """Choose the demonstrations among the responses of an RL step and write them to step-<step>.pt. The file holds only
     tensors and the number of each problem in the data, so that reading the file runs no code. Return, for each token,
     whether its response was chosen, and the mean log-prob of its response."""
+    common.require(batch.right_PG is not None, "--reward: demonstrations need it to say which responses are right")
     # We take the log-probs at sampling time (ours). The "model likelihood" of L2TE may be p(y) of Eq. 13, a product.
     # We take the mean log-prob over tokens, since a sum mostly ranks responses by length (ours).
     mean_logp_R = common.mean_by(batch.sampler_logp_T.double(), batch.response_T)
     generator = torch.Generator().manual_seed(common.seed_of(args.seed, "demonstrations", step))
     chosen = choose_demonstrations(
         mean_logp_R.view_as(batch.reward_PG),
-        batch.reward_PG,
+        batch.right_PG,
         k=args.demonstrations,
         how=args.choose,
         generator=generator,
@@ -312,6 +314,7 @@ def keep_demonstrations(folder, step, batch, problems, args):
             "ids": torch.from_numpy(group.rollouts[g].ids),
             "logp": torch.from_numpy(group.rollouts[g].logp),
             "reward_G": group.reward_G[g : g + 1].clone(),
+            "right_G": group.right_G[g : g + 1].clone(),
         }
         kept.append(demonstration)
         chosen_PG[p, g] = 1
@@ -356,7 +359,8 @@ def draw_demonstrations(folder, steps, problems, count, seed):
     for number in order[:count]:
         one = kept[number]
         rollout = common.Rollout(one["ids"].numpy(), one["logp"].numpy(), text="", truncated=False)
-        groups.append(common.Group(problems[one["problem"]], [rollout], reward_G=one["reward_G"]))
+        group = common.Group(problems[one["problem"]], [rollout], reward_G=one["reward_G"], right_G=one["right_G"])
+        groups.append(group)
     return groups
 
 

@@ -46,7 +46,7 @@ class Args(common.Args):
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id, or folder with config.json and *.safetensors (§5.1)."""
-    dataset: str = "data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
+    dataset: str = f"{common.ROOT}/data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
     """Training problems (§5.2): a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id
     (`id:[name:]split`). If the default is missing, it is cloned."""
     template: str = "qwen-math"
@@ -74,28 +74,30 @@ class Args(common.Args):
     Empty: the whole response is one segment (GSPO). token: every token is a segment (GRPO)."""
     clip: Literal["entropy", "fixed"] = "entropy"
     """Bounds of the ratio. entropy: b_low and b_high of Eqs. 14 and 15. fixed: 1 - clip_low and 1 + clip_high."""
-    alpha: float = 0.0  # Slack that is added to the upper bound (Eq. 14; Table 4). See --gamma.
+    alpha: float = 0.0  # With --clip entropy: slack that is added to the upper bound (Eq. 14; Table 4). See --gamma.
     beta: float = 0.8
-    """Cap of the lower bound (Eq. 15; Table 4). To find a range to search, read the metrics of a short run (§6.2.3):
-    beta should be about 1 - segment_entropy/p50 (p50 is ours), and at_beta_share should be neither 0 nor 1."""
+    """With --clip entropy: cap of the lower bound (Eq. 15; Table 4). To find a range to search, read the metrics of a
+    short run (§6.2.3): beta should be about 1 - segment_entropy/p50 (p50 is ours), and at_beta_share should be neither
+    0 nor 1."""
     gamma: float = 1.75
-    """Cap of the upper bound (Eq. 14; Table 4). To find a range to search, read the metrics of a short run (§6.2.3):
-    take a percentile of segment_entropy, from p50 to p95 (ours), and add 1 + alpha and a small margin."""
+    """With --clip entropy: cap of the upper bound (Eq. 14; Table 4). To find a range to search, read the metrics of a
+    short run (§6.2.3): take a percentile of segment_entropy, from p50 to p95 (ours), and add 1 + alpha and a small
+    margin."""
     clip_low: NonNegativeFloat = 0.2
-    """With --clip fixed, how far below 1 the ratio may fall.
+    """With --clip fixed: how far below 1 the ratio may fall.
     The paper gives no value for "+SIR" and GRPO. We take PPO's usual 0.2, which §6.2.3 names (ours)."""
     clip_high: NonNegativeFloat = 0.2
-    """How far above 1 the ratio may rise. Table 1's clip-high has 0.28."""
+    """With --clip fixed: how far above 1 the ratio may rise. Table 1's clip-high has 0.28."""
     scale_advantage: bool = True
     """Divide advantages by the standard deviation of the group's rewards (Eq. 8). Dr. GRPO does not divide."""
     normaliser: Literal["response", "token", "constant"] = "response"
     """Weight of a token in the loss. response: 1/G 1/|y_i| (Eq. 16).
     token: 1 / number of tokens in the update (DAPO). constant: 1/G 1/max_response_tokens (Dr. GRPO)."""
     valid_share: common.Share = 0.0
-    """Draw more prompts until this share of the step's groups is valid: some of their G responses are correct, not all.
+    """Draw more prompts until this share of the step's groups is valid: the scores of their G responses differ.
     0: draw once. 1: DAPO."""
     max_draws: PositiveInt = 4
-    """After this many draws, train on the groups that were drawn.
+    """With --valid-share: after this many draws, train on the groups that were drawn.
     In Table 2 of arXiv 2604.16995 (SPS), a step draws again at most 3 times. SPS trains with SWIFT, but does not name
     its version. SWIFT 3.12.6 draws again three times, too, but never uses the third of these draws. If there are too
     few valid groups, SWIFT trains on the first draw."""
@@ -352,8 +354,8 @@ def main(args: Args) -> None:
                 group.reward_G += overlong_penalty(length_G, args.max_response_tokens, args.overlong_buffer)
             drawn += groups
             position += len(groups)
-            correct_PG = torch.stack([group.correct_G for group in drawn])
-            valid_P = common.valid_groups((correct_PG >= 1).double())  # The penalty does not count here.
+            score_PG = torch.stack([group.score_G for group in drawn])
+            valid_P = common.valid_groups(score_PG)  # The penalty does not count here.
             if valid_P.sum().item() / args.prompts_per_step >= args.valid_share:
                 break
         else:

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver
+from numbers import Number
 from resource import RLIMIT_DATA, setrlimit
 from signal import ITIMER_PROF, setitimer
 from traceback import format_exc
@@ -72,17 +73,23 @@ def start_worker(reward):
 
 
 def grade(reward, completion, *graded_by):
-    """Return (score, verdict) of a completion, in a worker process. `graded_by` are the arguments of the reward after
-    the completion. If the reward cannot be loaded or raises an error, return (None, traceback). If it runs out of
-    memory, this process ends."""
+    """Return (score, verdict, right, parts) of a completion, in a worker process. `graded_by` are the arguments of the
+    reward after the completion. The reward returns the score, or a dict with `score`. `right` says whether the response
+    is right. This is the dict's `right` or, without it, whether the score is 1. If the score is not between 0 and 1,
+    it does not say so, and `right` is None. `parts` has the other numbers of the dict. If the reward cannot be loaded
+    or raises an error, return (None, traceback, None, {}). If it runs out of memory, this process ends."""
     try:
         if reward == "math":
-            return judge(completion, *graded_by)
-        score = float(reward_function(reward)(completion, *graded_by))
+            score, verdict = judge(completion, *graded_by)
+            return score, verdict, score == 1, {}
+        value = reward_function(reward)(completion, *graded_by)
+        parts = dict(value) if isinstance(value, dict) else {"score": value}
+        score = float(parts.pop("score"))
         if not math.isfinite(score):
             raise ValueError(f"{score} is not a finite number")
-        return score, "graded"
+        right = parts.pop("right", score == 1 if 0 <= score <= 1 else None)
+        return score, "graded", right, {name: float(x) for name, x in parts.items() if isinstance(x, Number)}
     except MemoryError:
         os._exit(1)  # The pool starts a new process for the next completion.
     except Exception:
-        return None, format_exc()
+        return None, format_exc(), None, {}

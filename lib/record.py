@@ -67,10 +67,15 @@ def open_run(folder, args):
         require(args.resume, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
         done = max([int(each.name[5:]) for each in checkpoints_of(folder / "checkpoints")], default=0)
         require(args.steps >= done, f"--steps {args.steps}: the run has finished {done} steps already")
-        constant = args.lr_warmup == 0 and args.lr_floor == 1
+        constant = args.lr_warmup == 0 and args.lr_schedule == "constant"
         for name, old in json.loads(file.read_text())["args"].items():
             fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
-            require(fits, f"--resume: {name} has changed since the run was started: {old!r}, now {flags.get(name)!r}")
+            require(
+                fits,
+                f"--resume: {name} has changed since the run was started: {old!r}, now {flags.get(name)!r}. A run "
+                "keeps its flags, and a rate that rises or falls depends on --steps. A new run may begin with the "
+                f"model of this one: --model {folder}/model, or what ./run.sh export {folder} makes of a checkpoint",
+            )
     with refuse_errors(f"--run-dir {folder}"):
         (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115  Closing the file would unlock the folder.
@@ -186,11 +191,13 @@ class Record:
             "group": batch.group_R,
             "problem": [batch.groups[p].problem.text for p in batch.group_R],
             "answer": [batch.groups[p].problem.answer for p in batch.group_R],
-            "score": torch.cat([group.correct_G for group in batch.groups]),
+            "score": torch.cat([group.score_G for group in batch.groups]),
             "reward": batch.reward_PG.flatten(),
             "truncated": [rollout.truncated for rollout in batch.rollout_R],
             "ids": [rollout.ids for rollout in batch.rollout_R],
         }
+        if batch.right_PG is not None:
+            table["right"] = batch.right_PG.flatten()
         for vector, x in {"sampler_logp_T": batch.sampler_logp_T, **per_token}.items():
             if vector.endswith("_T"):
                 table[vector] = x.split(batch.length_R.tolist())
@@ -228,7 +235,7 @@ class Record:
             self.say_step(step, metrics)
         if metrics.get("zero_advantage_share") == 1:
             self.say(
-                f"no group whose rewards differ (mean {metrics['reward']:g}): too easy, too hard, wrong --template, "
-                "--max-response-tokens or --reward; see samples/"
+                f"no group whose rewards differ (mean {metrics['reward']:g}): too easy, too hard, --lr too large, or "
+                "wrong --template, --max-response-tokens, --reward or reference answers; see samples/"
             )
         self.start_step()

@@ -86,11 +86,16 @@ def read_table(source, usual):
     return source, rows_of(table.with_format("arrow").iter(1000))
 
 
+# A reference in sentences, such as "He has 3 + 4 pens. The answer is: 7", which no box equals.
+WORKED = r"\n|[.?!] +[A-Z]|answer is"
+
+
 def first_of(row, column, *others):
     """Return a row's value in `column`. If the row has no such column, return the first value in the other columns that
-    is not None. If there is none, return ""."""
-    columns = [column] if column in row else others
-    return next((row[name] for name in columns if row.get(name) is not None), "")
+    is not None. If there is none, return "". The case of the names does not matter."""
+    values = {name.lower(): value for name, value in row.items()}
+    columns = [column.lower()] if column.lower() in values else others
+    return next((values[name] for name in columns if values.get(name) is not None), "")
 
 
 def turns_of(row, column="", template="chat"):
@@ -112,7 +117,7 @@ def reference_of(row, column=""):
     `solution`. A solution without a box gives "", because it is a long text that no response repeats."""
     value = first_of(row, column, *ANSWER_COLUMNS)
     if value == "" and column not in row:
-        value = last_boxed(str(row.get("solution")))
+        value = last_boxed(str(first_of(row, "solution")))
     return answer_text(value)
 
 

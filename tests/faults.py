@@ -25,7 +25,7 @@ MARK = "CLEANRLVR_TRIAL"  # It is in the environment of everything that a trial 
 FLAGS = [
     *("--model", TOY / "model", "--template", "plain", "--dataset", TOY / "train.jsonl", "--lr", 1e-4),
     *("--prompts-per-step", 8, "--max-prompt-tokens", 32, "--max-response-tokens", 64, "--group-size", 2),
-    *("--lr-floor", 0.1, "--checkpoints-kept", 2),
+    *("--lr-schedule", "cosine", "--lr-floor", 0.1, "--checkpoints-kept", 2),
 ]
 OWN = {  # With these the position in the data depends on what was drawn.
     "sspo": ["--valid-share", 0.75],

@@ -18,9 +18,10 @@ def groups_of(kinds: str) -> list[common.Group]:
     rollouts = [common.Rollout(np.zeros(2 + g), np.array([-1.0] * (2 + g)), "", g == 1) for g in range(2)]
     groups = []
     for name, kind in zip("abcdefghijkl", kinds, strict=False):
-        correct_G = torch.tensor(REWARDS[kind], dtype=torch.float64)
+        score_G = torch.tensor(REWARDS[kind], dtype=torch.float64)
         problem = common.Problem(name, [0], "")
-        groups.append(common.Group(problem, rollouts, correct_G, correct_G - 0.5, ("graded", "no_answer")))
+        verdicts = ("graded", "no_answer")
+        groups.append(common.Group(problem, rollouts, score_G, score_G - 0.5, score_G == 1, verdicts))
     return groups
 
 

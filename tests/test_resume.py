@@ -115,7 +115,8 @@ def run(tiny, plain_python, tmp_path):
     """A run of a small model in this process."""
     world = common.init_world()
     limits = {"max_prompt_tokens": 8, "max_response_tokens": 8, "checkpoints_kept": 2, "steps": 100_000}
-    args = common.Args(model=str(tiny), run_dir=str(tmp_path), eval="held-out", keep_best=True, lr_floor=0.5, **limits)
+    limits["lr_schedule"] = "cosine"
+    args = common.Args(model=str(tiny), run_dir=str(tmp_path), eval="held-out", keep_best=True, **limits)
     policy = common.load_policy(tiny, args, world)
     record = common.Record(args, world)
     record.write("metrics.jsonl", "before")

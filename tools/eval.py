@@ -178,9 +178,14 @@ def evaluate(label, problems, protocol, verifier, sampler):
     asked = {("eval", label, p): problem for p, problem in enumerate(problems)}
     groups = sampler.sample(asked, n, protocol.eval_temperature, protocol, protocol.top_p, scored=0)
     common.verify(verifier, groups)
-    score_PN = torch.stack([group.correct_G for group in groups])
-    correct_PN = score_PN >= 1
-    figures = {f"pass@{k}": 100 * common.pass_at_k(correct_PN, k) for k in sorted({min(k, n) for k in protocol.ks})}
+    score_PN = torch.stack([group.score_G for group in groups])
+    figures = {}
+    row = {"set": label, "problems": len(groups), "n": n, **common.drawn_metrics(groups)}
+    if "accuracy" in row:
+        right_PN = torch.stack([group.right_G for group in groups])
+        row["right"] = right_PN.sum(1).tolist()
+        for k in sorted({min(k, n) for k in protocol.ks}):
+            figures[f"pass@{k}"] = 100 * common.pass_at_k(right_PN, k)
     if protocol.spread:
         for name, percent in list(figures.items()):
             figures[f"{name} ±"] = math.sqrt(percent * (100 - percent) / (len(problems) - 1))
@@ -195,14 +200,7 @@ def evaluate(label, problems, protocol, verifier, sampler):
         greedy = sampler.sample(asked, 1, 0.0, protocol)
         logps = [group.rollouts[0].logp.mean(dtype=np.float64) for group in greedy]
         figures["greedy_logp"] = float(np.mean(logps))
-    return {
-        "set": label,
-        "problems": len(groups),
-        "n": n,
-        "right": correct_PN.sum(1).tolist(),
-        "figures": figures,
-        **common.drawn_metrics(groups),
-    }
+    return row | {"figures": figures}
 
 
 # --------------------------------------------------------------------------------------------------------------- table

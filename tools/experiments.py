@@ -91,7 +91,7 @@ LARGE = "--activation-checkpointing"
 FAST = "--no-activation-checkpointing"
 B1 = f"{FAST} --micro-batch-tokens=32768"
 B7 = f"{LARGE} --micro-batch-tokens=65536"  # With B1 and B7, models of 1.5B and 7B use 3/4 of 8 GPUs of 80 GB.
-FLAT = "--temperature=1 --lr-warmup=0 --lr-floor=1 --weight-decay=0.01"
+FLAT = "--temperature=1 --lr-warmup=0 --lr-schedule=constant --lr-floor=0 --weight-decay=0.01"
 AWAKE = ""
 if os.environ.get("MACHINE") == "gpu":  # run.sh sets this variable.
     AWAKE = "--keep-awake --gpu-memory-utilization=0.1"
@@ -116,14 +116,15 @@ GPG = f"{B7} --eval={AIME24},knoveleng/AMC-23,{OTHERS}"
 # These are defaults of gpg.py, for other scripts.
 AS_GPG = "--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1 --reward=open_r1_gpg"
 MATH = f"""{GPG} --dataset=DigitalLearningGmbH/MATH-lighteval:train --max-prompt-tokens=512
-    --max-response-tokens=1024 --lr=3e-6 --lr-warmup=0.1 --lr-floor=0"""  # These values are from footnote 1.
+    --max-response-tokens=1024 --lr=3e-6 --lr-warmup=0.1 --lr-schedule=cosine"""  # These values are from footnote 1.
+# This is the recipe of Open-RS. The decay is TRL's default.
 RS = f"""{B1} --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward
     --group-size=6 --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7
-    --lr-warmup=0.1 --lr-floor=0.1 --weight-decay=0"""  # This is the recipe of Open-RS. The decay is TRL's default.
+    --lr-warmup=0.1 --lr-schedule=cosine --lr-floor=0.1 --weight-decay=0"""
 # 16 prompts a step: 8 GPUs have one prompt each and accumulate twice (sat: once). The rest are defaults of TRL.
 IMAGES = f"""{LARGE} --image-column=image --max-pixels=401408 --model=Qwen/Qwen2-VL-2B-Instruct
     --template=chat --beta-th=0.4 --normaliser=response --format-reward --prompts-per-step=16 --max-prompt-tokens=1024
-    --max-response-tokens=256 --weight-decay=0 --lr-schedule=linear --lr-floor=0"""
+    --max-response-tokens=256 --weight-decay=0 --lr-schedule=linear"""
 IOU = "--reward=iou"
 CLASSES = f"{IMAGES} --reward=class_name --dataset=laolao77/ViRFT_CLS"
 

@@ -51,8 +51,8 @@ def visible(text):
 
 def facts_of(response, vectors):
     """Return the text beside a response: verdict, reward, advantage and length, each on a line of its own."""
-    verdict = "✓ right" if response["score"] >= 1 else "✗ wrong"
-    facts = f"{verdict}, reward {response['reward']:.3g}"
+    verdict = {True: "✓ right, ", False: "✗ wrong, "}.get(response.get("right"), "")
+    facts = f"{verdict}reward {response['reward']:.3g}"
     advantage = vectors.get("advantage_T")
     if isinstance(advantage, float):
         facts += f"\nadvantage {advantage:+.2f}"
