@@ -159,9 +159,8 @@ def test_runs_of_other_code_are_not_pooled_in_silence(data, fork, capsys):
 
 
 def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
-    """A run that has finished stays, and one that was cut off goes on: here those of seed 2, at their first start.
-    Beside runs of other code or flags nothing runs, unless the sweep has another name. Names say only the flags of
-    one's own."""
+    """A run that has finished stays, and one that was cut off goes on: here those of seed 2 at their first. Beside
+    runs of other code or flags nothing runs, unless the sweep has another name. Names say only a run's own flags."""
     started = []
 
     def launch(words, folder, script):
@@ -175,14 +174,14 @@ def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
     def begin(*flags):
         """Return the runs that a sweep starts."""
         started.clear()
-        words = ["grpo-toy", f"{fork}:grpo-toy,--lr,1", "--seeds", "1", "2", "--steps", "5", *flags]
+        words = ["grpo-toy", f"{fork}:grpo-toy,--eval,a:b", "--seeds", "1", "2", "--steps", "5", *flags]
         monkeypatch.setattr("sys.argv", ["sweep.py", "sweep", *words])
         assert not sweep.main()
         return [str(folder.relative_to(data)) for folder in started]
 
     monkeypatch.setattr(sweep, "RUNS", data)
     monkeypatch.setattr(sweep, "launch", launch)
-    runs = ["grpo-toy-seed1", "mine-grpo-toy-lr-1-seed1", "grpo-toy-seed2", "mine-grpo-toy-lr-1-seed2"]
+    runs = ["grpo-toy-seed1", "mine-grpo-toy-eval-a:b-seed1", "grpo-toy-seed2", "mine-grpo-toy-eval-a:b-seed2"]
     assert begin() == [f"steps-5/{name}" for name in runs]
     assert begin() == [f"steps-5/{name}" for name in runs[2:]]
     assert begin() == []

@@ -241,9 +241,9 @@ def main():
     require(args.experiments, "name experiments; ./run.sh list has them all")
     runs = {}
     for seed, experiment in itertools.product(args.seeds, args.experiments):
-        script, colon, own = experiment.rpartition(".py:")
-        script = f"{script}.py" if colon else os.environ.get("SCRIPT", "")
-        words = own.split(",")
+        words = experiment.split(",")
+        script, _, words[0] = words[0].rpartition(":")
+        script = script or os.environ.get("SCRIPT", "")
         name = name_of([Path(script).stem, *words])
         folder = RUNS / (args.name or name_of(flags)) / f"{name}-seed{seed}"
         runs[folder] = ([*words, *flags, f"--seed={seed}"], folder, script)
