@@ -246,7 +246,8 @@ def load_problems(source, tokenizer, args, flag):
         f"{flag} {source}: no usable row; {left}. --problem-column and --answer-column name columns, here of "
         f"{list(row)}; --max-prompt-tokens is {args.max_prompt_tokens}",
     )
-    absent = {args.problem_column, args.answer_column, args.image_column} - {"", *row}
+    named = (args.problem_column, args.answer_column, args.image_column)
+    absent = {*map(str.lower, named)} - {"", *map(str.lower, row)}
     if absent:
         left += f", and no column {absent} but the usual ones"
     if IS_RANK_0:

@@ -4,7 +4,7 @@
 #                                 toy, 135m (pretrained, 2 CPU cores) or 0.5b (one GPU); the papers' are for 8 GPUs
 # ./run.sh list|setup|data        every experiment with its whole command; set up; fetch sspo.py's data
 # ./run.sh fetch METHOD-SIZE      fetch its model and all its data, for nodes without a network
-# ./run.sh test|prove|eval|plot|why|sweep|table|claims [ARGS]    --help explains each
+# ./run.sh test|prove|eval|export|plot|why|sweep|table|claims [ARGS]    --help explains each
 # CPU=1: without GPUs, in PROCESSES=2. GPU=1: as if GPUs were seen. DRY=1: print the command. SCRIPT=mine.py: a fork.
 set -euo pipefail
 root=$(dirname "$(readlink -f "$0")") venv=.venv wrong= verb=
@@ -73,7 +73,7 @@ case $word in
   toy-images) once tasks/toy-images/model/model.safetensors "$python" tasks/toy_images.py ;;
   smollm) once tasks/smollm/model/model.safetensors "$python" tasks/smollm.py ;;
   test) setup; cd "$root"; exec "$python" -m pytest "$@" ;;
-  eval) setup; exec "$python" "$tools/launch.py" "$tools/eval.py" "$@" ;;
+  eval | export) setup; exec "$python" "$tools/launch.py" "$tools/$word.py" "$@" ;;
   prove) setup; PROCESSES=3 OMP_NUM_THREADS=1 exec "$python" "$tools/launch.py" "$tools/prove.py" "$@" ;;
   plot | why) setup; exec "$python" "$tools/$word.py" "$@" ;;
   sweep | table) setup; exec "$python" "$tools/sweep.py" "$word" "$@" ;;

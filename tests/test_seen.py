@@ -60,7 +60,7 @@ def test_the_file_has_what_the_loss_saw_of_each_response(monkeypatch, plain_pyth
     batch.reward_PG = torch.arange(len(batch.rollout_R)).double()[:, None]
     for group in batch.groups:
         group.reward_G = torch.zeros(len(group.rollouts))
-        group.correct_G = group.reward_G + 0.5
+        group.score_G = group.reward_G + 0.5
     mine_T = torch.arange(len(batch.response_T)) / 3
     mine_T[7] = math.nan
     record.write_training(7, batch, {"mine_T": mine_T, "alpha": 1.0}, evaluated=True)

@@ -87,7 +87,8 @@ def test_kept_demonstrations_come_back_and_are_used_once(tmp_path):
     reward_G = torch.tensor([0.0, 1, 2, 3]).double()
     rollouts = group_of([1], [[g] for g in range(4)]).rollouts
     for step in range(1, 5):
-        groups = [common.Group(problem, rollouts, reward_G, reward_G) for problem in problems[3 * step - 3 : 3 * step]]
+        own = problems[3 * step - 3 : 3 * step]
+        groups = [common.Group(problem, rollouts, reward_G, reward_G, reward_G == 1) for problem in own]
         sps.keep_demonstrations(tmp_path, step, common.Batch(groups), problems, args)
 
     def taken(count, seed=9):

@@ -24,9 +24,9 @@ def test_the_page_is_one_harmless_file(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text(json.dumps(about))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "samples").mkdir()
-    about = {"problem": HOSTILE[0], "answer": HOSTILE[2], "truncated": False, "trained_T": [True], "score": 0.0}
+    about = {"problem": HOSTILE[0], "answer": HOSTILE[2], "truncated": False, "trained_T": [True], "right": False}
     hostile = about | {"ids": list(range(len(HOSTILE))), "reward": 0.0, "ratio_T": [0.8, None, 1.0, 1.0], "group": 0}
-    right = hostile | {"score": 1.0, "reward": 0.9}  # with a penalty on its length
+    right = hostile | {"right": True, "reward": 0.9}  # with a penalty on its length
     pandas.DataFrame([hostile, right]).to_parquet(tmp_path / "samples" / "train-step00020.parquet")
     plot.main((tmp_path,), figure="tokens")
     text = (tmp_path / "tokens.html").read_text()

@@ -116,7 +116,8 @@ GPG = f"{B7} --eval={AIME24},knoveleng/AMC-23,{OTHERS}"
 # These are defaults of gpg.py, for other scripts.
 AS_GPG = "--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1 --reward=open_r1_gpg"
 MATH = f"""{GPG} --dataset=DigitalLearningGmbH/MATH-lighteval:train --max-prompt-tokens=512
-    --max-response-tokens=1024 --lr=3e-6 --lr-warmup=0.1 --lr-schedule=cosine"""  # These values are from footnote 1.
+    --max-response-tokens=1024 --lr=3e-6 --lr-warmup=0.1 --lr-schedule=cosine
+    --lr-floor=0"""  # These values are from footnote 1.
 # This is the recipe of Open-RS. The decay is TRL's default.
 RS = f"""{B1} --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward
     --group-size=6 --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7

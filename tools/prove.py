@@ -87,13 +87,16 @@ def fixed_groups(settings, tokenizer, zero_advantage):
         reward_G = (torch.arange(4 * p, 4 * p + 4) % 3 == 0).double()
         if p in zero_advantage:
             reward_G[:] = 1.0
-        groups.append(common.Group(problem, rollouts, reward_G=reward_G))
+        groups.append(common.Group(problem, rollouts, reward_G=reward_G, right_G=reward_G == 1))
     return groups
 
 
 def reverse(groups):
     """Return the groups with the responses of each group in reverse order."""
-    return [replace(group, rollouts=group.rollouts[::-1], reward_G=group.reward_G.flip(0)) for group in groups]
+    return [
+        replace(group, rollouts=group.rollouts[::-1], reward_G=group.reward_G.flip(0), right_G=group.right_G.flip(0))
+        for group in groups
+    ]
 
 
 class Batch(common.Batch):
