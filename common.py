@@ -85,10 +85,10 @@ class Args:
     """Held-out sets, separated by commas. Each is a file, a folder or a hub id, as for --dataset. Empty: none."""
     problem_column: str = ""
     """Column of the problem. If it is empty, or a set lacks this column, the first of problem, question, prompt and
-    messages that the set has. Case does not matter."""
+    messages that the set has, in any case."""
     answer_column: str = ""
     """Column of the answer. If it is empty, or a set lacks this column, the first of answer, ground_truth,
-    final_answer, reward_model and solution that the set has. Case does not matter."""
+    final_answer, reward_model and solution that the set has, in any case."""
     chat_template_kwargs: str = "{}"
     """A JSON object of arguments for the tokenizer's chat template, such as '{"enable_thinking": false}'."""
     image_column: str = ""
@@ -159,8 +159,6 @@ def validate(args):
         require("{problem}" in str(prompt_format(args.template)), "it has no {problem}")
     if args.keep_best or not args.steps:
         require(args.eval, "--steps 0 and --keep-best need held-out problems: name them with --eval")
-    falls = args.lr_schedule != "constant"
-    require(falls or not args.lr_floor, "--lr-floor: has an effect with --lr-schedule cosine or linear")
     if args.eval_samples > 1:
         require(args.eval_temperature, "--eval-samples: at --eval-temperature 0 all are the same")
     require(args.run_dir or not args.resume, "--resume: name the run that goes on with --run-dir")
@@ -246,8 +244,7 @@ def load_problems(source, tokenizer, args, flag):
         f"{flag} {source}: no usable row; {left}. --problem-column and --answer-column name columns, here of "
         f"{list(row)}; --max-prompt-tokens is {args.max_prompt_tokens}",
     )
-    named = (args.problem_column, args.answer_column, args.image_column)
-    absent = {*map(str.lower, named)} - {"", *map(str.lower, row)}
+    absent = {args.problem_column, args.answer_column, args.image_column} - {"", *row}
     if absent:
         left += f", and no column {absent} but the usual ones"
     if IS_RANK_0:

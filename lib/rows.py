@@ -92,10 +92,11 @@ WORKED = r"\n|[.?!] +[A-Z]|answer is"
 
 def first_of(row, column, *others):
     """Return a row's value in `column`. If the row has no such column, return the first value in the other columns that
-    is not None. If there is none, return "". The case of the names does not matter."""
+    is not None. If there is none, return "". The case of the other columns' names does not matter."""
+    if column in row:
+        return "" if row[column] is None else row[column]
     values = {name.lower(): value for name, value in row.items()}
-    columns = [column.lower()] if column.lower() in values else others
-    return next((values[name] for name in columns if values.get(name) is not None), "")
+    return next((values[name] for name in others if values.get(name) is not None), "")
 
 
 def turns_of(row, column="", template="chat"):
@@ -117,7 +118,7 @@ def reference_of(row, column=""):
     `solution`. A solution without a box gives "", because it is a long text that no response repeats."""
     value = first_of(row, column, *ANSWER_COLUMNS)
     if value == "" and column not in row:
-        value = last_boxed(str(first_of(row, "solution")))
+        value = last_boxed(str(first_of(row, "", "solution")))
     return answer_text(value)
 
 

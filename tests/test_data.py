@@ -150,12 +150,14 @@ def test_names_of_held_out_sets():
 
 
 def test_columns_of_ones_own(tokenizer, loaded, capsys):
-    """Where they are, they are the only ones: the second row has no answer. Case does not matter."""
+    """Where they are, they are the only ones: the second row has no answer. The usual ones may be in any case."""
     rows = [{"problem": "not this", "q": f"{n}+1=?", "answer": "3", "a": answer} for n, answer in ((1, "2"), (2, None))]
     (data,) = loaded(tokenizer, *rows, problem_column="q", answer_column="a")
     assert data.graded_by == ("2", "1+1=?")
-    (data, _) = loaded(tokenizer, *rows, problem_column="Q", answer_column="b")
+    (data, _) = loaded(tokenizer, *rows, problem_column="q", answer_column="b")
     assert data.graded_by == ("3", "1+1=?") and "no column {'b'} but the usual ones" in capsys.readouterr().out
+    (data,) = loaded(tokenizer, {"Problem": "1+1=?", "Answer": "2"})
+    assert data.graded_by == ("2", "1+1=?")
     with refused("no usable row; left out: 1 no answer .*--answer-column name columns, here of .'question', 'key'"):
         loaded(tokenizer, {"question": "1+1=?", "key": "2"})
 
