@@ -76,7 +76,11 @@ def load(file: Path, model: Path, **changes) -> list[common.Problem]:
     return common.load_problems(args.dataset, AutoTokenizer.from_pretrained(model), args, "--dataset")
 
 
-def write_rows(folder: Path, *images: bytes) -> Path:
-    rows = [{"image": {"bytes": data, "path": None}, "problem": "a?", "answer": "1"} for data in images]
+def write_rows(folder: Path, *images: list[bytes]) -> Path:
+    """Write a row for each list of images."""
+    rows = []
+    for its in images:
+        files = [{"bytes": data, "path": None} for data in its]
+        rows.append({"image": files, "problem": "<image>a?", "answer": "1"})
     datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     return folder / "rows.parquet"

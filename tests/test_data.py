@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import shutil
 
@@ -138,6 +139,41 @@ def test_a_line_that_is_no_json_is_named(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"problem": "0?", "answer": "1"}\n\n{"problem"')
     with refused(r"^--dataset \S+a\.jsonl: cannot be read .*: line 3: "):
         load(tmp_path / "a.jsonl", tokenizer)
+
+
+def test_worked_answers_are_left_out(tokenizer, loaded, capsys):
+    """No box equals them. A reward of one's own may read them."""
+    texts = ("3 + 4 = 7 pens. Therefore, 7 pens.", "The answer is: 7", "3 + 4\n7")
+    rows = [{"question": f"{n}?", "answer": text} for n, text in enumerate((*texts, "x = 5, y = 2.5"))]
+    (problem,) = loaded(tokenizer, *rows)
+    assert problem.answer == "x = 5, y = 2.5" and "3 answer in sentences" in capsys.readouterr().out
+    assert len(loaded(tokenizer, *rows, reward="mine.py:score")) == 4
+
+
+def test_several_training_sets_are_read_in_their_order(tokenizer, tmp_path, capsys):
+    sources = [write(tmp_path / name, {"problem": "1?", "answer": name}) for name in ("b.jsonl", "a.jsonl")]
+    args = common.Args(dataset=", ".join(map(str, sources)), template="plain")
+    problems, _ = common.load_data(args, tokenizer)
+    assert [problem.answer for problem in problems] == ["b.jsonl", "a.jsonl"]
+    assert capsys.readouterr().out.count("jsonl: 1 problems") == 2
+
+
+def test_a_chat_needs_a_chat_template(tokenizer, loaded):
+    with refused("^--model m: has no chat template: --template plain, qwen-boxed or a file"):
+        loaded(tokenizer, {"problem": "1?", "answer": "1"}, model="m", template="chat-boxed")
+
+
+def test_the_learning_rate_follows_its_schedule():
+    """After a warm-up over two steps of ten; the floor would be reached in step 11."""
+
+    def rates(**flags):
+        args = common.Args(steps=10, lr=2.0, **flags)
+        return [common.learning_rate(args, step) for step in (1, 2, 6, 10)]
+
+    assert rates(lr_warmup=0.2) == [1.0, 2.0, 2.0, 2.0]
+    assert rates(lr_schedule="linear") == pytest.approx([20 / 11, 18 / 11, 10 / 11, 2 / 11])
+    cosine = [0.1 + 1.9 * (1 + math.cos(math.pi * step / 11)) / 2 for step in (1, 2, 6, 10)]
+    assert rates(lr_schedule="cosine", lr_floor=0.05) == pytest.approx(cosine)
 
 
 def test_names_of_held_out_sets():

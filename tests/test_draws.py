@@ -59,6 +59,17 @@ def test_metrics_are_of_everything_drawn():
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
+def test_metrics_of_a_reward_that_does_not_say_what_is_right():
+    """Its parts have means, over the responses that have them."""
+    groups = groups_of("wm")
+    for group in groups:
+        group.right_G = None
+        group.parts = ({"form": 1.0}, {"form": 0.0, "steps": 3.0})
+    metrics = common.drawn_metrics(groups)
+    assert {"accuracy", "all_right_share", "all_wrong_share"}.isdisjoint(metrics)
+    assert (metrics["reward/form"], metrics["reward/steps"]) == (0.5, 3.0)
+
+
 ADVANTAGES = [sspo.advantages, cwgrpo.advantages, sps.advantages, gpg.advantages]
 ADVANTAGES += [lambda x: sspo.advantages(x, scale=False), lambda x: gpg.advantages(x, "batch")]
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PACKED, check_sampler, slow
+from conftest import PACKED, check_sampler, refused, slow
 from faults import differences
 from jobs import Jobs
 from safetensors.torch import load_file
-from seeing import STOPS, load, settings, write_images
+from seeing import STOPS, load, png, settings, write_images, write_rows
 from test_invariance import check_alike, largest_difference
 from test_policy import group_of, one_at_a_time
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -96,6 +96,14 @@ def seeing(request, models, tmp_path_factory):
     jobs = Jobs("runs.py", tmp_path_factory.mktemp("seeing-engine"), model, "float32")
     yield jobs, model
     jobs.end()
+
+
+def test_a_row_may_have_a_list_of_one_image(models, tmp_path):
+    """It stands where the problem has a mark."""
+    (problem,) = load(write_rows(tmp_path, [png(28, 28, 1, 3)]), models["qwen2_vl"])
+    assert problem.image and len(problem.prompt_ids) == problem.cost - problem.image.patches
+    with refused("row 2: 2 images, and a prompt can have one"):
+        load(write_rows(tmp_path, [png(28, 28, 1, 3)], [png(28, 28, 1, 3)] * 2), models["qwen2_vl"])
 
 
 def test_what_vllm_samples_is_what_is_trained(seeing, tmp_path):

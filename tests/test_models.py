@@ -9,7 +9,7 @@ from conftest import check_sampler, random_model, refused
 from jobs import Jobs
 from test_invariance import largest_difference
 from test_policy import CPU, batch_of, one_at_a_time
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 import common
 from lib import layers
@@ -39,6 +39,13 @@ def model_of(folder, kind: str, settings: dict):
 def test_a_window_shorter_than_a_sequence_is_refused(kind, settings, tmp_path):
     with refused("^--model .*its context or window is 64 tokens, and prompt and response may have 96; with --max-tot"):
         common.model_folder(model_of(tmp_path, kind, settings))
+
+
+def test_a_model_that_sees_in_another_way_is_refused(tmp_path):
+    Gemma3Config(vision_config={"hidden_size": 32}).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    with refused("^--model .*: of the models that see images, only Qwen2-VL and Qwen2.5-VL train"):
+        common.model_folder(common.Args(str(tmp_path)))
 
 
 @pytest.mark.parametrize(("kind", "longest"), [*((kind, 60) for kind in TRAINED), ("qwen2", 4)])

@@ -126,6 +126,13 @@ def test_an_image_stands_where_the_template_says(chat, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------ the data
+def test_a_mark_says_where_an_image_stands(chat):
+    """Without one, it stands in front of the problem."""
+    for problem in ("<image>1?", "1?"):
+        turns = [{"role": "user", "content": problem}]
+        assert chat.decode(common.prompt_of(turns, "plain", chat, image="[image]")) == "[image]1?\n"
+
+
 def test_a_rows_turns_are_asked_whole(chat, loaded):
     """The answer is the last question's, and a text template, which has no place for the others, refuses the row. A
     system turn is the template's own."""

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import HELD_OUT, TOY, flags_of
+from conftest import HELD_OUT, TOY, flags_of, torchrun
 from faults import FLAGS, differences, read
 
 
@@ -78,3 +78,12 @@ def test_a_checkpoint_is_evaluated_like_the_model_it_was(sspo_run, engine, tmp_p
     (file,) = (tmp_path / "run").glob("eval-step-00004-sspo-heldout-*.json")
     (row,) = json.loads(file.read_text())["rows"]
     assert row["figures"]["pass@1"] == pytest.approx(100 * sspo_run.rows[-1]["eval/heldout/avg@1"])
+
+
+def test_the_newest_checkpoint_becomes_a_model(sspo_run, tmp_path):
+    """That of a run which has ended is the run's model."""
+    shutil.copytree(sspo_run.folder, tmp_path / "run")
+    torchrun("tools/export.py", tmp_path / "run", plain=True)
+    (made,) = (tmp_path / "run" / "checkpoints").glob("*-model")
+    for file in (sspo_run.folder / "model").iterdir():
+        assert file.read_bytes() == (made / file.name).read_bytes(), file.name

@@ -75,6 +75,32 @@ def test_a_reward_that_hangs_or_dies_scores_0_and_is_counted(own):
     assert list(group.verdicts) == list(ENDS.values()) and group.reward_G.tolist() == [0.0] * (len(ENDS) - 1) + [1.0]
 
 
+PARTS = """
+import json
+
+def score(completion, row):
+    return json.loads(completion or "0")
+"""
+
+
+def test_a_reward_may_have_parts_and_say_what_is_right(tmp_path, capsys):
+    """A score between 0 and 1 is right at 1. From the first other score on that does not say it, nothing is known."""
+    (tmp_path / "mine.py").write_text(PARTS)
+    verifier = make_verifier(1, f"{tmp_path}/mine.py:score")
+
+    def graded(*texts):
+        group = common.Group(PROBLEM, [common.Rollout([], None, text, False) for text in texts])
+        common.verify(verifier, [group])
+        return group
+
+    first = graded("1", "0.5", '{"score": 2.5, "right": 1, "form": true, "said": "x"}')
+    assert first.score_G.tolist() == [1, 0.5, 2.5] and first.right_G.tolist() == [True, False, True]
+    assert first.parts[2] == {"form": 1.0}
+    assert "a score of" not in capsys.readouterr().out
+    assert graded("0", "-1").right_G is None and graded("1").right_G is None
+    assert capsys.readouterr().out.count("--reward: a score of -1 does not say whether a response is right") == 1
+
+
 def test_a_verdict_is_not_lost_where_every_answer_ends_its_process(own):
     assert judged(make_verifier(2, own), ["os._exit(3)", "pass"] * 20, [{}] * 40) == [(0, "crash"), (1, "graded")] * 20
 
