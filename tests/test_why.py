@@ -12,6 +12,8 @@ import why
 from conftest import write
 from faults import read
 
+import sspo
+
 WELL = {
     "reward": 0.5,
     "entropy": 0.3,
@@ -38,7 +40,7 @@ def said(tmp_path, capsys, first=None, last=None) -> str:
     """Return what is said of a run of twenty steps that logged this in the first and in the last ten."""
     rows = [{"step": step + 1, **WELL, **((first if step < 10 else last) or {})} for step in range(20)]
     write(tmp_path / "metrics.jsonl", *rows)
-    args = {"max_grad_norm": 1.0, "max_response_tokens": 64, "seed": 1}
+    args = vars(sspo.Args(max_response_tokens=64))
     (tmp_path / "run.json").write_text(json.dumps({"args": args}))
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "train-step00010.txt").write_text(SAMPLES)
@@ -50,6 +52,7 @@ def said(tmp_path, capsys, first=None, last=None) -> str:
 def test_a_trouble_is_said(tmp_path, capsys, trouble):
     text = said(tmp_path, capsys, trouble.get("first"), trouble.get("last"))
     assert "\ntroubles: 1; " in text and all(word in text for word in trouble["said"]), text
+    assert "--kl-coef" not in text, "sspo.py has no such flag"
 
 
 def test_a_run_whose_rewards_are_fractions_is_not_said_to_have_no_right_response(tmp_path, capsys):

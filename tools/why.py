@@ -5,7 +5,6 @@
 The troubles are found in the metrics that the run logged.
 """
 
-import math
 import re
 from pathlib import Path
 
@@ -18,6 +17,10 @@ from lib.messages import require
 # to change. If responses can show the trouble, a fourth line has a pattern that finds such a response in samples/. In
 # the pattern, {} stands for --max-response-tokens.
 TROUBLES = """
+reward_fall 0.05
+fall of the reward
+a smaller --lr, --kl-coef
+
 skipped_updates 0
 number of updates in a step that were skipped, because their gradient was not finite
 a smaller --lr, --compute-dtype float32
@@ -43,7 +46,7 @@ problems that are neither too easy nor too hard, a larger --group-size, or anoth
 
 boxless_share 0.3
 share of responses without a box, but the reward reads only a box
---template chat-boxed or qwen-math, which ask for a box; or a --reward of your own
+--template chat-boxed or qwen-math, or a --reward of your own
 (?s)^(?!.*boxed)
 
 truncated_share 0.3
@@ -58,7 +61,7 @@ reward 0,
 
 all_right_share 0.8
 share of groups with right responses only, because problems are too easy
-harder problems, --temperature 1; --valid-share of sspo.py, --beta-th of gpg.py
+harder problems, --temperature 1, --valid-share, --beta-th
 reward 1,
 
 gap_mean 0.02
@@ -76,14 +79,6 @@ a smaller --lr, a larger --clip-high, --kl-coef, an entropy bonus
 clip_fraction 0.33
 share of tokens that are clipped
 a smaller --lr
-
-norm_over_bound 1
-in every step the gradient's norm is above --max-grad-norm; the smallest norm divided by this bound
---max-grad-norm, a smaller --lr
-
-reward_fall 0.05
-fall of the reward
-a smaller --lr, --kl-coef
 
 held_out_fall 0.02
 fall of a held-out score, although the reward rose
@@ -103,7 +98,6 @@ def figures(rows, steps, first, last, args):
         found[f"{verdict}_share"] = last[f"verifier/{verdict}"] / last["responses_drawn"]
     found["boxless_share"] = found["no_answer_share"] - last["truncated_share"]
     found["entropy_lost"] = 1 - last["entropy"] / first["entropy"]
-    found["norm_over_bound"] = steps["grad_norm"].min() / args.get("max_grad_norm", math.inf)
     found["skipped_updates"] = steps["skipped_updates"].max()
     rise = last["reward"] - first["reward"]
     found["reward_fall"] = -rise
@@ -116,6 +110,12 @@ def figures(rows, steps, first, last, args):
     if (sums % 1).between(0.001, 0.999).any() and not args.get("overlong_buffer"):
         found["all_wrong_share"] = 0  # Rewards are fractions. Then even groups without a 1 can have a gradient.
     return found
+
+
+def known(change, flags):
+    """Return the parts of an advice, which commas separate, that name only flags of the run's script."""
+    named = [(part, re.findall(r"--([a-z-]+)", part)) for part in change.split(", ")]
+    return ", ".join(part for part, its in named if {flag.replace("-", "_") for flag in its} <= flags.keys())
 
 
 def example(folder, pattern):
@@ -148,7 +148,7 @@ def main(folder: tyro.conf.Positional[Path]):
         value = found.get(name, 0)
         if value > float(limit):
             count += 1
-            print(f"{trouble}: {value:.3g}\n    change: {change}")
+            print(f"{trouble}: {value:.3g}\n    change: {known(change, run.flags)}")
             for pattern in shown_by:
                 print(example(folder, pattern.format(run.flags.get("max_response_tokens"))))
     print(f"troubles: {count}; docs/running.md has others")
