@@ -19,7 +19,6 @@ import math
 import os
 import random
 import re
-import shlex
 import shutil
 from collections import ChainMap, defaultdict, namedtuple
 from contextlib import chdir
@@ -992,8 +991,9 @@ def finish(policy, source, record):
     if record.stopping:
         return
     save_model(policy, "model", source, record.args.steps, record)
-    run_sh = shlex.quote(f"{os.path.relpath(ROOT)}/run.sh")
-    record.say(f"the run is complete; to look at it: {run_sh} plot {record.quoted}")
+    if not record.gap_checked:
+        record.say("trainer and sampler were never compared: no response had an advantage")
+    record.say(f"the run is complete; to look at it: ./run.sh plot {record.quoted}")
 
 
 # --------------------------- evaluation

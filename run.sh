@@ -4,6 +4,7 @@
 #                                 toy, 135m (pretrained, 2 CPU cores) or 0.5b (one GPU); the papers' are for 8 GPUs
 # ./run.sh list|setup|data        every experiment with its whole command; set up; fetch sspo.py's data
 # ./run.sh fetch METHOD-SIZE      fetch its model and all its data, for nodes without a network
+# ./run.sh resume RUN [FLAGS]     go on with a run from its newest checkpoint; FLAGS win
 # ./run.sh test|prove|eval|export|plot|why|sweep|table|claims [ARGS]    --help explains each
 # CPU=1: without GPUs, in PROCESSES=2. GPU=1: as if GPUs were seen. DRY=1: print the command. SCRIPT=mine.py: a fork.
 set -euo pipefail
@@ -65,7 +66,7 @@ start() {  # EXPERIMENT FLAGS...: one that there is not ends this before the set
 
 word=${1:-default}; shift $(($# > 0))
 case $word in
-  help | -h | --help) sed -nE '2,8s/^# //p' "$root/run.sh"; bare_python "$tools/experiments.py" help ;;
+  help | -h | --help) sed -nE '2,9s/^# //p' "$root/run.sh"; bare_python "$tools/experiments.py" help ;;
   list) bare_python "$tools/experiments.py" list ;;
   setup) setup ;;
   data) once data/understand-r1-zero/datasets/train/math_lvl3to5_8k \
@@ -75,6 +76,7 @@ case $word in
   test) setup; cd "$root"; exec "$python" -m pytest "$@" ;;
   eval | export) setup; exec "$python" "$tools/launch.py" "$tools/$word.py" "$@" ;;
   prove) setup; PROCESSES=3 OMP_NUM_THREADS=1 exec "$python" "$tools/launch.py" "$tools/prove.py" "$@" ;;
+  resume) setup; exec "$python" "$tools/launch.py" resume "$@" ;;
   plot | why) setup; exec "$python" "$tools/$word.py" "$@" ;;
   sweep | table) setup; exec "$python" "$tools/sweep.py" "$word" "$@" ;;
   claims) setup; PROCESSES=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" "$tools/claims.py" "$@" ;;
@@ -82,5 +84,6 @@ case $word in
     (start sspo-toy --run-dir "$run"); if [ -n "${DRY:-}" ]; then exit; fi
     "$python" "$tools/plot.py" "$run"; "$python" "$tools/plot.py" "$run" --figure=tokens ;;
   fetch) verb=fetch start "$@" ;;
+  -*) echo "run.sh: did you mean ./run.sh sspo-toy $word $*, or ./run.sh resume RUN?" >&2; exit 2 ;;
   *) start "$word" "$@" ;;
 esac

@@ -29,19 +29,21 @@ def manifest_of(checkpoint):
 
 
 def checkpoint_if_due(policy, optimizer, step, position, record):
-    """Write a checkpoint if one is due. All ranks call this after each step. Set record.stopping to whether the run's
-    folder has a file `stop`, and delete this file. A checkpoint is due if the run stops, if `step` is a multiple of
-    --checkpoint-every, or if it is the last step. `position` is the number of training problems that the run has used.
+    """Write a checkpoint if one is due. All ranks call this after each step. Set record.stopping to whether steps are
+    left and the run's folder has a file `stop`, and delete this file. A checkpoint is due if the run stops, if `step`
+    is a multiple of --checkpoint-every, or if it is the last step. `position` is the number of training problems that
+    the run has used.
 
     The checkpoint is the folder checkpoints/step-<step>. Until all its files are written, the folder has another name,
     so a folder of this name is complete. Afterwards, delete all but the newest --checkpoints-kept."""
     world = record.world
     args = record.args
     stop = record.folder / "stop"
-    record.stopping = world.from_rank_0(stop.exists())
+    record.stopping = step < args.steps and world.from_rank_0(stop.exists())
     if record.stopping:
         stop.unlink(missing_ok=True)
-        record.say(f"asked to stop after step {step}: the same command with --run-dir {record.quoted} --resume goes on")
+        run = record.quoted
+        record.say(f"stops after step {step}: ./run.sh resume {run} goes on, ./run.sh export {run} makes a model")
     elif step % args.checkpoint_every != 0 and step != args.steps:
         return
     final = record.folder / "checkpoints" / f"step-{step:05d}"
@@ -81,7 +83,6 @@ def resume(policy, optimizer, record):
     newest checkpoint into policy, optimizer and record, and delete the lines of metrics.jsonl that were written after
     it. If there is no checkpoint, give metrics.jsonl and best/ other names, and return (0, 0). Without --resume, return
     (0, 0). Raises Refused if the newest checkpoint lacks a shard."""
-    record.say(f"{record.args.model} is loaded, on {record.world.size} x {record.world.device.type}")
     if not record.args.resume:
         return 0, 0
     checkpoints = record.world.from_rank_0(checkpoints_of(record.folder / "checkpoints"))

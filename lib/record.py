@@ -68,6 +68,7 @@ def open_run(folder, args):
         done = max([int(each.name[5:]) for each in checkpoints_of(folder / "checkpoints")], default=0)
         require(args.steps >= done, f"--steps {args.steps}: the run has finished {done} steps already")
         constant = args.lr_warmup == 0 and args.lr_schedule == "constant"
+        changed = []
         for name, old in json.loads(file.read_text())["args"].items():
             fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
             require(
@@ -76,6 +77,9 @@ def open_run(folder, args):
                 "keeps its flags, and a rate that rises or falls depends on --steps. A new run may begin with the "
                 f"model of this one: --model {folder}/model, or what ./run.sh export {folder} makes of a checkpoint",
             )
+            if flags.get(name) != old and name not in ("run_dir", "resume"):
+                changed.append(f"{name} {old} → {flags[name]}")
+        print(f"{folder} goes on; flags that differ: {', '.join(changed) or 'none'}")
     with refuse_errors(f"--run-dir {folder}"):
         (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115  Closing the file would unlock the folder.
@@ -124,7 +128,9 @@ class Record:
         shared = all(world.all_gather(self.folder.is_dir()))
         require(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
         datasets.disable_progress_bars()
-        self.say(f"run folder {self.folder}; next the engine starts and the model is read")
+        self.say(
+            f"run folder {self.folder}; next {world.size} x {world.device.type} start the engine and read the model"
+        )
 
     def answer_signals(self):
         """From now on, Ctrl-C ends this process without a traceback. run.sh sends SIGUSR1 to stop a run: this process

@@ -63,7 +63,7 @@ def test_stopped_and_resumed(script, engine, request, tmp_path):
     result = engine.start(script=script, flags=flags_of(script, folder))
     wait_for(folder / FIRST, engine)
     faults.send([process.pid for process in engine.processes], signal.SIGUSR1)
-    assert "asked to stop after step" in engine.result(result) and not (folder / "stop").exists()
+    assert "stops after step" in engine.result(result) and not (folder / "stop").exists()
     assert rows(folder)[-1]["step"] == 3
     spoil_metrics(folder, 3)
     check_resumed(engine, script, folder, "step-00003", request.getfixturevalue(f"{script}_run"))
@@ -94,7 +94,7 @@ def test_a_first_signal_to_run_sh_ends_after_the_step(number, times, tmp_path):
         assert running.gone_within(60) and running.process.returncode == (0 if times == 1 else 128 + number)
     finally:
         running.end()
-    whole = f"asked to stop after step {rows(folder)[-1]['step']}: " in running.output.read_text()
+    whole = f"stops after step {rows(folder)[-1]['step']}: " in running.output.read_text()
     assert whole == (times == 1) and not (folder / "model").exists()
 
 

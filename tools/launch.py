@@ -2,6 +2,7 @@
 
 tools/launch.py NAME [FLAGS]          run an experiment of tools/experiments.py; first make or fetch the files it needs
 tools/launch.py fetch NAME [FLAGS]    only fetch the experiment's model and data sets, into the hub's cache
+tools/launch.py resume RUN [FLAGS]    go on with a run from its newest checkpoint, with its own flags; FLAGS win
 tools/launch.py SCRIPT.py [FLAGS]     run a script
 
 At the first Ctrl-C, SIGTERM or SIGHUP, a run finishes its step, writes a checkpoint and ends. At the second one it ends
@@ -10,6 +11,7 @@ at once.
 
 import ctypes
 import importlib
+import json
 import logging
 import os
 import re
@@ -138,12 +140,24 @@ def start(name, given):
     launch(script, flags)
 
 
+def resume(run, given):
+    """Go on with the run in a folder from its newest checkpoint, by the command that its run.json has and the user's
+    flags `given`."""
+    folder = Path(run).resolve()
+    about = json.loads((folder / "run.json").read_text())
+    os.chdir(about["cwd"])
+    script, *flags = shlex.split(about["command"])
+    launch(script, [*flags, *given, f"--run-dir={folder}", "--resume"])
+
+
 if __name__ == "__main__":
     word, *given = sys.argv[1:]
     # Until `take_signals`, Ctrl-C ends this process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if word == "fetch":
         fetch(given[0], given[1:])
+    elif word == "resume":
+        resume(given[0], given[1:])
     elif word.endswith(".py"):
         launch(word, given)
     else:
