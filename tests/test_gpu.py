@@ -108,7 +108,7 @@ def test_engines_that_sleep_and_a_kill(place, record_property):
     record_property("asleep", place.figures(asleep))
     first, second = (faults.rows(run)[1] for run in (awake, asleep))
     for name in ("reward", "response_length"):
-        assert second[name] == pytest.approx(first[name], rel=0.05, abs=0.05)
+        assert second[name] == pytest.approx(first[name], rel=0.02, abs=0.02)
     assert place.kind == "gpu" or faults.differences(asleep, awake) == []
 
 
