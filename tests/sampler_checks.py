@@ -98,25 +98,8 @@ def check(args: Args, sampler: common.Sampler, policy: common.Policy, problems: 
     return found
 
 
-def sleep(worker, level: int) -> None:
-    """Lose weights and buffers, as a GPU's memory is lost; at level 2 a GPU keeps a copy of the buffers alone."""
-    model = worker.model_runner.model
-    worker.kept = [buffer.clone() for buffer in model.buffers()]
-    for lost in (*model.parameters(), *model.buffers()):
-        lost.data.fill_(torch.nan)
-
-
-def wake_up(worker, tags: list[str]) -> None:
-    """Give the buffers back, as on a GPU."""
-    if "weights" in tags:
-        for buffer, kept in zip(worker.model_runner.model.buffers(), worker.kept, strict=True):
-            buffer.data.copy_(kept)
-
-
 def main(args: Args) -> None:
-    """Check an engine, then one with less room, which has slept, and last what it says of a missing name."""
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
+    """Check an engine, then one with less room, and last what it says of a missing name."""
     world = common.init_world()
     model = Path(args.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -128,14 +111,9 @@ def main(args: Args) -> None:
     policy = common.load_policy(model, args, world)
     found = check(args, common.Sampler(model, tokenizer, args, world), policy, problems)
     short = common.Sampler(model, tokenizer, replace(args, max_total_tokens=160), world)
-    CPUWorker.sleep = sleep
-    CPUWorker.wake_up = wake_up
-    short.sleeps = True
-    short.sleep()
     short.load(policy)
     groups = short.sample({("a", p): problem for p, problem in enumerate(problems)}, 3, args.temperature, args)
     found["room"] = ends(groups)
-    found["after a sleep"] = scored_in(groups)
     short.expected.add("another")
     with suppress(ValueError):  # for want of a name
         short.load(policy)

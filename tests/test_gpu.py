@@ -107,8 +107,8 @@ def test_engines_that_sleep_and_a_kill(place, record_property):
     assert "going on from" in place.run(*words, "--resume")
     record_property("asleep", place.figures(asleep))
     first, second = (faults.rows(run)[1] for run in (awake, asleep))
-    for name in ("reward", "response_length"):
-        assert second[name] == pytest.approx(first[name], rel=0.02, abs=0.02)
+    for name in ("reward", "response_length", "sampler_nll"):
+        assert second[name] == pytest.approx(first[name], rel=0.01, abs=0.01)
     assert place.kind == "gpu" or faults.differences(asleep, awake) == []
 
 

@@ -43,11 +43,6 @@ def test_one_response_of_a_group_has_log_probs_unless_all_are_asked_for(found):
     assert found["all with --tis-cap"] == [[0, 1, 2]] * 8
 
 
-def test_an_engine_that_has_slept_has_weights_again(found):
-    """Otherwise its log-probs would be NaN."""
-    assert found["after a sleep"] == [[0]] * 8
-
-
 def test_of_two_engines_one_has_no_prompt(found):
     """The other samples what it samples among others."""
     assert found["one prompt"]
