@@ -11,7 +11,7 @@ set -euo pipefail
 root=$(dirname "$(readlink -f "$0")") venv=.venv wrong= verb=
 unset PYTHONSAFEPATH  # with it Python would find no file beside the one that it runs
 export MACHINE=cpu  # for tools/experiments.py
-if [[ ${1:-} = @(test|prove) ]]; then CPU=1; fi  # exact in float32
+if [[ ${1:-} = prove || ${1:-}${GPU:-} = test ]]; then CPU=1; fi  # exact in float32; GPU=1: tests/test_gpu.py
 driver=$(nvidia-smi --id=0 --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=none
 case ${CPU:+cpu}${GPU:+gpu}$driver in
   cpu*) export CUDA_VISIBLE_DEVICES= ;;

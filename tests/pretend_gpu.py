@@ -1,6 +1,6 @@
 """A pretended GPU: the project's CUDA branches on torch's CPU build, forward and backward, in seconds.
 
-test_pretend_gpu.py asks it for jobs such as {"name": "learn", "ranks": 8, "script": "gpg"}.
+test_pretend_gpu.py asks it for jobs such as {"ranks": 8, "script": "gpg"}.
 
 It finds a tensor on the wrong device, and what stays on a GPU; a check that fails ends the process. CPU tensors are
 real. A CUDA tensor is fake: it has a shape, a dtype, a device and a size, but no values. Integers that come from the
@@ -184,11 +184,6 @@ def places(tensors) -> set[str]:
     return {x.device.type for x in tensors}
 
 
-def moments_of(optimizer) -> list[torch.Tensor]:
-    """Return all that an optimizer keeps."""
-    return [x for state in optimizer.state.values() for x in state.values()]
-
-
 def shards_of(policy):
     """Return where this rank's shares of the weights lie."""
     return [weight.to_local().untyped_storage()._cdata for weight in policy.parameters()]
@@ -213,18 +208,17 @@ def watched_score(gpu: Gpu):
     return mock.patch.object(common, "logprobs", watched)
 
 
-def learn(script, model, ranks=8, local=8, irl=False, rank=0, valid=6, **flags):
-    """Make a script's step on a model's real weights, and check what lies where. The responses are those of `rank`;
-    groups behind the first `valid` have zero advantage."""
+def learn(script, model, ranks=8, local=8, irl=False, **flags):
+    """Make a script's step on a model's real weights, and check what lies where. Every update begins with an empty
+    micro-batch."""
     module, args = prove.load(f"{script}.py", ["--model", model, "--prompts-per-step=6", "--micro-batch-tokens=800"])
     args = replace(args, run_dir=tempfile.mkdtemp(), **flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    batch = common.Batch(prove.fixed_groups(args, tokenizer, range(valid, 6)))
+    batch = prove.Batch(prove.fixed_groups(args, tokenizer, []))
     with world_of(ranks, local) as world, Gpu() as gpu, watched_score(gpu):
         record = common.Record(args, world)
         policy = common.load_policy(Path(model), args, world)
         optimizer = common.adamw(policy, args.lr, args)
-        record.world = world._replace(rank=rank)
         record.gap_checked = True  # the sampler's log-probs are made up
         if irl:
             module.learn_irl(policy, [batch] * 2, record)
@@ -240,38 +234,16 @@ def learn(script, model, ranks=8, local=8, irl=False, rank=0, valid=6, **flags):
             seed = [5] if script == "cwgrpo" else []
             module.learn(policy, reference, optimizer, batch, *seed, record)
             del reference
-        kept = [*policy.buffers(), *moments_of(optimizer)]
+        kept = [*policy.buffers()]
         for weight in policy.parameters():
-            kept += [weight, weight.grad]
+            kept += [weight, weight.grad, *optimizer.state[weight].values()]
         assert places(kept) == {"cuda"}
         storages = {getattr(x, "_local_tensor", x).untyped_storage() for x in kept}
         assert gpu.held() == sum(storage.nbytes() for storage in storages), "a share of the policy, and nothing else"
-
-
-def folders(model):
-    """Write a checkpoint, resume from it and save the model, and check what comes of it."""
-    folder = Path(tempfile.mkdtemp())
-    source = Path(model)
-    args = common.Args(model, f"{prove.TOY}/train.jsonl", "plain", run_dir=str(folder / "run"))
-    batch = common.Batch(prove.fixed_groups(args, AutoTokenizer.from_pretrained(model), []))
-    with world_of(1, 1) as world, Gpu() as gpu:
-        record = common.Record(args, world)
-        policy = common.load_policy(source, args, world)
-        mine, its = (common.adamw(policy, 1e-3, args) for _ in range(2))
-        policy(batch.pack([0, 1], world.device))[0].sum().backward()
-        common.optimizer_step(policy, mine, record)
-        record.write("metrics.jsonl", "{}")  # a checkpoint knows how far they went
-        common.checkpoint_if_due(policy, mine, 1, 24, record)
-        record.args = replace(args, resume=True)
-        assert common.resume(policy, its, record) == (1, 24)
-        assert places([*policy.parameters(), *moments_of(its)]) == {"cuda"}
-        before = gpu.held()
-        common.save_model(policy, "model", source, 5, record)
-        assert gpu.held() == before, "something stays gathered"
 
 
 if __name__ == "__main__":
     patch()
     gc.freeze()  # `held` need not look through what has been imported.
     tempfile.tempdir = sys.argv[-1]
-    serve(lambda name, **job: globals()[name](**job))
+    serve(learn)

@@ -1,5 +1,4 @@
-"""Check a real vLLM engine in each process against the policy: runs.py does it as a script, and prints the findings.
-gpu_runner.py does `check` with what vLLM samples with on GPUs."""
+"""Check a real vLLM engine in each process against the policy: runs.py does it as a script, and prints the findings."""
 
 import json
 import math

@@ -17,25 +17,15 @@ traced = serving("pretend_gpu.py")  # The patch lasts as long as the process doe
 def test_learn(traced, tiny, script):
     """On two nodes of eight, with all that may be beside the method."""
     beside = {"tis_cap": 2.0, "activation_checkpointing": True}
-    traced(name="learn", script=script, model=tiny, ranks=16, local=8, **OWN[script], **beside)
-
-
-def test_learn_without_a_response(traced, tiny):
-    """The last of sixteen ranks has none of one group's four."""
-    traced(name="learn", script="sspo", model=tiny, ranks=16, rank=15, valid=1)
+    traced(script=script, model=tiny, ranks=16, local=8, **OWN[script], **beside)
 
 
 def test_learn_irl(traced, tiny):
-    traced(name="learn", script="sps", irl=True, model=tiny)
+    traced(script="sps", irl=True, model=tiny)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
 def test_images(traced, models, kind):
     images = {"image_column": "image", "dataset": str(models[kind] / "problems.parquet")}
-    traced(name="learn", script="gpg", model=models[kind], kl_coef=0.1, **images)
-
-
-def test_load_save_and_resume(traced, tiny):
-    """On one rank: the checkpoint of several takes all of them to be whole."""
-    traced(name="folders", model=tiny)
+    traced(script="gpg", model=models[kind], kl_coef=0.1, **images)
