@@ -22,8 +22,8 @@ from test_invariance import ONE, SCRIPTS, largest_difference
 STEPS = ["--eval=", "--steps=5", "--checkpoint-every=2", "--run-dir"]
 GAP = {"gpu": 0.1, "cpu": 1e-4}  # bounds of the mean gap of log-probs, on a GPU that of common.sampler_gap
 SHAPES = {
-    "gpu": ["--model=qwen2.5-0.5b", "--lengths=1024", "--activation-checkpointing"],
-    "cpu": ["--model=tasks/toy/model", "--lengths=64", "--tokens=512"],
+    "gpu": ["--model=qwen2.5-0.5b", "--activation-checkpointing"],
+    "cpu": ["--model=tasks/toy/model", "--length=64", "--micro-batch-tokens=512"],
 }
 # Every update begins with an empty micro-batch, as in tools/prove.py. In the last step here every response has an
 # update of its own, so that all ranks but one have no other.

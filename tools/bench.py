@@ -123,7 +123,12 @@ def policy(args: tyro.conf.OmitArgPrefixes[common.Args], length: int = 1024):
     flops = 6 * speed * sum(parameter.numel() for parameter in policy.parameters())
     record.say(f"{args.model}, {common.compute_dtype(args, world)}, {world.size} processes, {count} x {length} tokens")
     share = f"{flops / 1e12:.3g} TFLOP/s, {flops / PEAK:.1%} of an H100's or H200's"
-    record.say(f"{speed:.0f} tokens/s, {share}, {record.metrics['memory_gib/train']:.2f} GiB")
+    memory = record.metrics["memory_gib/train"]
+    with record.phase("gather"):
+        for _ in common.full_weights(policy, common.compute_dtype(args, world)):
+            pass  # `Sampler.load` gives each weight to the engine.
+    gather = record.metrics["seconds/gather"]
+    record.say(f"{speed:.0f} tokens/s, {share}, {memory:.2f} GiB; {gather:.3f} s to gather the weights")
     torch.distributed.destroy_process_group()
 
 
