@@ -117,7 +117,7 @@ def trees_equal(answer, gold):
     if count_ops(gold) < count_ops(answer) > count_ops(answer.doit()):
         return False
     if gold.doit().is_Rational:
-        return answer.doit() == gold.doit()  # math_verify would round 2^{-2008} to 2^{-2007}.
+        return answer.doit() == gold.doit()  # math_verify would round 2^{-2007} and 2^{-2008} to 0.
     return sympy_expr_eq(gold, answer, 30, 30, allow_set_relation_comp=True)
 
 
