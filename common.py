@@ -214,19 +214,23 @@ def load_problems(source, tokenizer, args, flag):
     problems = []
     left_out = defaultdict(list)  # {reason: numbers of rows}
     texts = set()
-    row = {}
+    columns = []
     with refuse_errors(f"{flag} {source}: cannot be read as one of {rows.KINDS}; ./run.sh data fetches sspo.py's"):
         name, table = rows.read_table(source, "train" if flag == "--dataset" else "test")
     for number, row in enumerate(Progress(table, f"{flag} {source}, rows"), 1):
         origin = f"{flag} {source}, row {number}"
+        columns = [*row]
         with refuse_errors(origin):
             turns = rows.turns_of(row, args.problem_column, args.template)
             text = "\n\n".join(turn["content"] for turn in turns)
-            problem = problem_of(row, turns, text, tokenizer, args, origin)
-        if not text.strip():
+            # DAPO's data, which have this column, repeat each problem a hundred times.
+            repeated = "reward_model" in row and not args.image_column and text in texts
+            if not repeated:
+                problem = problem_of(row, turns, text, tokenizer, args, origin)
+        if repeated:
+            left_out["repeated"].append(number)
+        elif not text.strip():
             left_out["no problem"].append(number)
-        elif "reward_model" in row and not args.image_column and text in texts:
-            left_out["repeated"].append(number)  # DAPO's data, which have this column, repeat each problem.
         elif not problem.answer:
             left_out["no answer"].append(number)
         elif args.reward in BY_ANSWER and re.search(rows.WORKED, problem.answer):
@@ -241,9 +245,9 @@ def load_problems(source, tokenizer, args, flag):
     require(
         problems,
         f"{flag} {source}: no usable row; {left}. --problem-column and --answer-column name columns, here of "
-        f"{list(row)}; --max-prompt-tokens is {args.max_prompt_tokens}",
+        f"{columns}; --max-prompt-tokens is {args.max_prompt_tokens}",
     )
-    absent = {args.problem_column, args.answer_column, args.image_column} - {"", *row}
+    absent = {args.problem_column, args.answer_column, args.image_column} - {"", *columns}
     if absent:
         left += f", and no column {absent} but the usual ones"
     if IS_RANK_0:

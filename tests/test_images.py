@@ -98,9 +98,10 @@ def seeing(request, models, tmp_path_factory):
     jobs.end()
 
 
-def test_a_row_may_have_a_list_of_one_image(models, tmp_path):
+def test_a_row_may_have_a_list_of_one_image(models, tmp_path, capsys):
     """It stands where the problem has a mark."""
     (problem,) = load(write_rows(tmp_path, [png(28, 28, 1, 3)]), models["qwen2_vl"])
+    assert "1 problems; left out: none; the first" in capsys.readouterr().out
     assert problem.image and len(problem.prompt_ids) == problem.cost - problem.image.patches
     with refused("row 2: 2 images, and a prompt can have one"):
         load(write_rows(tmp_path, [png(28, 28, 1, 3)], [png(28, 28, 1, 3)] * 2), models["qwen2_vl"])
