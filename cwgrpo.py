@@ -89,12 +89,14 @@ class Args(common.Args):
     reweight: Literal["kernel", "none", "clip-cov"] = "kernel"
     """Factor of the advantages. kernel: w~ of section 2.3. none: 1, which is GRPO. clip-cov: Clip-Cov's mask."""
     detach_kernel: bool = False
-    """Take w~ as a constant (ours). The paper's objective, as printed, has a gradient through w~."""
+    """With --reweight kernel: take w~ as a constant (ours). The paper's objective, as printed, has a gradient through
+    w~."""
     count_padding: bool = False
-    """Count padding in N, in the normalisation of w~ (released code). The policy term then grows relative to the KL."""
+    """With --reweight kernel: count padding in N, in the normalisation of w~ (released code). The policy term then
+    grows relative to the KL."""
     clip_low: NonNegativeFloat = 1.0
-    """How far below 1 the ratio may fall (Clip-Cov's authors). With a single update the ratio is always 1."""
-    clip_high: NonNegativeFloat = 1.0  # How far above 1 the ratio may rise (Clip-Cov's authors).
+    """With several updates: how far below 1 the ratio may fall (Clip-Cov's authors). With one update the ratio is 1."""
+    clip_high: NonNegativeFloat = 1.0  # With several updates: how far above 1 the ratio may rise (Clip-Cov's authors).
     kl_coef: NonNegativeFloat = 0.04
     """Weight of the KL to the initial model (default of the TRL version in the released code; since 0.19 TRL's default
     is 0). 0: no reference model is loaded."""
@@ -104,11 +106,13 @@ class Args(common.Args):
     format_reward: bool = True
     """Add 1 to the reward of a response that has the think format (appendix C; not in the released 7B recipe)."""
     clip_cov_share: common.Share = 2e-4
-    """Clip-Cov masks this share of all tokens (its authors' scripts)."""
+    """With --reweight clip-cov: it masks this share of all tokens (its authors' scripts)."""
     clip_cov_low: float = 1.0
-    """Smallest covariance that Clip-Cov may mask (its authors' scripts). This does not bound the ratio."""
+    """With --reweight clip-cov: smallest covariance that it may mask (its authors' scripts). This does not bound the
+    ratio."""
     clip_cov_high: float = 5.0
-    """Largest covariance that Clip-Cov may mask (its authors' scripts). This does not bound the ratio."""
+    """With --reweight clip-cov: largest covariance that it may mask (its authors' scripts). This does not bound the
+    ratio."""
 
 
 # ----------------------------------------------------------------------------------------------------------- the paper

@@ -70,7 +70,8 @@ class Args(common.Args):
     beta_th: common.Share = 0.6
     """Draw more prompts until this share of the step's groups is valid (B.1; Table 10 has 0.8, too). 0: draw once."""
     max_draws: PositiveInt = 20
-    """After this many draws, train on the groups that were drawn (20 is the limit of the released code)."""
+    """With --beta-th: after this many draws, train on the groups that were drawn (20 is the limit of the released
+    code)."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the initial model. Section 3.4 prints no weight; its released recipe inherits 0.04.
     0: no reference model is loaded."""

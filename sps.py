@@ -66,19 +66,19 @@ class Args(common.Args):
     updates_per_step: PositiveInt = 1
     """Number of updates (optimizer steps) on one rollout batch (ours). Each update has its own prompts."""
     clip_low: NonNegativeFloat = 0.2
-    """How far below 1 the ratio may fall in RL stages (TRL's default)."""
-    clip_high: NonNegativeFloat = 0.2  # How far above 1 the ratio may rise.
+    """With several updates: how far below 1 the ratio may fall in RL stages (TRL's default)."""
+    clip_high: NonNegativeFloat = 0.2  # With several updates: how far above 1 the ratio may rise.
     kl_coef: NonNegativeFloat = 0.01
     """Weight of the KL to the initial model, in RL stages (Table 2). The choice of the initial model is ours; the paper
     may mean the policy at the start of the stage. 0: no reference model is loaded."""
     rl_steps: NonNegativeInt = 0
     """Number of steps of an RL stage. 0: as many as --rl-passes takes."""
     rl_passes: PositiveFloat = 1.0
-    """If --rl-steps is 0, how many passes an RL stage makes over the data (ours)."""
+    """With --rl-steps 0: how many passes an RL stage makes over the data (ours)."""
     irl_steps: NonNegativeInt = 4
     """Number of steps of an IRL stage (section 5.1, as we read it). 0: as many as --irl-passes takes."""
     irl_passes: NonNegativeFloat = 0.0
-    """If --irl-steps is 0, how many passes an IRL stage makes over its demonstrations.
+    """With --irl-steps 0: how many passes an IRL stage makes over its demonstrations.
     0: no IRL stage, which is GRPO."""
     irl_batch: PositiveInt = 512
     """Number of demonstrations in an IRL step (section 5.1)."""
