@@ -264,7 +264,8 @@ def main():
     rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
     sampler.close()
     if world.rank == 0:
-        print(f"\nweights of {path}, after step {step}; relative paths lead from {Path.cwd()}")
+        sampling = f"temperature {protocol.eval_temperature:g}, top-p {protocol.top_p:g}"
+        print(f"\nweights of {path}, after step {step}; {sampling}; relative paths lead from {Path.cwd()}")
         print(table_of(args.protocol, protocol, rows).to_string())
         name = "-".join([path.name, args.protocol or "own", *data])
         out = home / (args.out or run / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
