@@ -38,7 +38,8 @@ import common
 @dataclass
 class Args(common.Args):
     """GPG-Zero-7B (B.1). The paper gives no lengths: ours, prompt and response together, fill the model's context. The
-    paper gives no temperature: it is 1 here, without a top-k (ours; TRL's default in the releases is top-k 50). AdamW's betas and the gradient norm are verl's defaults."""
+    paper gives no temperature and no top-k: the temperature is 1 here, and there is no top-k (ours; the releases sample
+    with TRL's default, top-k 50). AdamW's betas and the gradient norm are verl's defaults."""
 
     model: str = "Qwen/Qwen2.5-Math-7B"
     """Hub id, or folder with config.json and *.safetensors (Table 9; release)."""
