@@ -70,7 +70,8 @@ class Args(common.Args):
     temperature, which shifts c, Table 1 and the entropy of Fig. 1."""
     lr: NonNegativeFloat = 1e-6  # Largest learning rate of AdamW (Table 5).
     lr_warmup: common.Share = 0.1
-    """Share of --steps over which the learning rate rises in a straight line (Table 5)."""
+    """Share of --steps over which the learning rate rises in a straight line (Table 5). The first of these 30 updates
+    has 1/30 of --lr (ours; the release's cosine_with_min_lr begins at 0)."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """After the warm-up, the learning rate stays constant, or falls like half a cosine (released code) or a line."""
     lr_floor: common.Share = 0.1

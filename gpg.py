@@ -38,7 +38,8 @@ import common
 @dataclass
 class Args(common.Args):
     """GPG-Zero-7B (B.1). The paper gives no lengths: ours, prompt and response together, fill the model's context. The
-    paper gives no temperature: it is 1 here (ours). AdamW's betas and the gradient norm are verl's defaults."""
+    paper gives no temperature and no top-k: the temperature is 1 here, and there is no top-k (ours; the releases sample
+    with TRL's default, top-k 50). AdamW's betas and the gradient norm are verl's defaults."""
 
     model: str = "Qwen/Qwen2.5-Math-7B"
     """Hub id, or folder with config.json and *.safetensors (Table 9; release)."""
@@ -64,11 +65,13 @@ class Args(common.Args):
     """F_norm of Eq. 6. none: 1. group: standard deviation of the group's rewards. batch: standard deviation of the
     batch's rewards (Tables 1, 13)."""
     normaliser: Literal["group", "response"] = "group"
-    """Weight of a token in the loss. group: 1 / sum |o_i| (Eq. 5). response: 1/G 1/|o_i| (released multimodal code)."""
+    """Weight of a token in the loss. group: 1 / sum |o_i| (Eq. 5).
+    response: 1/G 1/|o_i| (GRPO's Eq. 28; released multimodal code)."""
     accurate_gradient: bool = True
     """Multiply the policy gradient by alpha (Eq. 7)."""
     beta_th: common.Share = 0.6
-    """Draw more prompts until this share of the step's groups is valid (B.1; Table 10 has 0.8, too). 0: draw once."""
+    """Draw more prompts until this share of the step's groups is valid (B.1; Table 10 has 0.8, too). 0: draw once.
+    The released code calls it min_inverse_alpha."""
     max_draws: PositiveInt = 20
     """With --beta-th: after this many draws, train on the groups that were drawn (20 is the limit of the released
     code)."""

@@ -17,8 +17,8 @@ names, such as _T.
     torchrun --nproc-per-node 4 sps.py     the same training without evaluation
 
 GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-sps-1.5b, gspo-sps-1.5b). The
---irl-lr that the paper prints changes next to no weight, so expect GRPO's results. ./run.sh sps-act-... has 5e-7
-(ours).
+--irl-lr that the paper prints changes next to no weight in bfloat16, in which a GPU samples, so expect GRPO's results.
+./run.sh sps-act-... has 5e-7 (ours).
 
 Each departure from the paper, and each reading of it, is stated beside the flag or the line that it affects. (ours)
 means that the paper does not say, and we chose. docs/sps.md shows each equation with its lines of code and lists
@@ -39,7 +39,8 @@ import common
 @dataclass
 class Args(common.Args):
     """SPS on Qwen2.5-Math-1.5B (section 5.1, C.2). In both stages the learning rate is constant and the gradient norm
-    is clipped at 1. Sampling has top-p 1 and no top-k (ours; ms-swift's defaults: a cosine, top-p 0.9, top-k 50)."""
+    is clipped at 1. Sampling has top-p 1 and no top-k. All this is ours. ms-swift's default schedule is a cosine. Until
+    its version 4.0.2 it samples with top-p 0.9 and top-k 50, from 4.0.3 on as here."""
 
     model: str = "Qwen/Qwen2.5-Math-1.5B"
     """Hub id, or folder with config.json and *.safetensors (section 5.1)."""
@@ -60,7 +61,8 @@ class Args(common.Args):
     reward: str = "open_r1"
     """Math-Verify alone (section 5.1), called as open-r1 calls it (ours). docs/evaluation.md lists others."""
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay of AdamW, on every parameter, in both stages (ms-swift)."""
+    """Weight decay of AdamW, in both stages (ms-swift's default). Here it acts on every parameter (ours); ms-swift
+    leaves out biases and norms."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """Betas of AdamW, in both stages (ms-swift's default)."""
     updates_per_step: PositiveInt = 1

@@ -74,15 +74,15 @@ def cvbench(name, source):
 def lisa(name, folder):
     """Yield rows for ReasonSeg's images, each of which has a .json file beside it. The solution is the box around the
     first polygon of the target, in thousandths of the image. As in the release of Table 8, the training set has a row
-    for each wording of a question, and boxes that are rounded down. The other sets have the first wording alone, and
-    boxes that are not rounded."""
+    for each wording of a question, and boxes that are rounded down. The other sets have the first wording alone, with a
+    full stop behind it, and boxes that are not rounded."""
     for file in sorted(Path(folder).glob("*.json")):
         about = json.loads(file.read_text(encoding="utf-8", errors="replace"))
         image = file.with_suffix(".jpg").read_bytes()
         targets = [shape["points"] for shape in about["shapes"] if shape["label"] not in ("flag", "ignore")]
         points = 1000 * (np.array(targets[0]) / Image.open(io.BytesIO(image)).size)
         corners = np.concatenate([points.min(0), points.max(0)]).clip(0, 1000)
-        texts = about["text"][:1]
+        texts = [about["text"][0] + "."]
         if name == "lisa-train":
             corners = corners.astype(int)
             texts = about["text"]

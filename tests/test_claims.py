@@ -229,6 +229,17 @@ def test_the_tables_are_what_the_csv_files_give(name):
     assert claims.page(name) == (ROOT / "docs" / "tables" / f"{name}.md").read_text()
 
 
+@pytest.mark.parametrize(
+    "arm, metric, step, digits", [("grpo-kl", "eval/heldout/avg@8", 60, 3), ("sps-grpo", "sps/harder/pass@64", 40, 1)]
+)
+def test_the_differences_between_two_steps(arm, metric, step, digits):
+    """The second step is 120."""
+    runs = claims.runs_of({"arms": arm})[arm]
+    gain = pandas.Series([run.rows.set_index("step")[metric][[step, 120]].diff()[120] for run in runs])
+    ends = [f"{gain.mean() + half * gain.sem():.{digits}f}" for half in (0, -2.8, 2.8)]
+    assert "{} ({} to {})".format(*ends).replace("-", "−") in (ROOT / "docs" / "results.md").read_text()
+
+
 def test_a_curve_is_a_moving_mean_with_its_error_by_hand():
     """A step that a seed has not logged counts for the others. The shortest run ends the curve."""
     one = [{"step": n, "reward": n} for n in range(1, 30) if n != 20]

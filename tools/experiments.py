@@ -47,8 +47,10 @@ METHODS = {
     "newline": ("sspo.py --clip=fixed --delimiter=\\n", "segments end at \\n (inferred; Table 3)"),
     "period": ("sspo.py --clip=fixed --delimiter=.", 'segments end at "." (inferred; Table 3)'),
     "grpo": (GRPO, "GRPO: a ratio per token (Table 1)"),
-    "grpo/math": ("cwgrpo.py --reweight=none", "math: KL to the initial model (GPG: Tables 1, 15)"),
-    "grpo/rs": (f"{ROW_A} --normaliser=response --kl-coef=0.04", "rs1, rs3: GRPO's gradient, gpg.py's rewards"),
+    # The TRLs of GPG's releases divide GRPO's loss by the tokens of a device's micro-batch. With --normaliser=response
+    # the next two are as in Eq. 28.
+    "grpo/math": ("cwgrpo.py --reweight=none --normaliser=token", "math: KL to the initial model (GPG: Tables 1, 15)"),
+    "grpo/rs": (f"{ROW_A} --kl-coef=0.04", "rs1, rs3: GRPO's gradient as in GPG's release, gpg.py's rewards"),
     "grpo/images": (f"{ROW_A} --kl-coef=0.04", "images: with one update GRPO's gradient"),
     "clip-high": (f"{GRPO} --clip-high=0.28", "GRPO with upper clip 0.28 (Table 1)"),
     "gspo": ("sspo.py --clip=fixed --delimiter= --clip-low=3e-4 --clip-high=4e-4", "GSPO's own clip"),
@@ -122,7 +124,8 @@ MATH = f"""{GPG} --dataset=DigitalLearningGmbH/MATH-lighteval:train --max-prompt
 RS = f"""{B1} --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward
     --group-size=6 --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7
     --lr-warmup=0.1 --lr-schedule=cosine --lr-floor=0.1 --weight-decay=0"""
-# 16 prompts a step: 8 GPUs have one prompt each and accumulate twice (sat: once). The rest are defaults of TRL.
+# 16 prompts a step: 8 GPUs have one prompt each and accumulate twice (sat: once). We infer 8 GPUs from G = 8 and a
+# micro-batch of 1; the releases' test.sh has 2. beta_th is their min_inverse_alpha. The rest are defaults of TRL.
 IMAGES = f"""{LARGE} --image-column=image --max-pixels=401408 --model=Qwen/Qwen2-VL-2B-Instruct
     --template=chat --beta-th=0.4 --normaliser=response --format-reward --prompts-per-step=16 --max-prompt-tokens=1024
     --max-response-tokens=256 --weight-decay=0 --lr-schedule=linear"""
