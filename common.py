@@ -996,7 +996,7 @@ def finish(policy, source, record):
         return
     save_model(policy, "model", source, record.args.steps, record)
     if not record.gap_checked:
-        record.say("trainer and sampler were never compared: no response had an advantage")
+        record.say("trainer and sampler were not compared: no response was trained")
     record.say(f"the run is complete; to look at it: ./run.sh plot {record.quoted}")
 
 
