@@ -116,23 +116,20 @@ def test_a_begin_token_stands_once_before_a_text(model, loaded, tmp_path):
     assert [tokenizer.decode(ids) for ids in asked] == [BEGIN + "1?\n", BEGIN + "1?\n", BEGIN + "[user]1?[assistant]"]
 
 
-def test_an_image_stands_where_the_template_says(chat, tmp_path):
+def test_an_image_stands_where_the_template_or_the_problem_says(chat, tmp_path):
     """Or in front of the question."""
     file = tmp_path / "mine.txt"
-    for text, prompt in (("{image}Look. {problem}\n", "#Look. 1?\n"), ("Look. {problem}\n", "Look. #1?\n")):
+    for text, problem, prompt in (
+        ("{image}Look. {problem}\n", "1?", "#Look. 1?\n"),
+        ("Look. {problem}\n", "1?", "Look. #1?\n"),
+        ("Look. {problem}\n", "In <image>, 1?", "Look. In #, 1?\n"),
+    ):
         file.write_text(text)
-        ids = common.prompt_of([{"role": "user", "content": "1?"}], str(file), chat, image="#")
+        ids = common.prompt_of([{"role": "user", "content": problem}], str(file), chat, image="#")
         assert chat.decode(ids) == prompt
 
 
 # ------------------------------------------------------------------------------------------------------------ the data
-def test_a_mark_says_where_an_image_stands(chat):
-    """Without one, it stands in front of the problem."""
-    for problem in ("<image>1?", "1?"):
-        turns = [{"role": "user", "content": problem}]
-        assert chat.decode(common.prompt_of(turns, "plain", chat, image="[image]")) == "[image]1?\n"
-
-
 def test_a_rows_turns_are_asked_whole(chat, loaded):
     """The answer is the last question's, and a text template, which has no place for the others, refuses the row. A
     system turn is the template's own."""
