@@ -49,8 +49,9 @@ BROKEN = {  # what is replaced, by what, and the lines that fail with a word of 
         {"not 1 later": "made anew"},
     ),
     "a rank that waits": (
-        "in common.passes(policy, micro_batches)",
-        "in filter(None, common.passes(policy, micro_batches))",
+        "                logp, entropy = policy(micro)\n",
+        "                if len(micro.entry_T) == 0:\n                    continue\n"
+        "                logp, entropy = policy(micro)\n",
         {"empty": "0 of 2: learn skips them"},
     ),
     "a bonus that is not logged": (
@@ -69,8 +70,8 @@ BROKEN = {  # what is replaced, by what, and the lines that fail with a word of 
         {"common.optimizer_step": "0 of 2: learn calls optimizer.step()"},
     ),
     "an input written over": (
-        "    update_R =",
-        "    batch.sampler_logp_T.zero_()\n    update_R =",
+        "    updates =",
+        "    batch.sampler_logp_T.zero_()\n    updates =",
         {"batch": "['sampler_logp_T']: they are written over"},
     ),
 }
