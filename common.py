@@ -46,7 +46,7 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature
 # Scripts and tools import some of these names from common, and `noqa` keeps ruff from removing them here.
 from lib import ROOT, layers, rows, vision
 from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_own_file
-from lib.checkpoints import checkpoint_if_due, checkpoints_of, manifest_of, resume  # noqa: F401
+from lib.checkpoints import checkpoint_if_due, checkpoints_of, load_weights, manifest_of, resume  # noqa: F401
 from lib.grading import BY_ANSWER, VERDICTS, grade, start_worker
 from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_errors, require  # noqa: F401
 from lib.ranks import World, fetched_once, init_world, seed_of  # noqa: F401
@@ -888,8 +888,8 @@ def learning_rate(args, step):
 
 def passes(policy, batch, micro_batches, world):
     """Yield the micro-batches of an update, each packed in a MicroBatch on the rank's device. Each backward pass
-    averages gradients over the ranks of a node, and only that of the last micro-batch averages them over nodes. So the
-    caller must run a backward pass for each micro-batch, even for one without responses."""
+    averages gradients over the ranks of a node, and only that of the last micro-batch averages them over nodes. So an
+    update must run a backward pass for each micro-batch, even for one without responses."""
     for number, responses in enumerate(Progress(micro_batches, "passes"), 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield batch.pack(responses, world.device)
@@ -1035,7 +1035,9 @@ def evaluate(held_out, sampler, verifier, record, step):
                 figures[f"pass@{2**exponent}"] = pass_at_k(right_PG, 2**exponent)
         record.say(f"{name} after step {step}: " + ", ".join(f"{what} {value:.3f}" for what, value in figures.items()))
         figures["length"] = drawn["response_length"]
-        figures |= {name[7:]: value for name, value in drawn.items() if name.startswith("reward/")}
+        for part, value in drawn.items():
+            if part.startswith("reward/"):
+                figures[part.removeprefix("reward/")] = value
         for what, value in figures.items():
             metrics[f"eval/{name}/{what}"] = value
         record.write_samples(f"{name}-step{step:05d}", groups)

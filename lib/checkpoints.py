@@ -28,6 +28,12 @@ def manifest_of(checkpoint):
     return manifest
 
 
+def load_weights(policy, checkpoint):
+    """Load the weights of a checkpoint into a policy, on whichever ranks it is sharded."""
+    reader = dcp.HuggingFaceStorageReader(checkpoint)
+    dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
+
+
 def checkpoint_if_due(policy, optimizer, step, position, record):
     """Write a checkpoint if one is due. All ranks call this after each step. Set record.stopping to whether steps are
     left and the run's folder has a file `stop`, and delete this file. A checkpoint is due if the run stops, if `step`
@@ -96,8 +102,7 @@ def resume(policy, optimizer, record):
     newest = checkpoints[-1]
     manifest = manifest_of(newest)
     record.say(f"going on from {newest}")
-    reader = dcp.HuggingFaceStorageReader(newest)
-    dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
+    load_weights(policy, newest)
     moments = sharded.get_optimizer_state_dict(policy, optimizer)
     for state in moments["state"].values():
         # A weight that has had no gradient yet, such as one of the vision tower before the first image, has no moments
@@ -105,6 +110,7 @@ def resume(policy, optimizer, record):
         # counted one step, and the count must be 0, too.
         state["step"].zero_()
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    reader = dcp.HuggingFaceStorageReader(newest)
     dcp.load({"optimizer": moments["state"]}, storage_reader=reader, planner=planner)
     sharded.set_optimizer_state_dict(policy, optimizer, moments)
     os.truncate(metrics_file, manifest["metrics"])  # The steps after the checkpoint are repeated.

@@ -31,11 +31,9 @@ import numpy as np
 import pandas
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import tyro
 from experiments import ROOT
 from pydantic.dataclasses import dataclass
-from torch.distributed.checkpoint import state_dict as sharded
 from transformers import AutoTokenizer
 
 import common
@@ -149,8 +147,7 @@ def policy_of(path, folder, protocol, world):
     mesh = dist.init_device_mesh("cpu", (world.size,))
     policy = common.load_policy(folder, protocol, world._replace(device=torch.device("cpu"), mesh=mesh))
     if is_checkpoint(path):
-        weights = {"policy": sharded.get_model_state_dict(policy)}
-        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(path))
+        common.load_weights(policy, path)
     return policy
 
 
