@@ -15,6 +15,7 @@ batch a Batch."""
 import atexit
 import gc
 import json
+import logging
 import math
 import os
 import random
@@ -299,6 +300,9 @@ VLLM_ENVIRONMENT = {  # Environment variables; those that the user has set stay.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
+
+# On a CPU vLLM would say in each start that it has no Triton there.
+logging.getLogger("vllm.triton_utils.importing").setLevel("ERROR")
 
 # A sampled response: its token ids with the stop token, the sampler's log-probs (NaN if they were not requested), its
 # text without the stop token, and whether it was cut off at --max-response-tokens.

@@ -3,7 +3,7 @@
 # ./run.sh METHOD-SIZE [FLAGS]    set up, run an experiment of tools/experiments.py; FLAGS win. Begin with
 #                                 toy, 135m (pretrained, 2 CPU cores) or 0.5b (one GPU); the papers' are for 8 GPUs
 # ./run.sh list|setup|data        every experiment with its whole command; set up; fetch sspo.py's data
-# ./run.sh fetch METHOD-SIZE      fetch its model and all its data, for nodes without a network
+# ./run.sh fetch METHOD-SIZE      fetch its model and all its data, for nodes without a network; DRY=1: print them
 # ./run.sh resume RUN [FLAGS]     go on with a run from its newest checkpoint; FLAGS win
 # ./run.sh test|prove|eval|export|plot|why|sweep|table|claims [ARGS]    --help explains each
 # CPU=1: without GPUs, in PROCESSES=2. GPU=1: as if GPUs were seen. DRY=1: print the command. SCRIPT=mine.py: a fork.
@@ -59,7 +59,7 @@ setup() {
 start() {  # EXPERIMENT FLAGS...: one that there is not ends this before the set-up; $verb may be fetch
   local command
   command=$(bare_python "$tools/experiments.py" "$@")
-  if [ -n "${DRY:-}" ]; then echo "$command"; exit; fi
+  if [[ ${DRY:-} && ! $verb ]]; then echo "$command"; exit; fi
   setup
   exec "$python" "$tools/launch.py" ${verb:-} "$@"
 }

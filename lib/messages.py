@@ -5,6 +5,7 @@ A refusal is printed as one line. Any other error is printed with its traceback.
 
 import io
 import os
+import signal
 import sys
 import time
 from contextlib import contextmanager, redirect_stderr
@@ -19,6 +20,9 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 # not started this process.
 BY_TORCHRUN = ALONE.keys() <= os.environ.keys()
 IS_RANK_0 = not BY_TORCHRUN or os.environ["RANK"] == "0"  # Flags are parsed before the ranks can communicate.
+
+if "--help" in sys.argv:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` then ends without a traceback.
 
 
 class Refused(ValueError):
@@ -44,9 +48,13 @@ def refuse_errors(where):
 
 def parse_flags(kind, description):
     """Return the flags of the command line as an instance of the dataclass `kind`. --help begins with the first
-    paragraph of `description`. If the flags are wrong, rank 0 prints the reason and every rank exits (SystemExit). From
-    this call on, an uncaught Refused is printed as one line."""
+    paragraph of `description`, and lists flags of `kind` alone before those of its base class. If the flags are wrong,
+    rank 0 prints the reason and every rank exits (SystemExit). From this call on, an uncaught Refused is printed as one
+    line."""
     sys.excepthook = print_error
+    shared = kind.__base__.__dataclass_fields__
+    fields = sorted(kind.__dataclass_fields__.items(), key=lambda field: field[0] in shared)
+    kind.__dataclass_fields__ = dict(fields)
     try:
         with redirect_stderr(sys.stderr if IS_RANK_0 else io.StringIO()):
             return tyro.cli(kind, description=description.partition("\n\n")[0])

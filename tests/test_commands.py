@@ -16,6 +16,7 @@ import tyro
 from conftest import ROOT
 
 import common
+import sspo
 
 
 def run_sh(*words: str, folder: Path = ROOT) -> str:
@@ -216,6 +217,16 @@ def test_a_refused_flag_is_the_last_line(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"CPU": "1"}, capture_output=True, text=True)
     assert done.returncode == 1 and len(done.stderr.split()) < 50
     assert done.stderr.strip().splitlines()[-1] == "sspo.py: --eval-samples: at --eval-temperature 0 all are the same"
+
+
+def test_help_begins_with_the_papers_own_flags_and_may_be_cut_off(monkeypatch, capsys):
+    """`head` ends before the script prints."""
+    done = subprocess.run(f"{ROOT}/run.sh sspo-toy --help | head -n 3", shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("sspo-toy is sspo.py ") and not done.stderr
+    monkeypatch.setattr("sys.argv", ["sspo.py", "--help"])
+    with pytest.raises(SystemExit):
+        common.parse_flags(sspo.Args, "")
+    assert re.search(r"--\S+ INT", capsys.readouterr().out)[0] == "--updates-per-step INT"
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu"])

@@ -73,11 +73,11 @@ def test_flags_of_an_evaluation(tmp_path, monkeypatch):
 def test_an_average_is_over_sets_or_over_questions():
     """There is none where a row lacks a set."""
     sizes = {"aime24": 1, "amc23": 1, "math500": 1, "minerva": 2}
-    rows = [{"set": name, "problems": n, "figures": {"pass@1": 10.0 * n}} for name, n in sizes.items()]
+    rows = [{"set": name, "problems": n, "n": 4, "figures": {"pass@1": 10.0 * n}} for name, n in sizes.items()]
 
     def averages(rows, by_question):
         table = evaluation.table_of("gpg-16", evaluation.Protocol(by_question=by_question), rows)
-        return table.loc[["pass@1", "GPG-Zero-7B, Table 16, pass@1/std"], "average"].tolist()
+        return table.loc[["avg@4", "GPG-Zero-7B, Table 16, pass@1/std"], "average"].tolist()
 
     assert averages(rows, False) == ["12.5", "58.75"]
     assert averages(rows, True) == ["14", "54.48"]

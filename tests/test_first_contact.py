@@ -129,7 +129,12 @@ def test_what_an_experiment_needs_is_fetched_for_nodes_without_a_network(hub, mo
     them, although the hub is gone, and in a cache in which files lie as if they had come by Xet."""
     flags = ["--model=acme/toy", "--template=plain", "--dataset=acme/letters", "--max-response-tokens=64"]
     flags += ["--eval=acme/held-out", "--max-prompt-tokens=64"]
-    output = subprocess.check_output([ROOT / "run.sh", "fetch", "grpo-0.5b", *flags], text=True)
+    fetch = [ROOT / "run.sh", "fetch", "grpo-0.5b", *flags]
+    named = subprocess.check_output(fetch, env=os.environ | {"DRY": "1"}, text=True)
+    names = ["acme/toy", "acme/letters", "acme/held-out"]
+    assert named.split() == [word for name in names for word in (f"{name}:", f"{tmp_path}/home/hub")]
+    assert not hub.fetched()
+    output = subprocess.check_output(fetch, text=True)
     assert output.count("problems; left out: none") == 2
     fetched = hub.fetched()
     hub.asked.clear()

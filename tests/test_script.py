@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import why
 from conftest import HELD_OUT, TOY, flags_of, torchrun
 from faults import FLAGS, differences, read
 
@@ -59,6 +60,13 @@ def test_steps_of_sps(sps_run):
     stages = [row for row in steps if "irl/loss" in row]
     assert [row["step"] for row in stages] == [2, 4]
     assert all(row["irl/loss"] > 0 for row in stages)
+
+
+def test_no_trouble_is_said_of_a_healthy_run(sspo_run, gpg_run, cwgrpo_run, sps_run, capsys):
+    """Four steps show no trend, but a collapse."""
+    for run in (sspo_run, gpg_run, cwgrpo_run, sps_run):
+        why.main(run.folder)
+        assert capsys.readouterr().out.startswith("troubles: 0; ")
 
 
 def test_a_saved_model_is_what_was_evaluated(sspo_run, engine, tmp_path):

@@ -55,6 +55,13 @@ def test_a_trouble_is_said(tmp_path, capsys, trouble):
     assert "--kl-coef" not in text, "sspo.py has no such flag"
 
 
+def test_a_collapse_after_the_first_step_is_said_first(tmp_path, capsys):
+    write(tmp_path / "metrics.jsonl", *[{"step": step + 1, **WELL, "reward": 0.3 * (not step)} for step in range(3)])
+    (tmp_path / "run.json").write_text(json.dumps({"args": vars(sspo.Args())}))
+    why.main(tmp_path)
+    assert capsys.readouterr().out.startswith("fall of the reward: 0.3\n    change: a smaller --lr\n")
+
+
 def test_a_run_whose_rewards_are_fractions_is_not_said_to_have_no_right_response(tmp_path, capsys):
     """4.4 of 8 responses cannot be right."""
     assert said(tmp_path, capsys, last={"reward": 0.55, "all_wrong_share": 1}).startswith("troubles: 0; ")

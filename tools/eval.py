@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import time
 import tomllib
@@ -219,7 +220,8 @@ def table_of(name, protocol, rows):
     problems = {row["set"]: row["problems"] for row in rows}
     lines = {}
     for label in rows[0]["figures"]:
-        lines[label] = {row["set"]: f"{row['figures'][label]:.4g}" for row in rows}
+        same = re.sub(r"^pass@1\b", f"avg@{rows[0]['n']}", label)  # A run gives it this name.
+        lines[same] = {row["set"]: f"{row['figures'][label]:.4g}" for row in rows}
     if name:
         lines |= reported(name)
     for line in lines.values():
@@ -261,8 +263,9 @@ def main():
     rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
     sampler.close()
     if world.rank == 0:
+        print(f"\nweights of {path}, after step {step}; relative paths lead from {Path.cwd()}")
         sampling = f"temperature {protocol.eval_temperature:g}, top-p {protocol.top_p:g}"
-        print(f"\nweights of {path}, after step {step}; {sampling}; relative paths lead from {Path.cwd()}")
+        print(f"{sampling}; accuracies in percent, which a run logs as fractions; avg@n is pass@1 of papers")
         print(table_of(args.protocol, protocol, rows).to_string())
         name = "-".join([path.name, args.protocol or "own", *data])
         out = home / (args.out or run / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")

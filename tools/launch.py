@@ -71,12 +71,12 @@ def take_signals():
 def launch(script, flags):
     """Run torchrun in this process with a script and its flags. If a rank fails, exit with its status or a message."""
     ranks = torch.cuda.device_count() or int(os.environ.get("PROCESSES", "2"))
-    if "--help" in flags:
-        ranks = 1  # Every rank of eval.py or prove.py would print the help.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // ranks or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # A fork outside the repository imports common.py from here.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(experiments.ROOT), os.environ.get("PYTHONPATH", "")])
+    if "--help" in flags:
+        os.execv(sys.executable, [sys.executable, script, *flags])  # Every rank would print the help.
     # Data sets have characters that some terminals cannot print.
     os.environ["PYTHONIOENCODING"] = "utf-8:replace"
     if os.environ.get("PET_NNODES", "1") == "1":
@@ -111,17 +111,29 @@ def prepare(flags):
 
 def fetch(name, given):
     """Fetch the model and the data sets of the experiment `name` with the user's flags `given`. Then read the problems
-    as a run does, which checks them."""
+    as a run does, which checks them. With the environment variable DRY, only print what would be fetched, and where it
+    would go."""
     script, *flags = experiments.command_of(name, given)
-    prepare(flags)
+    if "DRY" not in os.environ:
+        prepare(flags)
     sys.argv = [script, *flags]
     sys.path[:0] = [str(Path(script).parent), str(experiments.ROOT)]
     # Loading these modules takes seconds, and a run loads them in its own processes.
+    from huggingface_hub.constants import HF_HUB_CACHE
     from transformers import AutoTokenizer
 
     import common
 
     args = common.parse_flags(importlib.import_module(Path(script).stem).Args, __doc__)
+    if "DRY" in os.environ:
+        makers = {source: f"./run.sh {command}" for source, command in experiments.NEEDS.items()}
+        for source in (args.model, *args.dataset.split(","), *filter(None, args.eval.split(","))):
+            made = [maker for folder, maker in makers.items() if source.startswith(folder)]
+            if Path(source).exists():
+                print(f"{source}: is there")
+            else:
+                print(f"{source}: {made[0] if made else HF_HUB_CACHE}")
+        return
     common.load_data(args, AutoTokenizer.from_pretrained(common.model_folder(args)))
 
 

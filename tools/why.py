@@ -100,8 +100,10 @@ def figures(rows, steps, first, last, args):
     found["entropy_lost"] = 1 - last["entropy"] / first["entropy"]
     found["skipped_updates"] = steps["skipped_updates"].max()
     rise = last["reward"] - first["reward"]
-    found["reward_fall"] = -rise
-    if rise < 0.05 and last["ratio_max"] < 1.01 and last["optimizer_steps"] > 1:
+    enough = len(steps) >= 20  # In fewer steps only a collapse is no chance.
+    if enough or last["reward"] < first["reward"] / 2:
+        found["reward_fall"] = -rise
+    if enough and rise < 0.05 and last["ratio_max"] < 1.01 and last["optimizer_steps"] > 1:
         found["idle_ratio"] = last["ratio_max"]
     if rise > 0.05:
         scores = rows.filter(like="/avg@")
