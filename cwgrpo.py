@@ -13,8 +13,9 @@ negative of this):
 o_i is one of the G responses to the prompt. It has the reward r_i and |o_i| tokens. pi is the policy that is trained,
 pi_old the policy that sampled, and pi_ref the initial policy. The paper numbers no equation; comments mark lines of the
 code with the words in brackets. The mean of logp is over the tokens of response i (released code; the paper says "over
-responses"), and the mean of A is over the responses of the group. The paper does not define the KL; the released code
-defines it as above. The docstring of common.py explains the suffixes of names, such as _T.
+responses"), and the mean of A is over the responses of the group. The paper neither says over which tokens sigma is
+taken nor defines the KL; the released code does both as above. The docstring of common.py explains the suffixes of
+names, such as _T.
 
 weight_T is 1 / (G |o_i|), averaged over prompts. factor_T multiplies the advantage. By default it is k of
 `effective_kernel`, which stands for w~ and the gradient through w~. With other flags it is w~, Clip-Cov's mask or 1.
@@ -26,8 +27,8 @@ The paper has two baselines. GRPO is --reweight none. Clip-Cov (arXiv 2505.22617
 token.
 
 Each departure from the paper, and each reading of it, is stated beside the flag or the line that it affects. (ours)
-means that the paper does not say, and we chose. docs/cwgrpo.md shows each equation with its lines of code, compares
-the paper with its released code (github.com/WangCheng0116/CW-GRPO), and lists slips in the paper.
+means that the paper does not say, and we chose; (released code) refers to github.com/WangCheng0116/CW-GRPO.
+docs/cwgrpo.md shows each equation with its lines of code and lists slips in the paper.
 """
 
 import math

@@ -8,10 +8,10 @@ makes one update per rollout batch. For one prompt, GPG minimises the following,
     J_hat = alpha J, alpha = B / (B - M)                                                               (7, 8)
 
 o_i is one of the G responses to the prompt. It has the reward r_i and |o_i| tokens. The batch has B responses. M of
-them are in zero-advantage groups, whose rewards are all equal. Such groups have no gradient, and the paper calls them
-invalid. alpha turns the mean over the batch into a mean over the valid groups. The paper calls this accurate gradient
-estimation (AGE). While the share of valid groups is below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the
-valid groups (Algorithm 1).
+them are in zero-advantage groups, whose rewards are all equal (the paper writes "all right or wrong"; with a format
+reward we compare whole rewards). Such groups have no gradient, and the paper calls them invalid. alpha turns the mean
+over the batch into a mean over the valid groups. The paper calls this accurate gradient estimation (AGE). While the
+share of valid groups is below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the valid groups (Algorithm 1).
 The docstring of common.py explains the suffixes of names, such as _T.
 
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4; ./run.sh help names gpg-rs1, gpg-rs3, the ablations
@@ -56,14 +56,14 @@ class Args(common.Args):
     """Cut off responses at this length, grade them as they are (ours)."""
     lr: NonNegativeFloat = 1e-6  # Largest learning rate of AdamW (B.1).
     reward: str = "open_r1_gpg"
-    """The reward of the released ablations (B.4: "consistent with the ground truth").
-    docs/evaluation.md lists others."""
+    """The reward of the released ablations (B.4: "consistent with the ground truth"). That of B.1's run in verl is not
+    released. docs/evaluation.md lists others."""
     weight_decay: NonNegativeFloat = 0.1  # Weight decay of AdamW, on every parameter.
     activation_checkpointing: bool = True
     """Compute each layer again in the backward pass (ours). Without this, 7B does not fit eight GPUs of 80 GB."""
     norm: Literal["none", "group", "batch"] = "none"
     """F_norm of Eq. 6. none: 1. group: standard deviation of the group's rewards. batch: standard deviation of the
-    batch's rewards (Tables 1, 13)."""
+    batch's rewards (Table 13)."""
     normaliser: Literal["group", "response"] = "group"
     """Weight of a token in the loss. group: 1 / sum |o_i| (Eq. 5).
     response: 1/G 1/|o_i| (GRPO's Eq. 28; released multimodal code)."""
@@ -230,8 +230,8 @@ def main(args: Args) -> None:
     policy = common.load_policy(folder, args, world)
     reference = None
     # Section 3.4 says that its results with a KL are in Table 13, but Table 13 has no KL. We read section 3.4 as row A
-    # with a KL (./run.sh gpg-kl-math): the rows of Table 13 have alpha 1, and the released recipe sets neither alpha
-    # nor F_norm = 1. The released recipe also has a format reward and a prompt that asks for thoughts.
+    # with a KL (./run.sh gpg-kl-math): two of Table 13's three rows are rows A and B, which have alpha 1, and the
+    # released recipe sets neither alpha nor F_norm = 1. It also rewards a format, and its prompt asks for thoughts.
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = common.adamw(policy, args.lr, args)

@@ -137,11 +137,13 @@ def choose_demonstrations(mean_logp_PG, right_PG, k: int, how: str, generator=No
     quantile: the k * P responses of the step with the lowest mean log-prob, to any prompt.
     If responses have the same mean log-prob, the first of them is taken first.
 
-    The paper makes four statements about this one choice. It is uniform (section 4.1, before L2TE). It "preferentially
+    The paper makes several statements about this choice. It is uniform (section 4.1, before L2TE). It "preferentially
     samples" unlikely rollouts and augments each batch "with positive trajectories" if negative ones are too few (L2TE).
     It takes three of eight (5.1). It samples "from the lower quantile of trajectories in each batch" (C.1, which reads
-    as how L2TE is implemented). These cannot all hold. l2te takes wrong responses first, as section 4.1 says. That l2te
-    is deterministic and chooses for each prompt is ours. uniform and quantile are other readings."""
+    as how L2TE is implemented). These cannot all hold. l2te takes wrong responses first, as we read section 4.1. That
+    l2te is deterministic, chooses for each prompt and adds the least likely right responses is ours. So is it that
+    responses which were cut off may be chosen, and are imitated without a stop token. uniform and quantile are other
+    readings."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
         lowest = mean_logp_PG.flatten().argsort(stable=True)[: k * prompts]  # C.1
@@ -449,7 +451,7 @@ def main(args: Args) -> None:
 
         # ---- evaluate, log, checkpoint
         # The paper does not say how often it evaluates to find the best checkpoint within 700 steps (section 5.2). We
-        # also evaluate at the end of each stage (ours), since stages of 188 steps end at no multiple of Fig. 2c's 100.
+        # also evaluate after each IRL stage (ours), since stages of 188 steps end at no multiple of Fig. 2c's 100.
         evaluated = step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))

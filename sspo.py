@@ -48,7 +48,7 @@ class Args(common.Args):
     """Hub id, or folder with config.json and *.safetensors (§5.1)."""
     dataset: str = f"{common.ROOT}/data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
     """Training problems (§5.2): a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id
-    (`id:[name:]split`). If the default is missing, it is cloned."""
+    (`id:[name:]split`). If the default is missing, it is cloned. Of its 8,523 problems 8,513 train."""
     template: str = "qwen-math"
     """Prompt format: plain, qwen-math or qwen-boxed; chat, chat-boxed or open-rs, which use the tokenizer's chat
     format; or a text file with {problem} in it."""
