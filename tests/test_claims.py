@@ -66,6 +66,10 @@ def test_mean_error_and_paired_difference_by_hand():
     }
     # 0.4, 0.3, 0.4, 0.3, 0.4 apart
     assert sweep.cells_of("reward, end", runs) == ["0.3 ± 0.071", "0.66 (**+0.36 ± 0.024**)"]
+    # With a standard error of 1, 3 is clear for twenty seeds alone.
+    for seeds in (18, 20):
+        values = pandas.Series([3 + (-1) ** seed * (seeds - 1) ** 0.5 for seed in range(seeds)])
+        assert sweep.with_error(values, "+") == ("**+3 ± 1**" if seeds == 20 else "+3 ± 1")
     runs["b"][4] = seed_of(5, [{"kl": 7}])
     assert sweep.cells_of("reward, end", runs) == ["0.3 ± 0.071", "–"]
 
@@ -209,21 +213,22 @@ def test_a_run_goes_on_where_it_was_cut_off_and_leaves_its_csv(data, monkeypatch
     monkeypatch.chdir(data)
     claim = {"arms": "grpo-135m-48", "panels": "", "paper": "", "figures": "reward, end"}
     monkeypatch.setattr(claims, "CLAIMS", {"real": claim})
+    monkeypatch.setattr(claims, "PANELS", {})
     (data / "changed.py").touch()
     commit = "git init -q && git add . && git -c user.name=a -c user.email=b commit -qm a"
     subprocess.run(commit, shell=True, cwd=data, check=True)
     (data / "changed.py").write_text("1")
-    file = data / "grpo-135m-48-seed6.csv"
+    file = data / "grpo-135m-48.csv"
     for failed in (1, 0, 0):
         assert claims.main(("real",), seeds=(6,)) == failed
         assert file.exists() != failed
-    about = "# commit: [0-9a-f]{7,}-dirty\n# CPU: .* AVX-512\n# versions: torch 2.*, vllm.* [0-9.]+\n# date: .*\n"
-    about += "# command: .*grpo-135m .* --seed=6\nstep,"
+    assert claims.main(("real",), seeds=(6, 7)) and not claims.main(("real",), seeds=(6, 7))
+    about = "# .*grpo-135m .* --seed=S\nseed,step,.*\n# seed 6: commit [0-9a-f]+-dirty; .* AVX-512; torch 2.*, vllm.*\n"
     assert re.match(about, file.read_text())
-    assert plot.read(file)["reward"].tolist() == [8, 16]
+    assert [(run.seed, *run.rows["reward"]) for run in plot.runs_of(file)] == [("6", 8, 16), ("7", 8, 16)]
 
 
-@pytest.mark.parametrize("name", claims.CLAIMS)
+@pytest.mark.parametrize("name", [file.stem for file in (ROOT / "docs" / "tables").iterdir()])
 def test_the_tables_are_what_the_csv_files_give(name):
     assert list(claims.runs_of(claims.CLAIMS[name])) == claims.CLAIMS[name]["arms"].split()
     assert claims.page(name) == (ROOT / "docs" / "tables" / f"{name}.md").read_text()

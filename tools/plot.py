@@ -2,7 +2,7 @@
 
 ./run.sh plot runs/A runs/B -o curve.png                                        without -o: in the first run's folder
 ./run.sh plot runs/A runs/B --panels reward all_right_share all_wrong_share alpha
-./run.sh plot docs/data/sspo-seed*.csv docs/data/grpo-seed*.csv -o curve.png    csv files of tools/claims.py
+./run.sh plot docs/data/sspo.csv docs/data/grpo.csv -o curve.png                csv files of tools/claims.py
 ./run.sh plot runs/A --figure tokens                                            a page: each token as the loss saw it
 
 Runs NAME-seedS with the same script and the same flags, except seed and folder, are drawn as one curve: their mean,
@@ -12,6 +12,7 @@ plot.toml has titles for metrics, and colours and labels for methods. If a metho
 If two methods have the same NAME, the label also has the flags that differ. ./run.sh table prints numbers.
 """
 
+import itertools
 import json
 import math
 import re
@@ -40,16 +41,17 @@ sys.excepthook = print_error  # This also holds for the tools that import this f
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
-# A run: `path` is its folder or csv file. `flags` is the dict of its flags and its script's name, without seed and
-# folder, so it is the same for all seeds. `cwd` is the folder in which the run was started, from which paths in its
-# flags lead. `code` is what `code_of` returns. `rows` is a table of its metrics, with a row for each step. A csv file
-# has no flags, so its name takes the place of the script.
+# A run: `path` is its folder, or the csv file that has the runs of all seeds. `flags` is the dict of its flags and its
+# script's name, without seed and folder, so it is the same for all seeds. `cwd` is the folder in which the run was
+# started, from which paths in its flags lead. `code` is what `code_of` returns. `rows` is a table of its metrics, with
+# a row for each step. A csv file has no flags, so its name takes the place of the script.
 Run = namedtuple("Run", "path flags seed cwd code rows")
 
 
 def read(path):
     """Return the table of metrics in a run folder, or in a csv file of tools/claims.py. The table has a row for each
-    step. A metric that was not logged is NaN, and one that was not finite is infinity."""
+    step and, in a csv file, for each seed. A metric that was not logged is NaN, and one that was not finite is
+    infinity."""
     if path.suffix == ".csv":
         return pandas.read_csv(path, comment="#")
     *lines, _ = (path / "metrics.jsonl").read_text().split("\n")  # A run may have written half of its last line.
@@ -61,18 +63,19 @@ def code_of(folder):
     return {file.read_bytes() for file in folder.glob("code/*/*")}
 
 
-def run_of(path):
-    """Return the Run in a folder or csv file. Raises Refused if files are missing or no step is logged."""
+def runs_of(path):
+    """Return a list of the Run in a folder, or of the Runs in a csv file. Raises Refused if files are missing or no
+    step is logged."""
     with refuse_errors(path):
         rows = read(path)
         require(len(rows.get("step", ())), "no step is logged there yet")
         if path.suffix == ".csv":
-            name, _, seed = path.stem.partition("-seed")
-            return Run(path, {"script": name}, seed, "", set(), rows)
+            by_seed = rows.groupby("seed")
+            return [Run(path, {"script": path.stem}, str(seed), "", set(), its) for seed, its in by_seed]
         about = json.loads((path / "run.json").read_text())
         seed = str(about["args"]["seed"])
         flags = about["args"] | {"seed": 0, "run_dir": "", "resume": False}
-        return Run(path, flags, seed, about.get("cwd", ""), code_of(path), rows)
+        return [Run(path, flags, seed, about.get("cwd", ""), code_of(path), rows)]
 
 
 def apart(run, first):
@@ -86,18 +89,17 @@ def methods_of(paths):
     this label is taken, the flags that differ follow. If runs of a method have different code, print a line that says
     so. Raises Refused if two runs of a method have the same seed."""
     methods = defaultdict(list)
-    for path in paths:
-        run = run_of(path)
+    for run in itertools.chain(*map(runs_of, paths)):
         its = methods[json.dumps(run.flags)]
         for other in its:
-            both = f"{other.path} and {path}: the same script, the same flags"
+            both = f"{other.path} and {run.path}: the same script, the same flags"
             require(run.seed != other.seed, f"{both} and the same seed; name one of them")
             if run.code != other.code:
                 print(f"{both}, but different code", file=sys.stderr)
         its.append(run)
     found = {}
     for its in methods.values():
-        label = re.sub(r"-seed\d.*", "", its[0].path.name)
+        label = re.sub(r"-seed\d.*|\.csv$", "", its[0].path.name)
         if label in found:
             label += f" {apart(its[0], found[label][0])}"
         found[label] = its
@@ -204,7 +206,7 @@ def main(
     """
     require(runs, "name run folders or csv files")
     out = out or runs[0] / f"{figure}.{'html' if figure == 'tokens' else 'png'}"
-    first = run_of(runs[0])
+    first = runs_of(runs[0])[0]
     if figure == "tokens":
         require(len(runs) == 1, "--figure tokens: the page shows one run; name one run")
         out.write_text(page_of(first), encoding="utf-8")

@@ -37,9 +37,9 @@ from lib.grading import file_and_function
 from lib.messages import require
 
 RUNS = Path("runs") / "sweep"
-# A mean difference over five seeds counts as clear if it is at least so many standard errors. If two methods do not
-# differ, this happens with probability 0.02 (Student's t, four degrees of freedom).
-CLEAR = 3.8
+# A mean difference over at least so many seeds counts as clear if it is at least so many standard errors. If two
+# methods do not differ, this happens with probability 0.02 (Student's t with a degree of freedom less than seeds).
+CLEAR = {20: 2.54, 5: 3.8}
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -141,13 +141,14 @@ def mean_of(run, figure):
 
 def with_error(values, sign=""):
     """Return a text with the mean of the values of all seeds and, if there are several, its standard error. With the
-    sign "+" the values are differences. A clear difference of at least five seeds is then in bold."""
+    sign "+" the values are differences. A clear difference (CLEAR) is then in bold."""
     mean = values.mean()
     error = values.sem()
     text = f"{mean:{sign}.3g}"
     if len(values) > 1:
         text += f" ± {error:.2g}"
-    if sign and len(values) >= 5 and abs(mean) >= CLEAR * error > 0:
+    enough = [times for seeds, times in CLEAR.items() if len(values) >= seeds]
+    if sign and enough and abs(mean) >= enough[0] * error > 0:
         return f"**{text}**"
     return text
 
@@ -185,7 +186,7 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
     """
     require(runs, "name run folders or csv files")
     methods = plot.methods_of(runs)
-    first = plot.run_of(runs[0])
+    first = plot.runs_of(runs[0])[0]
     plot.require_logged([figure.partition(", ")[0] for figure in figures], methods)
     if not figures:
         last = first.rows["step"].max()
@@ -196,8 +197,8 @@ def table(runs: tyro.conf.Positional[tuple[Path, ...]], figures: tuple[str, ...]
         columns[figure] = cells_of(figure, methods)
     print(pandas.DataFrame(columns, [*methods]).to_string())
     print(
-        "\nmean over seeds; in brackets the difference to the first method, seed by seed; ± standard error; bold: five "
-        f"seeds or more, and at least {CLEAR} standard errors from 0"
+        "\nmean over seeds; in brackets the difference to the first method, seed by seed; ± standard error; bold: "
+        f"at least so many standard errors from 0, by the number of seeds: {CLEAR}"
     )
     for label, (run, *_) in methods.items():
         print(f"{label}: {plot.apart(run, first) or 'the first'}")

@@ -134,7 +134,7 @@ def example(folder, pattern):
 
 def main(folder: tyro.conf.Positional[Path]):
     """Print the troubles of the run in a folder, and its reward at the beginning and at the end."""
-    run = plot.run_of(folder)
+    [run] = plot.runs_of(folder)
     rows = run.rows
     rows = rows.reindex(columns=rows.columns.union(USED.split()))
     steps = rows.dropna(subset="reward")
