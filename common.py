@@ -1,11 +1,12 @@
 """The code that sspo.py, gpg.py, cwgrpo.py and sps.py share and that no paper defines. Its sections stand in the order
 in which a step uses them.
 
-The suffix of a name gives its axes: _P prompts of a step, _G responses to a prompt, _R = P*G responses, _T response
-tokens, _N tokens of a packed row, _S segments, _V vocabulary, _H hidden size. A digit is an axis of that size. So
-advantage_T has an entry for each response token of the step, and none for prompts or padding. response_T[t] is the
-index of the response to which token t belongs, and group_R[r] is the index of the group to which response r belongs. A
-script's loss function gets the entries of one micro-batch or, for the metrics, those of the whole step.
+The suffix of a name gives its axes: _P prompts of a step, _D all prompts drawn for it, _G responses to a prompt,
+_R = P*G responses, _T response tokens, _N tokens of a packed row, _S segments, _V vocabulary, _H hidden size. A digit
+is an axis of that size. So advantage_T has an entry for each response token of the step, and none for prompts or
+padding. response_T[t] is the index of the response to which token t belongs, and group_R[r] is the index of the group
+to which response r belongs. A script's loss function gets the entries of one micro-batch or, for the metrics, those of
+the whole step.
 
 The ranks share the work of sampling, grading and the passes. In between, every rank holds the token ids, the rewards
 and the log-probs of the whole step. So everything that a paper defines is a pure function of the whole step, on any
@@ -47,7 +48,7 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature
 # Scripts and tools import some of these names from common, and `noqa` keeps ruff from removing them here.
 from lib import ROOT, layers, rows, vision
 from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_own_file
-from lib.checkpoints import checkpoint_if_due, checkpoints_of, load_weights, manifest_of, resume  # noqa: F401
+from lib.checkpoints import checkpoint_and_check_stop, checkpoints_of, load_weights, manifest_of, resume  # noqa: F401
 from lib.grading import BY_ANSWER, VERDICTS, grade, start_worker
 from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_errors, require  # noqa: F401
 from lib.ranks import World, fetched_once, init_world, seed_of  # noqa: F401
@@ -204,7 +205,7 @@ def load_data(args, tokenizer):
 def load_problems(source, tokenizer, args, flag):
     """Return the problems of one data set. `flag` is --dataset or --eval. Print how many rows are left out and why, and
     the first prompt. Raises Refused if the set cannot be read, if a row cannot be parsed, or if no row can be used. The
-    message names flag, source and row."""
+    message names flag, source and row. The tokenizer is changed by `use_own_file`."""
     use_own_file(tokenizer)
     require(
         tokenizer.chat_template or isinstance(prompt_format(args.template), str),
@@ -305,7 +306,7 @@ VLLM_ENVIRONMENT = {  # Environment variables; those that the user has set stay.
 logging.getLogger("vllm.triton_utils.importing").setLevel("ERROR")
 
 # A sampled response: its token ids with the stop token, the sampler's log-probs (NaN if they were not requested), its
-# text without the stop token, and whether it was cut off at --max-response-tokens.
+# text without the stop token, and whether it was cut off at a limit of its length.
 Rollout = namedtuple("Rollout", "ids logp text truncated")
 
 
@@ -389,12 +390,12 @@ class Sampler:
         gc.freeze()
         self.sleep()
 
-    def sample(self, prompts, n, temperature, args, top_p=1.0, scored=1):
+    def sample(self, prompts, n, temperature, args, top_p=1.0, with_logp=1):
         """Sample n responses to each problem of `prompts`, {key: problem}. Return the Groups in the order of `prompts`,
         on every rank. The seed of a response is a hash of --seed, the key and the number of the response in its group.
         So on CPUs the samples do not depend on the number of ranks; on GPUs rounding may change them.
 
-        Only the first `scored` responses of a group, or with --tis-cap all, get the sampler's log-probs, because
+        Only the first `with_logp` responses of a group, or with --tis-cap all, get the sampler's log-probs, because
         log-probs of all responses would take a fifth of the sampling time on a CPU. A top-p is for evaluation only: the
         trainer's log-probs have none."""
         from vllm import SamplingParams
@@ -409,7 +410,7 @@ class Sampler:
                 seed=seed_of(args.seed, *key, g),
                 max_tokens=args.max_response_tokens,
                 stop_token_ids=sorted(self.stop),
-                logprobs=0 if g < scored or args.tis_cap else None,
+                logprobs=0 if g < with_logp or args.tis_cap else None,
                 flat_logprobs=True,
                 detokenize=False,
             )
@@ -482,15 +483,15 @@ def sampler_gap(logp_T, sampler_logp_T, record):
     return {"gap_mean": mean, "gap_max": gap.max()}
 
 
-def choose_groups(drawn, valid_P, count, updates=1):
+def choose_groups(drawn, valid_D, count, updates=1):
     """Return the `count` groups on which a step trains. `drawn` has the groups of all draws of the step, `count` groups
-    a draw, and valid_P says which of them are valid. After a single draw, return all its groups. After several draws,
+    a draw, and valid_D says which of them are valid. After a single draw, return all its groups. After several draws,
     take the first valid groups and, if these are too few, invalid groups of the last draw. Then order the groups so
     that each of the `updates` updates gets an equal share of the valid and of the invalid groups."""
     if len(drawn) == count:
         return drawn
-    kept = [*compress(drawn, valid_P)]
-    kept += compress(drawn[-count:], ~valid_P[-count:])
+    kept = [*compress(drawn, valid_D)]
+    kept += compress(drawn[-count:], ~valid_D[-count:])
     return [group for update in range(updates) for group in kept[:count][update::updates]]
 
 
@@ -528,7 +529,7 @@ class Verifier:
             for problems in filter(None, sets):
                 verify(self, [Group(problems[0], [empty])], legal=["graded"])
 
-    def grade_all(self, cases):
+    def grade(self, cases):
         """Return a list of what `grade` returns for each of a list of cases, on every rank. The ranks share the work. A
         case is a tuple of the completion and the items of its problem's `graded_by`. If a case takes too long or its
         process dies, the score is 0 and the verdict is timeout or crash. Raises TimeoutError if no worker can load
@@ -552,7 +553,7 @@ def verify(verifier, groups, legal=VERDICTS):
     """Grade all responses, and set the fields of each group. Raises Refused if a verdict is not in `legal`: if the
     reward has raised an error, the verdict is the text of this error."""
     cases = [(rollout.text, *group.problem.graded_by) for group in groups for rollout in group.rollouts]
-    graded = iter(verifier.grade_all(cases))
+    graded = iter(verifier.grade(cases))
     for group in groups:
         scores, group.verdicts, right, group.parts = zip(*[next(graded) for _ in group.rollouts], strict=True)
         for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
@@ -640,9 +641,9 @@ class Batch:
         their loss is 0.
 
         First, consecutive responses to a prompt are joined to a bundle, which computes the prompt only once. A bundle
-        of several responses costs at most an eighth of a rank's share, because larger bundles are hard to balance. Then
-        each bundle, the most costly first, goes into the micro-batch that costs least so far. The number of
-        micro-batches is the smallest with which none of them costs more than `budget`. If a single response with its
+        of several responses costs at most `budget` and an eighth of a rank's share, because larger bundles are hard to
+        balance. Then each bundle, the most costly first, goes into the micro-batch that costs least so far. The number
+        of micro-batches is the smallest with which none of them costs more than `budget`. If a single response with its
         prompt costs more than that, its cost is the limit."""
         most = min(budget, int(self.cost_R[responses].sum()) // (8 * world.size))
         bundles = []
@@ -681,12 +682,13 @@ class Batch:
 
     def pack(self, responses, device):
         """Return a MicroBatch in which these responses and their prompts, each prompt once, lie end to end in a row.
+        If the row would have no prompt, or none with an image where the step has images, it gets a filler prompt.
 
         Let responses 4 (tokens a b) and 5 (c d e) share the prompt P P P, and response 9 (f) have the prompt Q Q:
 
             place in the row   0 1 2 3 4 5 6 7 8 9 10
             input_ids          P P P Q Q a b c d e f       five pieces: two prompts and three responses
-            key_N              0 1 2, 3 4, 0 1 2 5 6, 0 1 2 7 8 9, 3 4 10       places of its prompt and its own
+            keys_at            0 1 2, 3 4, 0 1 2 5 6, 0 1 2 7 8 9, 3 4 10       places of its prompt and its own
             index_T            2 5 2 7 8 4       the place whose hidden state predicts the token
             target_T           a b c d e f
             entry_T            the entries of a b c d e f in the step's *_T vectors
@@ -706,9 +708,9 @@ class Batch:
             keys[n] = torch.cat([keys[prompt], keys[n]])
             after = positions[prompt][:, -1:] + 1
             positions.append(after + torch.arange(len(pieces[n])))
-        key_N = torch.cat(keys)
+        keys_at = torch.cat(keys)
         position_3N = torch.cat(positions, 1)
-        row = BatchFeature({"input_ids": ids_N[None], "position_ids": position_3N[:1], "key_N": key_N})
+        row = BatchFeature({"input_ids": ids_N[None], "position_ids": position_3N[:1], "keys_at": keys_at})
         entry_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
         first = len(ids_N) - len(entry_T)  # the place of the first response
         vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
@@ -716,8 +718,8 @@ class Batch:
         for side, parts in (("q", pieces), ("k", keys)):
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
             row[f"max_length_{side}"] = max(map(len, parts))
-        # In key_N, the place before that of a response token predicts the token.
-        index_T = key_N[:-1][key_N[1:] >= first].to(device)
+        # In keys_at, the place before that of a response token predicts the token.
+        index_T = keys_at[:-1][keys_at[1:] >= first].to(device)
         target_T = ids_N[first:].to(device)
         return MicroBatch(row.to(device), index_T, target_T, entry_T)
 
@@ -922,14 +924,12 @@ def logprobs(policy, batch, micro_batches_by_update, record, phase):
     # On a GPU autograd stays on, although no backward pass follows. Otherwise the compiler would make other kernels.
     with record.phase(phase), torch.set_grad_enabled(world.device.type == "cuda"):
         home = next(policy.parameters()).device  # A reference model returns to the host's memory afterwards.
-        shards = {parameter: parameter.detach() for parameter in policy.parameters()}
         policy.to(world.device)
         for micro in passes(policy, batch, [*chain(*micro_batches_by_update)], world):
             both_2T[:, micro.entry_T] = torch.stack(policy(micro)).detach()
         # A forward pass leaves some weights gathered, at least those of the root. The next pass would use them even
-        # after the optimizer has changed the shards. `_apply` of FSDP2 first frees them. The lambda then puts the
-        # shards from before back, and moves the buffers home.
-        policy._apply(lambda x: shards[x] if x in shards else x.to(home))
+        # after the optimizer has changed the shards. FSDP2's `to` frees them, even if the policy is at home already.
+        policy.to(home)
     return world.all_reduce(both_2T)
 
 

@@ -1,8 +1,8 @@
 """CW-GRPO: Covariance-Aware GRPO with Gaussian-Kernel Advantage Reweighting, arXiv 2605.11538.
 
-CW-GRPO is GRPO with one update per rollout batch (released code) and a KL penalty. Tokens whose log-prob and advantage
-covary extremely weigh less. For one prompt, CW-GRPO minimises the following (the loss that section 2.3 prints is the
-negative of this):
+CW-GRPO is GRPO with one update per rollout batch (released code) and a KL penalty, in which a token weighs less if its
+log-prob and advantage have an extreme covariance. For one prompt, CW-GRPO minimises the following, the negative of the
+loss that section 2.3 prints:
 
     L = 1/G sum_i 1/|o_i| sum_t -ratio_it w~_it A_i + beta KL_it                                         (loss)
     c_it = (logp_it - mean logp) (A_i - mean A)                                                    (covariance)
@@ -50,8 +50,8 @@ class Args(common.Args):
     """Hub id, or folder with config.json and *.safetensors."""
     dataset: str = "knoveleng/open-rs"
     template: str = "open-rs"
-    """Prompt format: one of common.py's PROMPTS, or a text file with {problem} in it. The default is the prompt of Fig.
-    4, with \\boxed{} (released recipe: \\boxed{{}})."""
+    """Prompt format: one of PROMPTS in lib/chat.py, or a text file with {problem} in it. The default is the prompt of
+    Fig. 4, with \\boxed{} (released recipe: \\boxed{{}})."""
     steps: NonNegativeInt = 300
     """Number of rollout steps, over which the learning rate is scheduled (released code; 150 for 7B). Table 5 has 100
     training steps, and the paper's checkpoint is the one of step 100. 0: only evaluate."""
@@ -94,8 +94,8 @@ class Args(common.Args):
     """With --reweight kernel: take w~ as a constant (ours). The paper's objective, as printed, has a gradient through
     w~."""
     count_padding: bool = False
-    """With --reweight kernel: count padding in N, in the normalisation of w~ (released code). The policy term then
-    grows relative to the KL."""
+    """With --reweight kernel: let N, in the normalisation of w~, also count the padding that the released code has. The
+    policy term then weighs more beside the KL."""
     clip_low: NonNegativeFloat = 1.0
     """With several updates: how far below 1 the ratio may fall (Clip-Cov's authors). With one update the ratio is 1."""
     clip_high: NonNegativeFloat = 1.0  # With several updates: how far above 1 the ratio may rise (Clip-Cov's authors).
@@ -206,12 +206,12 @@ def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T,
     bound acts. Each token has its own ratio and KL, as in section 2.3. In section 2.1 they are of whole responses."""
     ratio_T = (logp_T - old_logp_T).exp()
     gain_T = factor_T * advantage_T
-    free_T = ratio_T * gain_T
+    unclipped_T = ratio_T * gain_T
     clipped_term_T = ratio_T.clamp(low, high) * gain_T
     log_ratio_T = ref_logp_T - logp_T
     kl_T = log_ratio_T.exp() - log_ratio_T - 1  # k3
-    loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_term_T))).sum()  # section 2.3, loss
-    return loss, {"ratio_T": ratio_T, "clipped_T": clipped_term_T < free_T, "kl_T": kl_T}
+    loss = (weight_T * (kl_coef * kl_T - torch.minimum(unclipped_T, clipped_term_T))).sum()  # section 2.3, loss
+    return loss, {"ratio_T": ratio_T, "clipped_T": clipped_term_T < unclipped_T, "kl_T": kl_T}
 
 
 def format_reward(text: str) -> float:
@@ -273,27 +273,29 @@ def learn(policy, reference, optimizer, batch, step, record):
     old_logp_T = None  # not needed for a single update: the policy has not moved, so the ratio is 1
     if args.reweight != "none" or args.updates_per_step > 1 or args.tis_cap:
         old_logp_T, _ = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")
-    tis_T = torch.ones_like(advantage_T)
+    scale_T = torch.ones_like(advantage_T)  # all factors of the policy term but factor_T
     if args.tis_cap:
-        tis_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
+        scale_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     if args.count_padding:
-        # N with padding / N without padding multiplies the policy term, as the factor of --tis-cap does.
+        # N with padding / N without padding
         length_PG = batch.length_R.view_as(batch.reward_PG).double()
-        tis_T *= (length_PG.amax(1) / length_PG.mean(1))[group_T]
+        scale_T *= (length_PG.amax(1) / length_PG.mean(1))[group_T]
     if reference:
         ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
-    # ---- the kernel, computed on the whole step: c, sigma and N span micro-batches and ranks
+    # ---- factor_T, computed on the whole step, since c, sigma and N span micro-batches and ranks. It is 1 for GRPO, k
+    # for CW-GRPO, w~ with --detach-kernel, and Clip-Cov's mask, which each update draws below.
     factor_T = torch.ones_like(advantage_T)
     if args.reweight == "kernel":
-        # c has the advantages without the factor of --tis-cap.
+        # c has the advantages without scale_T.
         c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
-        kernel_T = factor_T = kernel_weights(c_T, group_T)
+        kernel_T = kernel_weights(c_T, group_T)
+        factor_T = kernel_T
         if not args.detach_kernel:
             # k comes from the gradient of the whole policy term, so the other factors of the term are passed, too
-            factor_T = effective_kernel(old_logp_T, advantage_T, weight_T * tis_T, batch.response_T, group_T).float()
+            factor_T = effective_kernel(old_logp_T, advantage_T, weight_T * scale_T, batch.response_T, group_T).float()
 
-    scaled_T = advantage_T * tis_T
+    scaled_T = advantage_T * scale_T
 
     def loss_of(logp_T, entropy_T, factor_T, at=slice(None)):
         """Return policy_loss of some of the step's tokens. `at` selects them from the step's *_T; by default it selects
@@ -313,10 +315,9 @@ def learn(policy, reference, optimizer, batch, step, record):
             continue  # no token has a gradient; AdamW's momentum and decay would move the weights all the same
         if args.reweight == "clip-cov":
             # Each update draws a mask for its own tokens, from the log-probs of the policy at the start of the update.
-            # Clip-Cov's authors centre and draw in each micro-batch, and mask at least one token of each. We centre and
-            # draw in the whole update, since no result may depend on micro-batches. The authors have no KL and leave
-            # out zero-advantage groups. With --kl-coef 0 we leave these groups out, too. With a KL, which the methods
-            # have that Clip-Cov is compared with, these groups take part (ours).
+            # Clip-Cov's authors draw a mask in each micro-batch. We draw in the whole update, since no result may
+            # depend on micro-batches. The authors have no KL and leave out zero-advantage groups. So do we with
+            # --kl-coef 0. With a KL, which the paper's other methods have, these groups take part (ours).
             start_logp_T = old_logp_T
             if update:  # earlier updates have moved the policy
                 start_logp_T, _ = common.logprobs(policy, batch, [micro_batches], record, "start_logp")
@@ -370,7 +371,7 @@ def learn(policy, reference, optimizer, batch, step, record):
     per_token |= {
         "logp_T": logp_T,
         "old_logp_T": old_logp_T,
-        "advantage_T": scaled_T,
+        "advantage_T": scaled_T,  # as the loss saw it
         "factor_T": factor_T,
         "kernel_T": kernel_T,
         "covariance_T": c_T,
@@ -443,7 +444,7 @@ def main(args: Args) -> None:
             common.keep_best(policy, folder, step, record)
         record.write_training(step, batch, per_token, evaluated)
         record.log_step(step, metrics)
-        common.checkpoint_if_due(policy, optimizer, step, position, record)
+        common.checkpoint_and_check_stop(policy, optimizer, step, position, record)
         if record.stopping:  # a file `stop` or a signal asked the run to write a checkpoint and end
             break
 

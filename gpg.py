@@ -17,8 +17,8 @@ The docstring of common.py explains the suffixes of names, such as _T.
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4; ./run.sh help names gpg-rs1, gpg-rs3, the ablations
     torchrun --nproc-per-node 8 gpg.py    the same training without evaluation
 
-The default is row D of Table 15. Row C is --beta-th 0. Row B is --no-accurate-gradient --beta-th 0. Row A is row B with
---norm group.
+The default is row D of Table 15. Its row C is --beta-th 0, row B --no-accurate-gradient --beta-th 0, and row A the same
+with --norm group.
 
 Each departure from the paper, and each reading of it, is stated beside the flag or the line that it affects. (ours)
 means that the paper does not say, and we chose. docs/gpg.md shows each equation with its lines of code, compares the
@@ -45,7 +45,7 @@ class Args(common.Args):
     """Hub id, or folder with config.json and *.safetensors (Table 9; release)."""
     dataset: str = "BytedTsinghua-SIA/DAPO-Math-17k"
     template: str = "qwen-boxed"
-    """Prompt format: one of common.py's PROMPTS, or a text file with {problem} in it.
+    """Prompt format: one of PROMPTS in lib/chat.py, or a text file with {problem} in it.
     The default is the prompt of B.4. We read its "boxed" as \\boxed{}."""
     steps: NonNegativeInt = 1100  # Number of rollout steps. 0: only evaluate.
     prompts_per_step: PositiveInt = 144
@@ -76,7 +76,7 @@ class Args(common.Args):
     """With --beta-th: after this many draws, train on the groups that were drawn (20 is the limit of the released
     code)."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the initial model. Section 3.4 prints no weight; its released recipe inherits 0.04.
+    """Weight of the KL to the initial model. Section 3.4 gives none; in its released recipe it is TRL's default, 0.04.
     0: no reference model is loaded."""
     format_reward: bool = False
     """Add 1 to the reward of a response that has the think and answer format (B.4, "for most tasks")."""
@@ -95,8 +95,8 @@ def advantages(reward_PG, norm: str = "none"):
 
 
 def alpha(reward_PG) -> float:
-    """Return B / (B - M) over the batch of all ranks (Eq. 7). If no group is valid, return 1; then no group has a
-    gradient."""
+    """Return alpha of Eq. 7, B / (B - M): all groups of the step / its valid groups. If no group is valid, no group has
+    a gradient, and alpha is 1."""
     groups = int(common.valid_groups(reward_PG).sum())
     return len(reward_PG) / groups if groups else 1.0  # Eq. 7
 
@@ -189,7 +189,7 @@ def learn(policy, reference, optimizer, batch, record):
     loss, per_token = loss_of(logp_T, entropy_T)
     metrics = {
         "loss": loss.item(),
-        "alpha": alpha(batch.reward_PG),
+        "alpha": alpha(batch.reward_PG),  # also if it is not applied
         "lr": optimizer.param_groups[0]["lr"],
         "zero_advantage_share": (advantage_R == 0).double().mean().item(),
     }
@@ -258,17 +258,17 @@ def main(args: Args) -> None:
             # Algorithm 1 and section 2.2 draw until the share exceeds beta_th. Section 2.2 accumulates the valid groups
             # "into the resampled subsequent batch", so its share may be (carried + new valid) / (carried + P). We take
             # the share as the released code does: all valid groups / P. A share equal to beta_th is enough.
-            reward_PG = torch.stack([group.reward_G for group in drawn])
-            valid_P = common.valid_groups(reward_PG)
-            if valid_P.sum().item() / args.prompts_per_step >= args.beta_th:  # Algorithm 1, line 1
+            reward_DG = torch.stack([group.reward_G for group in drawn])
+            valid_D = common.valid_groups(reward_DG)
+            if valid_D.sum().item() / args.prompts_per_step >= args.beta_th:  # Algorithm 1, line 1
                 break
         else:
-            record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
+            record.say(f"step {step}: {valid_D.sum()} valid groups in {args.max_draws} draws; others fill the step")
         sampler.sleep()
         # The update has P groups: the first valid groups and, if these are too few, invalid groups of the last draw.
         # The invalid groups count in B and M. Valid groups beyond P are not carried over to the next step: its policy
         # did not sample them, and GPG has no ratio to correct for that.
-        batch = common.Batch(common.choose_groups(drawn, valid_P, args.prompts_per_step))
+        batch = common.Batch(common.choose_groups(drawn, valid_D, args.prompts_per_step))
 
         # ---- learn
         optimizer.param_groups[0]["lr"] = common.learning_rate(args, step)
@@ -287,7 +287,7 @@ def main(args: Args) -> None:
             common.keep_best(policy, folder, step, record)
         record.write_training(step, batch, per_token, evaluated)
         record.log_step(step, metrics)
-        common.checkpoint_if_due(policy, optimizer, step, position, record)
+        common.checkpoint_and_check_stop(policy, optimizer, step, position, record)
         if record.stopping:  # a file `stop` or a signal asked the run to write a checkpoint and end
             break
 

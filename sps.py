@@ -1,7 +1,8 @@
 """SPS: Steering Probability Squeezing, arXiv 2604.16995v1.
 
 SPS alternates RL stages with inverse-RL (IRL) stages, which train on the policy's own rollouts (Algorithm 1). For one
-prompt, an RL stage minimises L, the loss of GRPO. An IRL stage minimises L_IRL, which is Eq. 4 without its minus sign:
+prompt, an RL stage minimises L, the loss of GRPO. An IRL stage minimises L_IRL: Eq. 4 without its minus sign, which we
+take for a slip.
 
     L = 1/G sum_i 1/|y_i| sum_t -min(w_it A_i, clip(w_it, 1 - eps, 1 + eps) A_i) + beta KL_it   (Eq. 23, and a KL)
     A_i = (R_i - mean R) / std R                                                                         (Eq. 25)
@@ -46,11 +47,11 @@ class Args(common.Args):
     """Hub id, or folder with config.json and *.safetensors (section 5.1)."""
     dataset: str = "Elliott/Openr1-Math-46k-8192"
     template: str = "qwen-math"
-    """Prompt format: one of common.py's PROMPTS, or a text file with {problem} in it. The default is ours."""
+    """Prompt format: one of PROMPTS in lib/chat.py, or a text file with {problem} in it. The default is ours."""
     subset: NonNegativeInt = 3000
     """Train on this many problems, drawn uniformly by --seed (section 5.1: 3k, 5k, 10k). 0: train on all."""
     steps: NonNegativeInt = 700
-    """Number of RL steps (section 5.2; counting no IRL steps is ours). 0: only evaluate."""
+    """Number of RL steps (section 5.2). IRL steps do not count (ours). 0: only evaluate."""
     prompts_per_step: PositiveInt = 16
     """Number of prompts in a step (P). With 8 responses to each prompt, a step has 128 responses (section 5.1)."""
     group_size: common.AtLeastTwo = 8  # Number of responses to each prompt (G; section 5.1).
@@ -119,12 +120,12 @@ def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, weight_T, low, high
     the token is clipped, and its KL to the reference (k3, nats). A token is clipped if the clipped term is strictly the
     smaller one."""
     ratio_T = (logp_T - old_logp_T).exp()  # Eq. 24, for each token
-    free_T = ratio_T * advantage_T
+    unclipped_T = ratio_T * advantage_T
     clipped_term_T = ratio_T.clamp(low, high) * advantage_T
     log_ratio_T = ref_logp_T - logp_T
     kl_T = log_ratio_T.exp() - log_ratio_T - 1  # k3
-    loss = (weight_T * (kl_coef * kl_T - torch.minimum(free_T, clipped_term_T))).sum()  # Eq. 23, and a KL
-    return loss, {"ratio_T": ratio_T, "clipped_T": clipped_term_T < free_T, "kl_T": kl_T}
+    loss = (weight_T * (kl_coef * kl_T - torch.minimum(unclipped_T, clipped_term_T))).sum()  # Eq. 23, and a KL
+    return loss, {"ratio_T": ratio_T, "clipped_T": clipped_term_T < unclipped_T, "kl_T": kl_T}
 
 
 def choose_demonstrations(mean_logp_PG, right_PG, k: int, how: str, generator=None) -> list[tuple[int, int]]:
@@ -351,7 +352,8 @@ def draw_demonstrations(folder, steps, problems, count, seed):
     """Draw `count` of the demonstrations that the `steps` of a stage kept. Return each as a group of one response. They
     are drawn without replacement; when all are used, a new pass over them begins. So more demonstrations of a prompt
     make a larger pool, not a longer stage: 3 for each of 188 x 16 prompts make 9,024, of which a stage uses 4 x 512.
-    For Fig. 4, stages take whole passes. Raises FileNotFoundError if the file of a step is missing."""
+    With --irl-passes, as for Fig. 4, an IRL stage makes whole passes over its demonstrations. Raises FileNotFoundError
+    if the file of a step is missing."""
     kept = []
     for step in steps:
         kept += torch.load(folder / f"step-{step:05d}.pt", weights_only=True)
@@ -413,8 +415,8 @@ def main(args: Args) -> None:
         # ---- Algorithm 1, stage 1: sample and verify
         with record.phase("sample"):
             prompts = common.problems_from(problems, args, position)
-            scored = args.group_size if irl_steps else 1  # l2te and quantile choose demonstrations by the log-probs
-            groups = sampler.sample(prompts, args.group_size, args.temperature, args, scored=scored)
+            with_logp = args.group_size if irl_steps else 1  # l2te and quantile choose demonstrations by the log-probs
+            groups = sampler.sample(prompts, args.group_size, args.temperature, args, with_logp=with_logp)
         with record.phase("verify"):
             common.verify(verifier, groups)
         position += len(groups)
@@ -458,7 +460,7 @@ def main(args: Args) -> None:
             common.keep_best(policy, folder, step, record)
         record.write_training(step, batch, per_token, evaluated)
         record.log_step(step, metrics)
-        common.checkpoint_if_due(policy, optimizer, step, position, record)
+        common.checkpoint_and_check_stop(policy, optimizer, step, position, record)
         if record.stopping:  # a file `stop` or a signal asked the run to write a checkpoint and end
             break
 

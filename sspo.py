@@ -48,41 +48,36 @@ class Args(common.Args):
     """Hub id, or folder with config.json and *.safetensors (§5.1)."""
     dataset: str = f"{common.ROOT}/data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
     """Training problems (§5.2): a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id
-    (`id:[name:]split`). If the default is missing, it is cloned. Of its 8,523 problems 8,513 train."""
+    (`id[:[name:]split]`). If the default is missing, it is cloned. Of its 8,523 problems 8,513 train."""
     template: str = "qwen-math"
     """Prompt format: plain, qwen-math or qwen-boxed; chat, chat-boxed or open-rs, which use the tokenizer's chat
     format; or a text file with {problem} in it."""
     steps: NonNegativeInt = 200  # Number of rollout steps (ours). 0: only evaluate.
     prompts_per_step: PositiveInt = 128
-    """Number of prompts in a step, or in each draw of the step (P). We read the "batch size" of §5.2 as this number."""
+    """Number of prompts in a step, or in each draw of a step (P). This is how we read the "batch size" of §5.2."""
     group_size: common.AtLeastTwo = 8  # Number of responses to each prompt (G; §5.2).
     max_prompt_tokens: PositiveInt = 1024  # Leave out longer prompts and print their number (ours).
     max_response_tokens: PositiveInt = 3000
     """Cut off responses at this length (§5.2), grade them as they are (ours)."""
     lr: NonNegativeFloat = 1e-6
-    """Largest learning rate of AdamW. The paper gives no learning rate. It trains with verl, so we take verl's default.
-    The constant schedule without warm-up, the weight decay, the betas, the gradient norm and the temperature are verl's
-    defaults, too."""
+    """Largest learning rate of AdamW. The paper trains with verl and gives no rate: this is verl's default, and so are
+    schedule, weight decay, betas, gradient norm and temperature."""
     updates_per_step: PositiveInt = 4
-    """Number of updates (optimizer steps) on one rollout batch. Each update has its own prompts: we read that there is
-    one epoch. The paper gives no number, but Fig. 3b shows clipping, so there were several updates. 4 is ours; verl's
-    GSPO example has 4, too."""
+    """Number of updates (optimizer steps) on one rollout batch. Each update has its own prompts. The paper gives no
+    number, but Fig. 3b shows clipping, so there were several updates. 4 is ours."""
     delimiter: str = r"\n\n"
     r"""Text that ends a segment: \n\n (§6.2.2; §4.1 says "line break or double line break"), \n, . or other ASCII text.
-    The paper names only the delimiters. The rule that assigns tokens to segments is ours. A period (Table 3) ends a
-    segment wherever it stands, even inside 3.14.
-    Empty: the whole response is one segment (GSPO). token: every token is a segment (GRPO)."""
+    A period ends a segment even inside 3.14 (ours). Empty: the whole response is one segment (GSPO). token: every token
+    is a segment (GRPO)."""
     clip: Literal["entropy", "fixed"] = "entropy"
     """Bounds of the ratio. entropy: b_low and b_high of Eqs. 14 and 15. fixed: 1 - clip_low and 1 + clip_high."""
     alpha: float = 0.0  # With --clip entropy: slack that is added to the upper bound (Eq. 14; Table 4). See --gamma.
     beta: float = 0.8
-    """With --clip entropy: cap of the lower bound (Eq. 15; Table 4). To find a range to search, read the metrics of a
-    short run (§6.2.3): beta should be about 1 - segment_entropy/p50 (p50 is ours), and at_beta_share should be neither
-    0 nor 1."""
+    """With --clip entropy: cap of the lower bound (Eq. 15; Table 4). Choose it by the metrics of a short run (§6.2.3):
+    about 1 - segment_entropy/p50 (p50 is ours). at_beta_share should then be neither 0 nor 1."""
     gamma: float = 1.75
-    """With --clip entropy: cap of the upper bound (Eq. 14; Table 4). To find a range to search, read the metrics of a
-    short run (§6.2.3): take a percentile of segment_entropy, from p50 to p95 (ours), and add 1 + alpha and a small
-    margin."""
+    """With --clip entropy: cap of the upper bound (Eq. 14; Table 4). Choose it by the metrics of a short run (§6.2.3):
+    a percentile of segment_entropy, from p50 to p95 (ours), plus 1 + alpha and a small margin."""
     clip_low: NonNegativeFloat = 0.2
     """With --clip fixed: how far below 1 the ratio may fall.
     The paper gives no value for "+SIR" and GRPO. We take PPO's usual 0.2, which §6.2.3 names (ours)."""
@@ -94,13 +89,11 @@ class Args(common.Args):
     """Weight of a token in the loss. response: 1/G 1/|y_i| (Eq. 16).
     token: 1 / number of tokens in the update (DAPO). constant: 1/G 1/max_response_tokens (Dr. GRPO)."""
     valid_share: common.Share = 0.0
-    """Draw more prompts until this share of the step's groups is valid: the scores of their G responses differ.
-    0: draw once. 1: DAPO."""
+    """Draw more prompts until there are valid groups for this share of the step. In a valid group the scores of the
+    responses differ. 0: draw once. 1: DAPO."""
     max_draws: PositiveInt = 4
-    """With --valid-share: after this many draws, train on the groups that were drawn.
-    In Table 2 of arXiv 2604.16995 (SPS), a step draws again at most 3 times. SPS trains with SWIFT, but does not name
-    its version. SWIFT 3.12.6 draws again three times, too, but never uses the third of these draws. If there are too
-    few valid groups, SWIFT trains on the first draw."""
+    """With --valid-share: after this many draws, train on the groups that were drawn. In Table 2 of arXiv 2604.16995 a
+    step draws again at most 3 times."""
     overlong_buffer: NonNegativeInt = 0
     """Over this many tokens before --max-response-tokens, a penalty on the reward grows from 0 to 1 (DAPO). 0: off.
     arXiv 2604.16995 has 2048."""
@@ -197,16 +190,16 @@ def policy_loss(logp_T, old_logp_T, advantage_T, segment_T, low_S, high_S, weigh
     ratio_T = ratio_S[segment_T]
     low_T = low_S[segment_T]
     high_T = high_S[segment_T]
-    free_T = ratio_T * advantage_T
+    unclipped_T = ratio_T * advantage_T
     clipped_term_T = ratio_T.clamp(low_T, high_T) * advantage_T
-    loss = -(weight_T * torch.minimum(free_T, clipped_term_T)).sum()  # Eq. 16
-    return loss, {"ratio_T": ratio_T, "low_T": low_T, "high_T": high_T, "clipped_T": clipped_term_T < free_T}
+    loss = -(weight_T * torch.minimum(unclipped_T, clipped_term_T)).sum()  # Eq. 16
+    return loss, {"ratio_T": ratio_T, "low_T": low_T, "high_T": high_T, "clipped_T": clipped_term_T < unclipped_T}
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
 def step_segments(batch, trained_R, tokenizer, delimiter: str, world):
     """Return segment_T, the segment number of each token. No two responses of the step share a number. A response that
-    is not trained is one segment. Each rank cuts a share of the responses, because the GPUs wait meanwhile."""
+    is not trained is one segment. Each rank works on its share of the responses, so that the GPUs wait less."""
     piece_of = cache(lambda token: tokenizer.decode([token], skip_special_tokens=True))  # a stop token's text is empty
     mine = []
     for r in range(world.rank, len(trained_R), world.size):
@@ -244,7 +237,7 @@ def learn(policy, optimizer, batch, tokenizer, record):
     # ---- old log-probs and entropies, in the updates' own micro-batches, so that the first update's ratios are all 1
     old_logp_T, entropy_T = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")  # Eq. 12
     if args.tis_cap:
-        # The tokens of a segment share a ratio, so the gradient of each token has the mean of the segment's factors.
+        # The ratio is that of a segment. So the gradient of each token gets the mean of the factors in its segment.
         advantage_T = advantage_T * common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
 
     # ---- bounds of the ratio
@@ -354,14 +347,14 @@ def main(args: Args) -> None:
                 group.reward_G += overlong_penalty(length_G, args.max_response_tokens, args.overlong_buffer)
             drawn += groups
             position += len(groups)
-            score_PG = torch.stack([group.score_G for group in drawn])
-            valid_P = common.valid_groups(score_PG)  # The penalty does not count here.
-            if valid_P.sum().item() / args.prompts_per_step >= args.valid_share:
+            score_DG = torch.stack([group.score_G for group in drawn])
+            valid_D = common.valid_groups(score_DG)  # The penalty does not count here.
+            if valid_D.sum().item() / args.prompts_per_step >= args.valid_share:
                 break
         else:
-            record.say(f"step {step}: {valid_P.sum()} valid groups in {args.max_draws} draws; going on with the rest")
+            record.say(f"step {step}: {valid_D.sum()} valid groups in {args.max_draws} draws; others fill the step")
         sampler.sleep()
-        batch = common.Batch(common.choose_groups(drawn, valid_P, args.prompts_per_step, args.updates_per_step))
+        batch = common.Batch(common.choose_groups(drawn, valid_D, args.prompts_per_step, args.updates_per_step))
 
         # ---- learn
         optimizer.param_groups[0]["lr"] = common.learning_rate(args, step)
@@ -380,7 +373,7 @@ def main(args: Args) -> None:
             common.keep_best(policy, folder, step, record)
         record.write_training(step, batch, per_token, evaluated)
         record.log_step(step, metrics)
-        common.checkpoint_if_due(policy, optimizer, step, position, record)
+        common.checkpoint_and_check_stop(policy, optimizer, step, position, record)
         if record.stopping:  # a file `stop` or a signal asked the run to write a checkpoint and end
             break
 

@@ -34,7 +34,7 @@ def load_weights(policy, checkpoint):
     dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
 
 
-def checkpoint_if_due(policy, optimizer, step, position, record):
+def checkpoint_and_check_stop(policy, optimizer, step, position, record):
     """Write a checkpoint if one is due. All ranks call this after each step. Set record.stopping to whether steps are
     left and the run's folder has a file `stop`, and delete this file. A checkpoint is due if the run stops, if `step`
     is a multiple of --checkpoint-every, or if it is the last step. `position` is the number of training problems that

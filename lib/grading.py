@@ -23,7 +23,7 @@ BY_ANSWER = ("math", "open_r1", "open_r1_gpg", "lighteval", "math_verify")
 VERDICTS = ("graded", "no_answer", "too_long", "timeout", "error", "crash")
 
 
-def judge(completion, gold, problem=""):
+def grade_math(completion, gold, problem=""):
     """Return (score, verdict) of a completion. The score is 1.0 if the content of its last box equals the reference
     `gold`, else 0.0; docs/evaluation.md has the rules. `problem` is the text of the problem. After a second of CPU time
     the kernel kills the process, even inside C code or a regular expression, so call this only in a worker process."""
@@ -80,7 +80,7 @@ def grade(reward, completion, *graded_by):
     or raises an error, return (None, traceback, None, {}). If it runs out of memory, this process ends."""
     try:
         if reward == "math":
-            score, verdict = judge(completion, *graded_by)
+            score, verdict = grade_math(completion, *graded_by)
             return score, verdict, score == 1, {}
         value = reward_function(reward)(completion, *graded_by)
         parts = dict(value) if isinstance(value, dict) else {"score": value}

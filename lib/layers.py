@@ -10,20 +10,20 @@ from torch.nn.attention.bias import causal_lower_right
 
 
 def packed_attention(
-    _, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, key_N=None, is_causal=True, **rest
+    _, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, keys_at=None, is_causal=True, **rest
 ):
     """Attend inside the pieces of a packed row. A piece is a prompt, a response or, in a vision tower, an image. query
     (1, heads, N, D), key and value (1, key heads, N, D) -> (1, N, heads, D), None, for N tokens and heads of size D.
 
     The queries of piece i are those from cu_seq_lens_q[i] to cu_seq_lens_q[i + 1], and its keys follow in the same way
-    from cu_seq_lens_k. key_N, if given, lists the places of the keys of all pieces, and is longer than N: a response
+    from cu_seq_lens_k. keys_at, if given, lists the places of the keys of all pieces, and is longer than N: a response
     has the keys of its prompt and then its own. If `is_causal`, the last query of a piece sees all keys of the piece,
     and any other query sees one key less than the query after it. Otherwise every query sees all keys of its piece."""
-    if key_N is not None:
-        # On a CPU, the threads of key[:, :, key_N] would sum the gradient in an order that varies. The sum is in
+    if keys_at is not None:
+        # On a CPU, the threads of key[:, :, keys_at] would sum the gradient in an order that varies. The sum is in
         # float32, because a prompt's keys get the gradients of all its responses. Besides, the Triton kernel that the
         # compiler makes on a GPU adds float32 faster than bf16.
-        key, value = (x.float().index_select(2, key_N).to(x.dtype) for x in (key, value))
+        key, value = (x.float().index_select(2, keys_at).to(x.dtype) for x in (key, value))
     if query.is_cuda and query.dtype == torch.bfloat16:
         from torch.nn.attention.varlen import varlen_attn  # Only GPUs have it, and not for float32.
 
@@ -82,10 +82,10 @@ def logp_and_entropy(logits_TV, target_T, temperature):
     scaled_TV = logits_TV / temperature
     max_T1 = scaled_TV.amax(-1, keepdim=True)
     scaled_TV -= max_T1
-    weight_TV = scaled_TV.exp()
-    sum_T1 = weight_TV.sum(-1, keepdim=True)
+    exp_TV = scaled_TV.exp()
+    sum_T1 = exp_TV.sum(-1, keepdim=True)
     logp_T1 = scaled_TV.gather(1, target_T[:, None]) - sum_T1.log()
-    entropy_T1 = sum_T1.log() - weight_TV.mul_(scaled_TV).sum(-1, keepdim=True) / sum_T1  # -sum of p log p
+    entropy_T1 = sum_T1.log() - exp_TV.mul_(scaled_TV).sum(-1, keepdim=True) / sum_T1  # -sum of p log p
     return logp_T1[:, 0], entropy_T1[:, 0], max_T1, sum_T1
 
 

@@ -120,7 +120,7 @@ class Record:
         self.best = 0.0  # For --keep-best: the highest such sum.
         self.gap_checked = False  # Whether `sampler_gap` has compared trainer and sampler.
         self.board = None
-        self.start_step()
+        self.clear_step()
         if world.rank == 0:
             self.lock = open_run(self.folder, args)
         self.folder = world.from_rank_0(self.folder)  # Its name holds the time, which differs between ranks.
@@ -139,7 +139,7 @@ class Record:
         signal(SIGINT, SIG_DFL)
         signal(SIGUSR1, lambda *_: (self.folder / "stop").touch())
 
-    def start_step(self):
+    def clear_step(self):
         """Reset the metrics and the gradient norms that are collected during a step."""
         self.metrics = Counter(skipped_updates=0)
         self.norms = defaultdict(list)  # {metric: gradient norms of the step}
@@ -211,7 +211,8 @@ class Record:
 
     def say_step(self, step, metrics):
         """Print the metrics of COLUMNS for a step in one line, with the seconds that the step took and the minutes that
-        the remaining steps will take. Print the headings before the first line and again after every 20 lines."""
+        the remaining steps will take. Print the headings before the first line of a process and after every 20 lines.
+        """
         seconds = np.diff(self.ends)
         left = (self.args.steps - step) * seconds.mean() / 60
         figures = metrics | {"seconds": seconds[-1], "left": left}
@@ -221,10 +222,11 @@ class Record:
         self.say(f"{step:>9}" + "".join(f"{cell:>10}" for cell in cells))
 
     def log_step(self, step, metrics):
-        """Finish the record of a step. Add the means of the gradient norms and the entries of self.metrics, such as the
-        seconds of phases, to `metrics`, {name: value}. Write `metrics` to metrics.jsonl and TensorBoard. Step 0 is the
-        evaluation before training. After any other step, print a line with `say_step`. If no group has rewards that
-        differ, print advice. Last, reset what was collected during the step."""
+        """Finish the record of a step. Add the means of the gradient norms, the number of norms as optimizer_steps, and
+        the entries of self.metrics, such as the seconds of phases, to `metrics`, {name: value}. Write `metrics` to
+        metrics.jsonl and TensorBoard. Step 0 is the evaluation before training. After any other step, print a line with
+        `say_step`. If no group has rewards that differ, print advice. Last, reset what was collected during the step.
+        """
         if step:
             metrics["optimizer_steps"] = len(self.norms["grad_norm"])
         for name, norms in self.norms.items():
@@ -244,4 +246,4 @@ class Record:
                 f"no group whose rewards differ (mean {metrics['reward']:g}): too easy, too hard, --lr too large, or "
                 "wrong --template, --max-response-tokens, --reward or reference answers; see samples/"
             )
-        self.start_step()
+        self.clear_step()

@@ -12,7 +12,7 @@ from lib.answers import last_boxed
 from lib.messages import refuse_errors, require
 from lib.ranks import fetched_once
 
-KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id:[configuration:]split"
+KINDS = ".jsonl, .json, .parquet, a `save_to_disk` folder, hub id[:[configuration:]split]"
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "messages")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "reward_model")
 # Texts that say that a row has no answer, as 143,300 rows of NuminaMath-1.5 do.

@@ -19,7 +19,7 @@ from math_verify import (
     verify,
 )
 
-from lib.grading import judge
+from lib.grading import grade_math
 
 UNIT = re.compile(r"(?<=[\d)}])\s*(?:[cdkm]?m|[一-鿿/]+)(?:\^?[23²³]\^?)?$")  # GEOQA has 3cm, 5cm^2^ and 9米.
 
@@ -37,10 +37,10 @@ def reference(row):
 
 # ----------------------------------------------------------------------------------------------------- GEOQA (Table 5)
 def geoqa(completion, row):
-    """Return 1.0 if the answer equals the reference, else 0.0. Units are ignored. Like `judge`, this ends the process
+    """Return 1.0 if the answer equals the reference, else 0.0. Units are ignored. `grade_math` ends the process
     if the comparison takes more than a second of processor time."""
     boxed = rf"\boxed{{{UNIT.sub('', inside(completion))}}}"
-    return judge(boxed, UNIT.sub("", reference(row)))[0]
+    return grade_math(boxed, UNIT.sub("", reference(row)))[0]
 
 
 # -------------------------------------------------------------------------------------- classes, options (Tables 6, 7)

@@ -228,7 +228,7 @@ def loaded(tmp_path):
 
 def judged(verifier, *lists):
     """Return score and verdict of each case, where completions and what each is graded by are lists of their own."""
-    return [(score, verdict) for score, verdict, *_ in verifier.grade_all([*zip(*lists, strict=True)])]
+    return [(score, verdict) for score, verdict, *_ in verifier.grade([*zip(*lists, strict=True)])]
 
 
 def grades(verifier, *lists):

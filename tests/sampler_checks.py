@@ -50,10 +50,10 @@ def check(args: Args, sampler: common.Sampler, policy: common.Policy, problems: 
     record.gap_checked = True  # weights are stale on purpose
     found = {}
 
-    def sampled(stream, n=3, temperature=args.temperature, settings=args, scored=3, asked=None):
+    def sampled(stream, n=3, temperature=args.temperature, settings=args, with_logp=3, asked=None):
         prompts = {(stream, p): problem for p, problem in enumerate(problems[:asked])}
         sampler.load(policy)
-        groups = sampler.sample(prompts, n, temperature, settings, scored=scored)
+        groups = sampler.sample(prompts, n, temperature, settings, with_logp=with_logp)
         sampler.sleep()  # on a GPU
         return groups
 
@@ -88,9 +88,9 @@ def check(args: Args, sampler: common.Sampler, policy: common.Policy, problems: 
     after = sampled("a")
     found["gap after a sync"] = max(loaded, gap(after))
     found["samples changed"] = ids(after) != found["texts"]
-    one = sampled("a", scored=1)
+    one = sampled("a", with_logp=1)
     found["one of a group"] = [scored_in(one), gap(one), ids(one) == ids(after)]
-    found["all with --tis-cap"] = scored_in(sampled("a", settings=replace(args, tis_cap=2.0), scored=1))
+    found["all with --tis-cap"] = scored_in(sampled("a", settings=replace(args, tis_cap=2.0), with_logp=1))
     greedy = sampled("c", 1, 0.0)
     found["greedy at the sampling temperature"] = gap(greedy)
     policy.temperature = 1.0

@@ -57,16 +57,6 @@ def test_every_experiment_parses(table, monkeypatch):
         common.validate(parsed(*command))
 
 
-def test_the_page_of_experiments_has_them_all(table):
-    """In its second table, a row for methods of the same sizes."""
-    rows = (ROOT / "docs" / "experiments.md").read_text().partition("| methods | sizes |")[2].splitlines()
-    named = set()
-    for row in rows:
-        methods, sizes = [re.findall(r"`([\w.-]+)`", cell) for cell in f"{row}||".split("|")[1:3]]
-        named |= {f"{method}-{size}" for method in methods for size in sizes if not method.endswith(".py")}
-    assert named == table.keys()
-
-
 def test_a_flag_at_the_end_replaces_the_experiments():
     """Also one that is switched off, or has words of its own; the others stay."""
     given = "--dataset=mine.jsonl --eval mine.jsonl,other.jsonl --keep-best --adam-betas 0 0.5 --updates-per-step=2"

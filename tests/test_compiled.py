@@ -49,9 +49,9 @@ def attend_backward(ctx, gradient):
 attend.register_autograd(attend_backward, setup_context=save)
 
 
-def attention(_, query, key, value, *__, cu_seq_lens_q, cu_seq_lens_k, key_N, **rest):
+def attention(_, query, key, value, *__, cu_seq_lens_q, cu_seq_lens_k, keys_at, **rest):
     """packed_attention's way on a GPU."""
-    key, value = (x.index_select(2, key_N) for x in (key, value))
+    key, value = (x.index_select(2, keys_at) for x in (key, value))
     return attend(query, key, value, cu_seq_lens_q, cu_seq_lens_k, rest["max_length_q"] + rest["max_length_k"]), None
 
 

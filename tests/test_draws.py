@@ -37,9 +37,9 @@ DRAWS = [  # groups, whose responses are right, wrong, mixed or differ by roundi
 @pytest.mark.parametrize("groups, count, updates, chosen", DRAWS)
 def test_which_groups_are_chosen(groups, count, updates, chosen):
     drawn = groups_of(groups)
-    valid_P = common.valid_groups(torch.stack([one.reward_G for one in drawn]))
-    assert valid_P.tolist() == [kind == "m" for kind in groups]
-    assert "".join(one.problem.text for one in common.choose_groups(drawn, valid_P, count, updates)) == chosen
+    valid_D = common.valid_groups(torch.stack([one.reward_G for one in drawn]))
+    assert valid_D.tolist() == [kind == "m" for kind in groups]
+    assert "".join(one.problem.text for one in common.choose_groups(drawn, valid_D, count, updates)) == chosen
 
 
 def test_metrics_are_of_everything_drawn():

@@ -13,7 +13,7 @@ def test_responses_that_are_all_cut_off_and_wrong(script, engine, tmp_path):
     flags = [*faults.FLAGS, *faults.OWN[script], "--max-draws", 3, "--max-response-tokens", 2, "--steps", 2]
     output = engine(script=script, flags=[*flags, "--run-dir", tmp_path / "run"])
     assert output.count("no group whose rewards differ (mean 0): too easy, too hard") == 2
-    assert output.count("0 valid groups in 3 draws; going on with the rest") == 2
+    assert output.count("0 valid groups in 3 draws; others fill the step") == 2
     last = faults.rows(tmp_path / "run")[-1]
     assert last["truncated_share"] == last["zero_advantage_share"] == 1
     assert last["reward"] == last["optimizer_steps"] == 0

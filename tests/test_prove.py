@@ -24,7 +24,7 @@ BROKEN = {  # what is replaced, by what, and the lines that fail with a word of 
         {"the log-probs": "off by one"},
     ),
     "a ratio that is not detached": (
-        "torch.minimum(free_T, clipped_term_T)",
+        "torch.minimum(unclipped_T, clipped_term_T)",
         "ratio_T * advantage_T * logp_T",
         {"right responses": "not detached"},
     ),

@@ -126,7 +126,7 @@ def run(tiny, plain_python, tmp_path):
 def save(run, step: int, every: int = 1) -> set[str]:
     """Save a checkpoint; return which there are then."""
     run.record.args.checkpoint_every = every
-    common.checkpoint_if_due(run.policy, run.optimizer, step, 2, run.record)
+    common.checkpoint_and_check_stop(run.policy, run.optimizer, step, 2, run.record)
     return {path.name for path in (run.record.folder / "checkpoints").iterdir()}
 
 

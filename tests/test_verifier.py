@@ -24,7 +24,7 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     for text in HOSTILE.values():
         cases.append((f"\\boxed{{{text}}}", r"\sqrt{7}+\sqrt{5}+\sqrt{3}"))  # so that much is left to math_verify
         cases.append((r"\boxed{\sqrt{8}}", r"2\sqrt{2}"))
-    scores, verdicts, *_ = zip(*verifier.grade_all(cases), strict=True)
+    scores, verdicts, *_ = zip(*verifier.grade(cases), strict=True)
     assert scores == (0, 1) * len(HOSTILE)
     assert "timeout" in verdicts and verdicts[-2] in ("too_long", "timeout")  # five million characters
 
@@ -172,7 +172,7 @@ import sys
 sys.path.append("tests")
 from conftest import make_verifier
 if __name__ == "__main__":
-    make_verifier(1, {own!r}, 600).grade_all([({hangs!r}, {{}})])
+    make_verifier(1, {own!r}, 600).grade([({hangs!r}, {{}})])
 """
     run = started(tmp_path, program)
     while not (pid.exists() and pid.read_text()):

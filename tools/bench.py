@@ -110,7 +110,7 @@ def policy(args: tyro.conf.OmitArgPrefixes[common.Args], length: int = 1024):
     seconds = []
     # The first pass compiles. From the second pass on, AdamW's moments are in memory.
     for _ in range(5):
-        record.start_step()
+        record.clear_step()
         with record.phase("train"):
             logp_T, _ = policy(micro)
             logp_T.sum().backward()

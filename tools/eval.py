@@ -174,7 +174,7 @@ def evaluate(label, problems, protocol, verifier, sampler):
     value} of the scores."""
     n = protocol.eval_samples
     asked = {("eval", label, p): problem for p, problem in enumerate(problems)}
-    groups = sampler.sample(asked, n, protocol.eval_temperature, protocol, protocol.top_p, scored=0)
+    groups = sampler.sample(asked, n, protocol.eval_temperature, protocol, protocol.top_p, with_logp=0)
     common.verify(verifier, groups)
     score_PN = torch.stack([group.score_G for group in groups])
     figures = {}
