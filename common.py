@@ -924,12 +924,14 @@ def logprobs(policy, batch, micro_batches_by_update, record, phase):
     # On a GPU autograd stays on, although no backward pass follows. Otherwise the compiler would make other kernels.
     with record.phase(phase), torch.set_grad_enabled(world.device.type == "cuda"):
         home = next(policy.parameters()).device  # A reference model returns to the host's memory afterwards.
+        shards = {parameter: parameter.detach() for parameter in policy.parameters()}
         policy.to(world.device)
         for micro in passes(policy, batch, [*chain(*micro_batches_by_update)], world):
             both_2T[:, micro.entry_T] = torch.stack(policy(micro)).detach()
         # A forward pass leaves some weights gathered, at least those of the root. The next pass would use them even
-        # after the optimizer has changed the shards. FSDP2's `to` frees them, even if the policy is at home already.
-        policy.to(home)
+        # after the optimizer has changed the shards. `_apply` of FSDP2 first frees them. The lambda then puts the
+        # shards from before back, which `policy.to(home)` would copy from the GPU, and moves the buffers home.
+        policy._apply(lambda x: shards[x] if x in shards else x.to(home))
     return world.all_reduce(both_2T)
 
 
