@@ -263,9 +263,9 @@ def main():
     rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
     sampler.close()
     if world.rank == 0:
-        print(f"\nweights of {path}, after step {step}; relative paths lead from {Path.cwd()}")
         sampling = f"temperature {protocol.eval_temperature:g}, top-p {protocol.top_p:g}"
-        print(f"{sampling}; accuracies in percent, which a run logs as fractions; avg@n is pass@1 of papers")
+        print(f"\n{sampling}; accuracies in percent, which a run logs as fractions; avg@n is pass@1 of papers")
+        print(f"weights of {path}, after step {step}; relative paths lead from {Path.cwd()}")
         print(table_of(args.protocol, protocol, rows).to_string())
         name = "-".join([path.name, args.protocol or "own", *data])
         out = home / (args.out or run / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
