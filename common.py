@@ -9,9 +9,9 @@ to which response r belongs. A script's loss function gets the entries of one mi
 the whole step.
 
 The ranks share the work of sampling, grading and the passes. In between, every rank holds the token ids, the rewards
-and the log-probs of the whole step. So everything that a paper defines is a pure function of the whole step, on any
-number of ranks. Parameters have no annotations: args is an Args, world a World, record a Record, policy a Policy and
-batch a Batch."""
+and the log-probs of the whole step. So all inputs of a loss are pure functions of the whole step, on any number of
+ranks, and a loss is a sum over tokens, so that micro-batches add up. Parameters have no annotations: args is an Args,
+world a World, record a Record, policy a Policy and batch a Batch."""
 
 import atexit
 import gc
@@ -86,15 +86,15 @@ class Args:
     """Held-out sets, separated by commas. Each is a file, a folder or a hub id, as for --dataset. Empty: none."""
     problem_column: str = ""
     """Column of the problem. If it is empty, or a set lacks this column, the first of problem, question, prompt and
-    messages that the set has, in any case."""
+    messages that the row has (upper or lower case)."""
     answer_column: str = ""
     """Column of the answer. If it is empty, or a set lacks this column, the first of answer, ground_truth,
-    final_answer, reward_model and solution that the set has, in any case."""
+    final_answer, reward_model and solution that the row has (upper or lower case)."""
     chat_template_kwargs: str = "{}"
     """A JSON object of arguments for the tokenizer's chat template, such as '{"enable_thinking": false}'."""
     image_column: str = ""
-    """Column of the image in all sets. The image stands before the problem, or where the template has {image}. Only
-    Qwen2-VL and Qwen2.5-VL see images."""
+    """Column of the image in all sets. The image stands where the template has {image}, or where the problem has
+    <image>, or before the problem. Only Qwen2-VL and Qwen2.5-VL see images."""
     max_pixels: PositiveInt = 401408
     """Larger images are shrunk to this number of pixels. The default is from GPG's released scripts."""
     subset: NonNegativeInt = 0  # Train on this many problems, drawn uniformly by --seed. 0: on all.
@@ -109,8 +109,8 @@ class Args:
     """A response that takes longer to grade, by the clock, scores 0. On a busy machine a grader may have a tenth of a
     core."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type in which the layers compute. Trained weights, logits and sums of gradients are always float32. auto is our
-    choice: bfloat16 on a GPU, float32 on a CPU."""
+    """Type in which the layers compute. Weights, logits and sums of gradients over ranks are always float32. auto is
+    our choice: bfloat16 on a GPU, float32 on a CPU."""
     temperature: Temperature = 1.0
     """Sampler and trainer divide the logits by this number. Top-p and top-k are off."""
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
@@ -205,7 +205,8 @@ def load_data(args, tokenizer):
 def load_problems(source, tokenizer, args, flag):
     """Return the problems of one data set. `flag` is --dataset or --eval. Print how many rows are left out and why, and
     the first prompt. Raises Refused if the set cannot be read, if a row cannot be parsed, or if no row can be used. The
-    message names flag, source and row. The tokenizer is changed by `use_own_file`."""
+    message names flag, source and row, or --model, if a chat needs a chat template that the tokenizer lacks. The
+    tokenizer is changed by `use_own_file`."""
     use_own_file(tokenizer)
     require(
         tokenizer.chat_template or isinstance(prompt_format(args.template), str),
@@ -496,7 +497,8 @@ def choose_groups(drawn, valid_D, count, updates=1):
 
 
 def valid_groups(reward_PG):
-    """Return valid_P: whether the rewards of a group differ by more than rounding. Other groups have zero advantage."""
+    """Return valid_P, a bool for each group: whether its rewards differ by more than rounding. A group that is not
+    valid has zero advantage."""
     return ((reward_PG - reward_PG[:, :1]).abs() > 1e-9).any(1)
 
 
@@ -530,10 +532,10 @@ class Verifier:
                 verify(self, [Group(problems[0], [empty])], legal=["graded"])
 
     def grade(self, cases):
-        """Return a list of what `grade` returns for each of a list of cases, on every rank. The ranks share the work. A
-        case is a tuple of the completion and the items of its problem's `graded_by`. If a case takes too long or its
-        process dies, the score is 0 and the verdict is timeout or crash. Raises TimeoutError if no worker can load
-        --reward."""
+        """Grade a list of cases. Return a list of (score, verdict, right, parts), as lib/grading.py's `grade` does, on
+        every rank. The ranks share the work. A case is a tuple of the completion and the items of its problem's
+        `graded_by`. If a case takes too long or its process dies, the score is 0 and the verdict is timeout or crash.
+        Raises TimeoutError if a worker hangs before it grades, while it loads --reward."""
         world = self.world
         args = self.args
         mine = cases[world.rank :: world.size]
@@ -641,10 +643,10 @@ class Batch:
         their loss is 0.
 
         First, consecutive responses to a prompt are joined to a bundle, which computes the prompt only once. A bundle
-        of several responses costs at most `budget` and an eighth of a rank's share, because larger bundles are hard to
-        balance. Then each bundle, the most costly first, goes into the micro-batch that costs least so far. The number
-        of micro-batches is the smallest with which none of them costs more than `budget`. If a single response with its
-        prompt costs more than that, its cost is the limit."""
+        of several responses costs at most `budget`, and at most an eighth of a rank's share, because larger bundles are
+        hard to balance. Then each bundle, the most costly first, goes into the micro-batch that costs least so far. The
+        number of micro-batches is the smallest with which none of them costs more than `budget`. If a single response
+        with its prompt costs more than that, its cost is the limit."""
         most = min(budget, int(self.cost_R[responses].sum()) // (8 * world.size))
         bundles = []
         costs = []
@@ -673,12 +675,12 @@ class Batch:
         fullest = np.argsort(-loads, kind="stable")
         return [bins[number] for number in fullest[world.rank :: world.size]]
 
-    def deal_updates(self, updates, chosen_R, world, budget):
-        """Return a list with an entry for each of the `updates` of a step: this rank's micro-batches of those of the
-        update's responses that chosen_R says. The entry is [] if these are none. `tensor_split` of a vector *_R gives
-        the part of each update: equally many consecutive responses."""
-        parts = torch.arange(len(chosen_R)).tensor_split(updates)
-        return [self.deal(part[chosen_R[part]].tolist(), world, budget) for part in parts]
+    def deal_updates(self, updates, trained_R, world, budget):
+        """Split the step into `updates` equal parts of consecutive responses, as `tensor_split` splits a vector *_R.
+        Return for each part this rank's micro-batches of the responses for which trained_R is true, or [] if there are
+        none."""
+        parts = torch.arange(len(trained_R)).tensor_split(updates)
+        return [self.deal(part[trained_R[part]].tolist(), world, budget) for part in parts]
 
     def pack(self, responses, device):
         """Return a MicroBatch in which these responses and their prompts, each prompt once, lie end to end in a row.
@@ -738,8 +740,8 @@ class Policy(torch.nn.Module):
 
     def forward(self, micro):
         """Return logp_T and entropy_T of the response tokens in a MicroBatch: the log-prob of each token, and the
-        entropy (nats) of the whole vocabulary in its place. Both are at the sampling temperature, and both have
-        gradients. They are float32 on the CPU, where the paper's functions run."""
+        entropy (nats) of the distribution over the vocabulary from which the token was drawn. Both are at the sampling
+        temperature, and both have gradients. Both are returned on the CPU, in float32."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
         embedding_1NH = embeddings(row.pop("input_ids"))
@@ -783,8 +785,9 @@ def empty_model(config):
 
 def model_folder(args):
     """Return the folder of --model. If --model is a hub id, one rank of each node downloads it. Raises Refused if the
-    folder has no readable config or no file of a tokenizer, or if the model's context is too short. Later,
-    `read_weights` checks the weights, and `sampler_gap` checks that policy and vLLM agree."""
+    folder has no readable config or no file of a tokenizer, if the model sees images and is no Qwen2-VL or Qwen2.5-VL,
+    or if its context is too short. Later, `read_weights` checks the weights, and `sampler_gap` checks that policy and
+    vLLM agree."""
     folder = Path(args.model)
     with refuse_errors(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         with fetched_once():  # All ranks must enter, even if only one node has the folder.
@@ -893,9 +896,10 @@ def learning_rate(args, step):
 
 
 def passes(policy, batch, micro_batches, world):
-    """Yield the micro-batches of an update, each packed in a MicroBatch on the rank's device. Each backward pass
-    averages gradients over the ranks of a node, and only that of the last micro-batch averages them over nodes. So an
-    update must run a backward pass for each micro-batch, even for one without responses."""
+    """Pack each of an update's micro-batches and yield it, as a MicroBatch on the rank's device, to the caller, who
+    runs the policy's pass. Each backward pass averages gradients over the ranks of a node, and only that of the last
+    micro-batch averages them over nodes. So an update must run a backward pass for each micro-batch, even for one
+    without responses."""
     for number, responses in enumerate(Progress(micro_batches, "passes"), 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield batch.pack(responses, world.device)

@@ -17,7 +17,7 @@ responses"), and the mean of A is over the responses of the group. The paper nei
 taken nor defines the KL; the released code does both as above. The docstring of common.py explains the suffixes of
 names, such as _T.
 
-weight_T is 1 / (G |o_i|), averaged over prompts. factor_T multiplies the advantage. By default it is k of
+weight_T is 1 / (P G |o_i|) for P prompts. factor_T multiplies the advantage. By default it is k of
 `effective_kernel`, which stands for w~ and the gradient through w~. With other flags it is w~, Clip-Cov's mask or 1.
 
     ./run.sh cwgrpo-1.5b                     R1-Distill-Qwen-1.5B of Table 2; also cwgrpo-7b, grpo-kl-..., clip-cov-...
@@ -159,8 +159,9 @@ def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T):
     once, over all tokens, at ratio 1. Then k_t = (dJ / dlogp_t) / (weight_t A_t), and `policy_loss` multiplies by k_t
     in place of w~_t.
 
-    k is not w~, and k may be negative. weight_T is the product of all other factors of the term. J has no KL. A token
-    with A = 0 has no gradient: its log-prob enters only the covariances of its own response, and these are 0."""
+    k is not w~, and k may be negative. weight_T is the product of all other factors of the term: those of token_weights
+    and of scale_T. J has no KL. A token with A = 0 has no gradient: its log-prob enters only the covariances of its own
+    response, and these are 0."""
     logp_T, advantage_T, weight_T = (x.double() for x in (logp_T, advantage_T, weight_T))
     leaf_T = logp_T.clone().requires_grad_()
     c_T = covariance(leaf_T, advantage_T, response_T, group_T)
@@ -273,7 +274,7 @@ def learn(policy, reference, optimizer, batch, step, record):
     old_logp_T = None  # not needed for a single update: the policy has not moved, so the ratio is 1
     if args.reweight != "none" or args.updates_per_step > 1 or args.tis_cap:
         old_logp_T, _ = common.logprobs(policy, batch, micro_batches_by_update, record, "old_logp")
-    scale_T = torch.ones_like(advantage_T)  # all factors of the policy term but factor_T
+    scale_T = torch.ones_like(advantage_T)  # the factors of --tis-cap and --count-padding
     if args.tis_cap:
         scale_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
     if args.count_padding:
@@ -299,8 +300,8 @@ def learn(policy, reference, optimizer, batch, step, record):
 
     def loss_of(logp_T, entropy_T, factor_T, at=slice(None)):
         """Return policy_loss of some of the step's tokens. `at` selects them from the step's *_T; by default it selects
-        all. logp_T and entropy_T are the log-probs and entropies of these tokens. To add an entropy bonus, add a term
-        here: it is then trained and logged.
+        all. logp_T and entropy_T are the log-probs and entropies of these tokens. A term that is added here, such
+        as an entropy bonus, is trained (for responses in trained_R) and logged.
         If there are no old log-probs, the detached new ones take their place, so the ratio is 1. If there is no
         reference, they also take the place of the reference's log-probs, so the KL is 0."""
         old = logp_T.detach() if old_logp_T is None else old_logp_T[at]

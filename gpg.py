@@ -73,8 +73,8 @@ class Args(common.Args):
     """Draw more prompts until this share of the step's groups is valid (B.1; Table 10 has 0.8, too). 0: draw once.
     The released code calls it min_inverse_alpha."""
     max_draws: PositiveInt = 20
-    """With --beta-th: after this many draws, train on the groups that were drawn (20 is the limit of the released
-    code)."""
+    """With --beta-th: after this many draws, fill the step with groups that are not valid (20 is the limit of the
+    released code)."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the initial model. Section 3.4 gives none; in its released recipe it is TRL's default, 0.04.
     0: no reference model is loaded."""
@@ -165,8 +165,8 @@ def learn(policy, reference, optimizer, batch, record):
 
     def loss_of(logp_T, entropy_T, at=slice(None)):
         """Return policy_loss of some of the step's tokens. `at` selects them from the step's *_T; by default it selects
-        all. logp_T and entropy_T are the log-probs and entropies of these tokens. To add an entropy bonus, add a term
-        here: it is then trained and logged."""
+        all. logp_T and entropy_T are the log-probs and entropies of these tokens. A term that is added here, such
+        as an entropy bonus, is trained (for responses in trained_R) and logged."""
         ref = ref_logp_T[at] if reference else None
         return policy_loss(logp_T, advantage_T[at], weight_T[at], scale, args.kl_coef, ref)
 

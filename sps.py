@@ -1,8 +1,8 @@
 """SPS: Steering Probability Squeezing, arXiv 2604.16995v1.
 
 SPS alternates RL stages with inverse-RL (IRL) stages, which train on the policy's own rollouts (Algorithm 1). For one
-prompt, an RL stage minimises L, the loss of GRPO. An IRL stage minimises L_IRL: Eq. 4 without its minus sign, which we
-take for a slip.
+prompt, an RL stage minimises L, the loss of GRPO. An IRL stage minimises L_IRL, a cross-entropy. Eq. 4 prints a minus
+before the KL, which would maximise it; we take this minus for a slip.
 
     L = 1/G sum_i 1/|y_i| sum_t -min(w_it A_i, clip(w_it, 1 - eps, 1 + eps) A_i) + beta KL_it   (Eq. 23, and a KL)
     A_i = (R_i - mean R) / std R                                                                         (Eq. 25)
@@ -197,8 +197,8 @@ def learn(policy, reference, optimizer, batch, record):
 
     def loss_of(logp_T, entropy_T, at=slice(None)):
         """Return policy_loss of some of the step's tokens. `at` selects them from the step's *_T; by default it selects
-        all. logp_T and entropy_T are the log-probs and entropies of these tokens. To add an entropy bonus, add a term
-        here: it is then trained and logged.
+        all. logp_T and entropy_T are the log-probs and entropies of these tokens. A term that is added here, such
+        as an entropy bonus, is trained (for responses in trained_R) and logged.
         If there are no old log-probs, the detached new ones take their place, so the ratio is 1. If there is no
         reference, they also take the place of the reference's log-probs, so the KL is 0."""
         old = logp_T.detach() if old_logp_T is None else old_logp_T[at]
@@ -338,9 +338,9 @@ def stage_lengths(args, problems: int) -> tuple[int, int]:
 
     By default an RL stage is one pass over the data (ours): 188 steps with 3k problems, and 625 of the 700 steps with
     10k. Section E.2 times the stages "on 3k prompts" and gives IRL 3 % of an "iteration". We read "four training steps
-    per iteration" (5.1) as an IRL stage of 4 steps of 512 responses. These are 8.5 % of the responses of such a pass,
-    and the IRL stage trains only on them. The phrase may also mean four updates on each rollout batch
-    (--prompts-per-step 64 --updates-per-step 4). A third choice is a pass over the demonstrations (--irl-steps 0
+    per iteration" (5.1) as an IRL stage of 4 steps of 512 responses. These 2,048 are 8.5 % of the 24,064 responses of
+    an RL stage, and the IRL stage trains only on them. "Four training steps" may also mean four updates on each rollout
+    batch (--prompts-per-step 64 --updates-per-step 4). A third choice is a pass over the demonstrations (--irl-steps 0
     --irl-passes 1)."""
     rl_steps = args.rl_steps or max(1, math.ceil(args.rl_passes * problems / args.prompts_per_step))
     chosen = rl_steps * args.prompts_per_step * args.demonstrations
@@ -453,7 +453,7 @@ def main(args: Args) -> None:
 
         # ---- evaluate, log, checkpoint
         # The paper does not say how often it evaluates to find the best checkpoint within 700 steps (section 5.2). We
-        # also evaluate after each IRL stage (ours), since stages of 188 steps end at no multiple of Fig. 2c's 100.
+        # also evaluate after each RL stage with its IRL stage (ours), since 188 is no multiple of Fig. 2c's 100.
         evaluated = step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps
         if evaluated:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))

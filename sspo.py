@@ -92,8 +92,8 @@ class Args(common.Args):
     """Draw more prompts until there are valid groups for this share of the step. In a valid group the scores of the
     responses differ. 0: draw once. 1: DAPO."""
     max_draws: PositiveInt = 4
-    """With --valid-share: after this many draws, train on the groups that were drawn. In Table 2 of arXiv 2604.16995 a
-    step draws again at most 3 times."""
+    """With --valid-share: after this many draws, fill the step with groups that are not valid. In Table 2 of arXiv
+    2604.16995 a step draws again at most 3 times."""
     overlong_buffer: NonNegativeInt = 0
     """Over this many tokens before --max-response-tokens, a penalty on the reward grows from 0 to 1 (DAPO). 0: off.
     arXiv 2604.16995 has 2048."""
@@ -249,8 +249,8 @@ def learn(policy, optimizer, batch, tokenizer, record):
 
     def loss_of(logp_T, entropy_T, at=slice(None)):
         """Return policy_loss of some of the step's tokens. `at` selects them from the step's *_T; by default it selects
-        all. logp_T and entropy_T are the log-probs and entropies of these tokens. To add an entropy bonus, add a term
-        here: it is then trained and logged."""
+        all. logp_T and entropy_T are the log-probs and entropies of these tokens. A term that is added here, such
+        as an entropy bonus, is trained (for responses in trained_R) and logged."""
         return policy_loss(logp_T, old_logp_T[at], advantage_T[at], segment_T[at], low_S, high_S, weight_T[at])
 
     # ---- updates

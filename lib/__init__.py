@@ -1,4 +1,4 @@
-"""What common.py is made of, and a reader of a step need not open."""
+"""Helpers of common.py. A training step can be followed without opening them."""
 
 from pathlib import Path
 

@@ -70,8 +70,8 @@ def prompt_of(turns, template, tokenizer, options="{}", image=""):
     """Return the token ids of a prompt. `turns` are the turns of a chat, dicts with role and content; the last turn is
     the user's and holds the problem. `template` is a name in PROMPTS or the path of a file. `options` is the text of a
     JSON object with variables for the tokenizer's chat template. `image` is the text that stands for an image. If the
-    template is a string with {image} in it, the image goes there. Otherwise it goes to a mark <image> in the problem,
-    or without a mark in front of it.
+    template is a string with {image} in it, the image goes there. Otherwise it replaces <image> in the problem or, if
+    there is none, stands before the problem.
 
     Raises Refused if the last turn is not the user's, if a template that is a string gets several turns or options, if
     the chat template does not use an option, or if it does not show every turn."""

@@ -102,8 +102,9 @@ def first_of(row, column, *others):
 def turns_of(row, column="", template="chat"):
     """Return the problem of a row as turns of a chat, a list of dicts with role and content. The problem is the value
     in `column` or, if the row has no such column, the first value in PROBLEM_COLUMNS. A text becomes a turn of the
-    user. The two texts that DAPO-Math-17k puts around a problem are removed, and so are system turns, unless --template
-    is chat: every other template has its own, or none. Raises Refused if the problem is neither a text nor turns."""
+    user. The two texts that DAPO-Math-17k puts around a problem are always removed. System turns are removed unless
+    --template is chat, because every other template has its own system turn, or none. Raises Refused if the problem is
+    neither a text nor turns."""
     value = first_of(row, column, *PROBLEM_COLUMNS)
     turns = value if isinstance(value, list) else [{"role": "user", "content": value}]
     with refuse_errors(f"a problem is a text, or turns that have a role and a text as content, not {value!r}"):

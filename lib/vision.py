@@ -1,7 +1,7 @@
 """Images for vision-language models, for GPG's Tables 5 to 8: reading an image, its places in a prompt, its embeddings.
 
-common.py calls these functions if a problem has an image or if the model, Qwen2-VL or Qwen2.5-VL, has a vision tower.
-The suffixes of names, such as _N and _H, mean the same as in common.py.
+They serve Qwen2-VL and Qwen2.5-VL. `for_sampler`, `positions` and `add_images` are also called for problems without
+one. The suffixes of names, such as _N and _H, mean the same as in common.py.
 """
 
 import io
