@@ -47,7 +47,7 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature
 
 # Scripts and tools import some of these names from common, and `noqa` keeps ruff from removing them here.
 from lib import ROOT, layers, rows, vision
-from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_own_file
+from lib.chat import PROMPTS, prompt_format, prompt_of, stop_tokens, use_tokenizer_json
 from lib.checkpoints import checkpoint_and_check_stop, checkpoints_of, load_weights, manifest_of, resume  # noqa: F401
 from lib.grading import BY_ANSWER, VERDICTS, grade, start_worker
 from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_errors, require  # noqa: F401
@@ -106,8 +106,8 @@ class Args:
     """math: 1 if the content of the response's last \\boxed{} equals the answer, else 0. Or the name of a function in
     tasks/rewards.py, or FILE.py:FUNCTION."""
     reward_seconds: PositiveFloat = 10.0
-    """A response that takes longer to grade, by the clock, scores 0. On a busy machine a grader may have a tenth of a
-    core."""
+    """A response whose grading takes longer, by the clock, scores 0. On a busy machine a grader may have only a tenth
+    of a core."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type in which the layers compute. Weights, logits and sums of gradients over ranks are always float32. auto is
     our choice: bfloat16 on a GPU, float32 on a CPU."""
@@ -206,8 +206,8 @@ def load_problems(source, tokenizer, args, flag):
     """Return the problems of one data set. `flag` is --dataset or --eval. Print how many rows are left out and why, and
     the first prompt. Raises Refused if the set cannot be read, if a row cannot be parsed, or if no row can be used. The
     message names flag, source and row, or --model, if a chat needs a chat template that the tokenizer lacks. The
-    tokenizer is changed by `use_own_file`."""
-    use_own_file(tokenizer)
+    tokenizer is changed by `use_tokenizer_json`."""
+    use_tokenizer_json(tokenizer)
     require(
         tokenizer.chat_template or isinstance(prompt_format(args.template), str),
         f"--model {args.model}: has no chat template: --template plain, qwen-boxed or a file needs none",
@@ -715,7 +715,7 @@ class Batch:
         row = BatchFeature({"input_ids": ids_N[None], "position_ids": position_3N[:1], "keys_at": keys_at})
         entry_T = torch.cat([self.entry_R[r] for r in responses] or [place_N[:0]])
         first = len(ids_N) - len(entry_T)  # the place of the first response
-        vision.add_images(row, problems, position_3N, prompts_N=ids_N[:first])
+        vision.add_images(row, problems, position_3N, prompt_ids=ids_N[:first])
         # transformers' names: q stands for queries, k for keys
         for side, parts in (("q", pieces), ("k", keys)):
             row[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
@@ -841,7 +841,7 @@ def load_policy(folder, args, world):
     lm = empty_model(config)
     units = [*lm.get_decoder().layers]
     if hasattr(config, "vision_config"):
-        units += vision.prepare(lm.model, args)
+        units += vision.prepare_tower(lm.model, args)
     policy = Policy(lm, args.temperature).eval()  # The sampler has no dropout either.
     if args.activation_checkpointing:
         lm.gradient_checkpointing_enable()
@@ -1022,7 +1022,8 @@ def pass_at_k(correct_PG, k):
 
 def evaluate(held_out, sampler, verifier, record, step):
     """Sample and grade the held-out sets, {name: problems}, and write the responses to samples/. Return the metrics
-    eval/<name>/avg@n, pass@k for k = 2, 4, … ≤ n, and length. All sets are sampled together, so that there is only one
+    eval/<name>/avg@n, length, the parts of the reward and, if the reward says which responses are right, pass@k for
+    k = 2, 4, … ≤ n. All sets are sampled together, so that there is only one
     wait for the longest response. All steps have the same seeds. The record gets the sum of avg@n over the sets; step 0
     sets the sum that --keep-best must exceed."""
     args = record.args

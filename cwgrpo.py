@@ -350,7 +350,7 @@ def learn(policy, reference, optimizer, batch, step, record):
         old_logp_T = logp_T
     if args.reweight != "kernel":
         c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
-        kernel_T = factor_T
+        kernel_T = factor_T  # also logged under this name
     loss, per_token = loss_of(logp_T, entropy_T, kernel_T)  # the loss's value needs w~; k gives only its gradient
     metrics = {
         "loss": loss.item() / args.updates_per_step,

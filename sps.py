@@ -296,7 +296,8 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float
 def keep_demonstrations(folder, step, batch, problems, args):
     """Choose the demonstrations among the responses of an RL step and write them to step-<step>.pt. The file holds only
     tensors and the number of each problem in the data, so that reading the file runs no code. Return, for each token,
-    whether its response was chosen, and the mean log-prob of its response."""
+    whether its response was chosen, and the mean log-prob of its response. Only rank 0 calls this. Raises Refused if
+    the reward does not say which responses are right."""
     common.require(batch.right_PG is not None, "--reward: demonstrations need it to say which responses are right")
     # We take the log-probs at sampling time (ours). The "model likelihood" of L2TE may be p(y) of Eq. 13, a product.
     # We take the mean log-prob over tokens, since a sum mostly ranks responses by length (ours).

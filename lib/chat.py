@@ -46,7 +46,7 @@ def prompt_format(template):
 
 
 @cache  # Several data sets share a tokenizer.
-def use_own_file(tokenizer):
+def use_tokenizer_json(tokenizer):
     """Let a tokenizer work exactly as its tokenizer.json says, by changing the tokenizer in place. For some kinds of
     models transformers 5 builds a tokenizer that differs from this file."""
     if Path(tokenizer.name_or_path, "tokenizer.json").exists():

@@ -48,9 +48,9 @@ def refuse_errors(where):
 
 def parse_flags(kind, description):
     """Return the flags of the command line as an instance of the dataclass `kind`. --help begins with the first
-    paragraph of `description`, and lists flags of `kind` alone before those of its base class. If the flags are wrong,
-    rank 0 prints the reason and every rank exits (SystemExit). From this call on, an uncaught Refused is printed as one
-    line."""
+    paragraph of `description`, and lists the flags that only `kind` has before those of its base class. If the flags
+    are wrong, rank 0 prints the reason and every rank exits (SystemExit). From this call on, an uncaught Refused is
+    printed as one line."""
     sys.excepthook = print_error
     shared = kind.__base__.__dataclass_fields__
     fields = sorted(kind.__dataclass_fields__.items(), key=lambda field: field[0] in shared)

@@ -187,8 +187,9 @@ class Record:
     def write_training(self, step, batch, per_token, evaluated):
         """If the step ended with an evaluation (`evaluated`), write two files of its training responses, on rank 0.
         samples/train-step<step>.txt has their texts. samples/train-step<step>.parquet is a table with a row for each
-        response: its group, problem, answer, score, reward, token ids, whether it was cut off, the sampler's log-prob
-        of each token, and every tensor of `per_token`, {name: tensor}, whose name ends in _T."""
+        response: its group, problem, answer, score, reward, token ids, whether it was cut off, whether it is right (if
+        the reward says so), the sampler's log-prob of each token, and every tensor of `per_token`, {name: tensor},
+        whose name ends in _T."""
         if self.world.rank or not evaluated:
             return
         name = f"train-step{step:05d}"

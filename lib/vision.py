@@ -81,17 +81,17 @@ def positions(problem):
     return position_3N
 
 
-def add_images(row, problems, position_3N, prompts_N):
+def add_images(row, problems, position_3N, prompt_ids):
     """Add the images of `problems` to `row`, the model's input for a packed row, in place. Without images nothing
-    changes. position_3N are the positions of all tokens of the row, and prompts_N are the ids of the prompts' tokens,
-    with which the row begins. The row gets these positions, image_N (the places of image tokens in the row), and the
+    changes. position_3N are the positions of all tokens of the row, and prompt_ids are the ids of the prompts' tokens,
+    with which the row begins. The row gets these positions, image_at (the places of image tokens in the row), and the
     vision tower's pixel_values and image_grid_thw."""
     images = [problem.image for problem in problems if problem.image]
     if not images:
         return
     row["position_ids"] = position_3N[:, None]
     # Only prompts are searched: the policy may also sample a placeholder token in a response, where it is no image.
-    row["image_N"] = torch.nonzero(prompts_N == images[0].token)[:, 0]
+    row["image_at"] = torch.nonzero(prompt_ids == images[0].token)[:, 0]
     processed = [image.processed() for image in images]
     for name in ("pixel_values", "image_grid_thw"):
         row[name] = torch.cat([each[name] for each in processed])
@@ -100,12 +100,12 @@ def add_images(row, problems, position_3N, prompts_N):
 def embed(model, row, embedding_1NH):
     """Return a copy of embedding_1NH, the token embeddings of a packed row, in which the embeddings of image tokens
     come from the vision tower. Removes the tower's inputs from `row`."""
-    image_N = row.pop("image_N")
+    image_at = row.pop("image_at")
     images = model.get_image_features(row.pop("pixel_values"), row.pop("image_grid_thw"))
-    return embedding_1NH.index_copy(1, image_N, torch.cat(images.pooler_output)[None].to(embedding_1NH))
+    return embedding_1NH.index_copy(1, image_at, torch.cat(images.pooler_output)[None].to(embedding_1NH))
 
 
-def prepare(model, args):
+def prepare_tower(model, args):
     """Change the vision tower of a model, in place, and return its layers. Its attention becomes `packed_attention`, so
     that the patches of several images can lie in one packed row. Its weights are trained only if the data have images
     (--image-column)."""
