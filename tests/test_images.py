@@ -33,7 +33,7 @@ def policy_and_batch(folder: Path) -> tuple[common.Policy, common.Batch]:
         group = group_of([], ids.tolist())
         group.problem = problem
         groups.append(group)
-    common.vision.prepare(packed.model, common.Args(image_column="image"))
+    common.vision.prepare_tower(packed.model, common.Args(image_column="image"))
     return common.Policy(packed, 0.7).train(), common.Batch(groups)
 
 
