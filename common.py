@@ -64,13 +64,13 @@ Temperature = confloat(ge=0.01, le=2)
 
 @pydantic.dataclasses.dataclass
 class Args:
-    """The flags of every script. Each script has its own defaults for the first nine flags, model to lr, and for the
-    later flags for which its paper gives a value."""
+    """The flags of every script. Each script has its own defaults for the first nine flags, model to lr, and for some
+    later flags, each with its source."""
 
     model: str = ""  # Hub id, or folder with config.json and *.safetensors.
     dataset: str = ""
     """Training sets, separated by commas. Each is a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub
-    id. A folder and a hub id may end in :SPLIT."""
+    id. A folder may end in :SPLIT, a hub id in :SPLIT or :CONFIGURATION:SPLIT."""
     template: str = "chat"
     """A name in PROMPTS of lib/chat.py, or a text file with {problem} in it, and with {image} where an image goes."""
     steps: NonNegativeInt = 1  # Number of steps. Each one samples and then trains. 0: only evaluate.
@@ -85,11 +85,11 @@ class Args:
     eval: str = ""
     """Held-out sets, separated by commas. Each is a file, a folder or a hub id, as for --dataset. Empty: none."""
     problem_column: str = ""
-    """Column of the problem. If it is empty, or a set lacks this column, the first of problem, question, prompt and
-    messages that the row has (upper or lower case)."""
+    """Column of the problem. Without it, or in a set that lacks it, a row's first column among problem, question,
+    prompt and messages is taken, in upper or lower case."""
     answer_column: str = ""
-    """Column of the answer. If it is empty, or a set lacks this column, the first of answer, ground_truth,
-    final_answer, reward_model and solution that the row has (upper or lower case)."""
+    """Column of the answer. Without it, or in a set that lacks it, a row's first column among answer, ground_truth,
+    final_answer, reward_model and solution is taken, in upper or lower case."""
     chat_template_kwargs: str = "{}"
     """A JSON object of arguments for the tokenizer's chat template, such as '{"enable_thinking": false}'."""
     image_column: str = ""
@@ -106,11 +106,11 @@ class Args:
     """math: 1 if the content of the response's last \\boxed{} equals the answer, else 0. Or the name of a function in
     tasks/rewards.py, or FILE.py:FUNCTION."""
     reward_seconds: PositiveFloat = 10.0
-    """A response whose grading takes longer, by the clock, scores 0. On a busy machine a grader may have only a tenth
-    of a core."""
+    """A response whose grading takes longer, by the clock, scores 0. The default is large because on a busy machine a
+    grader may get only a tenth of a core. With --reward math, a second of processor time is a limit, too."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type in which the layers compute. Weights, logits and sums of gradients over ranks are always float32. auto is
-    our choice: bfloat16 on a GPU, float32 on a CPU."""
+    """Type in which the layers compute. Weights, logits and sums of gradients over ranks are always float32. auto:
+    bfloat16 on a GPU, float32 on a CPU (ours)."""
     temperature: Temperature = 1.0
     """Sampler and trainer divide the logits by this number. Top-p and top-k are off."""
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
@@ -205,8 +205,8 @@ def load_data(args, tokenizer):
 def load_problems(source, tokenizer, args, flag):
     """Return the problems of one data set. `flag` is --dataset or --eval. Print how many rows are left out and why, and
     the first prompt. Raises Refused if the set cannot be read, if a row cannot be parsed, or if no row can be used. The
-    message names flag, source and row, or --model, if a chat needs a chat template that the tokenizer lacks. The
-    tokenizer is changed by `use_tokenizer_json`."""
+    message names flag, source and row. Also raises Refused if the template needs a chat template that the tokenizer of
+    --model lacks. Changes the tokenizer (`use_tokenizer_json`)."""
     use_tokenizer_json(tokenizer)
     require(
         tokenizer.chat_template or isinstance(prompt_format(args.template), str),
@@ -334,9 +334,9 @@ def compute_dtype(args, world):
 
 
 class Sampler:
-    """A vLLM engine, which --tensor-parallel ranks share. Until `load` its weights are dummies. On a GPU it sleeps
-    until then, unless --keep-awake is set. Only this class calls vLLM. Raises Refused if --tensor-parallel does not
-    divide the ranks of a node."""
+    """A vLLM engine. --tensor-parallel says how many ranks share it. Until `load` its weights are dummies. On a GPU it
+    sleeps until then, unless --keep-awake is set. Only this class calls vLLM. Raises Refused if --tensor-parallel does
+    not divide the ranks of a node."""
 
     def __init__(self, folder, tokenizer, args, world):
         ranks = args.tensor_parallel
@@ -376,7 +376,7 @@ class Sampler:
             # The tuning would communicate with the ranks of other engines.
             enable_flashinfer_autotune=False,
             enforce_eager=not cuda,
-            # After a chunk of a prompt, vLLM 0.32 cannot rewind a request's random numbers on a CPU.
+            # On a CPU, vLLM 0.32 cannot take back the random numbers that a request uses after a chunk of its prompt.
             enable_chunked_prefill=cuda,
             load_format="dummy",
             logprobs_mode="processed_logprobs",
@@ -850,8 +850,8 @@ def load_policy(folder, args, world):
             unit.training = True
     if torch.cuda.is_available():
         # Only the sizes of a layer's inputs are dynamic, so that one compiled graph serves all lengths. With
-        # dynamic=True the layer's own sizes, such as a head's, would be dynamic in a module of FSDP, too. On an H200
-        # that took 6 % longer. The pattern matches no input of vLLM's graphs.
+        # dynamic=True the layer's own sizes, such as the size of a head, would be dynamic in a module of FSDP, too. On
+        # an H200 that took 6 % longer. The pattern matches no input of vLLM's graphs.
         torch.compiler.config.dynamic_sources = r"L\['(hidden|position|rotary|cu_|kwargs)"
         torch._dynamo.config.specialize_float = True
         # At 0.9 the backward pass computes again whatever is no matrix product. Checkpointing repeats whole layers.
@@ -896,10 +896,9 @@ def learning_rate(args, step):
 
 
 def passes(policy, batch, micro_batches, world):
-    """Pack each of an update's micro-batches and yield it, as a MicroBatch on the rank's device, to the caller, who
-    runs the policy's pass. Each backward pass averages gradients over the ranks of a node, and only that of the last
-    micro-batch averages them over nodes. So an update must run a backward pass for each micro-batch, even for one
-    without responses."""
+    """Yield each of an update's micro-batches, packed as a MicroBatch. The caller must run the policy forward and
+    backward on each, even on one without responses: each backward pass averages gradients over the ranks of a node, and
+    that of the last micro-batch also over nodes."""
     for number, responses in enumerate(Progress(micro_batches, "passes"), 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield batch.pack(responses, world.device)
@@ -946,7 +945,7 @@ def tis_factor(logp_T, sampler_logp_T, cap):
 
 def full_weights(policy, dtype):
     """Yield (name, whole tensor in `dtype`) of each weight. All ranks gather the weights, a unit of FSDP at a time, so
-    all must take all of them."""
+    every rank must iterate to the end."""
     for path, unit in policy.named_modules():
         if isinstance(unit, FSDPModule):
             unit.unshard()

@@ -277,10 +277,6 @@ def learn(policy, reference, optimizer, batch, step, record):
     scale_T = torch.ones_like(advantage_T)  # the factors of --tis-cap and --count-padding
     if args.tis_cap:
         scale_T = common.tis_factor(old_logp_T, batch.sampler_logp_T, args.tis_cap)
-    if args.count_padding:
-        # N with padding / N without padding
-        length_PG = batch.length_R.view_as(batch.reward_PG).double()
-        scale_T *= (length_PG.amax(1) / length_PG.mean(1))[group_T]
     if reference:
         ref_logp_T, _ = common.logprobs(reference, batch, micro_batches_by_update, record, "reference")
 
@@ -288,6 +284,10 @@ def learn(policy, reference, optimizer, batch, step, record):
     # for CW-GRPO, w~ with --detach-kernel, and Clip-Cov's mask, which each update draws below.
     factor_T = torch.ones_like(advantage_T)
     if args.reweight == "kernel":
+        if args.count_padding:
+            # N with padding / N without padding
+            length_PG = batch.length_R.view_as(batch.reward_PG).double()
+            scale_T *= (length_PG.amax(1) / length_PG.mean(1))[group_T]
         # c has the advantages without scale_T.
         c_T = covariance(old_logp_T, advantage_T, batch.response_T, group_T)
         kernel_T = kernel_weights(c_T, group_T)

@@ -17,8 +17,8 @@ The docstring of common.py explains the suffixes of names, such as _T.
     ./run.sh gpg-7b                       GPG-Zero-7B of Table 4; ./run.sh help names gpg-rs1, gpg-rs3, the ablations
     torchrun --nproc-per-node 8 gpg.py    the same training without evaluation
 
-The default is row D of Table 15. Its row C is --beta-th 0, row B --no-accurate-gradient --beta-th 0, and row A the same
-with --norm group.
+The defaults of --norm, --accurate-gradient and --beta-th are row D of Table 15. Row C is --beta-th 0, row B is row C
+with --no-accurate-gradient, and row A is row B with --norm group.
 
 Each departure from the paper, and each reading of it, is stated beside the flag or the line that it affects. (ours)
 means that the paper does not say, and we chose. docs/gpg.md shows each equation with its lines of code, compares the
@@ -47,9 +47,9 @@ class Args(common.Args):
     template: str = "qwen-boxed"
     """Prompt format: one of PROMPTS in lib/chat.py, or a text file with {problem} in it.
     The default is the prompt of B.4. We read its "boxed" as \\boxed{}."""
-    steps: NonNegativeInt = 1100  # Number of rollout steps. 0: only evaluate.
+    steps: NonNegativeInt = 1100  # Number of rollout steps (B.1). 0: only evaluate.
     prompts_per_step: PositiveInt = 144
-    """Number of prompts in a step, or in each draw of the step (P)."""
+    """Number of prompts in a step, or in each draw of a step (P; B.1)."""
     group_size: common.AtLeastTwo = 8  # Number of responses to each prompt (G; B.1).
     max_prompt_tokens: PositiveInt = 1024  # Leave out longer prompts and print their number (ours).
     max_response_tokens: PositiveInt = 3072
@@ -58,7 +58,7 @@ class Args(common.Args):
     reward: str = "open_r1_gpg"
     """The reward of the released ablations (B.4: "consistent with the ground truth"). That of B.1's run in verl is not
     released. docs/evaluation.md lists others."""
-    weight_decay: NonNegativeFloat = 0.1  # Weight decay of AdamW, on every parameter.
+    weight_decay: NonNegativeFloat = 0.1  # Weight decay of AdamW (B.1), on every parameter.
     activation_checkpointing: bool = True
     """Compute each layer again in the backward pass (ours). Without this, 7B does not fit eight GPUs of 80 GB."""
     norm: Literal["none", "group", "batch"] = "none"
@@ -230,8 +230,8 @@ def main(args: Args) -> None:
     policy = common.load_policy(folder, args, world)
     reference = None
     # Section 3.4 says that its results with a KL are in Table 13, but Table 13 has no KL. We read section 3.4 as row A
-    # with a KL (./run.sh gpg-kl-math): two of Table 13's three rows are rows A and B, which have alpha 1, and the
-    # released recipe sets neither alpha nor F_norm = 1. It also rewards a format, and its prompt asks for thoughts.
+    # with a KL (./run.sh gpg-kl-math), for two reasons. Two of Table 13's three rows are rows A and B, which have alpha
+    # 1. And the released recipe has neither alpha nor F_norm = 1; it also rewards a format, and asks for thoughts.
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = common.adamw(policy, args.lr, args)
@@ -255,9 +255,9 @@ def main(args: Args) -> None:
                     group.reward_G += torch.tensor([format_reward(rollout.text) for rollout in group.rollouts])
             drawn += groups
             position += len(groups)
-            # Algorithm 1 and section 2.2 draw until the share exceeds beta_th. Section 2.2 accumulates the valid groups
-            # "into the resampled subsequent batch", so its share may be (carried + new valid) / (carried + P). We take
-            # the share as the released code does: all valid groups / P. A share equal to beta_th is enough.
+            # As in the released code, the share is all valid groups of the step / P, and a share equal to beta_th is
+            # enough. In Algorithm 1 and section 2.2 the share must exceed beta_th. Section 2.2 accumulates the valid
+            # groups "into the resampled subsequent batch", so its share may be (carried + new valid) / (carried + P).
             reward_DG = torch.stack([group.reward_G for group in drawn])
             valid_D = common.valid_groups(reward_DG)
             if valid_D.sum().item() / args.prompts_per_step >= args.beta_th:  # Algorithm 1, line 1

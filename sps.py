@@ -1,8 +1,9 @@
 """SPS: Steering Probability Squeezing, arXiv 2604.16995v1.
 
 SPS alternates RL stages with inverse-RL (IRL) stages, which train on the policy's own rollouts (Algorithm 1). For one
-prompt, an RL stage minimises L, the loss of GRPO. An IRL stage minimises L_IRL, a cross-entropy. Eq. 4 prints a minus
-before the KL, which would maximise it; we take this minus for a slip.
+prompt, an RL stage minimises L, the loss of GRPO. An IRL stage minimises L_IRL, a cross-entropy, which is the KL to the
+demonstrations without a constant. Eq. 4 prints a minus before this KL, which would maximise it; we take the minus for
+a slip.
 
     L = 1/G sum_i 1/|y_i| sum_t -min(w_it A_i, clip(w_it, 1 - eps, 1 + eps) A_i) + beta KL_it   (Eq. 23, and a KL)
     A_i = (R_i - mean R) / std R                                                                         (Eq. 25)
@@ -19,7 +20,7 @@ names, such as _T.
 
 GRPO is --irl-steps 0. DAPO and GSPO of Table 2 are settings of sspo.py (./run.sh dapo-sps-1.5b, gspo-sps-1.5b). The
 --irl-lr that the paper prints changes next to no weight in bfloat16, in which a GPU samples, so expect GRPO's results.
-./run.sh sps-act-... has 5e-7 (ours).
+./run.sh sps-act-1.5b has 5e-7 (ours).
 
 Each departure from the paper, and each reading of it, is stated beside the flag or the line that it affects. (ours)
 means that the paper does not say, and we chose. docs/sps.md shows each equation with its lines of code and lists
@@ -142,8 +143,8 @@ def choose_demonstrations(mean_logp_PG, right_PG, k: int, how: str, generator=No
     samples" unlikely rollouts and augments each batch "with positive trajectories" if negative ones are too few (L2TE).
     It takes three of eight (5.1). It samples "from the lower quantile of trajectories in each batch" (C.1, which reads
     as how L2TE is implemented). These cannot all hold. l2te takes wrong responses first, as we read section 4.1. That
-    l2te is deterministic, chooses for each prompt and adds the least likely right responses is ours. So is it that
-    responses which were cut off may be chosen, and are imitated without a stop token. uniform and quantile are other
+    l2te is deterministic, chooses for each prompt and adds the least likely right responses is ours. It is also ours
+    that truncated responses may be chosen; they are imitated without a stop token. uniform and quantile are other
     readings."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
@@ -338,11 +339,11 @@ def stage_lengths(args, problems: int) -> tuple[int, int]:
     a pass ends inside a step, the whole step counts.
 
     By default an RL stage is one pass over the data (ours): 188 steps with 3k problems, and 625 of the 700 steps with
-    10k. Section E.2 times the stages "on 3k prompts" and gives IRL 3 % of an "iteration". We read "four training steps
-    per iteration" (5.1) as an IRL stage of 4 steps of 512 responses. These 2,048 are 8.5 % of the 24,064 responses of
-    an RL stage, and the IRL stage trains only on them. "Four training steps" may also mean four updates on each rollout
-    batch (--prompts-per-step 64 --updates-per-step 4). A third choice is a pass over the demonstrations (--irl-steps 0
-    --irl-passes 1)."""
+    10k. Section E.2 gives IRL 3 % of the time of an "iteration" on 3k prompts, so an IRL stage is short. We read "four
+    training steps per iteration" (5.1) as an IRL stage of 4 steps of 512 responses. These 2,048 are 8.5 % of the 24,064
+    responses of an RL stage, and are only trained on, not sampled. "Four training steps" may also mean four updates on
+    each rollout batch (--prompts-per-step 64 --updates-per-step 4). A third choice is a pass over the demonstrations
+    (--irl-steps 0 --irl-passes 1)."""
     rl_steps = args.rl_steps or max(1, math.ceil(args.rl_passes * problems / args.prompts_per_step))
     chosen = rl_steps * args.prompts_per_step * args.demonstrations
     irl_steps = args.irl_steps or math.ceil(args.irl_passes * chosen / args.irl_batch)
@@ -353,8 +354,8 @@ def draw_demonstrations(folder, steps, problems, count, seed):
     """Draw `count` of the demonstrations that the `steps` of a stage kept. Return each as a group of one response. They
     are drawn without replacement; when all are used, a new pass over them begins. So more demonstrations of a prompt
     make a larger pool, not a longer stage: 3 for each of 188 x 16 prompts make 9,024, of which a stage uses 4 x 512.
-    With --irl-passes, as for Fig. 4, an IRL stage makes whole passes over its demonstrations. Raises FileNotFoundError
-    if the file of a step is missing."""
+    With --irl-passes, as for Fig. 4, an IRL stage passes over its demonstrations as a whole, rounded up to full
+    batches. Raises FileNotFoundError if the file of a step is missing."""
     kept = []
     for step in steps:
         kept += torch.load(folder / f"step-{step:05d}.pt", weights_only=True)

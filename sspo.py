@@ -48,7 +48,7 @@ class Args(common.Args):
     """Hub id, or folder with config.json and *.safetensors (§5.1)."""
     dataset: str = f"{common.ROOT}/data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
     """Training problems (§5.2): a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a hub id
-    (`id[:[name:]split]`). If the default is missing, it is cloned. Of its 8,523 problems 8,513 train."""
+    (`id[:[configuration:]split]`). If the default is missing, it is cloned. Of its 8,523 problems 8,513 train."""
     template: str = "qwen-math"
     """Prompt format: plain, qwen-math or qwen-boxed; chat, chat-boxed or open-rs, which use the tokenizer's chat
     format; or a text file with {problem} in it."""
@@ -70,11 +70,11 @@ class Args(common.Args):
     A period ends a segment even inside 3.14 (ours). Empty: the whole response is one segment (GSPO). token: every token
     is a segment (GRPO)."""
     clip: Literal["entropy", "fixed"] = "entropy"
-    """Bounds of the ratio. entropy: b_low and b_high of Eqs. 14 and 15. fixed: 1 - clip_low and 1 + clip_high."""
+    """Bounds of the ratio. entropy: b_high and b_low of Eqs. 14 and 15. fixed: 1 - clip_low and 1 + clip_high."""
     alpha: float = 0.0  # With --clip entropy: slack that is added to the upper bound (Eq. 14; Table 4). See --gamma.
     beta: float = 0.8
     """With --clip entropy: cap of the lower bound (Eq. 15; Table 4). Choose it by the metrics of a short run (§6.2.3):
-    about 1 - segment_entropy/p50 (p50 is ours). at_beta_share should then be neither 0 nor 1."""
+    about 1 minus the metric `segment_entropy/p50` (p50 is ours). at_beta_share should then be neither 0 nor 1."""
     gamma: float = 1.75
     """With --clip entropy: cap of the upper bound (Eq. 14; Table 4). Choose it by the metrics of a short run (§6.2.3):
     a percentile of segment_entropy, from p50 to p95 (ours), plus 1 + alpha and a small margin."""

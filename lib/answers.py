@@ -1,5 +1,5 @@
-"""Whether the answer in a response equals the reference: the reward of the papers on mathematics, by the rules of
-docs/evaluation.md, as pure functions of text. lib/grading.py calls them in processes that can be killed.
+"""Pure functions of text that decide whether the answer in a response equals the reference. They are the reward `math`,
+and docs/evaluation.md has their rules. lib/grading.py calls them in processes that can be killed.
 
 Both texts are first rewritten to a standard spelling. Words and ratios are then compared as text. If the reference is
 a number, the answer must be a numeral, so nothing can be left to compute. math_verify compares all other answers, after
@@ -46,7 +46,7 @@ NOT_UNITS = (
 
 # Pairs (pattern, replacement), each with an example of what it rewrites. Their order matters. Text such as \text{cm}
 # becomes ~cm~, so that a later pattern recognises units by the ~ and removes them. A ? marks what is no plain number.
-# No reading of an answer accepts a ? that the reference does not have.
+# An answer with a ? never equals a reference without one.
 SPELLINGS = (
     (r"\}~[_^]\{", ""),  # x¹⁰, which SIGNS has made x^{1}~^{0}~
     (r"\\sqrt~([\d.]+|\(.*?\))", r"\\sqrt{\1}"),  # √10, 2√(x+1)
@@ -105,8 +105,8 @@ def parse_expression(text):
 
 def trees_equal(answer, gold):
     """Return whether the trees of an answer and of a reference are equal, however they are written. Unfinished answers
-    are refused: inequalities that are not solved, and answers that have more operations than the reference, and fewer
-    once they are computed. So 2x+5+3x-8 is refused for 5x-3, and x+x is accepted for 2x."""
+    are refused: inequalities that are not solved, and answers that have more operations than the reference and that
+    computing shortens. So 2x+5+3x-8 is refused for 5x-3, and x+x is accepted for 2x."""
     from math_verify.grader import sympy_expr_eq
 
     if gold.is_Relational and not gold.free_symbols:
@@ -122,9 +122,9 @@ def trees_equal(answer, gold):
 
 
 def answers_equal(answer, gold, problem):
-    """Return whether an answer equals a reference. The caller has normalised both. An answer that stands in the text of
-    the problem, and not in the reference, counts as a copy and is wrong: x^8-256 for its factors, but also 8 for 2^3
-    if the problem speaks of 18 people."""
+    """Return whether an answer equals a reference. The caller has normalised both. An answer that is not equal as
+    text, and is a part of the problem's text but not of the reference, counts as a copy and is wrong. This refuses
+    x^8-256 where its factors are asked for, but also 8 for 2^3 if the problem speaks of 18 people."""
     if "=" not in answer or "=" not in gold:
         answer, gold = (re.sub(LEFT_SIDE, r"\1", text) for text in (answer, gold))
     if answer == gold:

@@ -1,4 +1,4 @@
-"""Grading in worker processes, by the rules of lib/answers.py or by a --reward of the user's. A process can be killed,
+"""Grading in worker processes, by the rules of lib/answers.py or by another --reward. A process can be killed,
 so no response can hang or end the run."""
 
 import math
@@ -60,7 +60,8 @@ def reward_function(reward):
 
 def start_worker(reward):
     """Set up this process as a worker in the pool of common.Verifier, which calls this once in each new process. The
-    worker ends with the run, and may have 4 GiB of data. It loads the reward before the time of a grading counts."""
+    worker ends with the run, and may have 4 GiB of data. It loads the reward now, so that loading does not count
+    towards --reward-seconds."""
     # With this file open, the fork server, which is the parent of this process, would live until this process ends.
     os.close(forkserver._forkserver._forkserver_alive_fd)
     end_with_parent()

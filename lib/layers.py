@@ -13,7 +13,7 @@ def packed_attention(
     _, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, keys_at=None, is_causal=True, **rest
 ):
     """Attend inside the pieces of a packed row. A piece is a prompt, a response or, in a vision tower, an image. query
-    (1, heads, N, D), key and value (1, key heads, N, D) -> (1, N, heads, D), None, for N tokens and heads of size D.
+    (1, heads, N, size), key and value (1, key heads, N, size) -> (1, N, heads, size), None, for heads of this size.
 
     The queries of piece i are those from cu_seq_lens_q[i] to cu_seq_lens_q[i + 1], and its keys follow in the same way
     from cu_seq_lens_k. keys_at, if given, lists the places of the keys of all pieces, and is longer than N: a response

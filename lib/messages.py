@@ -66,9 +66,9 @@ def parse_flags(kind, description):
 
 
 def print_error(kind, error, trace):
-    """Print an uncaught error, Refused without a traceback, and end the process: rank 0 at once. A normal exit lets
-    vLLM destroy the process group, which waits for all ranks, and some of these may never get there. The parameters are
-    those of sys.excepthook."""
+    """Print an uncaught error, Refused without a traceback, and end the process: on rank 0 at once, on others after ten
+    seconds. A normal exit lets vLLM destroy the process group, which waits for all ranks, and some of these may
+    never get there. The parameters are those of sys.excepthook."""
     if not IS_RANK_0:
         # Rank 0 must print first, as in `parse_flags`. If this rank fails only because rank 0 has exited, torchrun
         # kills this rank while it sleeps, and its misleading error is never printed.

@@ -54,7 +54,7 @@ class World(namedtuple("World", "rank size local_size device mesh")):
 
 def init_world():
     """Join the process group of torchrun and return this rank's World. If plain `python` has started the script, make a
-    process group of one process. From this call on, an uncaught error ends the process at once."""
+    process group of one process. From this call on, an uncaught error ends the process (`print_error`)."""
     if not BY_TORCHRUN:
         os.environ.update(ALONE, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0 means any free port.
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in ALONE)

@@ -223,11 +223,11 @@ class Record:
         self.say(f"{step:>9}" + "".join(f"{cell:>10}" for cell in cells))
 
     def log_step(self, step, metrics):
-        """Finish the record of a step. Add the means of the gradient norms, the number of RL steps' norms as
-        optimizer_steps, and the entries of self.metrics, such as the seconds of phases, to `metrics`, {name: value}.
-        Write `metrics` to metrics.jsonl and TensorBoard. Step 0 is the evaluation before training. After any other
-        step, print a line with `say_step`. If no group has rewards that differ, print advice. Last, reset what was
-        collected during the step."""
+        """Finish the record of a step. Add the means of the gradient norms, the number of optimizer steps, without
+        those of an IRL stage, as optimizer_steps, and the entries of self.metrics, such as the seconds of phases, to
+        `metrics`, {name: value}. Write `metrics` to metrics.jsonl and TensorBoard. Step 0 is the evaluation before
+        training. After any other step, print a line with `say_step`. If no group has rewards that differ, print advice.
+        Last, reset what was collected during the step."""
         if step:
             metrics["optimizer_steps"] = len(self.norms["grad_norm"])
         for name, norms in self.norms.items():

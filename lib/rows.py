@@ -61,7 +61,7 @@ def rows_of(batches):
 def read_table(source, usual):
     """Return the name of a data set, with its split, and an iterable of its rows as dicts. KINDS lists the forms of
     `source`. If `source` names no split, read the only split or, if there are several, the split called `usual`. Raises
-    Refused for a split that does not exist."""
+    Refused if one of several splits is named that does not exist."""
     path, _, split = source.partition(":")
     if source.endswith((".json", ".jsonl")):
         return source, read_json(source)
@@ -126,8 +126,8 @@ def reference_of(row, column=""):
 def answer_text(value):
     """Return a reference answer of any type as a text, or "" if the value gives none.
 
-    A dict stands for its value `ground_truth`. The entries of a list are joined by commas, also if the list is written
-    as a text of JSON, such as ["1", "2"]. Other lists in a text stay, because [1, 2] is an interval.
+    A dict stands for its value `ground_truth`. A list, or a text that holds a JSON list of strings such as ["1", "2"],
+    becomes its entries joined by commas. A text such as [1, 2] stays, because it is an interval.
     Of a text with a final answer behind #### or in a last box, only that answer is returned.
     None, NaN and the texts of NO_ANSWERS give ""."""
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Images for vision-language models, for GPG's Tables 5 to 8: reading an image, its places in a prompt, its embeddings.
 
-They serve Qwen2-VL and Qwen2.5-VL. `for_sampler`, `positions` and `add_images` are also called for problems without
-one. The suffixes of names, such as _N and _H, mean the same as in common.py.
+Only Qwen2-VL and Qwen2.5-VL are supported. `for_sampler`, `positions` and `add_images` are also called for problems
+without an image. The suffixes of names, such as _N and _H, mean the same as in common.py.
 """
 
 import io
