@@ -10,8 +10,8 @@ the whole step.
 
 The ranks share the work of sampling, grading and the passes. In between, every rank holds the token ids, the rewards
 and the log-probs of the whole step. So all inputs of a loss are pure functions of the whole step, on any number of
-ranks, and a loss is a sum over tokens, so that micro-batches add up. Parameters have no annotations: args is an Args,
-world a World, record a Record, policy a Policy and batch a Batch."""
+ranks, and a loss is a sum over tokens, so that micro-batches add up. Parameters here have no annotations: args is an
+Args, world a World, record a Record, policy a Policy and batch a Batch."""
 
 import atexit
 import gc
@@ -89,7 +89,7 @@ class Args:
     prompt and messages is taken, in upper or lower case."""
     answer_column: str = ""
     """Column of the answer. Without it, or in a set that lacks it, a row's first column among answer, ground_truth,
-    final_answer, reward_model and solution is taken, in upper or lower case."""
+    final_answer and reward_model is taken, in upper or lower case, or else the last box in solution."""
     chat_template_kwargs: str = "{}"
     """A JSON object of arguments for the tokenizer's chat template, such as '{"enable_thinking": false}'."""
     image_column: str = ""
@@ -109,8 +109,8 @@ class Args:
     """A response whose grading takes longer, by the clock, scores 0. The default is large because on a busy machine a
     grader may get only a tenth of a core. With --reward math, a second of processor time is a limit, too."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type in which the layers compute. Weights, logits and sums of gradients over ranks are always float32. auto:
-    bfloat16 on a GPU, float32 on a CPU (ours)."""
+    """Type in which the layers compute. The trained weights, logits and sums of gradients over ranks are always
+    float32. auto: bfloat16 on a GPU, float32 on a CPU (ours)."""
     temperature: Temperature = 1.0
     """Sampler and trainer divide the logits by this number. Top-p and top-k are off."""
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
@@ -141,7 +141,7 @@ class Args:
     """Compute each layer again in the backward pass, which saves memory and costs time."""
     tensor_parallel: PositiveInt = 1  # Ranks of a node that share one vLLM engine.
     max_num_seqs: PositiveInt = 256
-    """Most responses that an engine samples at the same time. This changes memory and speed."""
+    """Largest number of responses that an engine samples at the same time. This changes memory and speed."""
     gpu_memory_utilization: Share = 0.6  # Share of a GPU's memory that vLLM uses while it samples.
     keep_awake: bool = False
     """vLLM keeps its memory on the GPU while the policy trains. This is faster, if there is room for both."""
@@ -205,8 +205,8 @@ def load_data(args, tokenizer):
 def load_problems(source, tokenizer, args, flag):
     """Return the problems of one data set. `flag` is --dataset or --eval. Print how many rows are left out and why, and
     the first prompt. Raises Refused if the set cannot be read, if a row cannot be parsed, or if no row can be used. The
-    message names flag, source and row. Also raises Refused if the template needs a chat template that the tokenizer of
-    --model lacks. Changes the tokenizer (`use_tokenizer_json`)."""
+    message names flag, source and, if there is one, row. Also raises Refused if the template needs a chat template that
+    the tokenizer of --model lacks. Changes the tokenizer (`use_tokenizer_json`)."""
     use_tokenizer_json(tokenizer)
     require(
         tokenizer.chat_template or isinstance(prompt_format(args.template), str),
@@ -740,7 +740,7 @@ class Policy(torch.nn.Module):
 
     def forward(self, micro):
         """Return logp_T and entropy_T of the response tokens in a MicroBatch: the log-prob of each token, and the
-        entropy (nats) of the distribution over the vocabulary from which the token was drawn. Both are at the sampling
+        entropy (nats) of the policy's distribution over the vocabulary at its place. Both are at the sampling
         temperature, and both have gradients. Both are returned on the CPU, in float32."""
         row = micro.row.copy()
         embeddings = self.model.get_input_embeddings()
@@ -896,9 +896,9 @@ def learning_rate(args, step):
 
 
 def passes(policy, batch, micro_batches, world):
-    """Yield each of an update's micro-batches, packed as a MicroBatch. The caller must run the policy forward and
-    backward on each, even on one without responses: each backward pass averages gradients over the ranks of a node, and
-    that of the last micro-batch also over nodes."""
+    """Yield each of an update's micro-batches, packed as a MicroBatch. All ranks must run the policy forward on
+    each, and in an update also backward, even on one without responses: each backward pass averages gradients over the
+    ranks of a node, and that of the last micro-batch also over nodes."""
     for number, responses in enumerate(Progress(micro_batches, "passes"), 1):
         policy.set_requires_all_reduce(number == len(micro_batches))
         yield batch.pack(responses, world.device)

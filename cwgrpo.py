@@ -17,8 +17,9 @@ responses"), and the mean of A is over the responses of the group. The paper nei
 taken nor defines the KL; the released code does both as above. The docstring of common.py explains the suffixes of
 names, such as _T.
 
-weight_T is 1 / (P G |o_i|) for P prompts. factor_T multiplies the advantage. By default it is k of
-`effective_kernel`, which stands for w~ and the gradient through w~. With other flags it is w~, Clip-Cov's mask or 1.
+weight_T is 1 / (P G |o_i|) for P prompts. factor_T multiplies the advantage. By default it is k of `effective_kernel`,
+a constant with which the loss has the gradient that also passes through w~. With other flags it is w~, Clip-Cov's mask
+or 1.
 
     ./run.sh cwgrpo-1.5b                     R1-Distill-Qwen-1.5B of Table 2; also cwgrpo-7b, grpo-kl-..., clip-cov-...
     torchrun --nproc-per-node 4 cwgrpo.py    the same training
@@ -108,7 +109,7 @@ class Args(common.Args):
     format_reward: bool = True
     """Add 1 to the reward of a response that has the think format (appendix C; not in the released 7B recipe)."""
     clip_cov_share: common.Share = 2e-4
-    """With --reweight clip-cov: it masks this share of all tokens (its authors' scripts)."""
+    """With --reweight clip-cov: it masks at most this share of an update's tokens (its authors' scripts)."""
     clip_cov_low: float = 1.0
     """With --reweight clip-cov: smallest covariance that it may mask (its authors' scripts). This does not bound the
     ratio."""
@@ -216,7 +217,7 @@ def policy_loss(logp_T, old_logp_T, ref_logp_T, advantage_T, factor_T, weight_T,
 
 
 def format_reward(text: str) -> float:
-    """Return 1.0 if the text has "</think>" on a line of its own exactly once (released code), else 0.0. The paper asks
+    """Return 1.0 if "\\n</think>\\n" stands in the text exactly once (released code), else 0.0. The paper asks
     for "properly matched" tags (appendix C)."""
     return float(text.count("\n</think>\n") == 1)
 

@@ -216,7 +216,7 @@ def learn(policy, reference, optimizer, batch, record):
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
     """Train. Every step samples, verifies, learns, syncs and logs. Some steps also evaluate. The paper's method is in
-    `learn`."""
+    `learn`, and Algorithm 1's draws are here."""
     # ---- check flags, model and data before an engine starts
     common.validate(args)
     world = common.init_world()
@@ -231,7 +231,7 @@ def main(args: Args) -> None:
     reference = None
     # Section 3.4 says that its results with a KL are in Table 13, but Table 13 has no KL. We read section 3.4 as row A
     # with a KL (./run.sh gpg-kl-math), for two reasons. Two of Table 13's three rows are rows A and B, which have alpha
-    # 1. And the released recipe has neither alpha nor F_norm = 1; it also rewards a format, and asks for thoughts.
+    # 1. And the released recipe has neither alpha nor F_norm = 1.
     if args.kl_coef:
         reference = common.load_policy(folder, args, world).requires_grad_(False).to("cpu")
     optimizer = common.adamw(policy, args.lr, args)

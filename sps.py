@@ -142,9 +142,9 @@ def choose_demonstrations(mean_logp_PG, right_PG, k: int, how: str, generator=No
     The paper makes several statements about this choice. It is uniform (section 4.1, before L2TE). It "preferentially
     samples" unlikely rollouts and augments each batch "with positive trajectories" if negative ones are too few (L2TE).
     It takes three of eight (5.1). It samples "from the lower quantile of trajectories in each batch" (C.1, which reads
-    as how L2TE is implemented). These cannot all hold. l2te takes wrong responses first, as we read section 4.1. That
-    l2te is deterministic, chooses for each prompt and adds the least likely right responses is ours. It is also ours
-    that truncated responses may be chosen; they are imitated without a stop token. uniform and quantile are other
+    as how L2TE is implemented). These cannot all hold. l2te takes wrong responses first, as we read section 4.1. Four
+    things are ours: l2te is deterministic, it chooses for each prompt, it adds the least likely right responses, and it
+    may choose truncated responses, which are imitated without a stop token. uniform and quantile are other
     readings."""
     prompts, group = mean_logp_PG.shape
     if how == "quantile":
@@ -281,8 +281,8 @@ def learn_irl(policy, batches, record):
 
 
 def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float:
-    """Return the share of all weights whose value, rounded to `dtype`, changes in AdamW's first step. We take
-    a step that changes each weight by lr, away from 0. `weights` are this rank's shards."""
+    """Return the share of all weights whose value, rounded to `dtype`, AdamW's first step would change. We assume that
+    this step moves each weight by lr, away from 0. Nothing is changed. `weights` are this rank's shards."""
     moved = 0
     count = 0
     for weight in weights:
@@ -375,7 +375,7 @@ def draw_demonstrations(folder, steps, problems, count, seed):
 # ------------------------------------------------------------------------------------------------------------ the loop
 def main(args: Args) -> None:
     """Train. Every step samples, verifies, learns, syncs and logs. Some steps also evaluate. The paper's method is in
-    `learn` and `learn_irl`."""
+    `learn`, `learn_irl` and, for the demonstrations, here."""
     # ---- check flags, model and data before an engine starts
     common.validate(args)
     common.require(

@@ -1,10 +1,10 @@
 """Pure functions of text that decide whether the answer in a response equals the reference. They are the reward `math`,
 and docs/evaluation.md has their rules. lib/grading.py calls them in processes that can be killed.
 
-Both texts are first rewritten to a standard spelling. Words and ratios are then compared as text. If the reference is
-a number, the answer must be a numeral, so nothing can be left to compute. math_verify compares all other answers, after
-checks that refuse copies of the problem and unfinished computations. The examples of patterns are in tests/answers.txt.
-"""
+Both texts are first rewritten to a standard spelling. Words and ratios are then compared as text. If the reference is a
+rational number, the answer must be a numeral, so nothing can be left to compute. math_verify compares all other
+answers, after checks that refuse copies of the problem and unfinished computations. The examples of patterns are in
+tests/answers.txt."""
 
 import re
 from contextlib import suppress
@@ -38,7 +38,7 @@ SIGNS = (
     "ℕ\\mathbb{N} ⁻^{-} ⁰^{0} ¹^{1} ²^{2} ³^{3} ⁴^{4} ⁵^{5} ⁶^{6} ⁷^{7} ⁸^{8} ⁹^{9} "
     "₀_{0} ₁_{1} ₂_{2} ₃_{3} ₄_{4} ₅_{5} ₆_{6} ₇_{7} ₈_{8} ₉_{9}"
 )
-# Words that are no unit, because with them a number means something else: 618 million, 618 is wrong, 2 PM, 5 squared.
+# Words that are no unit, because with them a number means something else: "618 million", "618 is wrong", "2 PM".
 NOT_UNITS = (
     "to|is|not|at|plus|minus|times|squared|factorial|hundred|thousand|\\w*illion|dozen|hal[fv]\\w*|[ap]\\.?m|PM|AM"
     "|sinx|cosx|tanx|January|February|March|April|May|June|July|August|September|October|November|December"
@@ -105,8 +105,8 @@ def parse_expression(text):
 
 def trees_equal(answer, gold):
     """Return whether the trees of an answer and of a reference are equal, however they are written. Unfinished answers
-    are refused: inequalities that are not solved, and answers that have more operations than the reference and that
-    computing shortens. So 2x+5+3x-8 is refused for 5x-3, and x+x is accepted for 2x."""
+    are refused: inequalities that are not solved, and answers that have more operations than the reference and
+    become shorter when they are computed. So 2x+5+3x-8 is refused for 5x-3, and x+x is accepted for 2x."""
     from math_verify.grader import sympy_expr_eq
 
     if gold.is_Relational and not gold.free_symbols:

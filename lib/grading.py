@@ -76,10 +76,10 @@ def start_worker(reward):
 def grade(reward, completion, *graded_by):
     """Return (score, verdict, right, parts) of a completion, in a worker process. `graded_by` are the arguments of the
     reward after the completion. The reward returns the score, or a dict with `score`. `right` says whether the response
-    is right. This is the dict's `right` or, without it, whether the score is 1. Without it, a score outside 0 to 1 does
-    not say whether the response is right, and `right` is None. `parts` has the other numbers of the dict. If the reward
-    cannot be loaded or raises an error, return (None, traceback, None, {}). If it runs out of memory, this process
-    ends."""
+    is right. If the reward returns a dict with `right`, it is that value. Otherwise a score of 1 is right, any other
+    score from 0 to 1 is wrong, and with a score outside 0 to 1 `right` is None. `parts` has the other numbers of the
+    dict. If the reward cannot be loaded or raises an error, return (None, traceback, None, {}). If a reward other than
+    math runs out of memory, this process ends."""
     try:
         if reward == "math":
             score, verdict = grade_math(completion, *graded_by)

@@ -12,8 +12,9 @@ from torch.nn.attention.bias import causal_lower_right
 def packed_attention(
     _, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, keys_at=None, is_causal=True, **rest
 ):
-    """Attend inside the pieces of a packed row. A piece is a prompt, a response or, in a vision tower, an image. query
-    (1, heads, N, size), key and value (1, key heads, N, size) -> (1, N, heads, size), None, for heads of this size.
+    """Attend inside the pieces of a packed row. A piece is a prompt, a response or, in a vision tower, an image or its
+    window. query (1, heads, N, size), key and value (1, key heads, N, size) -> (1, N, heads, size), None; size is that
+    of a head.
 
     The queries of piece i are those from cu_seq_lens_q[i] to cu_seq_lens_q[i + 1], and its keys follow in the same way
     from cu_seq_lens_k. keys_at, if given, lists the places of the keys of all pieces, and is longer than N: a response

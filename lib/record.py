@@ -223,9 +223,9 @@ class Record:
         self.say(f"{step:>9}" + "".join(f"{cell:>10}" for cell in cells))
 
     def log_step(self, step, metrics):
-        """Finish the record of a step. Add the means of the gradient norms, the number of optimizer steps, without
-        those of an IRL stage, as optimizer_steps, and the entries of self.metrics, such as the seconds of phases, to
-        `metrics`, {name: value}. Write `metrics` to metrics.jsonl and TensorBoard. Step 0 is the evaluation before
+        """Finish the record of a step. Add to `metrics`, {name: value}: the means of the gradient norms;
+        optimizer_steps, the number of optimizer steps outside IRL stages; and the entries of self.metrics, such as the
+        seconds of phases. Write `metrics` to metrics.jsonl and TensorBoard. Step 0 is the evaluation before
         training. After any other step, print a line with `say_step`. If no group has rewards that differ, print advice.
         Last, reset what was collected during the step."""
         if step:

@@ -61,7 +61,7 @@ def rows_of(batches):
 def read_table(source, usual):
     """Return the name of a data set, with its split, and an iterable of its rows as dicts. KINDS lists the forms of
     `source`. If `source` names no split, read the only split or, if there are several, the split called `usual`. Raises
-    Refused if one of several splits is named that does not exist."""
+    Refused if this split does not exist. A folder that holds a single table has no splits, and the name is ignored."""
     path, _, split = source.partition(":")
     if source.endswith((".json", ".jsonl")):
         return source, read_json(source)
