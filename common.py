@@ -8,10 +8,10 @@ padding. response_T[t] is the index of the response to which token t belongs, an
 to which response r belongs. A script's loss function gets the entries of one micro-batch or, for the metrics, those of
 the whole step.
 
-The ranks share the work of sampling, grading and the passes. In between, every rank holds the token ids, the rewards
-and the log-probs of the whole step. So all inputs of a loss are pure functions of the whole step, on any number of
-ranks, and a loss is a sum over tokens, so that micro-batches add up. Parameters here have no annotations: args is an
-Args, world a World, record a Record, policy a Policy and batch a Batch."""
+The ranks share the work of sampling, of grading, and of forward and backward passes. Between these parts, every rank
+holds the token ids, the rewards and the log-probs of the whole step. So all inputs of a loss are pure functions of the
+whole step, on any number of ranks, and a loss is a sum over tokens, so that micro-batches add up. Parameters here have
+no annotations: args is an Args, world a World, record a Record, policy a Policy and batch a Batch."""
 
 import atexit
 import gc
@@ -110,7 +110,8 @@ class Args:
     grader may get only a tenth of a core. With --reward math, a second of processor time is a limit, too."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type in which the layers compute. The trained weights, logits and sums of gradients over ranks are always
-    float32. auto: bfloat16 on a GPU, float32 on a CPU (ours)."""
+    float32. auto:
+    bfloat16 on a GPU, float32 on a CPU, which is our choice."""
     temperature: Temperature = 1.0
     """Sampler and trainer divide the logits by this number. Top-p and top-k are off."""
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.
@@ -222,8 +223,8 @@ def load_problems(source, tokenizer, args, flag):
         name, table = rows.read_table(source, "train" if flag == "--dataset" else "test")
     for number, row in enumerate(Progress(table, f"{flag} {source}, rows"), 1):
         origin = f"{flag} {source}, row {number}"
-        columns = [*row]
         with refuse_errors(origin):
+            columns = [*row]
             turns = rows.turns_of(row, args.problem_column, args.template)
             text = "\n\n".join(turn["content"] for turn in turns)
             # DAPO's data, which have this column, repeat each problem a hundred times.
@@ -435,8 +436,8 @@ class Sampler:
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in prompts.items()]
 
     def load(self, policy):
-        """Wake the engine and replace its weights by those of a Policy. Every rank must call this. Raises Refused if a
-        weight is missing or the model has no weight of that name."""
+        """Wake the engine and replace its weights by those of a Policy. Every rank must call this. Raises Refused if
+        the policy lacks a weight of the model, or has one that the model lacks."""
         sent = set()  # vLLM itself would ignore that a layer is missing.
 
         def stream():
@@ -684,7 +685,8 @@ class Batch:
 
     def pack(self, responses, device):
         """Return a MicroBatch in which these responses and their prompts, each prompt once, lie end to end in a row.
-        If the row would have no prompt, or none with an image where the step has images, it gets a filler prompt.
+        If the row would have no prompt, or if the step has images and none of the row's prompts has one, a filler
+        prompt is added.
 
         Let responses 4 (tokens a b) and 5 (c d e) share the prompt P P P, and response 9 (f) have the prompt Q Q:
 

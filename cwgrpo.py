@@ -17,8 +17,9 @@ responses"), and the mean of A is over the responses of the group. The paper nei
 taken nor defines the KL; the released code does both as above. The docstring of common.py explains the suffixes of
 names, such as _T.
 
-weight_T is 1 / (P G |o_i|) for P prompts. factor_T multiplies the advantage. By default it is k of `effective_kernel`,
-a constant with which the loss has the gradient that also passes through w~. With other flags it is w~, Clip-Cov's mask
+weight_T is 1 / (P G |o_i|) for P prompts (--normaliser response). factor_T multiplies the advantage. By default it is k
+of `effective_kernel`, a number for each token, without gradient. With k, autograd gives the whole gradient of the
+objective, including the part from w~'s own dependence on the policy. With other flags factor_T is w~, Clip-Cov's mask
 or 1.
 
     ./run.sh cwgrpo-1.5b                     R1-Distill-Qwen-1.5B of Table 2; also cwgrpo-7b, grpo-kl-..., clip-cov-...
@@ -90,7 +91,8 @@ class Args(common.Args):
     """Number of updates (optimizer steps) on one rollout batch. Each update has its own prompts. With --reweight kernel
     only 1 is possible, as in the released code."""
     reweight: Literal["kernel", "none", "clip-cov"] = "kernel"
-    """Factor of the advantages. kernel: w~ of section 2.3. none: 1, which is GRPO. clip-cov: Clip-Cov's mask."""
+    """Factor of the advantages. kernel: w~ of section 2.3, with its gradient. none: 1, which is GRPO. clip-cov:
+    Clip-Cov's mask."""
     detach_kernel: bool = False
     """With --reweight kernel: take w~ as a constant (ours). The paper's objective, as printed, has a gradient through
     w~."""
@@ -109,7 +111,8 @@ class Args(common.Args):
     format_reward: bool = True
     """Add 1 to the reward of a response that has the think format (appendix C; not in the released 7B recipe)."""
     clip_cov_share: common.Share = 2e-4
-    """With --reweight clip-cov: it masks at most this share of an update's tokens (its authors' scripts)."""
+    """With --reweight clip-cov: it masks this share of an update's tokens, but at least one token (its authors'
+    scripts)."""
     clip_cov_low: float = 1.0
     """With --reweight clip-cov: smallest covariance that it may mask (its authors' scripts). This does not bound the
     ratio."""
@@ -152,17 +155,17 @@ def kernel_weights(c_T, group_T):
 
 
 def effective_kernel(logp_T, advantage_T, weight_T, response_T, group_T):
-    """Return k_T (float64). In `policy_loss`, k_T takes the place of w~, so that the loss has the gradient that also
-    passes through w~.
+    """Return k_T (float64), a constant that `policy_loss` multiplies by in place of w~. The gradient is then the one
+    that the loss has if w~ is differentiated, too.
 
     `policy_loss` sees one micro-batch, but w~ depends on all tokens of a group, which are spread over micro-batches and
     ranks. So autograd cannot pass through w~ there. Here we take the derivative of J = sum_t weight_t ratio_t w~_t A_t
     once, over all tokens, at ratio 1. Then k_t = (dJ / dlogp_t) / (weight_t A_t), and `policy_loss` multiplies by k_t
     in place of w~_t.
 
-    k is not w~, and k may be negative. weight_T is the product of all other factors of the term: those of token_weights
-    and of scale_T. J has no KL. A token with A = 0 has no gradient: its log-prob enters only the covariances of its own
-    response, and these are 0."""
+    k is not w~, and k may be negative. weight_T is here the product of token_weights and the factors of --tis-cap and
+    --count-padding. J has no KL. A token with A = 0 has no gradient: its log-prob enters only the covariances of its
+    own response, and these are 0."""
     logp_T, advantage_T, weight_T = (x.double() for x in (logp_T, advantage_T, weight_T))
     leaf_T = logp_T.clone().requires_grad_()
     c_T = covariance(leaf_T, advantage_T, response_T, group_T)

@@ -14,8 +14,8 @@ over the batch into a mean over the valid groups. The paper calls this accurate 
 share of valid groups is below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the valid groups (Algorithm 1).
 The docstring of common.py explains the suffixes of names, such as _T.
 
-    ./run.sh gpg-7b                       GPG-Zero-7B of Table 4; ./run.sh help names gpg-rs1, gpg-rs3, the ablations
-    torchrun --nproc-per-node 8 gpg.py    the same training without evaluation
+    ./run.sh gpg-7b                       GPG-Zero-7B of Table 4; also gpg-rs1, gpg-rs3 and the ablations of ./run.sh
+    list torchrun --nproc-per-node 8 gpg.py    the same training without evaluation
 
 The defaults of --norm, --accurate-gradient and --beta-th are row D of Table 15. Row C is --beta-th 0, row B is row C
 with --no-accurate-gradient, and row A is row B with --norm group.
@@ -123,8 +123,9 @@ def format_reward(text: str) -> float:
 def policy_loss(logp_T, advantage_T, weight_T, alpha, kl_coef=0.0, ref_logp_T=None):
     """Return the loss (Eq. 8), summed over these tokens, and a dict of tensors. If ref_logp_T, the log-probs of the
     reference, is given, kl_coef times the KL to the reference is added to the loss, and the dict has the KL of each
-    token (k3, nats). The KL has the same token weights as J. alpha multiplies the policy gradient but not the KL,
-    because the KL of an invalid group is not 0 (ours; the released code multiplies both)."""
+    token (the estimate k3: ref / pi - log(ref / pi) - 1; nats). The KL has the same token weights as J. alpha
+    multiplies the policy gradient but not the KL, because the KL of an invalid group is not 0 (ours; the released code
+    multiplies both)."""
     loss = -alpha * (weight_T * logp_T * advantage_T).sum()  # Eq. 8; Algorithm 1, line 3
     per_token = {}
     if ref_logp_T is not None:

@@ -1,9 +1,9 @@
 """SPS: Steering Probability Squeezing, arXiv 2604.16995v1.
 
 SPS alternates RL stages with inverse-RL (IRL) stages, which train on the policy's own rollouts (Algorithm 1). For one
-prompt, an RL stage minimises L, the loss of GRPO. An IRL stage minimises L_IRL, a cross-entropy, which is the KL to the
-demonstrations without a constant. Eq. 4 prints a minus before this KL, which would maximise it; we take the minus for
-a slip.
+prompt, an RL stage minimises L, the loss of GRPO. An IRL stage minimises L_IRL, a cross-entropy. It differs only by a
+constant from the KL between the demonstrations and the policy. Eq. 4 prints a minus before this KL, which would
+maximise it; we take the minus for a slip.
 
     L = 1/G sum_i 1/|y_i| sum_t -min(w_it A_i, clip(w_it, 1 - eps, 1 + eps) A_i) + beta KL_it   (Eq. 23, and a KL)
     A_i = (R_i - mean R) / std R                                                                         (Eq. 25)
@@ -250,8 +250,8 @@ def learn(policy, reference, optimizer, batch, record):
 
 def learn_irl(policy, batches, record):
     """Train on the demonstrations of one IRL stage, one update per batch. Each IRL stage has an AdamW of its own, and
-    the AdamW of the RL stages keeps its moments (ours). Return the mean of each metric over the batches, and the loss
-    of the last batch. Every rank returns the same."""
+    the AdamW of the RL stages keeps its moments (ours). Return a dict with the mean of each metric over the batches, and
+    with the loss of the last batch. Every rank returns the same."""
     args = record.args
     world = record.world
     optimizer = common.adamw(policy, args.irl_lr, args)
@@ -281,8 +281,8 @@ def learn_irl(policy, batches, record):
 
 
 def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float:
-    """Return the share of all weights whose value, rounded to `dtype`, AdamW's first step would change. We assume that
-    this step moves each weight by lr, away from 0. Nothing is changed. `weights` are this rank's shards."""
+    """Return what share of all weights would differ, rounded to `dtype`, after AdamW's first step. We assume that this
+    step moves each weight by lr, away from 0. Nothing is changed. `weights` are this rank's shards."""
     moved = 0
     count = 0
     for weight in weights:
@@ -296,8 +296,9 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float
 # ------------------------------------------------------------------------------------------------ rollouts and stages
 def keep_demonstrations(folder, step, batch, problems, args):
     """Choose the demonstrations among the responses of an RL step and write them to step-<step>.pt. The file holds only
-    tensors and the number of each problem in the data, so that reading the file runs no code. Return, for each token,
-    whether its response was chosen, and the mean log-prob of its response. Only rank 0 calls this. Raises Refused if
+    tensors and the number of each problem in the data, so that reading the file runs no code. Return a dict of
+    two tensors: demonstration_T, whether the token's response was chosen, and mean_logp_T, the mean log-prob of its
+    response. Only rank 0 calls this. Raises Refused if
     the reward does not say which responses are right."""
     common.require(batch.right_PG is not None, "--reward: demonstrations need it to say which responses are right")
     # We take the log-probs at sampling time (ours). The "model likelihood" of L2TE may be p(y) of Eq. 13, a product.
@@ -352,10 +353,10 @@ def stage_lengths(args, problems: int) -> tuple[int, int]:
 
 def draw_demonstrations(folder, steps, problems, count, seed):
     """Draw `count` of the demonstrations that the `steps` of a stage kept. Return each as a group of one response. They
-    are drawn without replacement; when all are used, a new pass over them begins. So more demonstrations of a prompt
-    make a larger pool, not a longer stage: 3 for each of 188 x 16 prompts make 9,024, of which a stage uses 4 x 512.
-    With --irl-passes, as for Fig. 4, an IRL stage passes over its demonstrations as a whole, rounded up to full
-    batches. Raises FileNotFoundError if the file of a step is missing."""
+    are drawn without replacement; when all are used, a new pass over them begins. With --irl-steps, a larger
+    --demonstrations makes a larger pool, not a longer stage: 3 for each of 188 x 16 prompts make 9,024, of which a
+    stage uses 4 x 512. With --irl-passes, as for Fig. 4, an IRL stage passes over its demonstrations as a whole,
+    rounded up to full batches. Raises FileNotFoundError if the file of a step is missing."""
     kept = []
     for step in steps:
         kept += torch.load(folder / f"step-{step:05d}.pt", weights_only=True)

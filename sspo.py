@@ -17,7 +17,7 @@ computes its log-probs. The docstring of common.py explains the suffixes of name
     torchrun --nproc-per-node 8 sspo.py    the same training without evaluation
 
 This script also trains GRPO, GSPO, clip-high, Dr. GRPO, "+SIR" (SSPO's ratio with a fixed clip) and DAPO (arXiv
-2503.14476, with the values in Table 2 of arXiv 2604.16995). ./run.sh help names their experiments. CLIP-Cov of Table 1
+2503.14476, with the values in Table 2 of arXiv 2604.16995). ./run.sh help names their methods. CLIP-Cov of Table 1
 is a setting of cwgrpo.py.
 
 Each departure from the paper, and each reading of it, is stated beside the flag or the line that it affects. (ours)
@@ -140,9 +140,9 @@ def clip_bounds(entropy_S, alpha: float, beta: float, gamma: float):
 
 
 def clip_summary(entropy_S, low_S, high_S, beta: float, gamma: float):
-    """Return percentiles of these segments' entropies (nats), the share of segments whose upper bound is gamma, and the
-    share whose lower bound is beta. Section 6.2.3 uses such numbers to choose the ranges in which it searches alpha,
-    beta and gamma."""
+    """Return a dict of metrics: percentiles of these segments' entropies (nats), the share of segments whose upper
+    bound is gamma, and the share whose lower bound is beta. Section 6.2.3 uses such numbers to choose the ranges in
+    which it searches alpha, beta and gamma."""
     summary = {
         "at_gamma_share": (high_S >= gamma).double().mean().item(),
         "at_beta_share": (low_S >= beta).double().mean().item(),
@@ -169,9 +169,10 @@ def token_weights(length_R, normaliser: str = "response", max_length: int = 0):
 
 def overlong_penalty(length_R, max_length: int, buffer: int):
     """Return penalty_R (float64), which DAPO, not SSPO, adds to the rewards. The penalty is 0 up to max_length - buffer
-    tokens. From there it falls in a straight line to -1 at max_length. If the buffer is 0, every penalty is 0.
-    For values that its Table 2 does not print, arXiv 2604.16995 takes SWIFT's recommended configuration. This
-    configuration also leaves truncated responses out of the loss (overlong_filter); we only penalise them."""
+    tokens. From there it falls in a straight line to -1 at max_length. If the buffer is 0, every penalty is 0. For
+    values that its Table 2 does not print, arXiv 2604.16995 takes the recommended configuration of SWIFT (ms-swift),
+    with which it trains. This configuration also leaves truncated responses out of the loss (overlong_filter); we only
+    penalise them."""
     return (max_length - buffer - length_R.double()).clamp(max=0) / max(1, buffer)
 
 

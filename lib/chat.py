@@ -54,9 +54,9 @@ def use_tokenizer_json(tokenizer):
 
 
 def stop_tokens(tokenizer):
-    """Return the set of the ids of all tokens that end a response. These are the tokenizer's end token, <|im_end|> if
-    the vocabulary has it, and the token that the chat template puts after an answer, if it is one of the added tokens.
-    """
+    """Return the set of the ids of tokens that end a response, besides those that the model's own config names: these
+    are the tokenizer's end token, <|im_end|> if the vocabulary has it, and the token that the chat template puts after
+    an answer, if it is one of the added tokens."""
     ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|im_end|>")}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "An answer."}]

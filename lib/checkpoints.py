@@ -15,7 +15,8 @@ from lib.messages import require
 def checkpoints_of(folder):
     """Return the folders step-<number> in a folder, the oldest first. These are its complete checkpoints. A folder
     whose name has a suffix, such as step-00005.partial, is left out."""
-    return sorted(each for each in folder.glob("step-*") if each.name[5:].isdecimal())
+    complete = [each for each in folder.glob("step-*") if each.name[5:].isdecimal()]
+    return sorted(complete, key=lambda each: int(each.name[5:]))
 
 
 def manifest_of(checkpoint):
@@ -29,14 +30,14 @@ def manifest_of(checkpoint):
 
 
 def load_weights(policy, checkpoint):
-    """Load the weights of a checkpoint into a policy, on whichever ranks it is sharded."""
+    """Load the weights of a checkpoint into a policy, which may be sharded over another number of ranks."""
     reader = dcp.HuggingFaceStorageReader(checkpoint)
     dcp.load({"policy": sharded.get_model_state_dict(policy)}, storage_reader=reader)
 
 
 def checkpoint_and_check_stop(policy, optimizer, step, position, record):
-    """Write a checkpoint if one is due. All ranks call this after each step. Set record.stopping to whether steps are
-    left and the run's folder has a file `stop`, and delete this file. A checkpoint is due if the run stops, if `step`
+    """Write a checkpoint if one is due. All ranks call this after each step. If steps are left and the run's folder
+    has a file `stop`, set record.stopping and delete the file. A checkpoint is due if the run stops, if `step`
     is a multiple of --checkpoint-every, or if it is the last step. `position` is the number of training problems that
     the run has used.
 

@@ -1,6 +1,6 @@
 """Messages to the user of a run: flags or files that are refused, other errors, and progress.
 
-A refusal is printed as one line. Any other error is printed with its traceback.
+A refusal is printed without a traceback. Any other error is printed with its traceback.
 """
 
 import io
@@ -50,7 +50,7 @@ def parse_flags(kind, description):
     """Return the flags of the command line as an instance of the dataclass `kind`. --help begins with the first
     paragraph of `description`, and lists the flags that only `kind` has before those of its base class. If the flags
     are wrong, rank 0 prints the reason and every rank exits (SystemExit). From this call on, an uncaught Refused is
-    printed as one line."""
+    printed without a traceback."""
     sys.excepthook = print_error
     shared = kind.__base__.__dataclass_fields__
     fields = sorted(kind.__dataclass_fields__.items(), key=lambda field: field[0] in shared)
@@ -67,8 +67,8 @@ def parse_flags(kind, description):
 
 def print_error(kind, error, trace):
     """Print an uncaught error, Refused without a traceback, and end the process: on rank 0 at once, on others after ten
-    seconds. A normal exit lets vLLM destroy the process group, which waits for all ranks, and some of these may
-    never get there. The parameters are those of sys.excepthook."""
+    seconds. It ends by os._exit, because in a normal exit vLLM would destroy the process group, which waits
+    for all ranks, and some of these may never get there. The parameters are those of sys.excepthook."""
     if not IS_RANK_0:
         # Rank 0 must print first, as in `parse_flags`. If this rank fails only because rank 0 has exited, torchrun
         # kills this rank while it sleeps, and its misleading error is never printed.

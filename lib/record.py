@@ -224,10 +224,10 @@ class Record:
 
     def log_step(self, step, metrics):
         """Finish the record of a step. Add to `metrics`, {name: value}: the means of the gradient norms;
-        optimizer_steps, the number of optimizer steps outside IRL stages; and the entries of self.metrics, such as the
-        seconds of phases. Write `metrics` to metrics.jsonl and TensorBoard. Step 0 is the evaluation before
-        training. After any other step, print a line with `say_step`. If no group has rewards that differ, print advice.
-        Last, reset what was collected during the step."""
+        optimizer_steps, the number of optimizer steps, those of sps.py's IRL stages not counted; and the entries of
+        self.metrics, such as the seconds of phases. Write `metrics` to metrics.jsonl and TensorBoard. Step 0 is the
+        evaluation before training. After any other step, print a line with `say_step`. If no group has rewards that
+        differ, print advice. Last, reset what was collected during the step."""
         if step:
             metrics["optimizer_steps"] = len(self.norms["grad_norm"])
         for name, norms in self.norms.items():

@@ -61,7 +61,8 @@ def rows_of(batches):
 def read_table(source, usual):
     """Return the name of a data set, with its split, and an iterable of its rows as dicts. KINDS lists the forms of
     `source`. If `source` names no split, read the only split or, if there are several, the split called `usual`. Raises
-    Refused if this split does not exist. A folder that holds a single table has no splits, and the name is ignored."""
+    Refused if this split does not exist. A folder that holds a single table has no splits; a split named in `source` is
+    then ignored."""
     path, _, split = source.partition(":")
     if source.endswith((".json", ".jsonl")):
         return source, read_json(source)
