@@ -14,8 +14,8 @@ over the batch into a mean over the valid groups. The paper calls this accurate 
 share of valid groups is below beta_th = 1 / alpha_th, GPG draws more prompts and keeps the valid groups (Algorithm 1).
 The docstring of common.py explains the suffixes of names, such as _T.
 
-    ./run.sh gpg-7b                       GPG-Zero-7B of Table 4; also gpg-rs1, gpg-rs3 and the ablations of ./run.sh
-    list torchrun --nproc-per-node 8 gpg.py    the same training without evaluation
+    ./run.sh gpg-7b                       GPG-Zero-7B of Table 4; ./run.sh list has gpg-rs1, gpg-rs3, the ablations
+    torchrun --nproc-per-node 8 gpg.py    the same training without evaluation
 
 The defaults of --norm, --accurate-gradient and --beta-th are row D of Table 15. Row C is --beta-th 0, row B is row C
 with --no-accurate-gradient, and row A is row B with --norm group.

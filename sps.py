@@ -250,8 +250,8 @@ def learn(policy, reference, optimizer, batch, record):
 
 def learn_irl(policy, batches, record):
     """Train on the demonstrations of one IRL stage, one update per batch. Each IRL stage has an AdamW of its own, and
-    the AdamW of the RL stages keeps its moments (ours). Return a dict with the mean of each metric over the batches, and
-    with the loss of the last batch. Every rank returns the same."""
+    the AdamW of the RL stages keeps its moments (ours). Return a dict with the mean of each metric over the batches and
+    the loss of the last batch. Every rank returns the same."""
     args = record.args
     world = record.world
     optimizer = common.adamw(policy, args.irl_lr, args)
