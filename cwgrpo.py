@@ -80,8 +80,8 @@ class Args(common.Args):
     lr_floor: common.Share = 0.1
     """With --lr-schedule cosine or linear: it falls to this share of --lr (released code)."""
     reward: str = "open_r1"
-    """The reward of the released code (appendix C: a "verification function implemented in LaTeX").
-    docs/evaluation.md lists others."""
+    """1 if math_verify finds the answer right, else 0 (released code; appendix C: a "verification function implemented
+    in LaTeX"). Or math, another name in tasks/rewards.py, or FILE.py:FUNCTION."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of AdamW, on every parameter. The weight decay, the betas and the gradient norm are TRL's defaults,
     as in the released recipe."""
@@ -111,8 +111,8 @@ class Args(common.Args):
     format_reward: bool = True
     """Add 1 to the reward of a response that has the think format (appendix C; not in the released 7B recipe)."""
     clip_cov_share: common.Share = 2e-4
-    """With --reweight clip-cov: it masks this share of an update's tokens, but at least one token (its authors'
-    scripts)."""
+    """With --reweight clip-cov: it masks at most this share of an update's trained tokens or, if that is more, one
+    token (its authors' scripts)."""
     clip_cov_low: float = 1.0
     """With --reweight clip-cov: smallest covariance that it may mask (its authors' scripts). This does not bound the
     ratio."""
@@ -304,10 +304,10 @@ def learn(policy, reference, optimizer, batch, step, record):
 
     def loss_of(logp_T, entropy_T, factor_T, at=slice(None)):
         """Return policy_loss of some of the step's tokens. `at` selects them from the step's *_T; by default it selects
-        all. logp_T and entropy_T are the log-probs and entropies of these tokens. A term that is added here, such
-        as an entropy bonus, is trained (for responses in trained_R) and logged.
-        If there are no old log-probs, the detached new ones take their place, so the ratio is 1. If there is no
-        reference, they also take the place of the reference's log-probs, so the KL is 0."""
+        all. logp_T and entropy_T are the log-probs and entropies of these tokens, factor_T is of the whole step. A term
+        that is added here, such as an entropy bonus, is trained (for responses in trained_R) and logged. If there are
+        no old log-probs, the detached new ones take their place, so the ratio is 1. If there is no reference, they also
+        take the place of the reference's log-probs, so the KL is 0."""
         old = logp_T.detach() if old_logp_T is None else old_logp_T[at]
         ref = ref_logp_T[at] if reference else logp_T.detach()
         return policy_loss(logp_T, old, ref, scaled_T[at], factor_T[at], weight_T[at], low, high, args.kl_coef)

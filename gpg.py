@@ -101,12 +101,13 @@ def alpha(reward_PG) -> float:
     return len(reward_PG) / groups if groups else 1.0  # Eq. 7
 
 
-def token_weights(length_R, group_size: int):
+def token_weights(length_R, together: int):
     """Return weight_T (float64), the weight of each token in the loss. length_R has the number of tokens of each of the
-    batch's responses. The weight is 1 / (P sum_i |o_i|), where the sum is over the token's own group (Eq. 5). We read
-    the expectation as the mean over groups. Inside a group, a long response weighs more than a short one.
-    If group_size is 1, the weight is 1 / (P G |o_i|), the mean over responses. In both cases the weights sum to 1."""
-    tokens_P = length_R.view(-1, group_size).sum(1)
+    batch's responses. `together` is the number of consecutive responses that share a denominator. G: the weight is 1 /
+    (P sum_i |o_i|), where the sum is over the token's own group (Eq. 5). We read the expectation as the mean over
+    groups. Inside a group, a long response weighs more than a short one. 1: the weight is 1 / (P G |o_i|), the mean
+    over responses. In both cases the weights sum to 1."""
+    tokens_P = length_R.view(-1, together).sum(1)
     weight_P = 1 / (len(tokens_P) * tokens_P.double())  # Eq. 5
     return weight_P.repeat_interleave(tokens_P)
 

@@ -296,7 +296,7 @@ def movable_share(weights: list[torch.Tensor], lr: float, dtype, world) -> float
 # ------------------------------------------------------------------------------------------------ rollouts and stages
 def keep_demonstrations(folder, step, batch, problems, args):
     """Choose the demonstrations among the responses of an RL step and write them to step-<step>.pt. The file holds only
-    tensors and the number of each problem in the data, so that reading the file runs no code. Return a dict of
+    tensors and the index of each problem in `problems`, so that reading the file runs no code. Return a dict of
     two tensors: demonstration_T, whether the token's response was chosen, and mean_logp_T, the mean log-prob of its
     response. Only rank 0 calls this. Raises Refused if
     the reward does not say which responses are right."""

@@ -1,5 +1,5 @@
 """Grading in worker processes, by the rules of lib/answers.py or by another --reward. A process can be killed,
-so no response can hang or end the run."""
+so no response can hang or crash the run. If a --reward raises an error, `common.verify` ends the run."""
 
 import math
 import os

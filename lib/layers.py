@@ -16,10 +16,11 @@ def packed_attention(
     window. query (1, heads, N, size), key and value (1, key heads, N, size) -> (1, N, heads, size), None; size is that
     of a head.
 
-    The queries of piece i are those from cu_seq_lens_q[i] to cu_seq_lens_q[i + 1], and its keys follow in the same way
-    from cu_seq_lens_k. keys_at, if given, lists the places of the keys of all pieces, and is longer than N: a response
-    has the keys of its prompt and then its own. If `is_causal`, the last query of a piece sees all keys of the piece,
-    and any other query sees one key less than the query after it. Otherwise every query sees all keys of its piece."""
+    The queries of piece i are those from cu_seq_lens_q[i] to cu_seq_lens_q[i + 1]. keys_at, if given, lists the places
+    in the row of the keys of all pieces, one piece after another: a response has the keys of its prompt and then its
+    own. The keys of piece i are entries cu_seq_lens_k[i] to cu_seq_lens_k[i + 1] of keys_at or, without it, of the row.
+    If `is_causal`, the last query of a piece sees all keys of the piece, and any other query sees one key less than the
+    query after it. Otherwise every query sees all keys of its piece."""
     if keys_at is not None:
         # On a CPU, the threads of key[:, :, keys_at] would sum the gradient in an order that varies. The sum is in
         # float32, because a prompt's keys get the gradients of all its responses. Besides, the Triton kernel that the
