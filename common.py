@@ -123,13 +123,15 @@ class Args:
     max_grad_norm: PositiveFloat = 1.0
     """A gradient of a larger global L2 norm is scaled down to this norm."""
     tis_cap: NonNegativeFloat = 0.0
-    """Truncated importance sampling, which no paper here has: multiply each token's advantage by min(pi_old /
-    pi_sampler, cap). pi_old is the trainer's probability of the token before the step's first update, and pi_sampler
-    the probability that vLLM gave it. 0: off.""" eval_every: PositiveInt = 10  # Evaluate before training, after every
-    N steps (sps.py: and RL stages), and at the end. eval_samples: PositiveInt = 1  # Completions of each held-out
-    problem (n of avg@n and pass@k). eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
-    keep_best: bool = False """Keep in best/ the model whose sum of avg@n over the held-out sets is highest, if training
-    has raised that sum."""
+    """Truncated importance sampling, which no paper here has: multiply each token's advantage by
+    min(pi_old / pi_sampler, cap). pi_old is the trainer's probability of the token before the step's first update, and
+    pi_sampler the probability that vLLM gave it. 0: off."""
+    eval_every: PositiveInt = 10
+    """Evaluate before training, after every N steps, and at the end (sps.py: also after each RL stage)."""
+    eval_samples: PositiveInt = 1  # Completions of each held-out problem (n of avg@n and pass@k).
+    eval_temperature: NonNegativeFloat = 0.0  # Temperature of evaluation. 0: greedy.
+    keep_best: bool = False
+    """Keep in best/ the model whose sum of avg@n over the held-out sets is highest, if training has raised that sum."""
     checkpoint_every: PositiveInt = 50  # Write a checkpoint after every N steps and at the end.
     checkpoints_kept: PositiveInt = 2  # Keep only the newest checkpoints, this many.
     resume: bool = False

@@ -56,8 +56,9 @@ class Args(common.Args):
     """Cut off responses at this length, grade them as they are (ours)."""
     lr: NonNegativeFloat = 1e-6  # Largest learning rate of AdamW (B.1).
     reward: str = "open_r1_gpg"
-    """The reward of the released ablations (B.4: "consistent with the ground truth"). That of B.1's run in verl is not
-    released. docs/evaluation.md lists others."""
+    """1 if math_verify finds the answer right, else 0, as in the released ablations (B.4: "consistent with the ground
+    truth"; the reward of B.1's run in verl is not released). Or math, another name in tasks/rewards.py, or
+    FILE.py:FUNCTION."""
     weight_decay: NonNegativeFloat = 0.1  # Weight decay of AdamW (B.1), on every parameter.
     activation_checkpointing: bool = True
     """Compute each layer again in the backward pass (ours). Without this, 7B does not fit eight GPUs of 80 GB."""
