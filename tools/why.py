@@ -101,7 +101,8 @@ def figures(rows, steps, first, last, args):
     found["skipped_updates"] = steps["skipped_updates"].max()
     rise = last["reward"] - first["reward"]
     enough = len(steps) >= 20  # In fewer steps only a collapse is no chance.
-    if enough or last["reward"] < first["reward"] / 2:
+    collapsed = last["reward"] < first["reward"] / 2
+    if enough or collapsed:
         found["reward_fall"] = -rise
     if enough and rise < 0.05 and last["ratio_max"] < 1.01 and last["optimizer_steps"] > 1:
         found["idle_ratio"] = last["ratio_max"]
