@@ -110,8 +110,7 @@ class Args:
     grader may get only a tenth of a core. With --reward math, a second of processor time is a limit, too."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type in which the layers compute. The trained weights, logits and sums of gradients over ranks are always
-    float32. auto:
-    bfloat16 on a GPU, float32 on a CPU, which is our choice."""
+    float32. auto: bfloat16 on a GPU, float32 on a CPU, which is our choice."""
     temperature: Temperature = 1.0
     """Sampler and trainer divide the logits by this number. Top-p and top-k are off."""
     lr_warmup: Share = 0.0  # Share of --steps over which the learning rate rises linearly.

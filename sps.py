@@ -298,8 +298,7 @@ def keep_demonstrations(folder, step, batch, problems, args):
     """Choose the demonstrations among the responses of an RL step and write them to step-<step>.pt. The file holds only
     tensors and the index of each problem in `problems`, so that reading the file runs no code. Return a dict of
     two tensors: demonstration_T, whether the token's response was chosen, and mean_logp_T, the mean log-prob of its
-    response. Only rank 0 calls this. Raises Refused if
-    the reward does not say which responses are right."""
+    response. Only rank 0 calls this. Raises Refused if the reward does not say which responses are right."""
     common.require(batch.right_PG is not None, "--reward: demonstrations need it to say which responses are right")
     # We take the log-probs at sampling time (ours). The "model likelihood" of L2TE may be p(y) of Eq. 13, a product.
     # We take the mean log-prob over tokens, since a sum mostly ranks responses by length (ours).

@@ -114,7 +114,7 @@ def fetch(name, given):
     as a run does, which checks them. With the environment variable DRY, only print what would be fetched, and where it
     would go."""
     script, *flags = experiments.command_of(name, given)
-    if "DRY" not in os.environ:
+    if not os.environ.get("DRY"):
         prepare(flags)
     sys.argv = [script, *flags]
     sys.path[:0] = [str(Path(script).parent), str(experiments.ROOT)]
@@ -125,7 +125,7 @@ def fetch(name, given):
     import common
 
     args = common.parse_flags(importlib.import_module(Path(script).stem).Args, __doc__)
-    if "DRY" in os.environ:
+    if os.environ.get("DRY"):
         makers = {source: f"./run.sh {command}" for source, command in experiments.NEEDS.items()}
         for source in (args.model, *args.dataset.split(","), *filter(None, args.eval.split(","))):
             made = [maker for folder, maker in makers.items() if source.startswith(folder)]
