@@ -1024,9 +1024,9 @@ def pass_at_k(correct_PG, k):
 def evaluate(held_out, sampler, verifier, record, step):
     """Sample and grade the held-out sets, {name: problems}, and write the responses to samples/. Return the metrics
     eval/<name>/avg@n, length, the parts of the reward and, if the reward says which responses are right, pass@k for
-    k = 2, 4, … ≤ n. All sets are sampled together, so that there is only one
-    wait for the longest response. All steps have the same seeds. The record gets the sum of avg@n over the sets; step 0
-    sets the sum that --keep-best must exceed."""
+    k = 2, 4, … ≤ n. All sets are sampled together, so that there is only one wait for the longest response. All steps
+    have the same seeds. The record gets the sum of avg@n over the sets; step 0 sets the sum that --keep-best must
+    exceed."""
     args = record.args
     record.score = 0
     n = args.eval_samples
@@ -1041,11 +1041,15 @@ def evaluate(held_out, sampler, verifier, record, step):
         drawn = drawn_metrics(groups)
         record.score += drawn["reward"]
         figures = {f"avg@{n}": drawn["reward"]}
+        form = ".3f"
         if "accuracy" in drawn:
             right_PG = torch.stack([group.right_G for group in groups])
             for exponent in range(1, n.bit_length()):
                 figures[f"pass@{2**exponent}"] = pass_at_k(right_PG, 2**exponent)
-        record.say(f"{name} after step {step}: " + ", ".join(f"{what} {value:.3f}" for what, value in figures.items()))
+            if math.isclose(drawn["reward"], drawn["accuracy"], rel_tol=1e-6):
+                form = ".1%"  # as papers and tools/eval.py print accuracies; metrics.jsonl has fractions
+        said = ", ".join(f"{what} {value:{form}}" for what, value in figures.items())
+        record.say(f"{name} after step {step}: {said}")
         figures["length"] = drawn["response_length"]
         for part, value in drawn.items():
             if part.startswith("reward/"):

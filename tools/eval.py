@@ -219,9 +219,11 @@ def table_of(name, protocol, rows):
     sets, its average is a dash. A paper's score may have its spread after a slash, which an average leaves out."""
     problems = {row["set"]: row["problems"] for row in rows}
     lines = {}
-    for label in rows[0]["figures"]:
-        same = re.sub(r"^pass@1\b", f"avg@{rows[0]['n']}", label)  # A run gives it this name.
-        lines[same] = {row["set"]: f"{row['figures'][label]:.4g}" for row in rows}
+    labels = dict.fromkeys(label for row in rows for label in row["figures"])  # A set may lack `mean reward`.
+    average = "mean reward" if "mean reward" in labels else "pass@1"  # A run calls it avg@n.
+    for label in labels:
+        same = re.sub(rf"^{average}\b", f"avg@{rows[0]['n']}", label)
+        lines[same] = {row["set"]: f"{row['figures'][label]:.4g}" for row in rows if label in row["figures"]}
     if name:
         lines |= reported(name)
     for line in lines.values():
@@ -264,7 +266,7 @@ def main():
     sampler.close()
     if world.rank == 0:
         sampling = f"temperature {protocol.eval_temperature:g}, top-p {protocol.top_p:g}"
-        print(f"\n{sampling}; accuracies in percent, which a run logs as fractions; avg@n is pass@1 of papers")
+        print(f"\n{sampling}; accuracies in percent, as fractions in metrics.jsonl; avg@n is pass@1 of papers")
         print(f"weights of {path}, after step {step}; relative paths lead from {Path.cwd()}")
         print(table_of(args.protocol, protocol, rows).to_string())
         name = "-".join([path.name, args.protocol or "own", *data])
