@@ -23,7 +23,9 @@ from PIL import Image
 from pyarrow.parquet import ParquetFile
 
 TEXT = datasets.Value("string")
-COLUMNS = datasets.Features({"image": datasets.Image(), "problem": TEXT, "solution": TEXT, "choices": [TEXT]})
+COLUMNS = datasets.Features(
+    {"image": datasets.Image(), "problem": TEXT, "solution": TEXT, "choices": [TEXT]},
+)
 
 # For each set, the things that its images show, and the property that its questions ask for.
 KINDS = {
@@ -36,7 +38,8 @@ KINDS = {
 
 def row(image, problem, solution, choices=()):
     """Return a row in the format of the training sets on the hub, with the choices of CV-Bench as one more column."""
-    return {"image": image, "problem": problem, "solution": f"<answer> {solution} </answer>", "choices": choices}
+    boxed = f"<answer> {solution} </answer>"
+    return {"image": image, "problem": problem, "solution": boxed, "choices": choices}
 
 
 def geoqa(_, prompts, folder):
@@ -89,9 +92,9 @@ def lisa(name, folder):
         left, top, right, bottom = corners.tolist()
         for text in texts:
             problem = (
-                f"Output the bounding box in the image corresponding to the instruction: {text} Output the thinking "
-                'process in <think> </think> and your grouding box. Following "<think> thinking process </think>\n'
-                '<answer>(x1,y1),(x2,y2)</answer>)" format.'
+                f"Output the bounding box in the image corresponding to the instruction: {text} Output "
+                'the thinking process in <think> </think> and your grouding box. Following "<think> thinking process '
+                '</think>\n<answer>(x1,y1),(x2,y2)</answer>)" format.'
             )
             yield row(image, problem, f"({left},{top}),({right},{bottom})")
 

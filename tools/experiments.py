@@ -15,7 +15,8 @@ from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-REPO = f"{os.path.relpath(ROOT)}/".removeprefix("./")  # The path from the current folder to the repository.
+# The path from the current folder to the repository.
+REPO = f"{os.path.relpath(ROOT)}/".removeprefix("./")
 
 # Methods, and sizes that each of these methods has. The name of an experiment lacks a slash and the text after it:
 # grpo/math with the size math is the experiment grpo-math.
@@ -88,19 +89,22 @@ MATHARENA = "MathArena/brumo_2025,MathArena/hmmt_feb_2025,MathArena/hmmt_nov_202
 MATH_3TO5 = f"{REPO}data/understand-r1-zero/datasets/train/math_lvl3to5_8k"
 SEE = f"{REPO}tasks/toy-images/"
 SMOLLM = f"{REPO}tasks/smollm/"
-NEEDS = {MATH_3TO5: "data", SEE: "toy-images", SMOLLM: "smollm"}  # Which command of run.sh makes each folder.
+# Which command of run.sh makes each folder.
+NEEDS = {MATH_3TO5: "data", SEE: "toy-images", SMOLLM: "smollm"}
 LARGE = "--activation-checkpointing"
 FAST = "--no-activation-checkpointing"
 B1 = f"{FAST} --micro-batch-tokens=32768"
-B7 = f"{LARGE} --micro-batch-tokens=65536"  # With B1 and B7, models of 1.5B and 7B use 3/4 of 8 GPUs of 80 GB.
+# With B1 and B7, models of 1.5B and 7B use 3/4 of 8 GPUs of 80 GB.
+B7 = f"{LARGE} --micro-batch-tokens=65536"
 FLAT = "--temperature=1 --lr-warmup=0 --lr-schedule=constant --lr-floor=0 --weight-decay=0.01"
 AWAKE = ""
 if os.environ.get("MACHINE") == "gpu":  # run.sh sets this variable.
     AWAKE = "--keep-awake --gpu-memory-utilization=0.1"
 TOY = f"""{AWAKE} {FAST} --model={REPO}tasks/toy/model --reward=math --template=plain
     --dataset={REPO}tasks/toy/train.jsonl
-    --eval={REPO}tasks/toy/heldout.jsonl,{REPO}tasks/toy/harder.jsonl --eval-samples=8 --eval-temperature=1
-    --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32 --max-response-tokens=96 --lr=2e-4 --steps=120"""
+    --eval={REPO}tasks/toy/heldout.jsonl,{REPO}tasks/toy/harder.jsonl --eval-samples=8
+    --eval-temperature=1 --eval-every=40 --prompts-per-step=32 --max-prompt-tokens=32
+    --max-response-tokens=96 --lr=2e-4 --steps=120"""
 SEEN = f"{TOY} --model={SEE}model --image-column=image"
 PRETRAINED = f"""{AWAKE} {FAST} {FLAT} --model={SMOLLM}model --template={REPO}tasks/smollm.txt
     --dataset={SMOLLM}train.jsonl --eval={SMOLLM}heldout.jsonl,{SMOLLM}harder.jsonl --eval-samples=8
@@ -111,9 +115,10 @@ GSM8K = f"""{AWAKE} {LARGE} {FLAT} --gpu-memory-utilization=0.2 --model=Qwen/Qwe
     --template=chat-boxed --dataset=openai/gsm8k:main:train --eval=openai/gsm8k:main:test --eval-every=29
     --max-prompt-tokens=512 --max-response-tokens=1024 --lr=2e-6 --reward=math"""
 SSPO = f"--eval={AIME24},AI-MO/aimo-validation-amc,{OTHERS} --keep-best --dataset={MATH_3TO5}"
+# These are defaults of sspo.py, for other scripts.
 AS_SSPO = f"""{SSPO} {FLAT} --template=qwen-math --prompts-per-step=128 --group-size=8 --steps=200
-    --updates-per-step=4 --max-prompt-tokens=1024 --max-response-tokens=3000 --max-total-tokens=0 --no-format-reward
-    --checkpoints-kept=2 --reward=math"""  # These are defaults of sspo.py, for other scripts.
+    --updates-per-step=4 --max-prompt-tokens=1024 --max-response-tokens=3000
+    --max-total-tokens=0 --no-format-reward --checkpoints-kept=2 --reward=math"""
 GPG = f"{B7} --eval={AIME24},knoveleng/AMC-23,{OTHERS}"
 # These are defaults of gpg.py, for other scripts.
 AS_GPG = "--model=Qwen/Qwen2.5-Math-7B --template=qwen-boxed --weight-decay=0.1 --reward=open_r1_gpg"
@@ -122,13 +127,13 @@ MATH = f"""{GPG} --dataset=DigitalLearningGmbH/MATH-lighteval:train --max-prompt
     --lr-floor=0"""  # These values are from footnote 1.
 # This is the recipe of Open-RS. The decay is TRL's default.
 RS = f"""{B1} --model=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --template=open-rs --format-reward
-    --group-size=6 --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584 --temperature=0.7
-    --lr-warmup=0.1 --lr-schedule=cosine --lr-floor=0.1 --weight-decay=0"""
+    --group-size=6 --prompts-per-step=64 --max-prompt-tokens=512 --max-response-tokens=3584
+    --temperature=0.7 --lr-warmup=0.1 --lr-schedule=cosine --lr-floor=0.1 --weight-decay=0"""
 # 16 prompts a step: 8 GPUs have one prompt each and accumulate twice (sat: once). We infer 8 GPUs from G = 8 and a
 # micro-batch of 1; the releases' test.sh has 2. beta_th is their min_inverse_alpha. The rest are defaults of TRL.
 IMAGES = f"""{LARGE} --image-column=image --max-pixels=401408 --model=Qwen/Qwen2-VL-2B-Instruct
-    --template=chat --beta-th=0.4 --normaliser=response --format-reward --prompts-per-step=16 --max-prompt-tokens=1024
-    --max-response-tokens=256 --weight-decay=0 --lr-schedule=linear"""
+    --template=chat --beta-th=0.4 --normaliser=response --format-reward --prompts-per-step=16
+    --max-prompt-tokens=1024 --max-response-tokens=256 --weight-decay=0 --lr-schedule=linear"""
 IOU = "--reward=iou"
 CLASSES = f"{IMAGES} --reward=class_name --dataset=laolao77/ViRFT_CLS"
 
@@ -143,8 +148,9 @@ def sps(flags):
     return {
         "all": f"""{flags} --subset=3000 --eval={AIME24},math-ai/aime25,{MATHARENA}
             --eval-samples=128 --eval-temperature=0.7 --eval-every=100 --keep-best""",
-        "sspo.py": """--dataset=Elliott/Openr1-Math-46k-8192 --max-response-tokens=3072 --lr=5e-7 --reward=open_r1
-            --steps=700 --weight-decay=0.1 --adam-betas 0.9 0.95 --prompts-per-step=16 --updates-per-step=1""",
+        "sspo.py": """--dataset=Elliott/Openr1-Math-46k-8192 --max-response-tokens=3072 --lr=5e-7
+            --reward=open_r1 --steps=700 --weight-decay=0.1 --adam-betas 0.9 0.95
+            --prompts-per-step=16 --updates-per-step=1""",
         "sps.py": "--irl-lr=5e-7",
         "gspo-sps": "--prompts-per-step=64 --updates-per-step=4 --steps=175 --eval-every=25",
         "sps-k": "--steps=376",  # Two epochs of 3,000 problems.
@@ -188,7 +194,8 @@ SIZES = {
         "gpg.py": GPG,
         "sspo-clip-cov": f"{AS_SSPO} --model=Qwen/Qwen2.5-Math-7B",
     },
-    "zero": {  # GPG's Table 9. The penalty of dapo is over 614 of 3,072 tokens. The number of draws is verl's.
+    # GPG's Table 9. The penalty of dapo is over 614 of 3,072 tokens. The number of draws is verl's.
+    "zero": {
         "all": f"{GPG} {AS_GPG} --dataset=BytedTsinghua-SIA/DAPO-Math-17k --max-response-tokens=3072",
         "dapo": "--prompts-per-step=144 --steps=1100 --overlong-buffer=614 --max-draws=10 --updates-per-step=1",
     },
@@ -209,8 +216,8 @@ SIZES = {
     "aircraft": {"all": f"{CLASSES}_fgvc_aircraft_4_shot --steps={100 * 4 * 8 // 16}"},
     "car": {"all": f"{CLASSES}_car196_4shot --steps={196 * 4 * 8 // 16}"},
     "sat": {  # Two epochs of about 12,000 problems in steps of 8.
-        "all": f"""{IMAGES} --model=Qwen/Qwen2-VL-2B --template={REPO}tasks/sat.txt --prompts-per-step=8 --steps=3000
-            --reward=class_name --max-response-tokens=700 --dataset={REPO}data/sat.parquet""",
+        "all": f"""{IMAGES} --model=Qwen/Qwen2-VL-2B --template={REPO}tasks/sat.txt --prompts-per-step=8
+            --steps=3000 --reward=class_name --max-response-tokens=700 --dataset={REPO}data/sat.parquet""",
     },
     # Visual-RFT, too, trains for 6 epochs.
     "lisa": {"all": f"{IMAGES} {IOU} --dataset={REPO}data/lisa-train.parquet --steps=498"},
@@ -253,7 +260,8 @@ def command_of(name, given=()):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `./run.sh list | head` then ends without a traceback.
+    # `./run.sh list | head` then ends without a traceback.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     word, *given = sys.argv[1:]
     if word == "help":
         for method, (_, place) in METHODS.items():
