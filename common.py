@@ -418,8 +418,8 @@ class Sampler:
             )
             for key, g in mine
         ]
-        asked = [vision.for_sampler(prompts[key]) for key, _ in mine]
-        outputs = self.llm.generate(asked, params, use_tqdm=IS_RANK_0 and Progress)
+        asked = {key: vision.for_sampler(prompts[key]) for key in {key for key, _ in mine}}  # an image once a group
+        outputs = self.llm.generate([asked[key] for key, _ in mine], params, use_tqdm=IS_RANK_0 and Progress)
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
             only = output.outputs[0]
@@ -787,9 +787,9 @@ def empty_model(config):
 
 def model_folder(args):
     """Return the folder of --model. If --model is a hub id, one rank of each node downloads it. Raises Refused if the
-    folder has no readable config or no file of a tokenizer, if the model sees images and is no Qwen2-VL or Qwen2.5-VL,
-    or if its context is too short. Later, `read_weights` checks the weights, and `sampler_gap` checks that policy and
-    vLLM agree."""
+    folder has no readable config or no file of a tokenizer, if the model has no rotary positions, if it sees images and
+    is no Qwen2-VL or Qwen2.5-VL, or if its context is too short. Later, `read_weights` checks the weights, and
+    `sampler_gap` checks that policy and vLLM agree."""
     folder = Path(args.model)
     with refuse_errors(f"--model {args.model}, a folder or the id of a model of the hub, of which no code is run"):
         with fetched_once():  # All ranks must enter, even if only one node has the folder.
@@ -802,6 +802,8 @@ def model_folder(args):
             "checkpoint",
         )
         config = config_of(folder)
+        rotary = hasattr(config.get_text_config(), "rope_parameters")
+        require(rotary, "of the models for text, only those with rotary positions train")
         trains = not hasattr(config, "vision_config") or config.model_type in ("qwen2_vl", "qwen2_5_vl")
         require(trains, "of the models that see images, only Qwen2-VL and Qwen2.5-VL train")
     text = config.get_text_config()
@@ -1053,7 +1055,7 @@ def evaluate(held_out, sampler, verifier, record, step):
         figures["length"] = drawn["response_length"]
         for part, value in drawn.items():
             if part.startswith("reward/"):
-                figures[part.removeprefix("reward/")] = value
+                figures[part] = value
         for what, value in figures.items():
             metrics[f"eval/{name}/{what}"] = value
         record.write_samples(f"{name}-step{step:05d}", groups)

@@ -79,7 +79,7 @@ case $word in
   resume) setup; exec "$python" "$tools/launch.py" resume "$@" ;;
   plot | why) setup; exec "$python" "$tools/$word.py" "$@" ;;
   sweep | table) setup; exec "$python" "$tools/sweep.py" "$word" "$@" ;;
-  claims) setup; PROCESSES=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" "$tools/claims.py" "$@" ;;
+  claims) setup; cd "$root"; PROCESSES=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" "$tools/claims.py" "$@" ;;
   default) run=runs/sspo-toy-$(date +%Y%m%d-%H%M%S); export ENDS_WITH_PARENT=1  # for tools/launch.py
     (start sspo-toy --run-dir "$run"); if [ -n "${DRY:-}" ]; then exit; fi
     "$python" "$tools/plot.py" "$run"; "$python" "$tools/plot.py" "$run" --figure=tokens ;;

@@ -42,7 +42,8 @@ def checkpoint_and_check_stop(policy, optimizer, step, position, record):
     the run has used.
 
     The checkpoint is the folder checkpoints/step-<step>. Until all its files are written, the folder has another name,
-    so a folder of this name is complete. Afterwards, delete all but the newest --checkpoints-kept."""
+    so a folder of this name is complete. Afterwards, delete all but the newest --checkpoints-kept.
+    A checkpoint that a kill has cut off is deleted before the next one is written."""
     world = record.world
     args = record.args
     stop = record.folder / "stop"
@@ -56,7 +57,8 @@ def checkpoint_and_check_stop(policy, optimizer, step, position, record):
     final = record.folder / "checkpoints" / f"step-{step:05d}"
     partial = final.with_suffix(".partial")
     if world.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        for cut_off in final.parent.glob("step-?????.partial"):
+            shutil.rmtree(cut_off)
         partial.mkdir(parents=True)
     dist.barrier()
     state = {"policy": sharded.get_model_state_dict(policy)}

@@ -79,7 +79,7 @@ def grade(reward, completion, *graded_by):
     is right. If the reward returns a dict with `right`, it is that value. Otherwise a score of 1 is right, any other
     score from 0 to 1 is wrong, and with a score outside 0 to 1 `right` is None. `parts` has the other numbers of the
     dict. If the reward cannot be loaded or raises an error, return (None, traceback, None, {}). If a reward other than
-    math runs out of memory, this process ends."""
+    math runs out of memory or calls exit(), this process ends."""
     try:
         if reward == "math":
             score, verdict = grade_math(completion, *graded_by)
@@ -89,9 +89,10 @@ def grade(reward, completion, *graded_by):
         score = float(parts.pop("score"))
         if not math.isfinite(score):
             raise ValueError(f"{score} is not a finite number")
-        right = parts.pop("right", score == 1 if 0 <= score <= 1 else None)
+        near = round(score, 9)  # A weighted sum of parts may miss 1 by rounding.
+        right = parts.pop("right", near == 1 if 0 <= near <= 1 else None)
         return score, "graded", right, {name: float(x) for name, x in parts.items() if isinstance(x, Number)}
-    except MemoryError:
+    except (MemoryError, SystemExit):  # The reward may run a program that calls exit().
         os._exit(1)  # The pool starts a new process for the next completion.
     except Exception:
         return None, format_exc(), None, {}

@@ -91,6 +91,7 @@ def open_run(folder, args):
         "command": shlex.join(sys.argv),
         "cwd": os.getcwd(),  # Paths in the flags are relative to this folder.
         "args": flags,
+        "processes": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         "versions": {each.name: each.version for each in importlib.metadata.distributions()},
     }
     new = file.with_suffix(".new")  # On a full disk, run.json stays as it was.

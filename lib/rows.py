@@ -25,14 +25,14 @@ DAPO_BEGINS = (
 DAPO_ENDS = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
-def names_of(sources):
+def names_of(sources, taken=("train",)):
     """Return {name: source} for a list of held-out sets. A name is the last part of the path or hub id, without the
-    ending of a file; a colon before a split becomes a dash. The run writes the set's samples under this name. So if two
-    sets have the same name, or a set is called train, raise Refused."""
+    ending of a file; a colon before a split becomes a dash. A run writes the set's samples under this name. So if two
+    sets have the same name, or a name is in `taken`, raise Refused."""
     named = {}
     for source in filter(None, map(str.strip, sources)):
         name = re.sub(r"\.(jsonl?|parquet)$", "", Path(source).name).replace(":", "-")
-        require(name not in {"train", *named}, f"{source}: another set is called {name}, and their files would mix")
+        require(name not in {*taken, *named}, f"{source}: another set is called {name}, and their files would mix")
         named[name] = source
     return named
 

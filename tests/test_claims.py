@@ -110,6 +110,7 @@ table run-seed1 --figures reward > names no steps
 table run-seed1 --figures 'reward, last 10 steps' > names no steps
 plot > name run folders
 plot empty > empty: no step is logged there
+plot step0 > step0: no step is logged there
 plot run-seed1 --panels nosuch > {'nosuch'}
 plot run-seed1 -o old.nosuch > Format 'nosuch'
 plot run-seed1 -o none/a.png > none/a.png: .*No such file
@@ -162,9 +163,9 @@ def test_runs_of_other_code_are_not_pooled_in_silence(data, fork, capsys):
     assert f"{runs[0]} and {runs[1]}: the same script, the same flags, but different code" in capsys.readouterr().err
 
 
-def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
-    """A run that has finished stays, and one that was cut off goes on: here those of seed 2 at their first. Beside
-    runs of other code or flags nothing runs, unless the sweep has another name. Names say only a run's own flags."""
+def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork, capsys):
+    """A run that has finished stays, and one that was cut off goes on: here the first. Beside runs of other code or
+    flags nothing runs, unless the sweep has another name. Names say only a run's own flags."""
     started = []
 
     def launch(words, folder, script):
@@ -172,7 +173,7 @@ def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
         command = [script or "sspo.py", *command_of(words[0], words[1:])[1:]]
         goes_on = folder.exists()
         logged(folder, [{"step": 1, "reward": 1}], Path(command[0]), shlex.join(command), seed=folder.name[-1])
-        if goes_on or folder.name[-1] != "2":
+        if goes_on or folder.name != "grpo-toy-seed1":
             (folder / "model").mkdir()
 
     def begin(*flags):
@@ -187,7 +188,8 @@ def test_a_sweep_runs_what_is_missing(data, monkeypatch, fork):
     monkeypatch.setattr(sweep, "launch", launch)
     runs = ["grpo-toy-seed1", "mine-grpo-toy-eval-a:b-seed1", "grpo-toy-seed2", "mine-grpo-toy-eval-a:b-seed2"]
     assert begin() == [f"steps-5/{name}" for name in runs]
-    assert begin() == [f"steps-5/{name}" for name in runs[2:]]
+    assert "grpo-toy: the first\n" in capsys.readouterr().out
+    assert begin() == [f"steps-5/{runs[0]}"]
     assert begin() == []
     fork.write_text(fork.read_text() + "# changed")
     with refused(f"other code or flags: rm -r {data}/steps-5/{runs[1]} {data}/steps-5/{runs[3]}, or"):

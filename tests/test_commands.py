@@ -1,6 +1,7 @@
 """tools/experiments.py, run.sh: the command of every experiment parses and passes the checks before a run."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -55,6 +56,13 @@ def test_every_experiment_parses(table, monkeypatch):
         fields = names_of(command)
         assert len(fields) == len(set(fields)), experiment
         common.validate(parsed(*command))
+
+
+def test_resume_takes_a_runs_own_flags_and_number_of_processes(tmp_path):
+    about = {"command": "sspo.py --steps 3", "cwd": str(tmp_path), "processes": "3"}
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    said = run_sh("resume", str(tmp_path), "--lr", "1")
+    assert said.endswith(f" --nproc-per-node 3 sspo.py --steps 3 --lr 1 --run-dir={tmp_path} --resume\n")
 
 
 def test_a_flag_at_the_end_replaces_the_experiments():

@@ -180,6 +180,7 @@ def test_names_of_held_out_sets():
     """A run and `eval RUN` have the same; a set's files must not be those of the training."""
     sources = ["a/b.v1:test", " c.jsonl", "", "d:main:train"]
     assert common.names_of(sources) == {"b.v1-test": "a/b.v1:test", "c": "c.jsonl", "d-main-train": "d:main:train"}
+    assert common.names_of(["train.json"], taken=()) == {"train": "train.json"}  # An evaluation writes no samples.
     for names in (["a/c.jsonl", "c:test", "c"], ["here/train.parquet"]):
         with refused(f"{names[-1]}: another set is called (c|train)"):
             common.names_of(names)

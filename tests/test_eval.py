@@ -84,6 +84,16 @@ def test_an_average_is_over_sets_or_over_questions():
     assert averages(rows[:2], True) == ["10", "-"]
 
 
+def test_a_set_whose_scores_are_all_0_and_1_has_a_mean_reward_too():
+    """It is what a run calls avg@n, if another set has other scores."""
+    row = {"problems": 1, "n": 4}
+    half = row | {"set": "a", "reward": 0.5, "figures": {"pass@1": 0.0, "mean reward": 0.5}}
+    for rows in ([half, row | {"set": "b", "reward": 1.0, "figures": {"pass@1": 100.0}}], [half]):
+        for ordered in (rows, rows[::-1]):
+            table = evaluation.table_of("", evaluation.Protocol(), ordered)
+            assert table.loc["avg@4", "average"] == f"{0.5 + 0.25 * (len(rows) - 1):g}"
+
+
 @pytest.mark.slow
 def test_on_the_embedded_model(engine, tmp_path):
     """A set of the papers and one of one's own, with SPS's measures; on two processes. What is sampled depends on a

@@ -9,7 +9,7 @@ from conftest import check_sampler, random_model, refused
 from jobs import Jobs
 from test_invariance import largest_difference
 from test_policy import CPU, batch_of, one_at_a_time
-from transformers import AutoModelForCausalLM, Gemma3Config
+from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config
 
 import common
 from lib import layers
@@ -41,10 +41,17 @@ def test_a_window_shorter_than_a_sequence_is_refused(kind, settings, tmp_path):
         common.model_folder(model_of(tmp_path, kind, settings))
 
 
-def test_a_model_that_sees_in_another_way_is_refused(tmp_path):
-    Gemma3Config(vision_config={"hidden_size": 32}).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Gemma3Config(vision_config={"hidden_size": 32}), "that see images, only Qwen2-VL and Qwen2.5-VL train"),
+        (GPT2Config(), "for text, only those with rotary positions train"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused(config, said, tmp_path):
+    config.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").touch()
-    with refused("^--model .*: of the models that see images, only Qwen2-VL and Qwen2.5-VL train"):
+    with refused(f"^--model .*: of the models {said}"):
         common.model_folder(common.Args(str(tmp_path)))
 
 

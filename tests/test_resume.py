@@ -155,11 +155,11 @@ def test_a_checkpoint_that_lacks_weights_is_refused(run):
 
 
 def test_only_older_checkpoints_are_pruned(run, tmp_path):
-    """What is not named as a checkpoint is another's; one that was being written does not count."""
+    """What is not named as a checkpoint is another's. One that a kill cut off does not count, and goes."""
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
-    others = {"step-00100-copy2", "step-00101.partial", "step-other"}
-    for name in others:
+    others = {"step-00100-copy2", "step-00101-model.partial", "step-other"}
+    for name in others | {"step-00101.partial"}:
         (checkpoints / name).mkdir()
     for step in (9, 99, 100, 10_000):
         left = save(run, step)

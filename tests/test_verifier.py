@@ -64,6 +64,7 @@ ENDS = {
     "9**9**9": "timeout",  # never comes back to Python
     "os._exit(0)": "timeout",  # pebble waits for a process that says that all is well
     "os._exit(3)": "crash",
+    "exit()": "crash",
     "bytearray(1 << 33)": "crash",
     "bytearray(1 << 28)": "graded",
 }
@@ -93,8 +94,8 @@ def test_a_reward_may_have_parts_and_say_what_is_right(tmp_path, capsys):
         common.verify(verifier, [group])
         return group
 
-    first = graded("1", "0.5", '{"score": 2.5, "right": 1, "form": true, "said": "x"}')
-    assert first.score_G.tolist() == [1, 0.5, 2.5] and first.right_G.tolist() == [True, False, True]
+    first = graded("0.9999999999999999", "0.5", '{"score": 2.5, "right": 1, "form": true, "said": "x"}')
+    assert first.right_G.tolist() == [True, False, True] and first.score_G.tolist()[1:] == [0.5, 2.5]
     assert first.parts[2] == {"form": 1.0}
     assert "a score of" not in capsys.readouterr().out
     assert graded("0", "-1").right_G is None and graded("1").right_G is None

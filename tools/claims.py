@@ -22,7 +22,6 @@ runs after their step. On a machine with GPUs, use CPU=1 ./run.sh claims gpg --j
 
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -204,5 +203,4 @@ def main(
 
 
 if __name__ == "__main__":
-    os.chdir(sweep.ROOT)
     sys.exit(tyro.cli(main, description=__doc__))

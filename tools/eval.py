@@ -134,7 +134,7 @@ def step_of(path, folder):
 
 def problems_of(protocol, tokenizer):
     """Return {name: problems} for the sets of a protocol. Raises Refused if it has no sets."""
-    sources = common.names_of(protocol.sets)
+    sources = common.names_of(protocol.sets, taken=())
     common.require(sources, "--sets: name some sets; neither a protocol nor the run names any")
     data = {}
     for name, source in sources.items():
@@ -219,9 +219,12 @@ def table_of(name, protocol, rows):
     sets, its average is a dash. A paper's score may have its spread after a slash, which an average leaves out."""
     problems = {row["set"]: row["problems"] for row in rows}
     lines = {}
-    labels = dict.fromkeys(label for row in rows for label in row["figures"])  # A set may lack `mean reward`.
-    average = "mean reward" if "mean reward" in labels else "pass@1"  # A run calls it avg@n.
-    for label in labels:
+    average = "pass@1"  # A run calls it avg@n.
+    if any("mean reward" in row["figures"] for row in rows):
+        average = "mean reward"
+        for row in rows:  # The scores of one set may all be 0 and 1.
+            row["figures"]["mean reward"] = row["reward"]
+    for label in dict.fromkeys(label for row in rows for label in row["figures"]):
         same = re.sub(rf"^{average}\b", f"avg@{rows[0]['n']}", label)
         lines[same] = {row["set"]: f"{row['figures'][label]:.4g}" for row in rows if label in row["figures"]}
     if name:
@@ -259,20 +262,26 @@ def main():
     data = problems_of(protocol, tokenizer)
     protocol.max_prompt_tokens = max(len(problem.prompt_ids) for problems in data.values() for problem in problems)
     common.check_context(common.config_of(folder).get_text_config(), protocol)
+    name = "-".join([path.name, args.protocol or "own", *data])
+    out = home / (args.out or run / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    if world.rank == 0:
+        with common.refuse_errors("--out"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.touch()
     verifier = common.Verifier(protocol, world, data.values())
     sampler = common.Sampler(folder, tokenizer, protocol, world)
     sampler.load(policy_of(path, folder, protocol, world))
-    rows = [evaluate(label, problems, protocol, verifier, sampler) for label, problems in data.items()]
+    rows = []
+    for label, problems in data.items():
+        rows.append(evaluate(label, problems, protocol, verifier, sampler))
+        if world.rank == 0:
+            out.write_text(json.dumps({"command": sys.argv, "rows": rows}) + "\n")
     sampler.close()
     if world.rank == 0:
         sampling = f"temperature {protocol.eval_temperature:g}, top-p {protocol.top_p:g}"
         print(f"\n{sampling}; accuracies in percent, as fractions in metrics.jsonl; avg@n is pass@1 of papers")
         print(f"weights of {path}, after step {step}; relative paths lead from {Path.cwd()}")
         print(table_of(args.protocol, protocol, rows).to_string())
-        name = "-".join([path.name, args.protocol or "own", *data])
-        out = home / (args.out or run / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
-        out.parent.mkdir(exist_ok=True)
-        out.write_text(json.dumps({"command": sys.argv, "rows": rows}) + "\n")
         print(f"\nwritten  {out}")
 
 

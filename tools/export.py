@@ -27,7 +27,8 @@ def main(path: tyro.conf.Positional[Path]):
     common.require(checkpoints, f"{path}: is no checkpoint, and has none")
     checkpoint = checkpoints[-1]
     _, _, start = evaluation.run_of(checkpoint)
-    os.chdir(start)
+    if Path(start).is_dir():
+        os.chdir(start)  # Paths in the run's flags lead from there.
     args = evaluation.protocol_of("", checkpoint)
     world = common.init_world()
     folder = common.model_folder(args)

@@ -88,6 +88,8 @@ def launch(script, flags):
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker,ignore::FutureWarning"
     words = ["--nproc-per-node", str(ranks), script, *flags]
     print(shlex.join([os.path.relpath(Path(sys.executable).with_name("torchrun")), *words]), flush=True)
+    if os.environ.get("DRY"):
+        return
     logging.disable(logging.ERROR)
     take_signals()
     try:
@@ -156,8 +158,11 @@ def resume(run, given):
     """Go on with the run in a folder from its newest checkpoint, by the command that its run.json has and the user's
     flags `given`."""
     folder = Path(run).resolve()
+    if not (folder / "run.json").exists():
+        sys.exit(f"run.sh: {folder} is no run's folder")
     about = json.loads((folder / "run.json").read_text())
     os.chdir(about["cwd"])
+    os.environ.setdefault("PROCESSES", about.get("processes", "2"))  # With another number, results differ by rounding.
     script, *flags = shlex.split(about["command"])
     launch(script, [*flags, *given, f"--run-dir={folder}", "--resume"])
 

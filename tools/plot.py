@@ -213,7 +213,9 @@ def main(
     else:
         methods = methods_of(runs)
         require_logged(panels, methods)
-        draw_curves(methods, panels or usual_panels(first.rows), out)
+        panels = panels or usual_panels(first.rows)
+        require(panels, f"{runs[0]}: no step is logged there yet")
+        draw_curves(methods, panels, out)
     print(out)
 
 

@@ -241,6 +241,7 @@ def main():
     args, flags = tyro.cli(Args, args=words, description=__doc__, return_unknown_args=True)
     require(args.experiments, "name experiments; ./run.sh list has them all")
     runs = {}
+    places = {}  # of the experiments in the command
     for seed, experiment in itertools.product(args.seeds, args.experiments):
         words = experiment.split(",")
         script, _, words[0] = words[0].rpartition(":")
@@ -248,10 +249,11 @@ def main():
         name = name_of([Path(script).stem, *words])
         folder = RUNS / (args.name or name_of(flags)) / f"{name}-seed{seed}"
         runs[folder] = ([*words, *flags, f"--seed={seed}"], folder, script)
+        places[folder] = args.experiments.index(experiment)
     others = [str(folder) for folder, run in runs.items() if outdated(*run)]
     require(not others, f"runs of other code or flags: rm -r {' '.join(others)}, or choose another --name")
     failed = run_all(lambda folder: train(*runs[folder]), itertools.filterfalse(finished, runs), args.jobs)
-    done = [*filter(finished, runs)]
+    done = sorted(filter(finished, runs), key=places.get)  # Differences are taken to the first.
     if done:
         table(done)
     return failed
