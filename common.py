@@ -300,6 +300,8 @@ VLLM_ENVIRONMENT = {  # Environment variables; those that the user has set stay.
     "VLLM_NO_USAGE_STATS": "1",
     # vLLM might first compile FlashInfer for minutes, and requests with a seed do not use it.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # With --tensor-parallel on Hopper or Blackwell vLLM would compile this, and fail without nvcc and ninja.
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
@@ -373,6 +375,8 @@ class Sampler:
             gpu_memory_utilization=args.gpu_memory_utilization,
             tensor_parallel_size=args.tensor_parallel,
             distributed_executor_backend="external_launcher",
+            # vLLM's cache of compiled code has a folder for each rank, but the code is for the GPU that the rank had.
+            additional_config={"ranks_of_a_node": world.local_size},
             enable_sleep_mode=self.sleeps,
             # The tuning would communicate with the ranks of other engines.
             enable_flashinfer_autotune=False,
