@@ -408,7 +408,8 @@ class Sampler:
 
         engines = self.world.size // args.tensor_parallel
         engine = self.world.rank // args.tensor_parallel
-        mine = [(key, g) for key in list(prompts)[engine::engines] for g in range(n)]
+        keys = list(prompts)[engine::engines]
+        mine = [(key, g) for key in keys for g in range(n)]
         params = [
             SamplingParams(
                 temperature=temperature,
@@ -422,7 +423,7 @@ class Sampler:
             )
             for key, g in mine
         ]
-        asked = {key: vision.for_sampler(prompts[key]) for key in {key for key, _ in mine}}  # an image once a group
+        asked = {key: vision.for_sampler(prompts[key]) for key in keys}  # an image once a group
         outputs = self.llm.generate([asked[key] for key, _ in mine], params, use_tqdm=IS_RANK_0 and Progress)
         rollout_of = {}
         for key_g, output in zip(mine, outputs, strict=True):
@@ -806,11 +807,11 @@ def model_folder(args):
             "checkpoint",
         )
         config = config_of(folder)
-        rotary = hasattr(config.get_text_config(), "rope_parameters")
+        text = config.get_text_config()
+        rotary = hasattr(text, "rope_parameters")
         require(rotary, "of the models for text, only those with rotary positions train")
         trains = not hasattr(config, "vision_config") or config.model_type in ("qwen2_vl", "qwen2_5_vl")
         require(trains, "of the models that see images, only Qwen2-VL and Qwen2.5-VL train")
-    text = config.get_text_config()
     transformers.logging.disable_progress_bar()
     check_context(text, args)
     return folder

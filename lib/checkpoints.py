@@ -57,7 +57,7 @@ def checkpoint_and_check_stop(policy, optimizer, step, position, record):
     final = record.folder / "checkpoints" / f"step-{step:05d}"
     partial = final.with_suffix(".partial")
     if world.rank == 0:
-        for cut_off in final.parent.glob("step-?????.partial"):
+        for cut_off in final.parent.glob("step-*[0-9].partial"):
             shutil.rmtree(cut_off)
         partial.mkdir(parents=True)
     dist.barrier()

@@ -95,11 +95,13 @@ def is_checkpoint(path):
 
 def run_of(path):
     """Return the run folder that `path` is or lies in, the flags of this run, and the folder in which the run was
-    started. If there is no such run folder, return the folder runs/, no flags and the current folder."""
+    started, from which paths in its flags lead; it is the current folder if the other is gone. If there is no such run
+    folder, return the folder runs/, no flags and the current folder."""
     for folder in (path, *path.parents[:2]):
         if (folder / "run.json").is_file():
             run = json.loads((folder / "run.json").read_text())
-            return folder, run["args"], run.get("cwd", ".")
+            start = run.get("cwd", ".")
+            return folder, run["args"], start if Path(start).is_dir() else "."
     return Path("runs"), {}, "."
 
 
@@ -246,8 +248,7 @@ def main():
         path = path.resolve()  # A checkpoint may be named from inside its run, or by a link.
     home = Path.cwd()
     run, _, start = run_of(path)
-    if Path(start).is_dir():
-        os.chdir(start)  # Paths in the run's flags lead from there.
+    os.chdir(start)
     usual = protocol_of(args.protocol, path)
     protocol = tyro.cli(Protocol, args=flags, default=usual)
     for flag, instead in INSTEAD.items():

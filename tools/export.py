@@ -27,8 +27,7 @@ def main(path: tyro.conf.Positional[Path]):
     common.require(checkpoints, f"{path}: is no checkpoint, and has none")
     checkpoint = checkpoints[-1]
     _, _, start = evaluation.run_of(checkpoint)
-    if Path(start).is_dir():
-        os.chdir(start)  # Paths in the run's flags lead from there.
+    os.chdir(start)
     args = evaluation.protocol_of("", checkpoint)
     world = common.init_world()
     folder = common.model_folder(args)
