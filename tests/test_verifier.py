@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import grades, judged, make_verifier, refused
+from conftest import judged, make_verifier, refused
 from jobs import Jobs
 
 import common
@@ -27,15 +27,6 @@ def test_hostile_answers_neither_hang_nor_harm_the_rest(verifier):
     scores, verdicts, *_ = zip(*verifier.grade(cases), strict=True)
     assert scores == (0, 1) * len(HOSTILE)
     assert "timeout" in verdicts and verdicts[-2] in ("too_long", "timeout")  # five million characters
-
-
-def test_answers_are_never_run_as_code(verifier, tmp_path):
-    there = tmp_path / "there"
-    code = [f"__import__('os').system('touch {there}')", f"open('{there}', 'w')", f"exec(\"open('{there}','w')\")"]
-    code += [rf"\text{{{code[0]}}}", f"x = {code[1]}", f"[{code[1]}, 1]"]
-    for gold in ("12", "x+1", "x = 5", "[1, 2]", r"\text{yes}"):
-        assert not any(grades(verifier, [rf"\boxed{{{answer}}}" for answer in code], [gold] * len(code)))
-    assert not there.exists()
 
 
 OWN = """
