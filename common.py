@@ -53,7 +53,6 @@ from lib.grading import BY_ANSWER, VERDICTS, grade, start_worker
 from lib.messages import IS_RANK_0, Progress, parse_flags, print_error, refuse_errors, require  # noqa: F401
 from lib.ranks import World, fetched_once, init_world, seed_of  # noqa: F401
 from lib.record import Record  # noqa: F401
-from lib.rows import names_of
 
 # ---------------------------- arguments
 Share = confloat(ge=0, le=1)
@@ -190,7 +189,7 @@ def load_data(args, tokenizer):
     """Return the training problems and {name: problems} of the held-out sets. With --subset N, only N training problems
     are drawn, by --seed. With --steps 0 there are none. Raises Refused if --subset is too large."""
     held_out = {}
-    for name, source in names_of(args.eval.split(",")).items():
+    for name, source in rows.names_of(args.eval.split(",")).items():
         held_out[name] = load_problems(source, tokenizer, args, "--eval")
     problems = []
     if not args.steps:
@@ -228,19 +227,21 @@ def load_problems(source, tokenizer, args, flag):
             turns = rows.turns_of(row, args.problem_column, args.template)
             text = "\n\n".join(turn["content"] for turn in turns)
             # DAPO's data, which have this column, repeat each problem a hundred times.
-            repeated = "reward_model" in row and not args.image_column and text in texts
-            if not repeated:
-                problem = problem_of(row, turns, text, tokenizer, args, origin)
-        if repeated:
-            left_out["repeated"].append(number)
-        elif not text.strip():
-            left_out["no problem"].append(number)
+            if "reward_model" in row and not args.image_column and text in texts:
+                left_out["repeated"].append(number)
+                continue
+            problem = problem_of(row, turns, text, tokenizer, args, origin)
+        reason = ""
+        if not text.strip():
+            reason = "no problem"
         elif not problem.answer:
-            left_out["no answer"].append(number)
+            reason = "no answer"
         elif args.reward in BY_ANSWER and re.search(rows.WORKED, problem.answer):
-            left_out["answer in sentences, which no box equals"].append(number)
+            reason = "answer in sentences, which no box equals"
         elif len(problem.prompt_ids) > most:
-            left_out["prompt too long"].append(number)
+            reason = "prompt too long"
+        if reason:
+            left_out[reason].append(number)
         else:
             problems.append(problem)
             texts.add(text)
@@ -514,7 +515,7 @@ class Verifier:
     grader does not stop the run. `sets` are lists of problems. A --reward other than math is tried on an empty
     completion of the first problem of each set. Raises Refused if the reward fails, hangs or crashes there."""
 
-    def __init__(self, args, world, sets=()):
+    def __init__(self, args, world, sets):
         self.world = world
         self.args = args
         self.says_right = True  # whether all scores so far have said which responses are right
@@ -836,8 +837,7 @@ def check_context(text, args):
 def read_weights(folder):
     """Read the files of a model and return the state dict of its Policy (float32). Raises Refused if a weight is
     missing or unexpected."""
-    config = config_of(folder)
-    lm, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **MODEL_OPTIONS)
+    lm, info = model_class(config_of(folder)).from_pretrained(folder, output_loading_info=True, **MODEL_OPTIONS)
     wrong = [name for names in info.values() for name in names]
     require(not wrong, f"--model {folder}: its files and its config.json differ in weights such as {wrong[:2]}")
     return Policy(lm, 1.0).state_dict()
@@ -965,14 +965,10 @@ def full_weights(policy, dtype):
             unit.reshard()
 
 
-# Suffixes of the files that a trained model takes over from the folder of --model; "" is for LICENSE.
-KEPT = ("", ".json", ".txt", ".jinja", ".model", ".md")
-
-
 def save_model(policy, name, source, step, record):
     """Write a folder `name` in the run's folder that transformers and vLLM can load. It has the weights in the
-    sampler's dtype and the files with a suffix in KEPT of the folder `source`. Its config.json gets this dtype and
-    `step`, and its generation_config.json the end tokens. All ranks must call this."""
+    sampler's dtype, and copies of the other files of the folder `source`. Its config.json gets this dtype and `step`,
+    and its generation_config.json the end tokens. All ranks must call this."""
     dtype = compute_dtype(record.args, record.world)
     weights = {}
     for weight, tensor in full_weights(policy, dtype):
@@ -983,9 +979,10 @@ def save_model(policy, name, source, step, record):
         final = record.folder / name
         partial = final.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial.mkdir()
         for each in source.iterdir():
-            if each.is_file() and each.suffix in KEPT and not each.match("*.index.json"):  # the index of weights
+            # The index names the files of weights.
+            if each.suffix in (".json", ".txt", ".jinja", ".model", ".md") and not each.match("*.index.json"):
                 shutil.copyfile(each, partial / each.name)
         file = partial / "config.json"
         config = json.loads(file.read_text())
@@ -1013,19 +1010,16 @@ def finish(policy, source, record):
     if record.stopping:
         return
     save_model(policy, "model", source, record.args.steps, record)
-    if not record.gap_checked:
-        record.say("trainer and sampler were not compared: no response was trained")
-    record.say(f"the run is complete; to look at it: ./run.sh plot {record.quoted}")
+    record.say(f"the run is complete; to look at it: ./run.sh plot {record.folder}")
 
 
 # --------------------------- evaluation
 def pass_at_k(correct_PG, k):
     """Return the unbiased estimate of pass@k, averaged over problems. correct_PG says which of the n samples of a
     problem are correct. If c of them are, pass@k is 1 - C(n-c, k) / C(n, k)."""
-    correct = np.asarray(correct_PG, int)
-    n = correct.shape[1]
-    wrong_P = n - correct.sum(1)
-    return np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P])
+    n = correct_PG.shape[1]
+    wrong_P = n - correct_PG.sum(1)
+    return np.mean([1 - math.comb(wrong, k) / math.comb(n, k) for wrong in wrong_P.tolist()])
 
 
 def evaluate(held_out, sampler, verifier, record, step):
@@ -1050,7 +1044,7 @@ def evaluate(held_out, sampler, verifier, record, step):
         figures = {f"avg@{n}": drawn["reward"]}
         form = ".3f"
         if "accuracy" in drawn:
-            right_PG = torch.stack([group.right_G for group in groups])
+            right_PG = Batch(groups).right_PG
             for exponent in range(1, n.bit_length()):
                 figures[f"pass@{2**exponent}"] = pass_at_k(right_PG, 2**exponent)
             if math.isclose(drawn["reward"], drawn["accuracy"], rel_tol=1e-6):

@@ -284,11 +284,10 @@ def main(args: Args) -> None:
             sampler.load(policy)
 
         # ---- evaluate, log, checkpoint
-        evaluated = step % args.eval_every == 0 or step == args.steps
-        if evaluated:
+        if step % args.eval_every == 0 or step == args.steps:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, step, record)
-        record.write_training(step, batch, per_token, evaluated)
+            record.write_training(step, batch, per_token)
         record.log_step(step, metrics)
         common.checkpoint_and_check_stop(policy, optimizer, step, position, record)
         if record.stopping:  # a file `stop` or a signal asked the run to write a checkpoint and end

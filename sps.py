@@ -456,11 +456,10 @@ def main(args: Args) -> None:
         # ---- evaluate, log, checkpoint
         # The paper does not say how often it evaluates to find the best checkpoint within 700 steps (section 5.2). We
         # also evaluate after each RL stage with its IRL stage (ours), since 188 is no multiple of Fig. 2c's 100.
-        evaluated = step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps
-        if evaluated:
+        if step % args.eval_every == 0 or step % rl_steps == 0 or step == args.steps:
             metrics.update(common.evaluate(held_out, sampler, verifier, record, step))
             common.keep_best(policy, folder, step, record)
-        record.write_training(step, batch, per_token, evaluated)
+            record.write_training(step, batch, per_token)
         record.log_step(step, metrics)
         common.checkpoint_and_check_stop(policy, optimizer, step, position, record)
         if record.stopping:  # a file `stop` or a signal asked the run to write a checkpoint and end

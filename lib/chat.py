@@ -102,8 +102,8 @@ def prompt_of(turns, template, tokenizer, options="{}", image=""):
     for name in options:
         used = re.search(rf"\b{name}\b", tokenizer.get_chat_template())
         require(used, f"--chat-template-kwargs: the chat template has no {name}")
-    options |= {"tokenize": False, "add_generation_prompt": True}
-    text = tokenizer.apply_chat_template([*before, asked], **options)
-    shown = all(turn["content"].strip() in text for turn in [*before, asked])
+    turns = [*before, asked]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
+    shown = all(turn["content"].strip() in text for turn in turns)
     require(shown, "the tokenizer's chat template does not show every turn")
     return tokenizer.encode(text, add_special_tokens=False)

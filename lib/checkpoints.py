@@ -13,10 +13,8 @@ from lib.messages import require
 
 
 def checkpoints_of(folder):
-    """Return the folders step-<number> in a folder, the oldest first. These are its complete checkpoints. A folder
-    whose name has a suffix, such as step-00005.partial, is left out."""
-    complete = [each for each in folder.glob("step-*") if each.name[5:].isdecimal()]
-    return sorted(complete, key=lambda each: int(each.name[5:]))
+    """Return the complete checkpoints in a folder, the oldest first. Each is a folder step-<number of five digits>."""
+    return sorted(folder.glob("step-[0-9][0-9][0-9][0-9][0-9]"))
 
 
 def manifest_of(checkpoint):
@@ -37,28 +35,25 @@ def load_weights(policy, checkpoint):
 
 def checkpoint_and_check_stop(policy, optimizer, step, position, record):
     """Write a checkpoint if one is due. All ranks call this after each step. If steps are left and the run's folder
-    has a file `stop`, set record.stopping and delete the file. A checkpoint is due if the run stops, if `step`
+    has a file `stop`, set record.stopping. A checkpoint is due if the run stops, if `step`
     is a multiple of --checkpoint-every, or if it is the last step. `position` is the number of training problems that
     the run has used.
 
     The checkpoint is the folder checkpoints/step-<step>. Until all its files are written, the folder has another name,
-    so a folder of this name is complete. Afterwards, delete all but the newest --checkpoints-kept.
-    A checkpoint that a kill has cut off is deleted before the next one is written."""
+    so a folder of this name is complete. Afterwards, delete all but the newest --checkpoints-kept."""
     world = record.world
     args = record.args
     stop = record.folder / "stop"
     record.stopping = step < args.steps and world.from_rank_0(stop.exists())
     if record.stopping:
-        stop.unlink(missing_ok=True)
-        run = record.quoted
+        run = record.folder
         record.say(f"stops after step {step}: ./run.sh resume {run} goes on, ./run.sh export {run} makes a model")
     elif step % args.checkpoint_every != 0 and step != args.steps:
         return
     final = record.folder / "checkpoints" / f"step-{step:05d}"
-    partial = final.with_suffix(".partial")
+    partial = final.with_name("partial")
     if world.rank == 0:
-        for cut_off in final.parent.glob("step-*[0-9].partial"):
-            shutil.rmtree(cut_off)
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
     state = {"policy": sharded.get_model_state_dict(policy)}

@@ -78,7 +78,6 @@ def print_error(kind, error, trace):
     else:
         sys.__excepthook__(kind, error, trace)
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(1)
 
 

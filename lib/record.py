@@ -65,10 +65,10 @@ def open_run(folder, args):
     flags = json.loads(json.dumps({"script": Path(sys.argv[0]).stem, **asdict(args)}))
     if file.exists():
         require(args.resume, f"--run-dir {folder}: holds another run; name a new folder or add --resume")
-        done = max([int(each.name[5:]) for each in checkpoints_of(folder / "checkpoints")], default=0)
-        require(args.steps >= done, f"--steps {args.steps}: the run has finished {done} steps already")
+        for each in checkpoints_of(folder / "checkpoints"):
+            done = int(each.name[5:])
+            require(args.steps >= done, f"--steps {args.steps}: the run has finished {done} steps already")
         constant = args.lr_warmup == 0 and args.lr_schedule == "constant"
-        changed = []
         for name, old in json.loads(file.read_text())["args"].items():
             fits = flags.get(name) == old or name in MAY_CHANGE or (name == "steps" and constant)
             require(
@@ -77,9 +77,6 @@ def open_run(folder, args):
                 "keeps its flags, and a rate that rises or falls depends on --steps. A new run may begin with the "
                 f"model of this one: --model {folder}/model, or what ./run.sh export {folder} makes of a checkpoint",
             )
-            if flags.get(name) != old and name not in ("run_dir", "resume"):
-                changed.append(f"{name} {old} → {flags[name]}")
-        print(f"{folder} goes on; flags that differ: {', '.join(changed) or 'none'}")
     with refuse_errors(f"--run-dir {folder}"):
         (folder / "samples").mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "w")  # noqa: SIM115  Closing the file would unlock the folder.
@@ -125,7 +122,6 @@ class Record:
         if world.rank == 0:
             self.lock = open_run(self.folder, args)
         self.folder = world.from_rank_0(self.folder)  # Its name holds the time, which differs between ranks.
-        self.quoted = shlex.quote(str(self.folder))
         shared = all(world.all_gather(self.folder.is_dir()))
         require(shared, f"--run-dir {self.folder}: not on storage that all nodes share")
         datasets.disable_progress_bars()
@@ -185,13 +181,13 @@ class Record:
                 text += rollout.text + "\n"
         (self.folder / "samples" / f"{name}.txt").write_text(text)
 
-    def write_training(self, step, batch, per_token, evaluated):
-        """If the step ended with an evaluation (`evaluated`), write two files of its training responses, on rank 0.
+    def write_training(self, step, batch, per_token):
+        """Write two files of the training responses of a step that ended with an evaluation, on rank 0.
         samples/train-step<step>.txt has their texts. samples/train-step<step>.parquet is a table with a row for each
         response: its group, problem, answer, score, reward, token ids, whether it was cut off, whether it is right (if
         the reward says so), the sampler's log-prob of each token, and every tensor of `per_token`, {name: tensor},
         whose name ends in _T."""
-        if self.world.rank or not evaluated:
+        if self.world.rank:
             return
         name = f"train-step{step:05d}"
         self.write_samples(name, batch.groups)

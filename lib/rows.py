@@ -100,7 +100,7 @@ def first_of(row, column, *others):
     return next((values[name] for name in others if values.get(name) is not None), "")
 
 
-def turns_of(row, column="", template="chat"):
+def turns_of(row, column, template):
     """Return the problem of a row as turns of a chat, a list of dicts with role and content. The problem is the value
     in `column` or, if the row has no such column, the first value in PROBLEM_COLUMNS. A text becomes a turn of the
     user. The two texts that DAPO-Math-17k puts around a problem are always removed. System turns are removed unless
@@ -114,7 +114,7 @@ def turns_of(row, column="", template="chat"):
         return [turn | {"content": turn["content"].removeprefix(DAPO_BEGINS).removesuffix(DAPO_ENDS)} for turn in turns]
 
 
-def reference_of(row, column=""):
+def reference_of(row, column):
     """Return a row's reference answer as `answer_text` makes it, or "". The answer is the value in `column` or, if the
     row has no such column, the first value in ANSWER_COLUMNS. If there is none, it is the last box in the column
     `solution`. A solution without a box gives "", because it is a long text that no response repeats."""

@@ -113,7 +113,8 @@ def test_responses_of_a_group_are_dealt_in_bundles(ranks, budget):
 
 def test_pass_at_k():
     # two of four drawn without replacement miss the one right answer with probability 3/4 · 2/3 = 1/2
-    assert common.pass_at_k([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], 2) == pytest.approx((0.5 + 1 + 0) / 3)
+    correct_PG = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    assert common.pass_at_k(correct_PG, 2) == pytest.approx((0.5 + 1 + 0) / 3)
 
 
 def test_sampler_gap(plain_python, tmp_path):

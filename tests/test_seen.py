@@ -63,7 +63,7 @@ def test_the_file_has_what_the_loss_saw_of_each_response(monkeypatch, plain_pyth
         group.score_G = group.reward_G + 0.5
     mine_T = torch.arange(len(batch.response_T)) / 3
     mine_T[7] = math.nan
-    record.write_training(7, batch, {"mine_T": mine_T, "alpha": 1.0}, evaluated=True)
+    record.write_training(7, batch, {"mine_T": mine_T, "alpha": 1.0})
     table = pandas.read_parquet(tmp_path / "samples" / "train-step00007.parquet")
     assert table["score"][0] == 0.5
     assert table["group"].tolist() == batch.group_R and table["reward"].tolist() == batch.reward_PG.flatten().tolist()

@@ -38,6 +38,7 @@ from pydantic.dataclasses import dataclass
 from transformers import AutoTokenizer
 
 import common
+from lib.rows import names_of
 
 
 @dataclass
@@ -136,7 +137,7 @@ def step_of(path, folder):
 
 def problems_of(protocol, tokenizer):
     """Return {name: problems} for the sets of a protocol. Raises Refused if it has no sets."""
-    sources = common.names_of(protocol.sets, taken=())
+    sources = names_of(protocol.sets, taken=())
     common.require(sources, "--sets: name some sets; neither a protocol nor the run names any")
     data = {}
     for name, source in sources.items():
