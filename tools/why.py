@@ -64,7 +64,7 @@ share of groups with right responses only, because problems are too easy
 harder problems, --temperature 1, --valid-share, --beta-th
 reward 1,
 
-gap_mean 0.02
+gap_mean 0.05
 mean difference of log-probs between sampler and trainer, in nats
 --compute-dtype float32, which removes it if it comes from rounding; or --tis-cap 2
 
