@@ -15,6 +15,7 @@ import bench
 import pytest
 import tyro
 from conftest import ROOT
+from experiments import command_of
 
 import common
 import sspo
@@ -33,7 +34,8 @@ def parsed(script: str, *flags: str):
 
 def settings(name: str, *flags: str):
     """Return the settings of an experiment with flags of a user's."""
-    return parsed(*shlex.split(run_sh(name, *flags)))
+    script, *words = command_of(name, flags)
+    return parsed(Path(script).name, *words)
 
 
 @pytest.fixture(scope="module")
