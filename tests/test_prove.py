@@ -1,7 +1,7 @@
 """tools/prove.py finds nothing in our scripts, and names what was broken in a copy of one."""
 
 import pytest
-from conftest import ROOT, slow, torchrun
+from conftest import ROOT, torchrun
 
 BROKEN = {  # what is replaced, by what, and the lines that fail with a word of what they say
     "no world.size": ("(loss * world.size)", "loss", {"on 3 ranks": "world.size"}),
@@ -99,10 +99,8 @@ def test_nothing_fails_in_our_scripts(update, script):
     assert failed(update, script) == {}
 
 
-first, *others = BROKEN
-
-
-@pytest.mark.parametrize("fault", [first, *slow(*others)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", BROKEN)
 def test_a_fault_is_named(update, fault, tmp_path):
     old, new, expected = BROKEN[fault]
     found = failed(update, edited("sps.py", tmp_path / f"broken_{[*BROKEN].index(fault)}.py", {old: new}))

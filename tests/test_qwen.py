@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 import common
 import sspo
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict:
