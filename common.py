@@ -1044,7 +1044,7 @@ def evaluate(held_out, sampler, verifier, record, step):
         figures = {f"avg@{n}": drawn["reward"]}
         form = ".3f"
         if "accuracy" in drawn:
-            right_PG = Batch(groups).right_PG
+            right_PG = torch.stack([group.right_G for group in groups])
             for exponent in range(1, n.bit_length()):
                 figures[f"pass@{2**exponent}"] = pass_at_k(right_PG, 2**exponent)
             if math.isclose(drawn["reward"], drawn["accuracy"], rel_tol=1e-6):
