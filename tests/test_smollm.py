@@ -56,6 +56,6 @@ def test_from_the_wheel_to_a_run(tmp_path):
     assert model(ids, labels=ids).loss.item() == pytest.approx(2.1904, abs=1e-3)
     script, *flags = shlex.split(run_sh("sspo-135m").replace("tasks/smollm/", f"{made}/"))
     flags += ["--prompts-per-step", 2, "--max-response-tokens", 24, "--eval", made / "harder.jsonl", "--steps", 1]
-    torchrun(script, *flags, "--eval-samples", 1, "--keep-best", "--run-dir", tmp_path / "run", timeout=900)
+    torchrun(script, *flags, "--eval-samples", 1, "--run-dir", tmp_path / "run", timeout=900)
     assert [row["step"] for row in faults.read(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
-    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
