@@ -211,8 +211,7 @@ def watched_score(gpu: Gpu):
 def learn(script, model, ranks=8, local=8, irl=False, **flags):
     """Make a script's step on a model's real weights, and check what lies where. Every update begins with an empty
     micro-batch."""
-    flags_of_step = ["--model", model, "--subset=0", "--prompts-per-step=6", "--micro-batch-tokens=800"]
-    module, args = prove.load(f"{script}.py", flags_of_step)
+    module, args = prove.load(f"{script}.py", ["--model", model, "--prompts-per-step=6", "--micro-batch-tokens=800"])
     args = replace(args, run_dir=tempfile.mkdtemp(), **flags)
     tokenizer = AutoTokenizer.from_pretrained(model)
     batch = prove.Batch(prove.fixed_groups(args, tokenizer, []))

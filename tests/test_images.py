@@ -83,7 +83,7 @@ def test_every_row_reaches_the_tower_once_the_step_has_an_image(models, response
 def test_an_update_does_not_depend_on_ranks_or_packing(update, models):
     """Three ranks with small budgets: some rows are of text only, some empty."""
     model = models["qwen2_5_vl"]
-    args = {"image_column": "image", "dataset": str(model / "problems.parquet"), "template": "plain", "subset": 0}
+    args = {"image_column": "image", "dataset": str(model / "problems.parquet"), "template": "plain"}
     one, three = (update(ranks, "gpg", model, args=args, budget=budget) for ranks, budget in ((1, 5000), (3, 300)))
     check_alike(three, one)
 

@@ -75,7 +75,7 @@ def fixed_groups(settings, tokenizer, zero_advantage):
     """Return a group of four fixed responses for each of the first problems. One of the responses has a single token,
     and two have blank lines. All rewards are equal in the groups whose numbers are in `zero_advantage`. In the other
     groups they differ."""
-    problems, _ = common.load_data(settings, tokenizer)
+    problems, _ = common.load_data(replace(settings, subset=0), tokenizer)
     groups = []
     for p, problem in enumerate(problems[: settings.prompts_per_step]):
         rollouts = []
