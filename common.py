@@ -362,6 +362,7 @@ class Sampler:
         sees = hasattr(config, "vision_config")
         # Sleep level 2 frees more memory, but wipes a buffer whose zeros vLLM 0.32 needs if a prompt has an image.
         self.sleep_level = 1 if sees else 2
+        self.expected = {name for name, _ in lm.named_parameters()}
 
         class Wrapped(type(lm.model)):
             """vLLM changes the class that is registered for a config. This subclass protects the policy's class."""
@@ -441,18 +442,22 @@ class Sampler:
         return [Group(problem, [rollout_of[key, g] for g in range(n)]) for key, problem in prompts.items()]
 
     def load(self, policy):
-        """Wake the engine and replace its weights by those of a Policy. Every rank must call this."""
+        """Wake the engine and replace its weights by those of a Policy. Every rank must call this. Raises Refused if
+        the policy lacks a weight of the model, or has one that the model lacks."""
+        sent = set()  # vLLM itself would ignore that a layer is missing.
 
         def stream():
             for name, tensor in full_weights(policy, self.dtype):
+                sent.add(name)
                 yield name, tensor
-                if policy.lm_head is None and name.endswith("embed_tokens.weight"):
+                if "lm_head.weight" not in self.expected and name.endswith("embed_tokens.weight"):
                     yield "lm_head.weight", tensor
 
         if self.sleeps:
             torch.cuda.empty_cache()  # Torch's cache holds memory that the engine needs.
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
+        require(sent == self.expected, f"weights that were not sent, or are not the model's: {sent ^ self.expected}")
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()

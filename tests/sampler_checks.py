@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def check(args: Args, sampler: common.Sampler, policy: common.Policy, problems: 
 
 
 def main(args: Args) -> None:
-    """Check an engine, and then one with less room."""
+    """Check an engine, then one with less room, and last what it says of a missing name."""
     world = common.init_world()
     model = Path(args.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -113,4 +114,8 @@ def main(args: Args) -> None:
     short.load(policy)
     groups = short.sample({("a", p): problem for p, problem in enumerate(problems)}, 3, args.temperature, args)
     found["room"] = ends(groups)
+    short.expected.add("another")
+    with suppress(ValueError):  # for want of a name
+        short.load(policy)
+        found["loaded"] = "although a name was missing"
     print(json.dumps(found))
